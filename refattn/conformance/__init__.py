@@ -9,6 +9,7 @@ the search for failing batches needs the extra `conformance`.
     oracle       its right answer, in float64, without the reference
     cases        the batches of the tests, in a poisoned pool       spec, readout    five proofs of a path
     example      the workloads that the kit draws                   contract         what a kernel promises
+    combinations batches in which any two choices meet              landmarks        batches that are always tried
     kernel       how a kernel is called, and what it claims         check, isolate   whether it keeps to it
     libraries    one caller per library                             adapters         their kernels
     mistakes     known mistakes, by which a failure is named        search           random workloads of every path

@@ -125,6 +125,21 @@ def of_log_sum_exp(kernel: Kernel, example: Example, dtype: torch.dtype, device:
         hold(example, given, answers)
 
 
+def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare gradients of a call as the options say; an LSE that has a gradient without them has one with them."""
+    try:
+        contract.combined(kernel, example, dtype, device)
+    except RefusedError as error:
+        if not isinstance(error.__cause__, gradients.NoGradientError):
+            raise
+        plain = replace(example, options={"grad_lse": True})
+        ask(kernel, plain, plain.tensors(dtype, device))
+        arguments = example.tensors(dtype, device)
+        answers = ask(kernel, example, {name: x for name, x in arguments.items() if name != "grad_lse"})
+        kernel.calls[-1] = arguments, answers
+        hold(example, arguments, answers)
+
+
 def strides_of_grad(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare where the gradient of the output is one number for all, as of a sum; one per row; transposed; a view."""
     arguments = example.tensors(dtype, device)
@@ -307,10 +322,10 @@ PROPERTIES = (
     ),
     Property(
         "strides",
-        "Queries, keys and values may be views: other layouts, gaps between rows.",
-        plain,
+        "Queries, keys and values may be views: other layouts, gaps between rows; values in another one than keys.",
+        contract.of_any_layout,
         contract.strides,
-        landmarks=landmarks.some,
+        landmarks=landmarks.of_layouts,
     ),
     Property("last stride", "The last dimension need not be contiguous.", plain, contract.last_stride),
     Property(
@@ -354,9 +369,9 @@ PROPERTIES = (
     ),
     Property(
         "together",
-        "All options can be combined.",
-        with_options(*contract.MIXTURE),
-        everything,
+        "All options can be combined, any two of them, with any layout, and with a gradient of the log-sum-exp.",
+        contract.in_combination,
+        combined,
         landmarks=contract.all_together,
     ),
     Property(

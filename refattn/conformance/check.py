@@ -22,6 +22,7 @@ from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
+from refattn.conformance.landmarks import is_large, without_an_option
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
@@ -403,6 +404,9 @@ class _Search:
         )(seed(0)(given(self.batches)(self._try)))
         self.trials = self.trials[-2 * EVIDENCE :] + self.trials[:EVIDENCE]
         before = len(self.trials)
+        if self.smallest is not None and self.prop.draw is contract.in_combination:
+            for fewer in without_an_option(self.smallest):
+                self._try(fewer)
         run()
         if self.prop.check is not contract.everything:
             for trial in self.trials[before:]:
@@ -465,7 +469,13 @@ def probable(
             seen.add(key)
             trials.append(trial)
     wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
-    right = [trial for trial in trials if not trial.failed][: EVIDENCE // 2]
+    right = [trial for trial in trials if not trial.failed]
+    if any(len(trial.example.options) > 2 for trial in trials):  # those with most of the options show which one is lost
+        right.sort(key=lambda trial: -_in_common(trial, smallest))
+        count = max(EVIDENCE // 2, len(smallest.options))
+        right = right[:count] + right[count:][-(EVIDENCE // 2) :]  # and others, what is right without them
+    else:
+        right = right[: EVIDENCE // 2]
     nothing_wrong = mistakes.without_mistake(smallest.path)
     failing = [_Evidence(trial.example, *trial.calls[-1]) for trial in wrong]
     failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)][:EVIDENCE]
@@ -474,7 +484,7 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     best = 0.0
-    of_path = list(mistakes.of_path(smallest.path))
+    of_path = [x for x in mistakes.of_path(smallest.path) if mistakes.shows_in(x, is_large(smallest))]
     for is_of_forward in (False, True):  # a mistake of the backward alone goes before one that comes from the forward
         known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
         explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
@@ -497,6 +507,11 @@ def probable(
     return sorted(found, key=lambda mistake: mistake.name not in blamed)[:most]
 
 
+def _in_common(trial: _Trial, example: Example) -> int:
+    """Return how many options of an example a batch has."""
+    return sum(trial.example.options.get(name) == value for name, value in example.options.items())
+
+
 def _cost(trial: _Trial) -> int:
     return sum(q * s for q, s in trial.example.lens)
 
@@ -507,7 +522,7 @@ class _Evidence:
     def __init__(self, example: Example, arguments: Arguments, answers: Answers) -> None:
         self.example, self.arguments = example, on_cpu(arguments)
         self.answers = {name: x.detach().cpu() for name, x in answers.items()}
-        without_out = {name: x for name, x in self.arguments.items() if name != "out"}
+        without_out = {name: x for name, x in self.arguments.items() if name not in ("out", "first_block")}
         self.wide, self.low = expected(example, without_out)
         is_gradient = PATHS[example.path].differentiates
         self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # of the terms, before they cancel
@@ -544,6 +559,8 @@ class _Evidence:
 
     def _error(self, name: str) -> Distance:
         """Return how far the reference in the type of the answer is from the wide one, where both are numbers."""
+        if name == "lse" and not self.arguments.get("query", torch.ones(1)).any():
+            return Distance(0.0, 0.0)  # the products are 0 in any type
         if name not in self.errors:
             right = self.wide[name].isfinite() & self.low[name].isfinite()
             self.errors[name] = distance(self.low[name][right], self.wide[name][right])

@@ -4,6 +4,7 @@ A property draws a batch and calls the kernel. It returns nothing, or raises `Br
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refattn.conformance import gradients, landmarks, packed
+from refattn.conformance import combinations, gradients, landmarks, packed
 from refattn.conformance.example import PACKED, PATHS, SELECTED, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import LARGE, Kernel, Shape, device_of, untouched
 from refattn.conformance.landmarks import Landmarks
@@ -22,6 +23,9 @@ from refattn.conformance.tolerance import assert_close, on_cpu
 Draw = st.DrawFn
 Check = Callable[[Kernel, Example, torch.dtype, str], None]
 LOUD = 100.0  # factor on the queries, at which exp(score) overflows
+FAR_BLOCK, MOST_ELEMENTS = 2**16, 2**26  # where the blocks of a large pool begin, if it is no larger than this
+LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
+FAR_BOUND = 4096  # keys: an upper bound as of a server, which gives that of the model
 LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
 
 
@@ -221,6 +225,13 @@ def of_rows(kind: str) -> Callable[[Draw, Kernel], Example]:
     return lambda draw, kernel: draw_example(draw, kernel, options={"rows": kind})
 
 
+def in_combination(draw: Draw, kernel: Kernel) -> Example:
+    """Draw any of the options that a kernel takes, and how it is called."""
+    chosen = {name: draw(st.sampled_from(values)) for name, values in combinations.choices(kernel).items()}
+    options, shape, padding = combinations.said(kernel, chosen)
+    return draw_example(draw, kernel, options=options, shapes=[shape], padding_rows=padding)
+
+
 def windowed(draw: Draw, kernel: Kernel) -> Example:
     """Draw a window, on the left and, where a mask need not be causal, on both sides."""
     left = draw(st.integers(0, 20))
@@ -315,9 +326,37 @@ def sinks_over_many_keys(draw: Draw, kernel: Kernel) -> Example:
     return draw_example(draw, kernel, pairs, options=options)
 
 
+def of_any_layout(draw: Draw, kernel: Kernel) -> Example:
+    """Draw how tensors lie in memory."""
+    return draw_example(draw, kernel, options={"layout": draw(st.sampled_from(landmarks.LAYOUTS))})
+
+
 def padded(draw: Draw, kernel: Kernel) -> Example:
     """Draw rows after the last sequence."""
     return draw_example(draw, kernel, padding_rows=draw(st.integers(1, 3)))
+
+
+def loudly(draw: Draw, kernel: Kernel) -> Example:
+    """Draw sinks, too, which may be far above and below all scores."""
+    sinks = draw(st.sampled_from((None, True, "large"))) if kernel.takes("sinks") else None
+    return draw_example(draw, kernel, options={} if sinks is None else {"sinks": sinks})
+
+
+def forked(draw: Draw, kernel: Kernel) -> Example:
+    """Draw sequences of several blocks that begin with blocks of others, as after a fork of a prompt."""
+    shape = draw(st.sampled_from(kernel.claims.few_shapes))
+    most = min(6 if kernel.path == "speculative" else 12, kernel.claims.max_query_len or 12)
+    longest = 5 * shape[2]
+    lens = st.lists(st.tuples(st.integers(1, most), st.integers(shape[2], longest)), min_size=2, max_size=4)
+    return draw_example(draw, kernel, lens, shapes=[shape], options={"forked": True})
+
+
+def in_far_blocks(draw: Draw, kernel: Kernel) -> Example:
+    """Draw a batch whose blocks have large numbers, in a pool of as many as a test can have."""
+    drawn = draw_example(draw, kernel, options={"first_block": FAR_BLOCK})
+    of_block = drawn.block_size * drawn.heads[1] * max(drawn.head_size, drawn.value_size)
+    first = min(FAR_BLOCK, MOST_ELEMENTS // of_block)
+    return replace(drawn, options={**drawn.options, "first_block": first})
 
 
 def empty_parts(draw: Draw, kernel: Kernel) -> Example:
@@ -473,6 +512,25 @@ def lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
     if "lse" not in answers:
         raise NotClaimedError("returns no log-sum-exp")
     hold(example, arguments, answers, only=("lse",))
+    if "query" in arguments:
+        counted(kernel, example, arguments)
+
+
+def counted(kernel: Kernel, example: Example, arguments: Arguments) -> None:
+    """Compare the log-sum-exp of queries of 0 with that of float32, in any type: all products are 0, and exact.
+
+    Without options it is the logarithm of how many keys a query sees.
+    """
+    arguments = arguments | dict(query=torch.zeros_like(arguments["query"]))
+    came = ask(kernel, example, arguments)["lse"].detach().cpu().double()
+    want = expected(example, arguments)[0]["lse"].double()
+    off = (came - want).abs().masked_fill(came == want, 0.0)  # which are infinite, or the same
+    if not (off <= LSE_OF_ZEROS).all():
+        row, head = (~(off <= LSE_OF_ZEROS)).nonzero()[0].tolist()
+        raise Broken(
+            f"lse: {came[row, head]:.5f} in row {row}, head {head}, expected {want[row, head]:.5f}: "
+            "queries are 0, so it is exact in float32, whatever their type"
+        )
 
 
 def everything(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -494,6 +552,13 @@ def loud(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
         low = example.tensors(dtype, device)
         low["query"], low[keys[0]] = low["query"] - LOW, low[keys[0]] + LOW
         hold(example, low, ask(kernel, example, low), is_loud=True)
+
+
+def scaled(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare everything, where scores are in the hundreds, too: the largest product is not the largest score."""
+    everything(kernel, example, dtype, device)
+    if example.path in LOUDLY:
+        loud(kernel, example, dtype, device)
 
 
 def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -592,6 +657,22 @@ def every_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
         raise Broken(f"out: not the mean of {len(signs)} parts with the same log-sum-exp")
 
 
+def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare everything that is returned, of a call as the options of the example say."""
+    said = example.options.get
+    arguments = example.tensors(dtype, device)
+    region = said("poison")
+    given = poison(example, arguments, region) if region else arguments
+    more: dict[str, Any] = {"return_lse": False} if said("return_lse") is False else {}
+    if said("out"):
+        h, dv = example.heads[0], example.output_size
+        more["out"] = torch.full((len(arguments["query"]), h, dv), 7.0, dtype=dtype, device=device)
+    answers = ask(kernel, example, laid_out(given, said("layout", 0)), **more)
+    hold(example, arguments, answers, only=() if said("return_lse") is not False else ("out",))
+    if said("out"):
+        hold(example, arguments, dict(out=more["out"]))
+
+
 def poisoned(name: str) -> Check:
     """Return a check of answers over poison in a part of the memory that nobody may see: they are those without it."""
 
@@ -603,14 +684,8 @@ def poisoned(name: str) -> Check:
 
 
 def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over views: heads outside tokens, pages with a gap after each, queries cut out of a fused projection."""
-    arguments = example.tensors(dtype, device)
-    words = ("query", "key", "value", "key_cache", "value_cache", "cache")
-    for word in words:
-        if word in arguments and arguments[word].dtype == torch.uint8:
-            arguments[word] = packed.with_gaps(arguments[word], packed.SPARE * (example.seed % 2))
-        elif word in arguments:
-            arguments[word] = with_gap(arguments[word]) if example.seed % 2 else outside_in(arguments[word])
+    """Compare over views: one of the layouts, and a block table that is a part of a larger one."""
+    arguments = laid_out(example.tensors(dtype, device), example.options.get("layout", 1))
     if "states" in arguments:
         arguments["states"] = with_gap(arguments["states"]) if example.seed % 2 else outside_in(arguments["states"])
         for word in ("log_decay", "beta"):  # [t, hv], as they come from a projection of all heads
@@ -625,9 +700,38 @@ def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     hold(example, arguments, ask(kernel, example, arguments))
 
 
+def laid_out(arguments: Arguments, layout: int) -> Arguments:
+    """Return arguments whose tensors lie in memory in another way, one of `landmarks.LAYOUTS`.
+
+    Args:
+        arguments: of a call.
+        layout: 0: as they are; 1: heads outside tokens; 2: a gap after each row or page, and each head; 3: keys and
+            queries have heads outside tokens, and values not; 4: values have, and queries are cut out of a fused
+            projection; 5: pages of keys and of values lie in turn in one pool.
+    """
+    ways: dict[str, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
+        "query": (outside_in, with_gap, outside_in, with_gap, None),
+        "key": (outside_in, with_gap, outside_in, None, None),
+        "value": (outside_in, with_gap, None, outside_in, None),
+    }
+    changed = dict(arguments)
+    for word in ("query", "key", "value", "key_cache", "value_cache", "cache"):
+        way = ways[{"cache": "key"}.get(word, word.removesuffix("_cache"))][layout - 1] if layout else None
+        if layout and word in arguments and arguments[word].dtype == torch.uint8:
+            changed[word] = packed.with_gaps(arguments[word], packed.SPARE * (layout % 2))
+        elif word in arguments and way is not None:
+            is_of_latents = word == "cache" and arguments[word].ndim == 3  # which have no heads
+            changed[word] = with_gap(arguments[word]) if is_of_latents else way(arguments[word])
+    pools = [arguments[word] for word in ("key_cache", "value_cache") if word in arguments]
+    if layout == 5 and pools and pools[0].shape == pools[1].shape:
+        both = torch.stack(pools, dim=1)
+        changed |= dict(key_cache=both[:, 0], value_cache=both[:, 1])
+    return changed
+
+
 def outside_in(x: Tensor) -> Tensor:
     """Lay a tensor out with heads outside tokens, seen through a view of the same shape."""
-    return x.transpose(-3, -2).contiguous().transpose(-3, -2) if x.ndim > 3 else with_gap(x)
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def with_gap(x: Tensor) -> Tensor:
@@ -662,6 +766,34 @@ def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
     most = max(batch.max_seq_len, min(columns, batch.max_seq_len + example.block_size))
     batch = replace(batch, max_query_len=batch.max_query_len + more, max_seq_len=most)
     hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
+
+
+def far_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare with upper bounds, and a block table, of a server that gives those of its model."""
+    arguments = example.tensors(dtype, device)
+    batch, most = arguments["batch"], FAR_BOUND
+    if batch.block_table is not None:
+        more = torch.full_like(batch.block_table[:, :1], -1).expand(-1, -(-most // example.block_size))
+        batch = replace(batch, block_table=torch.cat([batch.block_table, more], dim=1))
+    longest = 1 if kernel.claims.max_query_len == 1 else kernel.claims.max_query_len or most // 8
+    batch = replace(batch, max_query_len=max(batch.max_query_len, longest), max_seq_len=max(batch.max_seq_len, most))
+    hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
+
+
+def far_blocks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over a large pool, in memory that is hardly touched: the blocks of the batch are its last ones."""
+    arguments = example.tensors(dtype, device)
+    first, given = example.options["first_block"], dict(arguments)
+    for word, before in PATHS[example.path].pools:
+        pool = arguments[word]
+        shape = [size + first * (i == before) for i, size in enumerate(pool.shape)]
+        given[word] = untouched(math.prod(shape), pool.dtype, device).view(shape)
+        given[word].narrow(before, first, pool.shape[before]).copy_(pool)
+    batch = arguments["batch"]
+    given["batch"] = replace(batch, block_table=batch.block_table + first)
+    answers = ask(kernel, example, given)
+    kernel.calls[-1] = arguments | {"first_block": first}, answers  # a known mistake need not read all of that memory
+    hold(example, arguments, answers)
 
 
 def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -742,6 +874,25 @@ def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
     for name, x in before.items():
         if not torch.equal(x.nan_to_num(7.0), answers[name].nan_to_num(7.0)):
             raise Broken(f"{name}: a later call wrote into what an earlier one had returned")
+    if PATHS[example.path].attends:
+        in_the_same_memory(kernel, example, arguments)
+
+
+def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -> None:
+    """Compare a call whose tensors have other numbers in the memory of the call before, as those of a server have."""
+    for word in ("query", "key", "value", *(pool for pool, _ in PATHS[example.path].pools)):
+        if word in arguments and arguments[word].itemsize > 1:
+            arguments[word].neg_().add_(0.25)
+    batch = arguments["batch"]
+    if batch.block_table is not None and example.path != "cascade":  # whose sequences share blocks
+        pool, before = PATHS[example.path].pools[0]
+        batch.block_table.neg_().add_(arguments[pool].shape[before] - 1)
+    answers = ask(kernel, example, arguments)
+    del kernel.calls[:-1]  # whose numbers are others now
+    try:
+        hold(example, arguments, answers)
+    except Broken as error:
+        raise Broken(f"with other numbers in the same memory, {error}") from None
 
 
 def again_with(arguments: Arguments) -> Arguments:
@@ -967,9 +1118,10 @@ MIXTURE = ("softmax_scale", "softcap", "alibi_slopes", "sinks")
 
 
 def all_together(kernel: Kernel) -> list[Example]:
-    """Return the landmarks of all options that a kernel takes."""
+    """Return the landmarks of all options that a kernel takes, and batches in which any two choices meet."""
     numbers = dict(softmax_scale=0.3, softcap=5.0, alibi_slopes=True, sinks=True)
-    return landmarks.long(**{name: x for name, x in numbers.items() if kernel.takes(name)})(kernel)
+    at_once = landmarks.long(**{name: x for name, x in numbers.items() if kernel.takes(name)})(kernel)
+    return at_once + combinations.every_pair(kernel)
 
 
 PROPERTIES = (
@@ -1074,6 +1226,8 @@ PROPERTIES = (
         plain,
         upper_bounds,
         paths=tuple(name for name in landmarks.KNOWN if name not in ("cascade", "speculative")),
+        landmarks=landmarks.some,
+        check_landmark=far_bounds,
     ),
     Property(
         "edges",
@@ -1133,7 +1287,22 @@ PROPERTIES = (
         landmarks=landmarks.very_long,
         check_landmark=at_landmarks,
     ),
-    Property("range", "Scores in the hundreds do not overflow.", plain, loud, paths=LOUDLY),
+    Property(
+        "16 bits",
+        "A step may have more rows of queries than 16 bits can count, and a sequence more keys.",
+        plain,
+        everything,
+        paths=tuple(name for name in landmarks.KNOWN if name not in ("differential",)),
+        examples=0,
+        landmarks=landmarks.past_16_bits,
+    ),
+    Property(
+        "range",
+        "Scores in the hundreds do not overflow, nor do sinks.",
+        loudly,
+        loud,
+        paths=LOUDLY,
+    ),
     Property("blocks", "Blocks that belong to no sequence may hold anything.", plain, poisoned("blocks"), paths=PAGED),
     Property("tail", "Slots past a sequence's end may hold anything.", plain, poisoned("tail"), paths=PAGED),
     Property(
@@ -1194,19 +1363,20 @@ PROPERTIES = (
     Property("table", "Entries past a sequence's last block are never used.", plain, poisoned("table"), paths=PAGED),
     Property(
         "padding",
-        "Rows after the last sequence are 0 and change no other row.",
+        "Rows after the last sequence are 0 and change no other row, be they a few or several tiles.",
         padded,
         poisoned("padding"),
         paths=ATTENDS,
+        landmarks=landmarks.padded,
     ),
     Property("padding", "A token with slot -1 is not written.", padded, answer, paths=("kv_cache",)),
     Property("holes", "A slot of -1 may be anywhere.", with_option("holes", True), answer, paths=("kv_cache",)),
     Property(
         "strides",
         "Tensors may be views: other layouts, gaps between rows and pages.",
-        plain,
+        of_any_layout,
         strides,
-        landmarks=landmarks.some,
+        landmarks=landmarks.of_layouts,
     ),
     Property(
         "without lse",
@@ -1241,13 +1411,29 @@ PROPERTIES = (
         examples=2,
     ),
     Property(
+        "far blocks",
+        "Blocks may have any number, and slots: 16 bits are not enough.",
+        in_far_blocks,
+        far_blocks,
+        paths=tuple(name for name in PAGED if name not in ("differential",)),
+        examples=2,
+    ),
+    Property(
+        "shared blocks",
+        "Sequences may have their first blocks in common, few of them or all, and go on in others.",
+        forked,
+        everything,
+        paths=tuple(name for name in PAGED if name not in ("cascade", "differential")),
+    ),
+    Property(
         "scale",
         "Any finite softmax_scale is used, also 0 and negative ones.",
         with_options("softmax_scale"),
-        everything,
+        scaled,
         ("softmax_scale",),
         ATTENDS,
         landmarks=landmarks.long(softmax_scale=0.3),
+        check_landmark=everything,
     ),
     Property(
         "softcap",
@@ -1278,9 +1464,9 @@ PROPERTIES = (
     ),
     Property(
         "together",
-        "All options can be combined.",
-        with_options(*MIXTURE),
-        everything,
+        "All options can be combined, any two of them, with any layout and however the kernel is called.",
+        in_combination,
+        combined,
         paths=ATTENDS,
         landmarks=all_together,
     ),

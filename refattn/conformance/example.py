@@ -49,6 +49,7 @@ LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # of differential attention: neith
 ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
 SCALES = (2.0, 0.25)  # of fp8 keys and values: neither 1, nor alike
+CALLED = ("return_lse", "out", "layout", "poison", "forked", "first_block")  # options that say how a kernel is called
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,11 +63,13 @@ class Example(Workload):
             `scales_of`: "heads" or "sequences", if there are several, and `format`: "e5m2" in the place of e4m3. Of
             `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query,
             at most, and `twice`: whether a key may be listed several times. Of `select`, `topk` and `kind` of the
-            scores. Of `kv_cache`, `first_block`, from which the blocks of a large pool are numbered, and `holes`:
-            whether some slots are -1. Of `speculative`, `growing`: nodes of each tree before those of the query rows.
-            Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of `packed_latents`, as of
-            `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of `dense_backward`,
-            `grad_lse`: whether there is a gradient of the log-sum-exp.
+            scores. Of `kv_cache`, `holes`: whether some slots are -1. Of `speculative`, `growing`: nodes of each tree
+            before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of
+            `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of
+            `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large" sinks are those of
+            some heads alone. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
+            `poison`; `first_block`, from which the blocks of a large pool are numbered; `forked`: whether sequences
+            begin with blocks of others.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -374,6 +377,7 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
+    batch = _forked(example, batch)
     query = changed.get("query", drawn.query)
     return dict(query=query, key_cache=drawn.key_cache, value_cache=drawn.value_cache, batch=batch, **options)
 
@@ -412,6 +416,7 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
         kind = options.pop("rows", "mixed") if keys is None else "exact"
         cache = packed.pool(drawn.key_cache[:, :, 0], rank, kind, example.seed)
     batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
+    batch = _forked(example, batch)
     if example.path in SELECTED:
         options["positions"] = _positions(example, options)
     return dict(query=changed.get("query", drawn.query), cache=cache, batch=batch, latent_rank=rank, **options)
@@ -514,13 +519,16 @@ def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
 
 def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
-    h, options = example.heads[0], dict(example.options)
+    h = example.heads[0]
+    options = {name: value for name, value in example.options.items() if name not in CALLED}
     if options.get("alibi_slopes") is True:
-        options["alibi_slopes"] = 2.0 ** -torch.arange(1, h + 1, dtype=torch.float32)
+        options["alibi_slopes"] = 2.0 ** -(1.0 + torch.arange(h, dtype=torch.float32) % 5)
     if options.get("sinks") is True:
         options["sinks"] = (
             torch.linspace(-1.0, 3.0, h, dtype=torch.float32) if h > 1 else torch.ones(1, dtype=torch.float32)
         )
+    if options.get("sinks") == "large":
+        options["sinks"] = torch.tensor([0.5, 120.0, -120.0])[torch.arange(h) % 3]  # exp(120) is infinite
     return options
 
 
@@ -532,6 +540,21 @@ def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch,
     for first, last, end in prefixes:
         table[first:last, : end // example.block_size] = table[first, : end // example.block_size]
     return replace(batch, block_table=table), options | dict(prefixes=prefixes)
+
+
+def _forked(example: Example, batch: Batch) -> Batch:
+    """Let sequences begin with full blocks of earlier ones, as after a fork: some, or as many as both have."""
+    if not example.options.get("forked"):
+        return batch
+    assert batch.block_table is not None
+    table, drawn = batch.block_table.clone(), random.Random(example.seed)
+    full = [s // example.block_size for _, s in example.lens]
+    for i in range(1, len(full)):
+        other = drawn.choice((i - 1, drawn.randrange(i)))
+        most = min(full[i], full[other])
+        shared = drawn.choice((most, min(most, 1), drawn.randint(0, most)))
+        table[i, :shared] = table[other, :shared]
+    return replace(batch, block_table=table)
 
 
 def _unowned(pool: Tensor, example: Example, batch: Batch) -> tuple[int, ...]:

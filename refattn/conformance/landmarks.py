@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from refattn.conformance.example import PATHS, Example
+from refattn.conformance.example import CALLED, PATHS, Example
 from refattn.conformance.kernel import Kernel, Shape
 
 Lens = tuple[tuple[int, int], ...]
@@ -28,6 +28,9 @@ KNOWN = (
 CROWDED = ("interval", "sparse", "sparse_latents", "merge", "kv_cache", "recurrent")  # asked for many sequences, too
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
+LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `contract.laid_out` says which
+OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
+PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 
 
 def none(kernel: Kernel) -> list[Example]:
@@ -93,11 +96,19 @@ def some(kernel: Kernel) -> list[Example]:
     return [batch, replace(batch, seed=1)]
 
 
+def of_layouts(kernel: Kernel) -> list[Example]:
+    """Return three sequences, in each layout."""
+    return [example(kernel, ((3, 20), (1, 33), (2, 40)), layout=layout) for layout in LAYOUTS]
+
+
 def many_sequences(kernel: Kernel) -> list[Example]:
-    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks."""
-    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(131))
+    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
+
+    There are more decodes than 8 bits can count.
+    """
+    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_8_BITS))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
-    return [example(kernel, decodes), example(kernel, mixed)]
+    return [example(kernel, mixed), example(kernel, decodes)]  # few of them first: they are tried first, too
 
 
 def many_slots(kernel: Kernel) -> list[Example]:
@@ -138,6 +149,23 @@ def many_scores(kernel: Kernel) -> list[Example]:
     return [example(kernel, ((1, 70_000),)), example(kernel, ((3, 900),), topk=300)]
 
 
+def padded(kernel: Kernel) -> list[Example]:
+    """Return more rows of padding than a tile has."""
+    return [replace(example(kernel, ((3, 20), (1, 33))), padding_rows=300)]
+
+
+def past_16_bits(kernel: Kernel) -> list[Example]:
+    """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
+    rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) else ()
+    return [example(kernel, lens) for lens in (((1, PAST_16_BITS), (1, 20)), rows) if lens]
+
+
+def sees_nothing(kernel: Kernel) -> bool:
+    """Return whether a kernel can be asked for queries that see no key."""
+    cannot = kernel.path in ("cascade", "speculative") or kernel.claims.max_query_len is not None
+    return not cannot and kernel.knows_query_lens and "empty rows" not in kernel.claims.not_claimed
+
+
 def long(**options: Any) -> Landmarks:
     """Return what makes decodes over keys that kernels split, and a chunk of several tiles, with these options."""
 
@@ -159,10 +187,31 @@ def of_sinks(kernel: Kernel) -> list[Example]:
     return [*long(sinks=True)(kernel), example(kernel, beside_nothing, sinks=True)]
 
 
+def is_large(example: Example) -> str:
+    """Return of what a batch has so much that this is what it is there for, "sequences" or "rows"; else nothing."""
+    if len(example.lens) > 100:
+        return "sequences"
+    return "rows" if max((max(pair) for pair in example.lens), default=0) >= 2**12 else ""
+
+
+def without_an_option(example: Example) -> Iterator[Example]:
+    """Yield batches with one option less each."""
+    needed = ("first_block",) if example.path != "sliding_window" else ("first_block", "window_size")
+    for name in OPTIONAL:
+        if name in example.options and name not in needed:
+            yield replace(example, options={other: x for other, x in example.options.items() if other != name})
+
+
 def smaller(example: Example) -> Iterator[Example]:
     """Yield batches with fewer sequences, queries or keys, the much smaller ones first."""
     lens, shared = example.lens, example.options.get("shared", 0)
     least = shared * example.block_size if isinstance(shared, int) else 0
+
+    """Yield batches with fewer sequences, queries, keys or options, the much smaller ones first."""
+    yield from without_an_option(example)
+    if example.padding_rows:
+        yield replace(example, padding_rows=0)
+    lens, least = example.lens, example.options.get("shared", 0) * example.block_size
     for size in (len(lens) // 2, len(lens) // 4, 1):
         if size and size < len(lens):
             for first in range(0, len(lens), size):

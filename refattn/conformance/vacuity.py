@@ -31,16 +31,17 @@ from refattn.interface import Batch
 ORDER = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table")  # of what a call gives by position, after tensors
 PLANTED = ("dense", "dense_backward", "chunked_prefill", "sliding_window", "local", "quantized")  # paths
 CANNOT_BE_MADE = (IndexError, RuntimeError, ValueError, KeyError, TypeError, AssertionError)  # a mistake, on a batch
+ALONE: Arguments = {"softmax_scale": 0.3, "softcap": 2.0, "alibi_slopes": True, "sinks": True}
 OPTIONS: tuple[Arguments, ...] = (
     {},
-    {"softmax_scale": 0.3},
-    {"softcap": 2.0},
-    {"alibi_slopes": True},
-    {"sinks": True},
+    *({name: value} for name, value in ALONE.items()),
     {"causal": False},
     {"window_size": (5, 0)},
     {"window_size": (3, 2), "causal": False},
+    {"window_size": (3, 2), "causal": True},
+    {"sinks": "large"},
     {"sinks": True, "softcap": 2.0, "alibi_slopes": True, "softmax_scale": 0.3},
+    *({name: value, **mask} for name, value in ALONE.items() for mask in ({"window_size": (5, 0)}, {"causal": False})),
 )
 BATCHES = (
     ((3, 20), (1, 33), (2, 40)),
@@ -49,7 +50,11 @@ BATCHES = (
     ((0, 7), (1, 9), (0, 3), (1, 40)),
     ((20, 70), (1, 130)),
     ((131, 131), (1, 600)),
-    tuple((1, 1 + 7 * i % 37) for i in range(131)),
+)
+LARGE: tuple[landmarks.Lens, ...] = (
+    tuple((1, 1 + 7 * i % 37) for i in range(landmarks.PAST_8_BITS)),
+    ((1, landmarks.PAST_16_BITS), (1, 20)),
+    ((landmarks.PAST_16_BITS, 5), (3, 20)),
 )
 Check = Callable[[Callable[..., Any]], object]
 
@@ -159,8 +164,8 @@ def _passes(check: Check, kernel: Callable[..., Any]) -> bool:
 def _shown_by(mistake: mistakes.Mistake, batches: list[tuple[Example, Arguments, Answers]], kernel: Kernel) -> str:
     """Return the first batch on which a mistake gives another answer that can be seen; nothing if none does."""
     for example, arguments, right in batches:
-        if len(example.lens) > 100 and mistake.formula.__module__ != mistakes.tiles.__name__:
-            continue  # so many sequences take time, and show what is past a size alone
+        if not mistakes.shows_in(mistake, landmarks.is_large(example)) or not mistake.may_show(example, arguments):
+            continue
         with suppress(*CANNOT_BE_MADE):
             given = mistake.answers(example, arguments)
             for name, x in right.items():
@@ -175,25 +180,39 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
     """Yield batches that a kernel can be asked: plain ones first, then those with options, and with poison."""
     claims, path = kernel.claims, PATHS[kernel.path]
     shape = claims.heads[-1], claims.head_sizes[0], claims.block_sizes[0]
-    options = [x for x in OPTIONS if all(kernel.takes(name) for name in x)]
+    taken = [x for x in OPTIONS if all(kernel.takes(name) for name in x if name not in ALONE)]
+    options = [{name: value for name, value in x.items() if kernel.takes(name)} for x in taken]
     options += [{"scales_of": of} for of in ("heads", "sequences") if kernel.path == "quantized"]
     if path.differentiates and kernel.takes("return_lse"):
-        options.append({"grad_lse": True})
-    for option in options:
+        options += [{"grad_lse": True, **x} for x in options]
+    for i, option in enumerate(options):
         for lens in BATCHES[:3] if option else BATCHES:
             example = landmarks.example(kernel, lens, shape, **option)
-            yield example, example.tensors(torch.float32)
+            if option not in options[:i]:
+                yield example, example.tensors(torch.float32)
+    example = landmarks.example(kernel, BATCHES[0], shape)
+    yield example, example.tensors(torch.bfloat16)
+    for option in ({"first_block": 2**16}, {"forked": True}) if path.pools else ():
+        example = landmarks.example(kernel, ((1, 33), (1, 40), (1, 33)), shape, **option)
+        first = {name: x for name, x in option.items() if name == "first_block"}
+        yield example, example.tensors(torch.float32) | first
     for region in ("tail", "blocks", "table", "window", "gaps") if path.pools else ("gaps",):
         option = {"window_size": (5, 0)} if region == "window" else {}
         if all(kernel.takes(name) for name in option):
             example = landmarks.example(kernel, BATCHES[0], shape, **option)
             yield example, poison(example, example.tensors(torch.float32), region)
-    example = replace(landmarks.example(kernel, BATCHES[0], shape), padding_rows=2)
-    yield example, poison(example, example.tensors(torch.float32), "padding")
+    for rows in (300, 2):
+        example = replace(landmarks.example(kernel, BATCHES[0], shape), padding_rows=rows)
+        yield example, poison(example, example.tensors(torch.float32), "padding")
     for changed in (_every_other, _heads_first):
         arguments = example.tensors(torch.float32)
         numbers = [name for name in path.words[:3] if arguments[name].itemsize > 1]  # no codes
         yield example, arguments | {name: changed(arguments[name]) for name in numbers}
+    arguments = example.tensors(torch.float32)
+    yield example, arguments | {path.words[1]: _heads_first(arguments[path.words[1]])}
+    for many in () if path.differentiates else LARGE:
+        example = landmarks.example(kernel, many, shape)
+        yield example, example.tensors(torch.float32)
     if path.differentiates:
         arguments = example.tensors(torch.float32)
         rows = arguments["grad_out"]

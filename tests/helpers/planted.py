@@ -31,6 +31,7 @@ TILES_OF_BLOCKS = "range(begin, min(begin + SPLIT, -(-s // p) * p), TILE)"
 TILE_END = "end = min(tile + TILE, s, begin + SPLIT)"
 WHOLE_BLOCKS = "end = min(tile + TILE, -(-s // p) * p, begin + SPLIT)"
 HIDE = "scores = scores.masked_fill(~see, -torch.inf)"
+ALIBI = "if alibi_slopes is not None:"
 VALUES_OF_NOBODY = "v = v.masked_fill(~see.any(0)[:, None, None], 0.0)"
 
 PLANTED = [
@@ -227,6 +228,72 @@ PLANTED = [
         "alibi_slopes[:, None, None] * -j",
     ),
     ("paged", "alibi-top-left", "alibi", "(pos - j).abs()", "(pos - s + n - j).abs()"),
+    # two options at once, and how a kernel is called
+    ("paged", "alibi-signed", "together", "(pos - j).abs()", "(pos - j)"),
+    (
+        "paged",
+        "alibi-from-window",
+        "together",
+        "alibi_slopes[:, None, None] * (pos - j).abs()",
+        "alibi_slopes[:, None, None] * ((pos - j).abs() - max(0, window_size[0]))",
+    ),
+    (
+        "paged",
+        "window-right-beats-causal",
+        "together",
+        ("                if causal:", "if window_size[1] >= 0 and not causal:"),
+        (
+            "                if causal and window_size[1] <= 0:",
+            "if window_size[1] >= 0 and (window_size[1] > 0 or not causal):",
+        ),
+    ),
+    ("paged", "alibi-lost-under-a-window", "together", ALIBI, "if alibi_slopes is not None and window_size[0] < 0:"),
+    ("paged", "softcap-lost-without-causal", "together", "if softcap:", "if softcap and causal:"),
+    ("paged", "softcap-lost-beside-alibi", "together", "if softcap:", "if softcap and alibi_slopes is None:"),
+    (
+        "paged",
+        "scale-lost-beside-sinks",
+        "together",
+        "scale = d**-0.5 if softmax_scale is None else",
+        "scale = d**-0.5 if softmax_scale is None or sinks is not None else",
+    ),
+    (
+        "paged",
+        "window-lost-beside-a-softcap",
+        "together",
+        ("if window_size[0] >= 0:", "if window_size[1] >= 0 and not causal:"),
+        ("if window_size[0] >= 0 and not softcap:", "if window_size[1] >= 0 and not causal and not softcap:"),
+    ),
+    (
+        "paged",
+        "sinks-lost-under-a-window",
+        "together",
+        "p, hk, dv =",
+        "sinks = sinks if window_size[0] < 0 else None\n    p, hk, dv =",
+    ),
+    (
+        "paged",
+        "values-by-strides-of-keys",
+        "strides",
+        "v = value_cache[block, j % p]",
+        "v = value_cache.as_strided(value_cache.shape, key_cache.stride())[block, j % p]",
+    ),
+    (
+        "paged",
+        "prefix-taken-too-long",
+        "shared blocks",
+        "block = block_table[b, j // p].long()",
+        "same = b and lengths[b - 1] >= s and block_table[b, 0] == block_table[b - 1, 0]\n"
+        "                other = (j // p < (s - n) // p) & bool(same)\n"
+        "                block = block_table[torch.where(other, b - 1, b), j // p].long()",
+    ),
+    (
+        "paged",
+        "sinks-not-in-maximum",
+        "range",
+        "whole = torch.maximum(whole, sinks.float()[:, None].expand_as(whole))",
+        "pass",
+    ),
     # softmax and splits
     (
         "paged",
@@ -936,6 +1003,65 @@ PAST_A_SIZE = {
         "if window_size[0] >= 0 and (n > 1 or s <= 256):",
         {},
     ),
+    "blocks-of-8-bits": (
+        "blocks-wrap",
+        "many sequences",
+        BLOCK,
+        "block = block_table[b, j // p].to(torch.int8).long()",
+        {},
+    ),
+    "sequences-of-8-bits": (
+        "tables-past-a-count",
+        "many sequences",
+        BLOCK,
+        "block = block_table[b % 256, j // p].long()",
+        {},
+    ),
+    "slots-of-16-bits": (
+        "slots-wrap",
+        "far blocks",
+        BLOCK,
+        "block = (block_table[b, j // p].long() * p + j % p).to(torch.uint16).long() // p",
+        {},
+    ),
+    "positions-of-16-bits": (
+        "positions-wrap",
+        "16 bits",
+        BLOCK,
+        "block = block_table[b, j.to(torch.uint16).long() // p].long()",
+        {},
+    ),
+    "rows-of-16-bits": (
+        "rows-wrap",
+        "16 bits",
+        "q = query[first:last].float()",
+        "q = query[torch.arange(first, last).to(torch.uint16).long()].float()",
+        {},
+    ),
+    "sixteen-splits": (
+        "keys-past-a-count",
+        "many keys",
+        "range(0, max(s, 1), SPLIT)",
+        "range(0, max(min(s, 16 * SPLIT), 1), SPLIT)",
+        {},
+    ),
+    "sixty-four-splits": (
+        "keys-past-a-count",
+        "many keys",
+        "range(0, max(s, 1), SPLIT)",
+        "range(0, max(min(s, 64 * SPLIT), 1), SPLIT)",
+        {},
+    ),
+    "first-tile-of-padding": (
+        "padding-past-a-tile",
+        "padding",
+        ("out[int(cu_seqlens_q[-1]) :] = 0", "lse[int(cu_seqlens_q[-1]) :] = -torch.inf"),
+        (
+            "out[int(cu_seqlens_q[-1]) :][:32] = 0",
+            "lse[int(cu_seqlens_q[-1]) :][:32] = -torch.inf",
+        ),
+        {},
+    ),
     "strides-of-out": (
         "out-strides-assumed",
         "out strides",
@@ -951,7 +1077,6 @@ PAST_A_SIZE = {
 
 # Mistakes that have no name: the kernel, the property that finds it, the lines, and those with the mistake.
 UNNAMED = {
-    "table-of-8-bits": ("paged", "many sequences", BLOCK, "block = block_table[b, j // p].to(torch.int8).long()"),
     "blocks-of-16": (
         "paged",
         "mask",
@@ -997,18 +1122,6 @@ UNNAMED = {
         REPEAT.replace("v = v.repeat_interleave(h // hk, dim=1)", "v = v.repeat(1, h // hk, 1)"),
     ),
     "large-groups": ("paged", "answer", REPEAT, REPEAT + "\n                v = v.flip(1) if h // hk > 4 else v"),
-    "sixteen-splits": (
-        "paged",
-        "many keys",
-        "range(0, max(s, 1), SPLIT)",
-        "range(0, max(min(s, 16 * SPLIT), 1), SPLIT)",
-    ),
-    "sixty-four-splits": (
-        "paged",
-        "many keys",
-        "range(0, max(s, 1), SPLIT)",
-        "range(0, max(min(s, 64 * SPLIT), 1), SPLIT)",
-    ),
     "half-of-a-head-of-128": (
         "paged",
         "answer",
@@ -1067,6 +1180,28 @@ UNNAMED = {
         "range",
         "top = torch.full((h, n), -torch.inf)",
         "top = torch.full((h, n), -1e4)",
+    ),
+    "splits-of-the-bound": (
+        "paged",
+        "upper bounds",
+        ("range(0, max(s, 1), SPLIT)", "parts.append((acc, total, top))"),
+        (
+            "range(0, max(max_seq_len, 1), SPLIT)",
+            "parts.append((acc / total[..., None] * total[..., None], total, top))",
+        ),
+    ),
+    "keys-kept-by-address": (
+        "paged",
+        "again",
+        "k = key_cache[block, j % p].float() * key_scale",
+        "where = key_cache.data_ptr(), key_cache.shape, tuple(starts), tuple(lengths), b, tile\n"
+        "                k = LATER.setdefault(where, key_cache[block, j % p].float())",
+    ),
+    "sinks-lost-where-only-an-output-is-asked-for": (
+        "paged",
+        "together",
+        "if sinks is not None:\n            total",
+        "if sinks is not None and return_lse:\n            total",
     ),
     "output-is-a-workspace": (
         "paged",

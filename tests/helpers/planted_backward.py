@@ -39,6 +39,7 @@ PLANTED = [
     ("weights-not-differentiated", "gradients", DS, "ds = see * (dp - delta[:, i, None])"),
     ("lse-gradient-ignored", "lse gradient", DLSE, ""),
     ("lse-gradient-with-wrong-sign", "lse gradient", DLSE, "delta = delta + grad_lse.float().T"),
+    ("lse-gradient-lost-under-a-window", "together", DLSE, DLSE.replace("grad_lse", "(left < 0) * grad_lse")),
     ("lse-gradient-of-base-two", "lse gradient", DLSE, "delta = delta - grad_lse.float().T / 0.6931471805599453"),
     # scales, caps, biases
     ("scale-missing-in-dq", "gradients", DQ, "dq[:, i] += ds @ kj"),

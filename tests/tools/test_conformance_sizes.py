@@ -1,19 +1,20 @@
 """The kit at the sizes where kernels change their way of computing, and the names that it gives to what it finds."""
 
+import itertools
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from refattn.conformance import Example, claims, contract, mistakes
+from refattn.conformance import Example, claims, combinations, contract, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.check import check
 from refattn.conformance.contract import Broken
 from refattn.conformance.kernel import BadKernelError, Kernel
 from tests.helpers import by_hand
-from tests.helpers.planted import PAST_A_SIZE, UNNAMED, plant
+from tests.helpers.planted import PAST_A_SIZE, RETURNED, UNNAMED, plant
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),
@@ -33,9 +34,10 @@ def no_shrinking(monkeypatch):
 @pytest.mark.parametrize("name", PAST_A_SIZE)
 def test_a_mistake_past_a_size_is_found_and_named(name, monkeypatch):
     mistake, prop, old, new, limits = PAST_A_SIZE[name]
-    monkeypatch.setattr(checking, "SHRINKING", 1.0)
-    monkeypatch.setattr(checking, "EVIDENCE", 4)
-    monkeypatch.setattr(checking, "REPEATS", 3)
+    is_large = name.endswith("-bits")  # which takes time
+    monkeypatch.setattr(checking, "SHRINKING", 0.0 if is_large else 1.0)
+    monkeypatch.setattr(checking, "EVIDENCE", 1 if is_large else 4)
+    monkeypatch.setattr(checking, "REPEATS", 1 if is_large else 3)
     report = check(claims(**limits)(plant("paged", old, new)), "chunked_prefill", examples=3, only=[prop], **FLOAT32)
     assert [name for name, _ in report.failures[0].mistakes][:1] == [mistake]
     example = checking.parse_example(report.failures[0].example)
@@ -56,6 +58,24 @@ def test_a_mistake_without_a_name_is_found(name, monkeypatch):
 
 def test_there_are_enough_of_them():
     assert len(PAST_A_SIZE) >= 9 and len(UNNAMED) >= 25
+
+
+def test_any_two_choices_meet():
+    """In few enough batches that all of them are visited, where 20 are asked for."""
+    kernel = Kernel("paged", "chunked_prefill", by_hand.paged)
+    of = combinations.choices(kernel)
+    cases = combinations.covering(of)
+    for (one, xs), (other, ys) in itertools.combinations(of.items(), 2):
+        assert {(case[one], case[other]) for case in cases} == set(itertools.product(xs, ys))
+    assert {"causal", "window_size", "sinks", "layout", "poison", "return_lse", "out"} <= set(of)
+    assert len(contract.all_together(kernel)) <= 40
+
+
+@pytest.mark.usefixtures("no_shrinking")
+def test_an_lse_that_was_rounded_is_named():
+    kernel = plant("paged", RETURNED, RETURNED.replace("(out, lse)", "(out, lse.to(query.dtype).float())"))
+    report = check(kernel, "chunked_prefill", examples=3, only=["lse"], dtypes=[torch.bfloat16])
+    assert report.failures[0].mistakes[0][0] == "lse-rounded"
 
 
 # --- what is no mistake ---

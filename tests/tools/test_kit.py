@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from refattn import mla
-from refattn.conformance import Example, claims, contract, field, isolate, mistakes
+from refattn.conformance import Example, claims, contract, field, isolate, landmarks, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -54,6 +54,7 @@ def no_shrinking(monkeypatch):
     monkeypatch.setattr(checking, "SHRINKING", 0.0)
     monkeypatch.setattr(checking, "EVIDENCE", 4)
     monkeypatch.setattr(checking, "REPEATS", 3)
+    monkeypatch.setattr(landmarks, "PAST_16_BITS", 2**9 + 9)  # test_conformance_sizes.py asks for as many as there are
 
 
 @pytest.fixture

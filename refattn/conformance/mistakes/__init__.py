@@ -10,6 +10,8 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     softmax       sum, sinks, LSE           empty               fully masked rows
     intervals     one for each query        selection           the best keys, and no others
     tiles         what shows past the size of a tile, of a batch, of a group, of a split
+    limits        what shows past a number that is too large for its type
+    beside        an option that is lost where another one is
     states        layers that keep a state
     backward      gradients: mistakes of the backward alone; those of the forward have gradients, too
 """
@@ -22,12 +24,14 @@ from typing import Any
 from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes import (
     backward,
+    beside,
     cascade,
     differential,
     empty,
     hidden,
     intervals,
     latents,
+    limits,
     masks,
     merge,
     packed,
@@ -52,8 +56,8 @@ from refattn.conformance.mistakes.writes import Write
 
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
-    *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, hidden, cascade, trees, latents),
-    *(quantized, packed, differential, merge, writes, states),
+    *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, limits, hidden, cascade, trees),
+    *(latents, quantized, packed, differential, merge, writes, states, beside),
 )
 
 
@@ -106,6 +110,11 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
         may_show = kind.may_show
 
     return OfPairs
+
+
+def shows_in(mistake: Mistake, size: str) -> bool:
+    """Return whether a mistake is one to look for in a batch that `is_large`: all others show in small ones, too."""
+    return not size or size in mistake.formula.past
 
 
 def without_mistake(path: str) -> Mistake:

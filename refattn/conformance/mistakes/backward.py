@@ -1,6 +1,6 @@
 """The gradients of attention once more, in steps, and mistakes in them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from refattn.conformance import gradients
 from refattn.conformance.example import Answers, Arguments, Example
+from refattn.conformance.mistakes.beside import WHERE
 from refattn.conformance.mistakes.formula import INFINITY, Attention, Formula, Mask
 
 TILES = (16, 32, 64, 128)  # rows that a kernel may take at a time
@@ -219,6 +220,23 @@ class LseGradientOfBaseTwo(Backward):
 
     def _of_sinks(self, p_sink: Tensor, delta: Tensor, grad_lse: Tensor) -> Tensor:
         return super()._of_sinks(p_sink, delta, self.variant * grad_lse)
+
+
+class LseGradientBeside(Backward, is_base=True):
+    """A base: the gradient of the log-sum-exp is ignored where an option is."""
+
+    is_there: Callable[[Any], bool]
+
+    def _of_scores(self, p: Tensor, of_weights: Tensor, delta: Tensor, grad_lse: Tensor) -> Tensor:
+        return super()._of_scores(p, of_weights, delta, grad_lse * (not type(self).is_there(self)))
+
+    def _of_sinks(self, p_sink: Tensor, delta: Tensor, grad_lse: Tensor) -> Tensor:
+        return super()._of_sinks(p_sink, delta, grad_lse * (not type(self).is_there(self)))
+
+
+for where, (_, in_words, is_there) in WHERE.items():
+    body = dict(__doc__=f"The gradient of the log-sum-exp is ignored {in_words}.", __module__=__name__)
+    type(f"LseGradientLost{where}", (LseGradientBeside,), body | dict(is_there=staticmethod(is_there)))
 
 
 class LseGradientNotOfSinks(Backward):

@@ -47,9 +47,14 @@ class Mask(NamedTuple):
 
 
 class Formula:
-    """The base of all mistakes. `variants` are unknown numbers that a mistake depends on; all of them are tried."""
+    """The base of all mistakes.
+
+    `variants` are unknown numbers that a mistake depends on; all of them are tried. `past` says what there must be many
+    of, for it to show: "sequences", "rows" of queries or keys.
+    """
 
     variants: Sequence[Any] = (None,)
+    past: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     option: str = ""  # without which the mistake does not show
 

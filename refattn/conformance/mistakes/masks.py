@@ -143,6 +143,14 @@ class WindowRightZero(Attention):
         return super()._visible(pos, j, s, q) & (j <= pos)
 
 
+class WindowRightBeatsCausal(Attention):
+    """The right side of the window shows later keys, although the mask is causal."""
+
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        mask = self.mask
+        return (mask._replace(causal=False) if mask.causal and mask.right > 0 else mask).visible(pos, j, s)
+
+
 class WindowOfBlocks(Attention):
     """The window is rounded to whole blocks: it begins at the block that holds its first key."""
 

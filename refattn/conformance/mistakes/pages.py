@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from refattn.conformance.example import Arguments, Example
@@ -71,6 +72,29 @@ class ValuesAreKeys(Attention):
     def _pools(self) -> tuple[Tensor, Tensor]:
         key, value = super()._pools()
         return (key, key) if key.shape == value.shape else (key, value)
+
+
+class ValuesByStridesOfKeys(Attention):
+    """Values are read by the strides of the keys, which may lie in memory in another way."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        words = ("key", "value") if "key" in arguments else ("key_cache", "value_cache")
+        key, value = (arguments[word] for word in words)
+        super().__init__(example, {**arguments, words[1]: with_strides(value, key.stride())}, variant)
+
+
+class PrefixTakenTooLong(Attention):
+    """A sequence that has the first block of an earlier one is taken to share more with it: its context, or all."""
+
+    variants: Sequence[Any] = tuple((which, what) for which in ("before", "first") for what in ("context", "full"))
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        (which, what), table, (q, s) = self.variant, self.batch.block_table, self.lens[i]
+        count = max(0, s - q if what == "context" else s) // self.example.block_size
+        others = [i - 1] if which == "before" else range(i)
+        like = [b for b in others if b >= 0 and count and table[b, 0] == table[i, 0] and self.lens[b][1] >= s]
+        mine = super()._blocks(i, column)
+        return torch.where(column < count, super()._blocks(like[0], column), mine) if like else mine
 
 
 class ValuesInOrder(Attention):

@@ -139,6 +139,13 @@ class AlibiAdded(Attention):
         return -super()._distance(pos, j)
 
 
+class AlibiSigned(Attention):
+    """The ALiBi distance has a sign: later keys, seen where the mask is not causal, get a bonus."""
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return pos - j
+
+
 class AlibiRelative(Attention):
     """The ALiBi bias is slope * j, without the query's position: right inside one softmax, but the LSE is off."""
 
@@ -146,6 +153,13 @@ class AlibiRelative(Attention):
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return -j.expand(len(pos), -1)
+
+
+class AlibiFromWindow(Attention):
+    """Under a window ALiBi counts from its first key, not from the query: the weights are right, the LSE is off."""
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return super()._distance(pos, j) - max(0, self.mask.left)
 
 
 class AlibiTopLeft(Attention):

@@ -155,6 +155,20 @@ class SinksNotShifted(Attention):
         return 0.0 if self.sinks is None else self.sinks.double()[:, None, None].exp() + 0 * peak
 
 
+class SinksNotInMaximum(Attention):
+    """The maximum is that of the scores alone: exp of a sink far above them overflows."""
+
+    def _peak(self, masked: Tensor) -> Tensor:
+        sinks, self.sinks = self.sinks, None
+        peak = super()._peak(masked)
+        self.sinks = sinks
+        return peak
+
+    def _of_sinks(self, peak: Tensor) -> Tensor | float:
+        of_sinks = super()._of_sinks(peak)
+        return of_sinks.float().double() if isinstance(of_sinks, Tensor) else of_sinks
+
+
 # --- log-sum-exp ---
 
 
@@ -184,6 +198,13 @@ class LseWithoutMaximum(Attention):
 
     def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return total.log()
+
+
+class LseRounded(Attention):
+    """The log-sum-exp is rounded to the type of the query, and then called float32."""
+
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return out, lse.to(self.arguments["query"].dtype).double()
 
 
 class LseIsMaximum(Attention):

@@ -11,7 +11,7 @@ from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes.formula import INFINITY, Attention
 
 SIZES = (16, 32, 64, 128, 256)
-COUNTS = (4, 8, 16, 32, 64, 128)
+COUNTS = (4, 8, 16, 32, 64, 128, 256)
 THRESHOLDS = (64, 128, 256, 512, 1024)  # keys from which on a kernel may split them
 
 # --- tiles ---
@@ -111,15 +111,22 @@ class LaterQueriesFromTheirTile(Attention):
 # --- sequences ---
 
 
-class LengthsPastACount(Attention):
-    """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
+class PastACount(Attention, is_base=True):
+    """A base: something is wrong from some sequence on. A batch of many is there for those past the first dozens."""
 
-    variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last", "first"))
+    past = ("sequences",)
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are more sequences."""
-        return len(example.lens) > variant[0]
+        """Return whether there are so many sequences."""
+        count = len(example.lens)
+        return bool(count // 10 <= variant[0] < count) if count > 100 else variant[0] < count
+
+
+class LengthsPastACount(PastACount):
+    """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
+
+    variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last", "first"))
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -129,30 +136,20 @@ class LengthsPastACount(Attention):
         self.lens = tuple((q, s if i < count else lens[at(i)][1]) for i, (q, s) in enumerate(lens))
 
 
-class TablesPastACount(Attention):
+class TablesPastACount(PastACount):
     """From some sequence on, the block table of another one is read."""
 
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last"))
-
-    @classmethod
-    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are more sequences."""
-        return len(example.lens) > variant[0]
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         count, how = self.variant
         return super()._blocks(i if i < count else (i % count if how == "again" else count - 1), column)
 
 
-class SequencesPastACount(Attention):
+class SequencesPastACount(PastACount):
     """From some sequence on, nothing is computed."""
 
     variants: Sequence[Any] = tuple((count, value) for count in COUNTS for value in (math.nan, 0.0))
-
-    @classmethod
-    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are more sequences."""
-        return len(example.lens) > variant[0]
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = super()._sequence(i, query)
