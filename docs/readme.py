@@ -50,6 +50,7 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("quantized", "decode-16x4096-fp8"): "16 decodes, 4096 tokens of context in fp8",
         ("speculative", "tree-4x4096-drafts-16"): "4 trees of 16 drafted tokens, 4096 tokens of context",
         ("engine", "decode-8x23"): "SmolLM2-135M, 23 tokens for each of 8 prompts",
+        ("engine", "decode-8x23-packed"): "the same, with packed weights (`fastattn.serving.pack`)",
     },
 }
 

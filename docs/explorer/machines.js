@@ -237,7 +237,7 @@ var machines = [
  {
   "name": "AMD EPYC",
   "dtype": "float32",
-  "read": 43040000000.0,
+  "read": 34650000000.0,
   "product": 188900000000.0,
   "points": [
    [
@@ -249,11 +249,6 @@ var machines = [
     "chunked_prefill/chunk-512-of-4608",
     669.6,
     106000000000.0
-   ],
-   [
-    "dense/encoder-8x512",
-    128.0,
-    108700000000.0
    ],
    [
     "chunked_prefill/memory-2048",
@@ -269,41 +264,6 @@ var machines = [
     "chunked_prefill/memory-32768",
     5462.0,
     144800000000.0
-   ],
-   [
-    "sliding_window/decode-4x2048-window-1024",
-    1.992,
-    9036000000.0
-   ],
-   [
-    "sliding_window/decode-4x8192-window-1024",
-    1.992,
-    8163000000.0
-   ],
-   [
-    "sliding_window/decode-4x32768-window-1024",
-    1.992,
-    11900000000.0
-   ],
-   [
-    "sliding_window/decode-4x65536-window-1024",
-    1.992,
-    10750000000.0
-   ],
-   [
-    "local/prefill-2048-chunk-1024",
-    205.0,
-    79740000000.0
-   ],
-   [
-    "local/prefill-8192-chunk-1024",
-    205.0,
-    67770000000.0
-   ],
-   [
-    "local/prefill-32768-chunk-1024",
-    205.0,
-    84270000000.0
    ],
    [
     "cascade/decode-16-prefix-4096-own-64",
@@ -348,12 +308,52 @@ var machines = [
    [
     "chunked_prefill/decode-1x4096",
     1.998,
-    10170000000.0
+    10820000000.0
    ],
    [
     "chunked_prefill/decode-16x4096",
     1.998,
-    12900000000.0
+    13410000000.0
+   ],
+   [
+    "dense/encoder-8x512",
+    128.0,
+    128300000000.0
+   ],
+   [
+    "sliding_window/decode-4x2048-window-1024",
+    1.992,
+    9326000000.0
+   ],
+   [
+    "sliding_window/decode-4x8192-window-1024",
+    1.992,
+    9249000000.0
+   ],
+   [
+    "sliding_window/decode-4x32768-window-1024",
+    1.992,
+    15320000000.0
+   ],
+   [
+    "sliding_window/decode-4x65536-window-1024",
+    1.992,
+    14510000000.0
+   ],
+   [
+    "local/prefill-2048-chunk-1024",
+    205.0,
+    79200000000.0
+   ],
+   [
+    "local/prefill-8192-chunk-1024",
+    205.0,
+    72410000000.0
+   ],
+   [
+    "local/prefill-32768-chunk-1024",
+    205.0,
+    70060000000.0
    ]
   ]
  }
