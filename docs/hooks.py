@@ -227,7 +227,7 @@ def tried(page: Page, instead: str, path: str) -> str:
 
 def parts(page: Page, instead: str) -> str:
     """Show the launches of calls, folded, a table for each machine."""
-    shown = [instead]
+    shown = ["What each launch of some of these calls takes, by torch's profiler:"]
     for file in sorted(RESULTS.glob("parts/*.json")):
         run = json.loads(file.read_text())
         lines = ["| row | contender | launch | of a call | median |", "|---|---|---|--:|--:|"]

@@ -397,7 +397,7 @@ def hold(
     """Hold the answers of a kernel to those of the reference, by the one tolerance; a write to the bit.
 
     A query whose scores are in the hundreds has an LSE of that size, and each weight is off by the rounding of a score.
-    In float32 that shows from scores of 2 on: in types of 16 bits the rounding of an answer is larger.
+    So it is in float32 where scores are sums of more than 256 products, as over latents.
     """
     wide, low = expected(example, arguments)
     if example.path == "select":
@@ -426,7 +426,8 @@ def hold(
         if rows is not None and came.shape[:1] != want.shape[:1]:
             raise Broken(f"{name}: {came.shape[0]} rows, expected {want.shape[0]}")
         try:
-            of_scores = (is_loud or came.dtype == torch.float32) and want.numel()
+            is_wide = came.dtype == torch.float32 and example.head_size > 256  # more roundings than the rule allows for
+            of_scores = (is_loud or is_wide) and want.numel() and "lse" in wide
             score = float(wide["lse"].abs().nan_to_num(0.0, posinf=0.0).max()) if of_scores else 1.0
             assert_close(came, want, low[name], name=name, largest_score=score if name == "out" else 1.0)
         except AssertionError as error:

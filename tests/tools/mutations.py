@@ -2113,8 +2113,8 @@ MUTATIONS: list[Mutation] = [
         ("refattn/mla.py", "= scale, rope_key[token]", "= scale.roll(1), rope_key[token]"),
         (
             "refattn/keys.py",
-            "groups * scales.to(compute)[..., None]",
-            "groups * scales.to(compute).roll(1, -1)[..., None]",
+            "groups * scales.to(wide)[..., None]",
+            "groups * scales.to(wide).roll(1, -1)[..., None]",
         ),
         (TORCH_OPS, "    scales[blocks, rows] = scale", "    scales[blocks, rows] = scale.roll(1, 1)"),
         (CPU + "codes.py", "mul_(scales.mul(256.0)", "mul_(scales.roll(1, -1).mul(256.0)"),

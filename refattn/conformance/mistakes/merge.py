@@ -135,6 +135,7 @@ class MergePartsPastACount(Merge):
 class MergeRowsPastACount(Merge):
     """From some row on, nothing is merged: it is that of the first part, 0, or not written."""
 
+    past = ("sequences", "rows")
     variants: Sequence[Any] = tuple(
         (count, out, lse)
         for count in (32, 64, 128)

@@ -140,6 +140,7 @@ class NegativeZeroBelow(Selection):
 class PositionOfSixteenBits(Selection):
     """Positions are kept in 16 bits: those beyond are others, or below 0."""
 
+    past = ("rows",)
     variants = (-(2**15), 0)  # the lowest number
 
     def _best(self, scores: list[float], topk: int) -> list[int]:

@@ -102,6 +102,7 @@ class StatesClearedFirst(State):
 class SequencesPastACount(State):
     """From some sequence on, nothing is computed."""
 
+    past = ("sequences",)
     variants = (32, 64, 128)
 
     def _slots(self, slots: list[int]) -> list[int]:

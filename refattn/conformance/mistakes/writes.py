@@ -99,6 +99,7 @@ class TokensBySlot(Write):
 class TokensPastACount(Write):
     """Tokens past a count are not written."""
 
+    past = ("sequences", "rows")
     variants = (32, 64, 128)
 
     def _put(self, pools: Answers, token: int, slot: int) -> None:
