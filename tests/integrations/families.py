@@ -6,9 +6,9 @@
 
 A family is a tiny model with random weights. It is right if its logits are those of eager without padding, with padding
 on the left and on the right, its greedy tokens too if it generates, and the twin computed them. (A model of experts may
-choose others at the slightest rounding: where eager and sdpa differ in tokens, logits alone count.) It fails if an answer
-is wrong, or if an error does not say what is refused. Not a part of `make test`, which checks some twenty families more
-closely.
+choose others at the slightest rounding: where eager and sdpa differ in tokens, logits alone count.) It fails if an
+answer is wrong, or if an error does not say what is refused. Not a part of `make test`, which checks some twenty
+families more closely.
 """
 
 import logging
