@@ -203,15 +203,12 @@ def without_an_option(example: Example) -> Iterator[Example]:
 
 
 def smaller(example: Example) -> Iterator[Example]:
-    """Yield batches with fewer sequences, queries or keys, the much smaller ones first."""
-    lens, shared = example.lens, example.options.get("shared", 0)
-    least = shared * example.block_size if isinstance(shared, int) else 0
-
     """Yield batches with fewer sequences, queries, keys or options, the much smaller ones first."""
     yield from without_an_option(example)
     if example.padding_rows:
         yield replace(example, padding_rows=0)
-    lens, least = example.lens, example.options.get("shared", 0) * example.block_size
+    lens, shared = example.lens, example.options.get("shared", 0)
+    least = shared * example.block_size if isinstance(shared, int) else 0
     for size in (len(lens) // 2, len(lens) // 4, 1):
         if size and size < len(lens):
             for first in range(0, len(lens), size):
