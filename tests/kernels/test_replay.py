@@ -1,10 +1,13 @@
 """Replays: calls by the memo of a plan, and writes, without checks, and never in the place of another."""
 
 import ctypes
+import itertools
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -26,6 +29,8 @@ from fastattn import (
     speculative,
 )
 from fastattn.kernels import dispatch, replay
+from fastattn.kernels.cpu import blocks as cpu_blocks
+from fastattn.kernels.cpu import schedule
 from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Pages, Prefix, QuantizedPages, Rows
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
@@ -357,6 +362,47 @@ def test_threads_may_share_a_plan(name, device):
         for answers, answer in zip(threads.map(run, layers), expected, strict=True):
             assert all(torch.equal(x, answer) for x in answers)
     assert len(memo_of(plan).replays) == 1
+
+
+@pytest.mark.parametrize("name", ["tree", "differential", "int8"])
+def test_a_thread_may_meet_a_schedule_half_made(name):
+    """A first call stops at each line of it in turn; another thread's call goes by what is made so far."""
+    files = {schedule.__file__, cpu_blocks.__file__}
+    (*tensors, batch, more), (*others, _, more_of_other) = (lay_out(name, seed=seed) for seed in range(2))
+    options = AttentionOptions(**OPTIONS)
+    first = partial(PATHS[name].attention, *tensors, options=options, **more)
+    other = partial(PATHS[name].attention, *others, options=options, **more_of_other)
+    expected = [call(plan=plan_of(name, batch)) for call in (first, other)]
+
+    def answers_if_stopped(at, plan, threads):
+        """Let the other call run before the line with this number; return no answer of it if there are fewer."""
+        lines, found = set(), []
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename not in files:
+                return None
+            line = frame.f_code, frame.f_lineno
+            if event == "line" and line not in lines:
+                lines.add(line)
+                if len(lines) == at:
+                    found.append(threads.submit(other, plan=plan).result())
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return [first(plan=plan), *found]
+        finally:
+            sys.settrace(before)
+
+    with ThreadPoolExecutor(1) as threads:
+        for at in itertools.count(1):
+            answers = answers_if_stopped(at, plan_of(name, batch), threads)
+            for answer, right in zip(answers, expected, strict=False):
+                assert torch.equal(answer, right), at
+            if len(answers) == 1:
+                break
+    assert at > 30  # lines that were stopped at, and one
 
 
 def test_another_plan_begins_without_a_memo():

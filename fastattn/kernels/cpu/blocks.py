@@ -64,12 +64,13 @@ class Blocks:
         """Cut the blocks into slabs of `step` columns, fewer at the end."""
         if step not in self._slabs:
             block_size = self.stale.shape[1] // self.table.shape[1]
-            self._slabs[step] = []
+            slabs = []
             for column in range(0, self.table.shape[1], step):
                 some = self.table[:, column : column + step]
                 keys = slice(column * block_size, (column + some.shape[1]) * block_size)
                 stale = self.stale[:, keys].flatten().nonzero()[:, 0]
-                self._slabs[step].append(Slab(some.flatten(), keys, stale if len(stale) else None))
+                slabs.append(Slab(some.flatten(), keys, stale if len(stale) else None))
+            self._slabs[step] = slabs  # whole: threads may share a plan
         return self._slabs[step]
 
 

@@ -17,7 +17,6 @@ Each part is computed when a layer first needs it, and reused by all later layer
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -50,17 +49,13 @@ class Schedule:
         self.batch, self.block_size, self.window = plan.batch, plan.block_size, plan.window
         self.positions, self.first_keys = plan.positions, plan.first_keys
         self.first_visible, self.last_visible = plan.first_visible, plan.last_visible
-        self._apart: dict[bool, list[Apart]] = {}
-        self._views: dict[bool, list[tuple[slice, int, View]]] = {}
-        self._kept: dict[Hashable, Any] = {}
-
-    @cached_property
-    def lengths(self) -> list[tuple[slice, int]]:
-        """The query rows and the number of keys of each sequence."""
-        return [
+        self.lengths = [  # the query rows and the number of keys of each sequence
             (slice(q0, q1), seq_len)
             for (q0, q1), seq_len in zip(self.batch.query_rows(), self.batch.seq_lens.tolist(), strict=True)
         ]
+        self._apart: dict[bool, list[Apart]] = {}
+        self._views: dict[bool, list[tuple[slice, int, View]]] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returns, which is called the first time that it is asked for by this name."""

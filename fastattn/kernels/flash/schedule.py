@@ -53,9 +53,10 @@ def schedule_of_sizes(name: Hashable, make: Callable[[], Any]) -> Any:
         return make()
     if len(_of_sizes) >= MOST_OF_SIZES:
         _of_sizes.clear()
-    if (name, where) not in _of_sizes:
-        _of_sizes[name, where] = make()
-    return _of_sizes[name, where]
+    known = _of_sizes.get((name, where), UNKNOWN)
+    if known is UNKNOWN:  # and not looked up again: another thread may forget all
+        known = _of_sizes[name, where] = make()
+    return known
 
 
 def _where() -> Hashable:
