@@ -2,7 +2,7 @@
 
 from fastattn.serving.cuda_graphs import CudaGraphs
 from fastattn.serving.fused import fuse, unfuse
-from fastattn.serving.packed import pack, unpack
+from fastattn.serving.packed_weights import pack, unpack
 from fastattn.serving.sampling import sample
 
 __all__ = ["CudaGraphs", "fuse", "pack", "sample", "unfuse", "unpack"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from refattn.conformance import landmarks
-from refattn.conformance.example import PATHS, Example
+from refattn.conformance.example import PATHS, SELECTED, Example
 from refattn.conformance.kernel import Kernel, Shape
 
 CAUSAL_WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, 0))
@@ -45,7 +45,7 @@ def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
         "return_lse": (True, False),
         "out": (False, True),
     }
-    if path in ("sparse", "sparse_latents", "interval"):  # who sees whom is said for each query
+    if path in (*SELECTED, "interval"):  # who sees whom is said for each query
         known.pop("causal"), known.pop("window_size")
     of = {name: values for name, values in known.items() if kernel.takes(name)}
     if "scales" in PATHS[path].words:
@@ -69,7 +69,8 @@ def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
 
 def said(kernel: Kernel, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], Shape, int]:
     """Return what choices mean for a batch: its options that are not plain, its shape and its rows of padding."""
-    options = {name: value for name, value in chosen.items() if value != choices(kernel)[name][0]}
+    plain = {name: values[0] for name, values in choices(kernel).items()}
+    options = {name: value for name, value in chosen.items() if value != plain[name]}
     if kernel.path == "sliding_window":
         options["window_size"] = chosen["window_size"]
     shape, padding = kernel.claims.few_shapes[options.pop("shape", 0)], options.pop("padding_rows", 0)

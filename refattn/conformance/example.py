@@ -611,23 +611,17 @@ PATHS = {
             pools=POOLS,
             options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
         ),
-        Path(
-            "sparse_latents",
-            ("query", "cache", "latent_rank"),
-            _latents,
-            function="latent_attention",
-            planned=("positions",),
-            pools=(("cache", 0),),
-            options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
-        ),
-        Path(
-            "packed_latents",
-            ("query", "cache", "latent_rank"),
-            _latents,
-            function="latent_attention",
-            planned=("positions",),
-            pools=(("cache", 0),),
-            options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+        *(
+            Path(
+                name,
+                ("query", "cache", "latent_rank"),
+                _latents,
+                function="latent_attention",
+                planned=("positions",),
+                pools=(("cache", 0),),
+                options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+            )
+            for name in ("sparse_latents", "packed_latents")
         ),
         Path("select", ("scores", "topk"), _scores, function="select", options=()),
         Path("speculative", ROWS_AND_PAGES, _paged, planned=("trees", "window_size"), pools=POOLS),

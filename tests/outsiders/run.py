@@ -52,7 +52,7 @@ def run(file: str, function: str, path: str, examples: int) -> Result:
 
 
 def crashed(file: str, function: str, path: str, error: BaseException) -> Result:
-    """Say that the kit itself raised an error, which is a surprise for any kernel."""
+    """Report an error of the kit itself, which is one whatever the kernel."""
     says = dict(property="the kit raised", detail=repr(error), names=[type(error).__name__], example="", dtype="")
     is_wrong = Path(file).stem.startswith("wrong")
     name = f"{Path(file).stem}:{function}"

@@ -30,16 +30,16 @@ def _lose_window(of: Attention) -> None:
     of.mask = of.mask._replace(left=-1, right=-1)
 
 
-LOST: dict[str, tuple[str, Callable[[Attention], None]]] = {  # an option, in a sentence, and how it is lost
+# An option: what is wrong, in words, and how it is lost.
+LOST: dict[str, tuple[str, Callable[[Attention], None]]] = {
     "Alibi": ("ALiBi is left out", _lose_alibi),
     "Sinks": ("The sinks are left out", _lose_sinks),
     "Softcap": ("The softcap is left out", _lose_softcap),
     "Scale": ("The given scale is ignored", _lose_scale),
     "Window": ("The window is ignored", _lose_window),
 }
-WHERE: dict[
-    str, tuple[str, str, Callable[[Any], bool]]
-] = {  # where: which option that is, in a sentence, whether it is
+# Where: the option that is there, or none; in words; and whether a call has it.
+WHERE: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "UnderAWindow": ("Window", "where there is a window", lambda of: of.mask.left >= 0 or of.mask.right >= 0),
     "WithoutCausal": ("", "where the mask is not causal", lambda of: not of.mask.causal),
     "BesideAlibi": ("Alibi", "where there are ALiBi slopes", lambda of: of.slopes is not None),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fastattn.serving import pack, packed, unpack
+from fastattn.serving import pack, packed_weights, unpack
 from refattn.serving import SamplingParams
 from tests.helpers.engines import make_engine, outputs
 from tests.helpers.tiny_models import make_llama
@@ -170,7 +170,7 @@ def test_the_engine_gives_the_same_answers_over_packed_weights():
     own = outputs(make_engine(make_llama(), twin="fastattn"), prompts, sampling)
     model = pack(make_llama())
     assert outputs(make_engine(model, twin="fastattn"), prompts, sampling) == own
-    made = [vars(x)["forward"] for x in model.modules() if isinstance(vars(x).get("forward"), packed._Packed)]
+    made = [vars(x)["forward"] for x in model.modules() if isinstance(vars(x).get("forward"), packed_weights._Packed)]
     assert made and all(one._packed is not None for one in made)
 
 
