@@ -169,7 +169,7 @@ class Html(HTMLParser):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> dict[Path, Html]:
-    """Build the site, without colours in source files, and read all its pages."""
+    """Build the site, of source files only what links lead to, and read all its pages."""
     folder = tmp_path_factory.mktemp("site")
     # Without --quiet, which hides warnings from --strict.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
