@@ -174,9 +174,8 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
         ValueError: if there are too few blocks; on a CPU also if one is outside the pool.
     """
     check_gather(cache, blocks, seq_len)
-    block_size, block_ids = cache.shape[1], blocks.tolist()
-    tokens = [cache[block_ids[j // block_size], j % block_size] for j in range(seq_len)]
-    return torch.stack(tokens) if tokens else cache.new_empty(0, *cache.shape[2:])
+    j, block_size = torch.arange(seq_len, device=cache.device), cache.shape[1]
+    return cache[blocks[j // block_size].long(), j % block_size]
 
 
 def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:

@@ -459,7 +459,8 @@ class LiveBytes(TorchDispatchMode):
         for x in tree_leaves(answer):
             storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
             if storage is not None and storage._cdata not in given | self.alive:
-                gc.collect()  # Triton's interpreter leaves circles behind
+                if self.now + storage.nbytes() > self.most:
+                    gc.collect()  # Triton's interpreter leaves circles behind
                 self.now += storage.nbytes()
                 self.alive.add(storage._cdata)
                 weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())

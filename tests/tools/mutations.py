@@ -228,8 +228,8 @@ MUTATIONS: list[Mutation] = [
         "blocks are read in another order",
         (
             "refattn/kv_cache.py",
-            "cache[block_ids[j // block_size], j % block_size]",
-            "cache[block_ids[(seq_len - 1) // block_size - j // block_size], j % block_size]",
+            "cache[blocks[j // block_size].long(), j % block_size]",
+            "cache[blocks[(seq_len - 1) // block_size - j // block_size].long(), j % block_size]",
         ),
         (
             CPU + "codes.py",
