@@ -425,7 +425,7 @@ def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, devi
     sampled, made = [], []
     for rank in range(1, 65):
         short_splits._sample_kernel[(1,)](
-            by_position, pivot, by_position.stride(), 300, rank, SAMPLE=64, SPARE=-1, BITS=5
+            by_position, pivot, by_position.stride(), 300, rank, SAMPLE=64, SPARE=-1, BITS=5, OVERLAP=False
         )
         sampled.append(int(pivot))
     assert len(set(sampled)) == 64

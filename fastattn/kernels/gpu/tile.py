@@ -130,6 +130,12 @@ def can_overlap(device: torch.device) -> bool:
     return not INTERPRETED and devices.capability(device) >= (9, 0)
 
 
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Return how a kernel is launched that begins with `wait_for_the_one_before`."""
+    overlap = can_overlap(device)
+    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+
+
 def pad(size: int) -> int:
     """Return the next power of two; Triton's own function is slow outside a kernel."""
     return 1 << (size - 1).bit_length()
@@ -154,6 +160,18 @@ def is_wide(block_size: int, *token_strides: int) -> bool:
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.jit
+@no_type_check
+def wait_for_the_one_before(OVERLAP: tl.constexpr):
+    """Begin when all that was launched before has ended and can be read, and let the next one be put in place.
+
+    Nothing may be read or written above this: memory of the launch before may be given to this one.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

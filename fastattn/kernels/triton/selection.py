@@ -43,8 +43,10 @@ from fastattn.kernels.gpu.tile import (
     find_tile,
     fit,
     multiprocessors,
+    overlapping,
     pad,
     visible_keys,
+    wait_for_the_one_before,
 )
 from fastattn.kernels.problem import as_bytes
 from refattn.interface import Batch, Plan
@@ -170,6 +172,7 @@ def score_index(
         HARDWARE=converts_fp8(query.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **overlapping(query.device),
     )
     return result
 
@@ -185,7 +188,15 @@ def _in_float16(
     of_halves = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
     t, num_heads, size = query.shape
     _in_float16_kernel[(t,)](
-        query, weights, halves, of_halves, query.stride(), weights.stride(), NUM_HEADS=num_heads, SIZE=size
+        query,
+        weights,
+        halves,
+        of_halves,
+        query.stride(),
+        weights.stride(),
+        NUM_HEADS=num_heads,
+        SIZE=size,
+        **overlapping(query.device),
     )
     return halves, of_halves
 
@@ -202,6 +213,7 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
     many = t >= ROWS_TO_FILL * multiprocessors(scores.device)
     if s <= (SHORT_OF_MANY if many else SHORT):
         fixed = dict(BLOCK=min(BLOCK, max(pad(s), 4)), BITS=BITS, SPLITS=1, COLUMNS=1, num_warps=SELECT_WARPS)
+        fixed |= overlapping(scores.device)
         _select_kernel[(t,)](scores, selected, None, None, None, None, None, scores.stride(), s, topk, 1, 1, 1, **fixed)
         return selected
     rows = max(1, MOST_FILTERED // s)
@@ -228,11 +240,12 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
     kept = torch.empty(t, s, dtype=torch.int32, device=device)
     positions = torch.empty(t, room, dtype=torch.int32, device=device)
     candidates = torch.empty(t, room, dtype=torch.float32, device=device)
+    early, strides = overlapping(device), scores.stride()
     _sample_kernel[(t,)](
-        scores, pivots, scores.stride(), s, rank, SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS
+        scores, pivots, strides, s, rank, SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS, **early
     )
     _filter_kernel[(t, splits)](
-        scores, pivots, counts, kept, scores.stride(), s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS
+        scores, pivots, counts, kept, strides, s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS, **early
     )
     _select_kernel[(t,)](
         scores,
@@ -242,7 +255,7 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
         kept,
         positions,
         candidates,
-        scores.stride(),
+        strides,
         s,
         topk,
         splits,
@@ -253,6 +266,7 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
         SPLITS=pad(splits),
         COLUMNS=CANDIDATE_COLUMNS,
         num_warps=CANDIDATE_WARPS,
+        **early,
     )
 
 
@@ -308,6 +322,7 @@ def _launch_plan(
         BLOCK_SEQS=BLOCK_SEQS,
         BLOCK_KEYS=min(BLOCK_KEYS, pad(max(k, 1))),
         num_warps=PLAN_WARPS,
+        **overlapping(batch.device),
     )
 
 
@@ -381,8 +396,10 @@ def _in_float16_kernel(
     weight_strides,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Divide the index heads of a query by a power of two each: below 2, float16 holds all that a score would show."""
+    wait_for_the_one_before(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
     at_d = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
@@ -569,7 +586,9 @@ def _score_index_kernel(
     RIGHT: tl.constexpr,
     QUERY_CODES: tl.constexpr,
     HARDWARE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_the_one_before(OVERLAP)
     runs = tl.cdiv(width, steps * BLOCK_N)  # of keys, one for each program of a tile
     tile = tl.program_id(0) // runs
     sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
@@ -792,7 +811,15 @@ def _write_positions(row_scores, stride, positions, width, row_selected, lowest,
 @triton.jit(do_not_specialize=["width", "rank"])
 @no_type_check
 def _sample_kernel(
-    scores, pivots, score_strides, width, rank, SAMPLE: tl.constexpr, SPARE: tl.constexpr, BITS: tl.constexpr
+    scores,
+    pivots,
+    score_strides,
+    width,
+    rank,
+    SAMPLE: tl.constexpr,
+    SPARE: tl.constexpr,
+    BITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Find the pivot of a row: the score of some rank in a sample, which has one score of each part of the row.
 
@@ -800,6 +827,7 @@ def _sample_kernel(
     `SPARE` more may lie above the pivot, whose last bits are 0 then. It is finite, or infinity: comparisons with it
     can tell what is no key.
     """
+    wait_for_the_one_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SAMPLE)
     scattered = (i * 40503) & 0xFFFF  # Fibonacci hashing: a place in each part, in 65536ths
@@ -827,8 +855,10 @@ def _filter_kernel(
     splits,
     split_blocks,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Keep the positions of all scores of a split that are not below the pivot, in order."""
+    wait_for_the_one_before(OVERLAP)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_scores, pivot = scores + row * score_strides[0], tl.load(pivots + row)
     first, whole = split * split_blocks, width // BLOCK
@@ -887,8 +917,10 @@ def _select_kernel(
     BITS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Select from a row, by its candidates if all that is selected is among them, and there is room for them."""
+    wait_for_the_one_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     row_scores, stride, row_selected = scores + row * score_strides[0], score_strides[1], selected + row * topk
     if pivots is None:
@@ -950,12 +982,14 @@ def _plan_selected_kernel(
     block_size,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Look up the selected keys of one query row; a row of padding has none.
 
     Its sequence is found by counting those that end before it: all are read at once, where halving would wait for one
     after the other.
     """
+    wait_for_the_one_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(0) * 0
     for first in range(0, num_seqs, BLOCK_SEQS):
