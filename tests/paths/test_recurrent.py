@@ -256,6 +256,15 @@ def test_a_sequence_without_tokens_leaves_the_slot_of_another_alone(kernel, leng
     assert torch.equal(states, alone)
 
 
+@pytest.mark.covers("R202")
+@each_kernel
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
+def test_a_sequence_without_tokens_has_no_chunk(kernel, per_channel):
+    """The chunk of its next token would begin before its first row: in the last chunk of the sequence before it."""
+    step, tables = draw(37, per_channel=per_channel), dict(state_indices=ints([1, 0, 2]))
+    assert_twins_agree(kernel, step, draw_states(3), lengths((17, 0, 20), (1, 1, 0)), **tables)
+
+
 @pytest.mark.covers("R203")
 @each_computer
 @pytest.mark.parametrize(

@@ -561,7 +561,7 @@ def _within_kernel(
         num_tokens,
     )
     first = chunk * CHUNK - position % CHUNK
-    if (slot < 0) | (first >= length):
+    if (slot < 0) | (first >= length) | (length == 0):
         return
     at = tl.arange(0, CHUNK)
     in_chunk = (first + at >= 0) & (first + at < length)
@@ -705,6 +705,8 @@ def _chunks_kernel(
             row = first_row + first + at
             zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
             tl.store(of_out + row[:, None] * out_strides[0], zeros, (first + at < length)[:, None] & in_v[None, :])
+        return
+    if length == 0:  # its first chunk would begin before its first row, in the chunk of somebody else
         return
     of_states = (
         states
