@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn import mla
+from refattn import mla, sparse
 from refattn.conformance import Example, claims, contract, field, isolate, landmarks, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
@@ -24,6 +24,7 @@ from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
 from refattn.conformance.report import as_html, as_text
 from refattn.interface import AttentionOptions
+from refattn.keys import read_packed
 from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
@@ -119,6 +120,22 @@ def test_packed_rows_may_be_read_under_a_causal_mask():
 
     report = check(one_scale, "packed_mla", only=["answer"], examples=4, dtypes=[torch.float32])
     assert report.failures[0].mistakes[0][0] == "first-scale-for-all"
+
+
+def test_who_rounds_packed_latents_once_and_sums_in_float32_is_right():
+    """Where a query sees one key, both roundings of the formula in 16 bits may cancel, and this one is left."""
+
+    @claims(heads=((1, 1),), head_sizes=((264, 256),), block_sizes=(16,))
+    def rounds_once(query, cache, batch, latent_rank, positions, softmax_scale, return_lse):
+        rows = read_packed(cache, latent_rank, query.shape[2] - latent_rank, torch.float32).to(query.dtype)
+        plan, options = (
+            sparse.plan(batch, positions=positions, block_size=16),
+            AttentionOptions(softmax_scale=softmax_scale),
+        )
+        return sparse.latent_attention(query, rows, plan, options, latent_rank=latent_rank, return_lse=return_lse)
+
+    report = check(rounds_once, "packed_latents", only=["scale", "lse"], examples=10, dtypes=[torch.bfloat16])
+    assert not report.failures, as_text(report)
 
 
 def decode_over_states(query, key, value, log_decay, beta, states, state_indices, scale):
