@@ -12,7 +12,6 @@ import triton.language as tl
 from jaxtyping import Int32
 from torch import Tensor
 
-from fastattn.kernels.gpu.tile import overlapping, wait_for_the_one_before
 from refattn.interface import Batch
 
 BLOCK = 2048  # slots of a program
@@ -41,7 +40,6 @@ def slots_in_pool(batch: Batch, num_slots: int, *, step: int) -> Int32[Tensor, "
             columns,
             num_slots,
             BLOCK=BLOCK,
-            **overlapping(table.device),
         )
     return slots
 
@@ -49,18 +47,8 @@ def slots_in_pool(batch: Batch, num_slots: int, *, step: int) -> Int32[Tensor, "
 @triton.jit(do_not_specialize=["block_table", "seq_lens", "row_stride", "num_slots"])
 @no_type_check
 def _slots_kernel(
-    block_table,
-    seq_lens,
-    slots,
-    row_stride,
-    column_stride,
-    table_columns,
-    columns,
-    num_slots,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    block_table, seq_lens, slots, row_stride, column_stride, table_columns, columns, num_slots, BLOCK: tl.constexpr
 ):
-    wait_for_the_one_before(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_slot = (at < tl.load(seq_lens + sequence)) & (at < table_columns)

@@ -130,10 +130,16 @@ def can_overlap(device: torch.device) -> bool:
     return not INTERPRETED and devices.capability(device) >= (9, 0)
 
 
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Return how a kernel is launched that begins with `wait_for_the_one_before`."""
+def overlapping(device: torch.device, *, after_ours: bool) -> dict[str, bool]:
+    """Return how a kernel is launched that begins with `wait_for_the_one_before`.
+
+    Args:
+        device: where.
+        after_ours: another such kernel was launched just before. Only then may this one be put in place early: it waits
+            for that one alone, and a package's may be over before what was launched before it.
+    """
     overlap = can_overlap(device)
-    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap and after_ours else {})
 
 
 def pad(size: int) -> int:
@@ -165,7 +171,7 @@ def is_wide(block_size: int, *token_strides: int) -> bool:
 @triton.jit
 @no_type_check
 def wait_for_the_one_before(OVERLAP: tl.constexpr):
-    """Begin when all that was launched before has ended and can be read, and let the next one be put in place.
+    """Begin when the launch before has ended and can be read, and let the next one be put in place.
 
     Nothing may be read or written above this: memory of the launch before may be given to this one.
     """

@@ -41,7 +41,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.gpu.tile import INTERPRETED, overlapping, wait_for_the_one_before
+from fastattn.kernels.gpu.tile import INTERPRETED
 from refattn.interface import RecurrentOptions, StatePlan
 
 CHUNK = 64  # tokens whose system of equations is solved at once
@@ -95,8 +95,7 @@ def recurrent(
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
     arguments["PER_CHANNEL"] = per_channel
     if by_token:  # programs in the order of their parts in memory: a state is read as one piece
-        own = dict(NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS) | overlapping(query.device)
-        _tokens_kernel[(prod(grid),)](**arguments, **own)
+        _tokens_kernel[(prod(grid),)](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
         return out
     precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
     arguments |= {"CHUNK": chunk, "PRECISION": precision}
@@ -262,10 +261,8 @@ def _tokens_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Fold the tokens of a sequence into part of one head's state, one by one."""
-    wait_for_the_one_before(OVERLAP)
     PARTS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % NUM_HEADS

@@ -118,7 +118,8 @@ def score_index(
     left, right = plan.window
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     pairs = codes and query.element_size() <= 2
-    if pairs and query.dtype == torch.bfloat16:
+    halved = pairs and query.dtype == torch.bfloat16
+    if halved:
         query, weights = _in_float16(query, weights)
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
@@ -172,7 +173,7 @@ def score_index(
         HARDWARE=converts_fp8(query.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
-        **overlapping(query.device),
+        **overlapping(query.device, after_ours=halved),
     )
     return result
 
@@ -196,7 +197,7 @@ def _in_float16(
         weights.stride(),
         NUM_HEADS=num_heads,
         SIZE=size,
-        **overlapping(query.device),
+        **overlapping(query.device, after_ours=False),
     )
     return halves, of_halves
 
@@ -213,7 +214,7 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
     many = t >= ROWS_TO_FILL * multiprocessors(scores.device)
     if s <= (SHORT_OF_MANY if many else SHORT):
         fixed = dict(BLOCK=min(BLOCK, max(pad(s), 4)), BITS=BITS, SPLITS=1, COLUMNS=1, num_warps=SELECT_WARPS)
-        fixed |= overlapping(scores.device)
+        fixed |= overlapping(scores.device, after_ours=False)
         _select_kernel[(t,)](scores, selected, None, None, None, None, None, scores.stride(), s, topk, 1, 1, 1, **fixed)
         return selected
     rows = max(1, MOST_FILTERED // s)
@@ -240,10 +241,10 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
     kept = torch.empty(t, s, dtype=torch.int32, device=device)
     positions = torch.empty(t, room, dtype=torch.int32, device=device)
     candidates = torch.empty(t, room, dtype=torch.float32, device=device)
-    early, strides = overlapping(device), scores.stride()
-    _sample_kernel[(t,)](
-        scores, pivots, strides, s, rank, SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS, **early
-    )
+    strides, early = scores.stride(), overlapping(device, after_ours=True)
+    fixed = dict(SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS)
+    fixed |= overlapping(device, after_ours=False)
+    _sample_kernel[(t,)](scores, pivots, strides, s, rank, **fixed)
     _filter_kernel[(t, splits)](
         scores, pivots, counts, kept, strides, s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS, **early
     )
@@ -322,7 +323,6 @@ def _launch_plan(
         BLOCK_SEQS=BLOCK_SEQS,
         BLOCK_KEYS=min(BLOCK_KEYS, pad(max(k, 1))),
         num_warps=PLAN_WARPS,
-        **overlapping(batch.device),
     )
 
 
@@ -982,14 +982,12 @@ def _plan_selected_kernel(
     block_size,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Look up the selected keys of one query row; a row of padding has none.
 
     Its sequence is found by counting those that end before it: all are read at once, where halving would wait for one
     after the other.
     """
-    wait_for_the_one_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(0) * 0
     for first in range(0, num_seqs, BLOCK_SEQS):
