@@ -448,10 +448,9 @@ def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor,
     try:
         assert_close(came, want, low, name="lse")
     except AssertionError:
-        query = arguments["query"]
-        if example.path not in PACKED or query.dtype == torch.float32:
+        if example.path not in PACKED or arguments["query"].dtype == torch.float32:
             raise
-        rank = arguments["latent_rank"]
+        query, rank = arguments["query"], arguments["latent_rank"]
         latents = read_packed(arguments["cache"], rank, example.head_size - rank, query.dtype).to(query.dtype)
         rounded, _ = expected(example, arguments | dict(cache=latents))
         assert_close(came, rounded["lse"], low, name="lse")

@@ -27,6 +27,7 @@ import refattn.conformance
 import refattn.dense
 import refattn.kv_cache
 import refattn.merge
+import refattn.mla
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash.repage import repage
@@ -197,6 +198,7 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
         ("_tune_latents", 64, 8192, (2, 4)),  # of 16 heads: one program for each multiprocessor
         ("_tune_latents", 128, 2048, (1, 4)),
         ("_tune_latents", 28, 8192, (9, 4)),  # two, where one would leave too many without any
+        ("_tune_latents", 8, 2048, (16, 4)),  # one query of 128 heads
     ],
 )
 def test_splits_that_were_measured(tune, programs, visible, expected):
@@ -207,6 +209,19 @@ def test_splits_that_were_measured(tune, programs, visible, expected):
         of_codes = tune == "_tune_codes"
         chosen = triton_tuning._tune(8, 128 if of_codes else 256, programs, visible, 132, of_codes)
     assert (chosen.splits, chosen.num_warps) == expected
+
+
+@pytest.mark.parametrize(
+    ("seqs", "heads", "keys", "rows"),
+    [(1, 128, 2048, 16), (2, 128, 1024, 16), (4, 128, 2048, 64), (1, 128, 8192, 64), (1, 16, 2048, 16)],
+)
+def test_few_latents_have_tiles_of_few_rows(seqs, heads, keys, rows, monkeypatch):
+    """Where tiles of 64 rows and steps of 64 keys are fewer programs than there are multiprocessors."""
+    monkeypatch.setattr(triton_tuning, "multiprocessors", lambda device: 132)
+    query, pool = torch.empty(seqs, heads, 576, dtype=torch.float16), torch.empty(1, 64, 1, 576, dtype=torch.float16)
+    plan = refattn.mla.plan(make_batch([1] * seqs, [keys] * seqs, [[0] * (keys // 64)] * seqs), block_size=64)
+    chosen = triton_tuning.tune(query, pool, pool[..., :512], plan, AttentionOptions(), 1152, shared=True)
+    assert chosen.block_m == rows
 
 
 @pytest.mark.parametrize("name", ["mixed", "heads-first", "narrow-values", "wide-values", "head-size-256"])
