@@ -51,7 +51,10 @@ def twin(kernels: Sequence[str | None]) -> Twin:
 
 
 def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
-    """Return the kernels that are asked for on a device: those named ("default" for its choice), or all."""
+    """Return the kernels that are asked for on a device: those named ("default" for its choice), or all.
+
+    On a CPU that is its choice, and with `TRITON_INTERPRET=1` also our Triton kernels, in Triton's interpreter.
+    """
     from fastattn.kernels import NAMES
 
     if names:
@@ -59,7 +62,9 @@ def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
         if unknown:
             raise ValueError(f"kernels: expected default or one of {', '.join(NAMES)}, got {unknown[0]!r}")
         return [None if name == "default" else name for name in names]
-    return [None] if device == "cpu" else [None, *(name for name in NAMES if name != "cpu")]
+    if device == "cpu":
+        return [None, "triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [None]
+    return [None, *(name for name in NAMES if name != "cpu")]
 
 
 @contextmanager

@@ -157,6 +157,25 @@ def test_demo_proves_both_twins(tiny, terminal):
     )
 
 
+def test_demo_packs_the_weights_for_fastattn_alone(tiny, monkeypatch):
+    packed = {}
+
+    def looking(function):
+        def look(work, *arguments):
+            name = arguments[0] if function == "warm_up" else function
+            packed[name] = any("forward" in vars(module) for module in work.model.modules())
+            return right[function](work, *arguments)
+
+        return look
+
+    right = {function: getattr(demo, function) for function in ("warm_up", "generate")}
+    for function in right:
+        monkeypatch.setattr(demo, function, looking(function))
+    proven, text = run()
+    assert proven and packed == {"fastattn": True, "refattn": False, "generate": False}
+    assert "fastattn served with weights packed" in " ".join(text.split())
+
+
 def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
     work = dataclasses.replace(demo.prepare(), sampling=SamplingParams(max_tokens=1))
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
