@@ -37,7 +37,7 @@ def pack(model: Any) -> Any:
         NotImplementedError: if torch has no oneDNN, or it is switched off.
         ValueError: if the model is in training mode, or has no such layer.
     """
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+    if not can_pack():
         raise NotImplementedError("pack: expected torch with oneDNN, and torch.backends.mkldnn.enabled to be True")
     if model.training:
         raise ValueError("model: expected one in evaluation mode, got one in training; call model.eval() first")
@@ -48,6 +48,11 @@ def pack(model: Any) -> Any:
     for linear in linears:
         vars(linear)["forward"] = _Packed(linear)
     return model
+
+
+def can_pack() -> bool:
+    """Return whether this torch has the products that packed weights are for."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def unpack(model: Any) -> Any:

@@ -41,6 +41,7 @@ from torch.nn.functional import cross_entropy
 import fastattn
 from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs, pack, unpack
+from fastattn.serving.packed_weights import can_pack
 from fastattn.tools.profile import Profile, check_file, draw, times_table
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
@@ -399,11 +400,6 @@ def weights_packed(work: Work, name: str) -> Iterator[None]:
         yield
     finally:
         unpack(work.model)
-
-
-def can_pack() -> bool:
-    """Return whether this torch has the products that packed weights are for."""
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
 
 
 def _serve(
