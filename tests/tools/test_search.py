@@ -578,13 +578,24 @@ def test_the_command_tries_and_counts_and_writes_and_its_processes_need_no_typer
         "PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     )
     results = tmp_path / "results.json"
-    asked = ["--paths", "merge", "metadata", "--workloads", "4", "--seed", "1", "--jobs", "2"]
+    asked = ["--paths", "merge", "metadata", "--workloads", "4", "--seed", "1", "--jobs", "2", "--kernels", "default"]
     assert command.main([*asked, "--results", str(results)]) == 0
     found = json.loads(results.read_text())
     assert [path["path"] for path in found["paths"]] == ["merge", "metadata"]
     assert [sum(sum(kinds.values()) for kinds in path["calls"].values()) for path in found["paths"]] == [4, 4]
     assert found["seed"] == 1 and found["versions"]["torch"] == torch.__version__
     assert "merge" in capsys.readouterr().out
+
+
+def test_our_triton_kernels_are_searched_without_a_gpu_where_the_interpreter_runs(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert command.kernels_to_try("cpu", ()) == [None, "triton"]
+    search = Search("merge", command.twin([None, "triton"]), seed=2, longest=40)
+    for _ in search.run(workloads=8):
+        pass
+    assert {"default", "triton"} == {asked for asked, _, _ in search.calls} and not search.findings
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert command.kernels_to_try("cpu", ()) == [None]
 
 
 def test_a_process_that_ends_is_a_finding(tmp_path):
