@@ -287,7 +287,8 @@ def sglang_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
 def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
     """Return a kernel over slots from one over states that lie one after the other, as servers call it.
 
-    It gathers the states of a step, zeros for sequences that begin, and afterwards writes them to their slots.
+    It gathers the states of a step, zeros for sequences that begin, and afterwards writes those of sequences with new
+    tokens to their slots.
     """
 
     @claims(**{"not_claimed": NO_SLOTS} | limits)
@@ -306,7 +307,8 @@ def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callabl
         slots = state_indices.long()
         before = states[slots].masked_fill(~has_initial_state[:, None, None, None], 0.0)
         out, after = prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale)()
-        states[slots] = after.to(states.dtype)
+        moved = cu_seqlens_q.diff() > 0
+        states[slots[moved]] = after[moved].to(states.dtype)
         return out
 
     return kernel
@@ -343,7 +345,7 @@ NO_SLOTS = {
 }
 UNWRITTEN = {"padding": "rows past the last sequence are not written"}
 FINITE = {"forgets": "decays are finite"}
-NO_TOKENS = "must have nonempty dimensions"  # what attention-gym raises
+NO_TOKENS, NO_SCALE = "must have nonempty dimensions", "scale must be finite and positive"  # of attention-gym
 SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many heads as keys
 
 
@@ -592,8 +594,9 @@ KERNELS = (
                 dtypes=HALVES,
                 layers=(layer,),
                 not_claimed=UNWRITTEN | (FINITE if layer == "kda" else {}),
-                refusals=(NO_TOKENS,),
+                refusals=(NO_TOKENS, NO_SCALE),
                 **(SAME_HEADS if layer == "kda" else {}),
+                **({"head_sizes": ((128, 128),)} if (layer, form) == ("kda", "chunk") else {}),
             ),
             *ATTN_GYM,
         )
@@ -607,7 +610,7 @@ KERNELS = (
                 partial(attn_gym.prepare_reference, layer=layer, form=form),
                 layers=(layer,),
                 not_claimed=NO_SLOTS | (FINITE if layer == "kda" else {}),
-                refusals=(NO_TOKENS,),
+                refusals=(NO_TOKENS, NO_SCALE),
                 **(SAME_HEADS if layer == "kda" else {}),
             ),
             *ATTN_GYM,

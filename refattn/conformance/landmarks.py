@@ -52,8 +52,11 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
         n = len(pairs)
         options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
         pairs = [(q, max(q, s) + 2 * block_size) for q, s in pairs]
-    if path == "recurrent" and not kernel.knows_beginnings:
-        pairs = [(q, max(s, q + 1)) for q, s in pairs]
+    if path == "recurrent":
+        if claims.layers[0] != "gdn":
+            options.setdefault("layer", claims.layers[0])
+        if not kernel.knows_beginnings:
+            pairs = [(q, max(s, q + 1)) for q, s in pairs]
     sizes = (head_size, 0 if value_head_size == head_size else value_head_size, block_size)
     return Example(path, tuple(pairs), heads, *sizes, options=options)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn import mla, sparse
+from refattn import mla, recurrent, sparse
 from refattn.conformance import Example, claims, contract, field, isolate, landmarks, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
-from refattn.conformance.adapters import ADAPTERS
+from refattn.conformance.adapters import ADAPTERS, over_gathered_states
 from refattn.conformance.check import check, reproduce
 from refattn.conformance.contract import PROPERTIES, Broken
 from refattn.conformance.example import PACKED, PATHS
@@ -23,8 +23,9 @@ from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
 from refattn.conformance.report import as_html, as_text
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, RecurrentOptions
 from refattn.keys import read_packed
+from refattn.metadata import make_batch
 from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
@@ -136,6 +137,22 @@ def test_who_rounds_packed_latents_once_and_sums_in_float32_is_right():
 
     report = check(rounds_once, "packed_latents", only=["scale", "lse"], examples=10, dtypes=[torch.bfloat16])
     assert not report.failures, as_text(report)
+
+
+def test_a_kernel_of_one_kind_of_layer_is_asked_for_that_kind_and_keeps_states_that_nobody_moved():
+    asked = set()
+
+    def prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale):
+        batch = make_batch(cu_seqlens_q.diff().tolist(), (cu_seqlens_q.diff() + 1).tolist())
+        plan = recurrent.plan(batch, state_indices=torch.arange(len(before), dtype=torch.int32))
+        asked.add(log_decay.ndim)
+        options = RecurrentOptions(scale=scale)
+        return lambda: (recurrent.attention(query, key, value, log_decay, beta, before, plan, options), before)
+
+    kernel = over_gathered_states(prepare, layers=("kda",))
+    report = check(kernel, "recurrent", only=["answer", "many sequences", "no tokens"], examples=2)
+    assert [finding.outcome for finding in report.findings] == ["honoured"] * 3, as_text(report)
+    assert asked == {3}, "a decay per channel"
 
 
 def decode_over_states(query, key, value, log_decay, beta, states, state_indices, scale):
