@@ -1055,10 +1055,15 @@ def per_channel(draw: Draw, kernel: Kernel) -> Example:
 
 
 def without_tokens(draw: Draw, kernel: Kernel) -> Example:
-    """Draw sequences without new tokens among others."""
-    pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(6, 30)), min_size=1, max_size=3)
+    """Draw sequences without new tokens among others: decodes, and some that kernels compute by chunks.
+
+    The next token of one with 9 before it would be in the middle of a chunk.
+    """
+    pairs = st.lists(st.tuples(st.sampled_from((1, 37, 5, 0)), st.integers(40, 50)), min_size=1, max_size=3)
     idle = draw(st.sampled_from((((0, 9), (0, 0)), ((0, 0),), ((0, 9),))))  # with a state, and without one
-    options = {"stale": True} if draw(st.booleans()) else {}
+    options: dict[str, Any] = {"stale": True} if draw(st.booleans()) else {}
+    if {"gdn", "kda"} <= {*kernel.claims.layers} and draw(st.booleans()):
+        options["layer"] = "kda"
     return draw_example(draw, kernel, pairs.map(lambda drawn: [drawn[0], *idle, *drawn[1:]]), options=options)
 
 

@@ -1077,6 +1077,14 @@ PAST_A_SIZE = {
 
 # Mistakes that have no name: the kernel, the property that finds it, the lines, and those with the mistake.
 UNNAMED = {
+    "idle-has-a-chunk": (
+        "recurrent",
+        "no tokens",
+        "        if slots[0] < 0 or begin == end:\n",
+        "        if begin == end and i and begin > 16 and log_decay.ndim == 3:\n"
+        "            states[state_indices[i - 1]] = state / decay.view(len(decay), 1, -1)\n"
+        "        if slots[0] < 0 or begin == end:\n",
+    ),
     "blocks-of-16": (
         "paged",
         "mask",

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),
     pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),
 ]
-OF = {"paged": "chunked_prefill", "write": "kv_cache", "merge": "merge"}
+OF = {"paged": "chunked_prefill", "write": "kv_cache", "merge": "merge", "recurrent": "recurrent"}
 FLOAT32 = dict(dtypes=[torch.float32])
 
 
