@@ -74,7 +74,7 @@ def tables(found: dict[str, Any]) -> str:
             earlier.setdefault((_when(report), _versions(report)), []).append(f"`{report['kernel']}`")
     lines = [f"{when}; {versions}: {', '.join(kernels)}." for (when, versions), kernels in sorted(earlier.items())]
     if lines:
-        parts.insert(1, "\n".join(["Of earlier runs:", "", *(f"- {line}" for line in lines)]))
+        parts.insert(1, "\n".join(["Of other runs:", "", *(f"- {line}" for line in lines)]))
     for report in found["reports"]:
         without = ", ".join(finding["property"] for finding in report["findings"] if finding.get("without_lse"))
         if without:

@@ -2273,9 +2273,18 @@ MUTATIONS: list[Mutation] = [
         "a sequence without tokens writes the state that it has",
         (
             OUR_RECURRENT,
-            "\n    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state &"
-            " (length > 0))",
-            "\n    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state)",
+            "    if length == 0:  # its first chunk would begin before its first row, in the chunk of somebody else\n"
+            "        return\n",
+            "",
+        ),
+    ),
+    *breaks(
+        "R202",
+        "a sequence without tokens has a chunk, whose last row is of the sequence before it",
+        (
+            OUR_RECURRENT,
+            "    if (slot < 0) | (first >= length) | (length == 0):",
+            "    if (slot < 0) | (first >= length):",
         ),
     ),
     *breaks(

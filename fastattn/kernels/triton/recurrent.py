@@ -753,7 +753,7 @@ def _chunks_kernel(
                 of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
                 own = tl.load(of_slot).to(tl.int64)
                 tl.store(of_states + own * states_strides[0], state.to(states.dtype.element_ty), in_state & (own >= 0))
-    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (length > 0))
+    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state)
 
 
 def convolve(
