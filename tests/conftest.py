@@ -100,7 +100,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(300))
 
     def takes_long(item):
-        return item.path.name in LONG, getattr(item.function, "is_hypothesis_test", False)
+        compiles = on_gpu and "fa4" in item.name  # flash-attn-4, for each shape
+        return item.path.name in LONG, getattr(item.function, "is_hypothesis_test", False) or compiles
 
     if hasattr(config, "workerinput"):
         items.sort(key=takes_long, reverse=True)
