@@ -218,13 +218,14 @@ def tried(page: Page, instead: str, path: str) -> str:
         for run in (run for run in json.loads(file.read_text())["runs"] if run["path"] == path):
             versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
             is_whole = "registers" in run["designs"][0]  # else the times alone were taken
-            lines = ["| design | registers | spilled | median | range |", "|---|--:|--:|--:|--:|"]
-            lines = lines if is_whole else ["| design | median |", "|---|--:|"]
+            lines = ["| design | median |", "|---|--:|"]
+            if is_whole:
+                lines = ["| design | median | range | registers | spilled |", "|---|--:|--:|--:|--:|"]
             for found in run["designs"]:
-                more = ("registers", "spilled_bytes") if is_whole else ()
-                sizes = [str("" if found[x] is None else found[x]) for x in more]
-                low, middle, high = (f"{found.get(x, 0.0) * 1e6:.4g} µs" for x in ("low", "median", "high"))
-                cells = [found["design"], *sizes, middle, *([f"{low} to {high}"] if is_whole else [])]
+                cells = [found["design"], f"{found['median'] * 1e6:.4g} µs"]
+                if is_whole:
+                    cells.append(f"{found['low'] * 1e6:.4g} µs to {found['high'] * 1e6:.4g} µs")
+                    cells += ["" if found[x] is None else str(found[x]) for x in ("registers", "spilled_bytes")]
                 lines.append(f"| {' | '.join(cells)} |")
             about = (
                 f"*{run['workload']}*, {run['machine']['name']}, {run['date'][:10]}, commit {run['commit']}; {versions}"

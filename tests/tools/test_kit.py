@@ -129,10 +129,8 @@ def test_who_rounds_packed_latents_once_and_sums_in_float32_is_right():
     @claims(heads=((1, 1),), head_sizes=((264, 256),), block_sizes=(16,))
     def rounds_once(query, cache, batch, latent_rank, positions, softmax_scale, return_lse):
         rows = read_packed(cache, latent_rank, query.shape[2] - latent_rank, torch.float32).to(query.dtype)
-        plan, options = (
-            sparse.plan(batch, positions=positions, block_size=16),
-            AttentionOptions(softmax_scale=softmax_scale),
-        )
+        plan = sparse.plan(batch, positions=positions, block_size=16)
+        options = AttentionOptions(softmax_scale=softmax_scale)
         return sparse.latent_attention(query, rows, plan, options, latent_rank=latent_rank, return_lse=return_lse)
 
     report = check(rounds_once, "packed_latents", only=["scale", "lse"], examples=10, dtypes=[torch.bfloat16])

@@ -50,11 +50,8 @@ def tune(
     rows = batch.max_query_len * group
     many_rows = 64 if rows <= 64 or row_bytes > 256 or shared or by_fma else 128
     block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
-    of_codes, num_multiprocessors = (
-        key.dtype != query.dtype or value.dtype != query.dtype,
-        multiprocessors(query.device),
-    )
-    tiles = count_tiles(batch, query.shape[0], group, block_m)
+    tiles, num_multiprocessors = count_tiles(batch, query.shape[0], group, block_m), multiprocessors(query.device)
+    of_codes = key.dtype != query.dtype or value.dtype != query.dtype
     if shared and not of_codes and tiles * max(1, visible // FEWEST_LATENTS) < num_multiprocessors:
         block_m = 16  # tiles of 64 would leave some of them idle, however short their runs
         tiles = count_tiles(batch, query.shape[0], group, block_m)
