@@ -427,11 +427,11 @@ def launch_over_states(some):
         batch = make_batch([query_len] * 2, [1024] * 2)
         plan = twin.plan(batch, state_indices=indices if drafts else indices[:, 0], **kept)
         query = torch.zeros(2 * query_len, 4, head_size, dtype=dtype)
-        value = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
-        decay = torch.zeros(2 * query_len, 8, *([head_size] if per_channel else []))
-        states, options = torch.zeros(8, 8, head_size, head_size), RecurrentOptions(delta=delta)
+        value = torch.zeros(2 * query_len, 16, head_size, dtype=dtype)
+        decay = torch.zeros(2 * query_len, 16, *([head_size] if per_channel else []))
+        states, options = torch.zeros(8, 16, head_size, head_size), RecurrentOptions(delta=delta)
         recurrent.recurrent(
-            query, query, value, decay, decay.view(2 * query_len, 8, -1)[..., 0], states, plan, options, None
+            query, query, value, decay, decay.view(2 * query_len, 16, -1)[..., 0], states, plan, options, None
         )
         inputs, weight = torch.zeros(2 * query_len, 512, dtype=dtype), torch.zeros(512, 4, dtype=dtype)
         recurrent.convolve(inputs, weight, torch.zeros(8, 3, 512), plan, weight[:, 0], True, None)

@@ -183,7 +183,7 @@ def attend_after(
 
     def launch() -> Callable[..., None]:
         tuning = fit(
-            Tuning(64, step_for(64, row_bytes), 4, 3, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes
+            Tuning(64, step_for(64, row_bytes), 4, 1, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes
         )
         return launch_attention(*tensors, plan, options, tuning, out, merged, prefix_lse=by_head).replay
 

@@ -49,7 +49,7 @@ FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least
 FEW = 16  # tokens, up to which sequences go token by token
 BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
 TOKENS_WARPS = 1
-CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk
+CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk; twice as many where not all programs run at once
 CHUNKS_WARPS = 4
 COLUMNS = 64  # of keys or values that such a program holds at a time
 WITHIN_WARPS = 4
@@ -91,7 +91,8 @@ def recurrent(
     }
     chunk = _chunk_size(plan, query, per_channel)
     by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
-    block_v = min(BLOCK_V if by_token else CHUNKS_BLOCK_V, _pad(value_head_size))
+    block_v = BLOCK_V if by_token else _values_at_once(plan.batch.num_seqs * num_heads, query, value)
+    block_v = min(block_v, _pad(value_head_size))
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
     arguments["PER_CHANNEL"] = per_channel
     if by_token:  # programs in the order of their parts in memory: a state is read as one piece
@@ -126,6 +127,21 @@ def recurrent(
     return out
 
 
+def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
+    """Return how many values of a state are in one program that goes chunk by chunk.
+
+    Keys are read by every program of their state, so fewer are better, unless a multiprocessor is left without one.
+    """
+    programs = num_states * triton.cdiv(value.shape[-1], CHUNKS_BLOCK_V)
+    all_at_once = INTERPRETED or programs <= devices.num_multiprocessors(query.device)
+    return CHUNKS_BLOCK_V if all_at_once else _most_values_at_once(query)
+
+
+def _most_values_at_once(query: Tensor) -> int:
+    """Bound them: a state of 128 keys and 64 values takes half of a thread's registers."""
+    return 2 * CHUNKS_BLOCK_V if _pad(query.shape[-1]) <= 128 else CHUNKS_BLOCK_V
+
+
 def _pad(size: int) -> int:
     """Return the elements of a tile that holds some, in rows that can be multiplied."""
     return max(FEWEST_IN_CHUNK, triton.next_power_of_2(size))
@@ -155,7 +171,7 @@ def _stages(query: Tensor, chunk: int) -> int:
     """
     if INTERPRETED:
         return 1
-    elements = chunk * (3 * _pad(query.shape[-1]) + CHUNKS_BLOCK_V + chunk)
+    elements = chunk * (3 * _pad(query.shape[-1]) + _most_values_at_once(query) + chunk)
     room = devices.shared_memory(query.device) - 8192
     stages = min(MOST_STAGES, room // (elements * (2 if query.dtype == torch.bfloat16 else 4)))
     return stages if stages >= (1 if devices.is_rocm() else 2) else 0

@@ -188,14 +188,34 @@ class Truth:
         The tolerance is twice the largest error of the formula. Of many numbers that is how large errors are. Of one
         number it is one draw of an error, which may be small by chance: with errors of half the formula's, an answer
         of one number is off by more than twice the formula's error in `2 / pi * atan(1 / 4)` of all draws, a sixth.
-        So it is that of `FEW` numbers at least, drawn anew for the same shape.
+        So it is that of `FEW` numbers at least, drawn anew for the same shape; outputs of another size, as under large
+        sinks, are off by as much of their own. Where one row's outputs are far larger than all others, only its own
+        errors reach the tolerance, and all of them by the rounding of one score: it counts as one number.
         """
-        numbers = int(self.expected.lse.isfinite().sum())
+        numbers = min(int(self.expected.lse.isfinite().sum()), self._num_large_rows)
         draws = -(-FEW // max(1, numbers)) if numbers < FEW else 1
         others = [Truth(replace(self.work, seed=self.work.seed + 7919 * k), self.device) for k in range(1, draws)]
-        found = [truth.errors_of_formula() for truth in (self, *others) if not isinstance(truth.low, str)]
-        of_out, of_lse = zip(*found, strict=True)
+        of_out, of_lse = [], []
+        for truth in (self, *others):
+            if not isinstance(truth.low, str):
+                out, lse = truth.errors_of_formula()
+                share = self._size / truth._size if truth._size else 1.0
+                of_out.append(Distance(out.max * share, out.rms * share))
+                of_lse.append(lse)
         return _largest(of_out), _largest(of_lse)
+
+    @property
+    def _size(self) -> float:
+        """The largest finite output about which something is said, without its sign."""
+        out = self._said(self.expected.out)
+        return float(out[out.isfinite()].abs().max()) if out.isfinite().any() else 0.0
+
+    @property
+    def _num_large_rows(self) -> int:
+        """How many rows have outputs of nearly that size."""
+        out = self._said(self.expected.out)
+        rows = out.where(out.isfinite(), 0.0).abs().reshape(-1, out.shape[-1]).amax(-1)
+        return int((rows >= self._size / 8).sum())
 
     @cached_property
     def of_reference(self) -> str:
