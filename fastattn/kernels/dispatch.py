@@ -134,7 +134,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     weights: 64 decodes of 128 heads over 8192 keys then take it 0.24 ms.
 
     Of selected latents FlashMLA splits none: 16 queries of 128 heads over 2048 each take it 59 us and ours 64, 64 of
-    them 80 and 140, 8 of them 57 and 39.
+    them 80 and 140, 8 of them 57 and 39. Of packed ones it splits them: one query takes it 26 us and ours 22, 8 of
+    them 36 and 49.
 
     Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
     they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so
@@ -160,7 +161,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
     if problem.keys == "packed":
-        return "flash_mla", "triton"
+        return ("triton", "flash_mla") if problem.num_seqs == 1 else ("flash_mla", "triton")
     if problem.keys == "latents":
         if problem.block_size == 1 and problem.max_query_len == 1:  # selected latents: FlashMLA does not split them
             full = problem.num_seqs * problem.num_heads >= 64 * SELECTED_FULL * num_multiprocessors(problem.device)

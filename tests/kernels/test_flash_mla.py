@@ -596,8 +596,9 @@ def test_their_order(hopper, monkeypatch):
     assert dispatch.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
     assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"
-    packed = USUAL._replace(**PACKED, num_seqs=1)
+    packed = USUAL._replace(**PACKED, num_seqs=8)
     assert dispatch.priorities(packed) == ("flash_mla", "triton"), "whose kernel splits the keys of a few queries"
+    assert dispatch.priorities(packed._replace(num_seqs=1)) == ("triton", "flash_mla"), "as measured with 128 heads"
     assert dispatch.unsupported_reason("flash_mla", packed) is None
     for num_seqs, first in ((15, "triton"), (16, "flash_mla")):  # of 128 heads
         assert dispatch.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
