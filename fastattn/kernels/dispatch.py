@@ -91,6 +91,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MODULES = {
+    "native": "fastattn.kernels.native",
     "cpu": "fastattn.kernels.cpu",
     "torch": "fastattn.kernels.torch_ops",
     "plain": "fastattn.kernels.plain",
@@ -152,7 +153,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     takes for its few operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most.
     """
     if problem.device.type == "cpu":
-        return "cpu", "torch", "triton"
+        return "native", "cpu", "torch", "triton"
     if problem.device.type != "cuda":
         return ("plain",) if problem.is_attention else ("torch",)
     if not problem.is_attention:

@@ -11,6 +11,7 @@ import torch
 
 import fastattn
 from fastattn.kernels import dispatch
+from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem, expanded
 from tests.helpers.tolerance import assert_twins_agree
 
@@ -24,6 +25,8 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     """
     if name in ("cpu", "triton"):
         return True
+    if name == "native":
+        return has_to_attend_natively(problem)
     if problem.keys == "latents":
         return has_to_attend_to_latents(name, problem)
     if problem.keys == "quantized":
@@ -50,6 +53,20 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     assert name == "torch_flash"
     size_fits = problem.head_size % 8 == 0 and problem.head_size <= 256 and can_be_padded
     return size_fits and not over_pages and not problem.softcap and not problem.alibi
+
+
+def has_to_attend_natively(problem: Problem) -> bool:
+    """Whether our C may not refuse a problem: decodes, and few rows beside, over pages of 8, 16 and 32 bits."""
+    if (
+        problem.keys not in ("pages", "quantized")
+        or problem.levels > 1
+        or problem.tree
+        or problem.dtype == torch.float64
+    ):
+        return False
+    if problem.positions or problem.intervals or problem.batch_invariant or problem.operation != "attend":
+        return False
+    return problem.max_query_len * problem.num_heads <= 16 * problem.num_kv_heads
 
 
 def has_to_attend_to_latents(name: str, problem: Problem) -> bool:
@@ -126,6 +143,8 @@ def _is_installed(module: str) -> bool:
 def _present(device: str) -> list[Kernel]:
     if device == "cpu":
         ours = [Kernel("cpu", (torch.float32, torch.bfloat16, torch.float16))]
+        if not isinstance(library(), str):  # there is a C compiler
+            ours.append(Kernel("native", (torch.float32, torch.bfloat16, torch.float16)))
         if _is_installed("triton"):  # its interpreter runs the others here; its `tl.dot` is wrong for bfloat16
             from tests.helpers import interpreted
 

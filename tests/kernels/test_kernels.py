@@ -86,7 +86,7 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
         problem = ON_GPU._replace(device=torch.device("cpu"), dtype=torch.float16)
         return dispatch.choose(problem).name
 
-    assert asked() == "cpu"
+    assert asked() == "native"
     with fastattn.use_kernel("triton"):
         assert asked() == "triton"
         with fastattn.use_kernel("cpu"):
@@ -96,12 +96,12 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
             raise KeyError
         assert asked() == "triton"
         with (
-            pytest.raises(ValueError, match="name: expected one of cpu, torch, plain, triton, .*, got 'fa5'"),
+            pytest.raises(ValueError, match="name: expected one of native, cpu, torch, plain, triton, .*, got 'fa5'"),
             fastattn.use_kernel("fa5"),
         ):
             pass
         assert asked() == "triton"
-    assert asked() == "cpu"
+    assert asked() == "native"
 
 
 def of_kernels(monkeypatch, order, **described):
@@ -452,7 +452,8 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
 
 
 MAY_IMPORT = {
-    "cpu": {"fastattn.kernels.torch_ops"},
+    "cpu": {"fastattn.kernels.torch_ops", "fastattn.kernels.torch_quantized"},
+    "native": {"fastattn.kernels.torch_quantized"},
     "gpu": set(),
     "triton": {"fastattn.kernels.gpu"},
     "flash": {"fastattn.kernels.gpu"},
@@ -476,7 +477,7 @@ def test_a_kernel_imports_no_other_kernel(folder):
     """Beside its own folder: what a problem is, what the device is, what both twins take; and not the chooser."""
     root = Path(fastattn.kernels.__file__).parent
     files = sorted((root / folder).rglob("*.py"))
-    assert len(files) > 3
+    assert len(files) >= 3
     shared = (
         "fastattn.kernels.kernel",
         "fastattn.kernels.problem",
@@ -500,6 +501,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "kernel.py": ("fastattn.kernels.problem",),
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
         "torch_recurrent.py": ("refattn.interface",),
+        "torch_quantized.py": ("refattn.interface",),
         "torch_sampling.py": (),
         "torch_selection.py": ("refattn.interface", "fastattn.kernels.problem"),
         "plain.py": (

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from fastattn.kernels import Problem, dispatch, triton
+from fastattn.kernels import Problem, dispatch, native, triton
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -40,7 +41,7 @@ COLUMNS = {
     "drafted trees": DECODES._replace(tree=True, window=(-1, -1), max_query_len=16, num_tokens=64 * 16),
 }
 MACHINES = {  # what the table calls them: compute capabilities, and the packages for them
-    "a CPU, float32": ([], ()),
+    "a CPU, float32, with a C compiler": ([], ()),
     "NVIDIA from Ampere on": ([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ()),
     "NVIDIA from Ampere on, `flash-attn` alone": ([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ("fa2",)),
     "Hopper, all packages": ([(9, 0)], ("fa2", "fa3", "fa4", "flash_mla")),
@@ -93,7 +94,9 @@ def test_it_is_what_is_chosen_on_a_gpu(name, monkeypatch, forget_choices):
         assert chosen(COLUMNS) == table()[name], capability
 
 
-def test_it_is_what_is_chosen_on_a_cpu():
+def test_it_is_what_is_chosen_on_a_cpu(monkeypatch, forget_choices):
+    monkeypatch.setattr(native, "library", lambda: mock.sentinel.library)
+    forget_choices()
     on_cpu = dict(device=torch.device("cpu"), dtype=torch.float32)
     problems = {column: problem._replace(**on_cpu) for column, problem in COLUMNS.items()}
-    assert chosen(problems) == table()["a CPU, float32"]
+    assert chosen(problems) == table()["a CPU, float32, with a C compiler"]

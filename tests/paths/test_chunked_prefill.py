@@ -472,7 +472,8 @@ def test_a_long_decode_is_cut_into_runs_if_it_has_fewer_heads_than_there_are_thr
         monkeypatch.setattr(
             cpu, "FLASH", lambda *args, **options: calls.append(args[1].shape) or flash(*args, **options)
         )
-        attend(fastattn.chunked_prefill, *build(Case("runs", lens, heads=(4, 2))).tensors)
+        with fastattn.use_kernel("cpu"):
+            attend(fastattn.chunked_prefill, *build(Case("runs", lens, heads=(4, 2))).tensors)
         return calls
 
     flash, run = cpu.FLASH, cpu_schedule.RUN
@@ -719,5 +720,6 @@ def test_a_kernel_without_memory_says_what_helps(monkeypatch):
     monkeypatch.setattr(
         cpu_kernel, "attend", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
     )
-    with pytest.raises(torch.OutOfMemoryError, match=r"query: .* max_num_batched_tokens.*num_blocks\). CUDA .* 9 GiB"):
+    helps = r"query: .* max_num_batched_tokens.*num_blocks\). CUDA .* 9 GiB"
+    with fastattn.use_kernel("cpu"), pytest.raises(torch.OutOfMemoryError, match=helps):
         attend(fastattn.chunked_prefill, *inputs.tensors)

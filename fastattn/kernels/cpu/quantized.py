@@ -9,15 +9,15 @@ Everything is computed in float32, float64 for float64 queries.
 """
 
 import torch
-from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.cpu.attention import paged
 from fastattn.kernels.cpu.attention import tree as attend_to_tree
 from fastattn.kernels.cpu.codes import Codes, PackedRows
-from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.torch_ops import merge
-from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, PackedLatents, Plan, TreePlan
+from fastattn.kernels.torch_quantized import fold_scales, row_scale, to_fp8, to_int8
+from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, PackedLatents, TreePlan
 
 
 def attention(
@@ -40,31 +40,20 @@ def attention(
     """
     *shared, whole = (level.whole for level in plan.levels)
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-    group = query.shape[1] // key_cache.shape[2]
+    carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     if isinstance(scales, Fp8Scales):
         keys = Codes(key_cache.view(scales.format), compute)
         values = keys if value_cache is key_cache else Codes(value_cache.view(scales.format), compute)
-        rounded = query.to(compute)
-        if scales.query is not None:
-            of_query = _per_row(scales.query, whole, query.shape[0], group)
-            rounded = to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute)
-        of_key, of_value = (_per_row(scale, whole, query.shape[0], group) for scale in (scales.key, scales.value))
-        rounded = rounded * of_key.mul(keys.factor).to(compute)
-        after: Tensor | None = of_value.mul(values.factor)
+        carrier, after = carrier * keys.factor, after * values.factor
     else:
         keys, values = Codes(key_cache, compute, scales.key), Codes(value_cache, compute)
-        of_query = row_scale(query)
-        rounded = to_int8(query, of_query).to(compute) * of_query.to(compute)
-        after = None if scales.value is None else scales.value.repeat_interleave(group, 0)
     if isinstance(plan, TreePlan):
-        out, lse = attend_to_tree(rounded, keys, values, plan, options)
+        out, lse = attend_to_tree(carrier, keys, values, plan, options)
     else:
-        parts = [paged(rounded, keys, values, level, options.without_sinks()) for level in shared]
-        parts.append(paged(rounded, keys, values, whole, options))
+        parts = [paged(carrier, keys, values, level, options.without_sinks()) for level in shared]
+        parts.append(paged(carrier, keys, values, whole, options))
         out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
-    if after is not None:
-        out = out * after.to(compute)
-    return out.to(query.dtype), lse
+    return (out * after.to(compute)).to(query.dtype), lse
 
 
 def packed(
@@ -79,27 +68,6 @@ def packed(
         (level,) = plan.levels
         out, lse = paged(query.to(compute), pool, pool, level.whole, options)
     return out[..., :rank].to(query.dtype).contiguous(), lse
-
-
-def _per_row(
-    scale: float | Float32[Tensor, "..."], plan: Plan, rows: int, group: int
-) -> Float32[Tensor, "#rows #heads 1"]:
-    """Return the scale of each query row and query head; rows of padding get a 1."""
-    if not isinstance(scale, Tensor):
-        return torch.full((1, 1, 1), scale, dtype=torch.float32, device="cpu")
-    scale = scale.repeat_interleave(group, -1)
-    if scale.ndim == 1:
-        return scale[None, :, None]
-    sequences: Int64[Tensor, "_"] = schedule_of(plan).once("sequence of each row", lambda: _sequences(plan))
-    of_rows = scale.new_ones(rows, scale.shape[1])
-    of_rows[: len(sequences)] = scale.index_select(0, sequences)
-    return of_rows[..., None]
-
-
-def _sequences(plan: Plan) -> Int64[Tensor, "_"]:
-    batch = plan.batch
-    numbers = torch.arange(batch.num_seqs, device="cpu") if plan.sequences is None else plan.sequences.long()
-    return numbers.repeat_interleave(batch.query_lens.long())
 
 
 def write(
@@ -131,24 +99,3 @@ def write(
         value = to_int8(value, scales.value)
     value_cache[blocks, rows] = value
     scales.key[blocks, rows] = scale[..., 0]
-
-
-def to_fp8(
-    x: Float[Tensor, "t heads size"], scale: Float32[Tensor, "*#rows #heads 1"], kind: torch.dtype
-) -> Shaped[Tensor, "t heads size"]:
-    """Round to fp8, saturating, under a scale for each head."""
-    largest = torch.finfo(kind).max
-    return x.float().div(scale).clamp_(-largest, largest).to(kind)
-
-
-def to_int8(
-    x: Float[Tensor, "t heads size"], scale: Float32[Tensor, "*#rows heads #size"]
-) -> Int8[Tensor, "t heads size"]:
-    """Round to int8, saturating, under a scale for each row or for each channel; NaN becomes 0."""
-    return x.float().div(scale).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
-
-
-def row_scale(x: Float[Tensor, "t heads size"]) -> Float32[Tensor, "t heads 1"]:
-    """Return the scale by which the largest element of each row becomes 127; 1 for a row of zeros."""
-    scale = x.float().abs().amax(-1, keepdim=True).div_(127)
-    return scale.masked_fill_(scale == 0, 1.0)

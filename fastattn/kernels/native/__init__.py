@@ -1,0 +1,44 @@
+"""Our own C for the CPU: decodes that read pages where they lie, compiled at the first call if there is a C compiler.
+
+ATen's FlashAttention takes keys at one stride, so the kernel `cpu` copies them out of their pages, which takes longer than
+attending to them. This one loads a key once for up to four query heads that share it.
+"""
+
+import torch
+
+from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.native.compiler import library
+from fastattn.kernels.problem import Problem
+
+MAX_ROWS = (
+    32  # query heads that share a key, new tokens counted: with more, matrix products over copied keys are faster
+)
+MAX_ROWS_16 = 16  # of 16 bits, which some processors multiply as matrices
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel cannot compute a problem, or None."""
+    if problem.device.type != "cpu":
+        return f"computes on the CPU, the tensors are on {problem.device.type}"
+    if problem.dtype == torch.float64 or torch.float64 in (problem.stored or ()):
+        return "computes in float32"
+    rows = problem.max_query_len * (problem.num_heads // max(1, problem.num_kv_heads))
+    most = MAX_ROWS if problem.dtype == torch.float32 or problem.stored else MAX_ROWS_16
+    if rows > most:
+        return f"is for at most {most} rows that share a key, new tokens times query heads per KV head, not for {rows}"
+    if problem.positions:
+        return "attends from the last tokens of each sequence, and from no other positions"
+    if problem.intervals:
+        return "knows causal masks and windows, and no interval of keys for each query"
+    if problem.batch_invariant:
+        return "is chosen where all sequences have few new tokens, so whether it is depends on the batch"
+    found = library()
+    return found if isinstance(found, str) else None
+
+
+KERNEL = Kernel(
+    "native",
+    unsupported_reason,
+    attends=("pages", "quantized"),
+    functions={"attend": "fastattn.kernels.native.attention:attend"},
+)

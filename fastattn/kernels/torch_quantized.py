@@ -1,0 +1,83 @@
+"""Scales of quantised caches in plain torch, on a CPU: what a query carries into the products, and rounding to codes.
+
+fp8     (key scale * query) . code        a scale is one number per sequence and head, so a query carries it
+int8    query . (scale * code)            one number per key, which meets its score
+out     value scale * (weights . code)    per sequence and head, or per head and channel: the output carries it
+"""
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from torch import Tensor
+
+from refattn.interface import Fp8Scales, Int8Scales, Plan
+
+
+def fold_scales(
+    query: Float[Tensor, "t h d"], scales: Fp8Scales | Int8Scales, plan: Plan, group: int
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "#t #h #dv"]]:
+    """Round queries as the scales say, and multiply them with the scales of keys that are the same for all keys.
+
+    Args:
+        query: query rows of all sequences, not quantised.
+        scales: those of the cache.
+        plan: the sequences, which scales may be of.
+        group: query heads for each KV head.
+
+    Returns:
+        The queries in float32, float64 for float64 ones; and what the outputs are to be multiplied with.
+    """
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if isinstance(scales, Fp8Scales):
+        carrier = query.to(compute)
+        if scales.query is not None:
+            of_query = _per_row(scales.query, plan, query.shape[0], group)
+            carrier = to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute)
+        of_key, of_value = (_per_row(scale, plan, query.shape[0], group) for scale in (scales.key, scales.value))
+        return carrier * of_key.to(compute), of_value.to(compute)
+    of_query = row_scale(query)
+    carrier = to_int8(query, of_query).to(compute) * of_query.to(compute)
+    if scales.value is None:
+        return carrier, carrier.new_ones(1, 1, 1)
+    return carrier, scales.value.repeat_interleave(group, 0)[None].to(compute)
+
+
+def _per_row(
+    scale: float | Float32[Tensor, "..."], plan: Plan, rows: int, group: int
+) -> Float32[Tensor, "#rows #heads 1"]:
+    """Return the scale of each query row and query head; rows of padding get a 1."""
+    if not isinstance(scale, Tensor):
+        return torch.full((1, 1, 1), scale, dtype=torch.float32, device="cpu")
+    scale = scale.repeat_interleave(group, -1)
+    if scale.ndim == 1:
+        return scale[None, :, None]
+    sequences = _sequences(plan)
+    of_rows = scale.new_ones(rows, scale.shape[1])
+    of_rows[: len(sequences)] = scale.index_select(0, sequences)
+    return of_rows[..., None]
+
+
+def _sequences(plan: Plan) -> Int64[Tensor, "_"]:
+    batch = plan.batch
+    numbers = torch.arange(batch.num_seqs, device="cpu") if plan.sequences is None else plan.sequences.long()
+    return numbers.repeat_interleave(batch.query_lens.long())
+
+
+def to_fp8(
+    x: Float[Tensor, "t heads size"], scale: Float32[Tensor, "*#rows #heads 1"], kind: torch.dtype
+) -> Shaped[Tensor, "t heads size"]:
+    """Round to fp8, saturating, under a scale for each head."""
+    largest = torch.finfo(kind).max
+    return x.float().div(scale).clamp_(-largest, largest).to(kind)
+
+
+def to_int8(
+    x: Float[Tensor, "t heads size"], scale: Float32[Tensor, "*#rows heads #size"]
+) -> Int8[Tensor, "t heads size"]:
+    """Round to int8, saturating, under a scale for each row or for each channel; NaN becomes 0."""
+    return x.float().div(scale).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
+
+
+def row_scale(x: Float[Tensor, "t heads size"]) -> Float32[Tensor, "t heads 1"]:
+    """Return the scale by which the largest element of each row becomes 127; 1 for a row of zeros."""
+    scale = x.float().abs().amax(-1, keepdim=True).div_(127)
+    return scale.masked_fill_(scale == 0, 1.0)
