@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from refattn.conformance.check import FAILED, Finding, Report
@@ -149,7 +149,9 @@ def _section(finding: Finding) -> str:
             masks = "".join(
                 f"<div><p>{name}</p>{_mask(want, rows)}</div>" for name, rows in (("expected", want), ("seen", got))
             )
-            parts.append(f'<div class="masks">{masks}</div>{LEGEND}')
+            left_out = max(len(want), len(got)) - MOST_ROWS
+            more = f'<p class="none">{left_out:,} more rows are left out.</p>' if left_out > 0 else ""
+            parts.append(f'<div class="masks">{masks}</div>{more}{LEGEND}')
     if finding.example:
         parts.append(
             f"<p>The smallest batch that fails ({_safe(finding.dtype)}):</p><pre>{_safe(finding.example)}</pre>"
@@ -163,7 +165,7 @@ def _mask(want: Sequence[str], rows: Sequence[str]) -> str:
     kinds = {"1": "one", ".": "", "X": "extra", "o": "missing"}
     cells = [
         "".join(f'<td class="{kinds[_cell(x, y)]}"></td>' for x, y in zip_longest(a, b, fillvalue="0"))
-        for a, b in zip_longest(want, rows, fillvalue="")
+        for a, b in islice(zip_longest(want, rows, fillvalue=""), MOST_ROWS)
     ]
     return f'<table class="mask">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 

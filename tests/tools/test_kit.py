@@ -22,7 +22,7 @@ from refattn.conformance.example import PACKED, PATHS
 from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
-from refattn.conformance.report import as_html, as_text
+from refattn.conformance.report import MOST_ROWS, as_html, as_text
 from refattn.interface import AttentionOptions, RecurrentOptions
 from refattn.keys import read_packed
 from refattn.metadata import make_batch
@@ -204,6 +204,20 @@ def test_a_failure_shrinks_and_is_drawn():
     assert 'class="key missing"' in page and "prefers-color-scheme: dark" in page
     with pytest.raises(Broken, match="query row 0 should not see key 0"):
         reproduce(kernel, "window", checking.parse_example(finding.example))
+
+
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1, 65545])
+def test_a_long_mask_is_cut_in_both_kinds_of_report(rows):
+    """A kernel with a wrong row among 65,545 got a page of 14.6 MB: all rows of both masks were drawn."""
+    finding = checking.Finding(
+        "window", "A window is a window.", "wrong", expected=(("01",) * rows,), seen=(("11",) * rows,)
+    )
+    report = checking.Report("mine", "chunked_prefill", "cpu", [finding])
+    text, page = as_text(report), as_html([report])
+    drawn, left_out = min(rows, MOST_ROWS), rows - MOST_ROWS
+    assert text.count("    . 1        X 1") == drawn and page.count("<tr><td class=") == 2 * drawn
+    assert (f"... {left_out} more rows" in text) == (f"{left_out:,} more rows are left out" in page) == (left_out > 0)
+    assert page.count("more rows") == (left_out > 0) and len(page) < 10_000
 
 
 def test_a_kernel_may_be_a_file(tmp_path, monkeypatch):
