@@ -2,6 +2,7 @@
 
 import json
 import sys
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from rich.text import Text
 
 from fastattn.kernels.device import package_version
 from fastattn.kernels.dispatch import NAMES, choose, priorities, unsupported_reason
+from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem
 
 NONE = "none"
 WIDE = 70  # characters of a line that has room for packages and versions
 PACKAGES = {
+    "native": "a C compiler",
     "cpu": "torch",
     "torch": "torch",
     "plain": "torch",
@@ -48,7 +51,7 @@ def run(console: Console | None = None) -> None:
         table.add_column(column)
     for name in NAMES:
         states = [_state(name, problems[device]) for device in devices]
-        of_package = (PACKAGES[name], package_version(PACKAGES[name]) or "not installed") if is_wide else ()
+        of_package = (PACKAGES[name], _version(PACKAGES[name]) or "not installed") if is_wide else ()
         table.add_row(name, *of_package, *states)
     console.print(table)
 
@@ -68,7 +71,7 @@ def _in_short(device: torch.device, problems: dict[str, Problem]) -> str:
 
 def as_dict() -> dict[str, Any]:
     """Return the same for a file: versions, and of each device and problem the kernel that is taken and all reasons."""
-    versions = {package: package_version(package) for package in dict.fromkeys(PACKAGES.values())}
+    versions = {package: _version(package) for package in dict.fromkeys(PACKAGES.values())}
     devices = {}
     for device in _devices():
         problems = _problems(device)
@@ -82,6 +85,13 @@ def as_dict() -> dict[str, Any]:
             for feature, problem in problems.items()
         }
     return {"versions": versions, "devices": devices}
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package, None if it is not installed; of a compiler, whether it made the library."""
+    if package != PACKAGES["native"]:
+        return package_version(package)
+    return "found" if isinstance(library(), CDLL) else None
 
 
 def _devices() -> list[torch.device]:

@@ -35,6 +35,7 @@ def in_both(rows: str, name: str, file: str, old: Text, new: Text) -> list[Mutat
 
 
 CPU = "fastattn/kernels/cpu/"
+TORCH_QUANTIZED = "fastattn/kernels/torch_quantized.py"
 TORCH_OPS = "fastattn/kernels/torch_ops.py"
 DISPATCH = "fastattn/kernels/dispatch.py"
 GRAPHS = "fastattn/serving/cuda_graphs.py"
@@ -966,7 +967,7 @@ MUTATIONS: list[Mutation] = [
             "for x in (scales.value, scales.key))",
         ),
         (
-            CPU + "quantized.py",
+            TORCH_QUANTIZED,
             "for scale in (scales.key, scales.value))",
             "for scale in (scales.value, scales.key))",
         ),
@@ -986,7 +987,7 @@ MUTATIONS: list[Mutation] = [
             ".clamp(-largest, largest).mul(1 - 2**-5).to(kind)",
         ),
         (
-            CPU + "quantized.py",
+            TORCH_QUANTIZED,
             ".clamp_(-largest, largest).to(kind)",
             ".clamp_(-largest, largest).mul(1 - 2**-5).to(kind)",
         ),
@@ -1066,7 +1067,7 @@ MUTATIONS: list[Mutation] = [
             "return i if plan.sequences is None else 0",
         ),
         (
-            CPU + "quantized.py",
+            TORCH_QUANTIZED,
             "if plan.sequences is None else plan.sequences.long()",
             "if plan.sequences is None else plan.sequences.long() * 0",
         ),
@@ -1080,7 +1081,7 @@ MUTATIONS: list[Mutation] = [
             "numbers.flatten()[:1].expand(num_kv_heads)",
         ),
         (
-            CPU + "quantized.py",
+            TORCH_QUANTIZED,
             "scale = scale.repeat_interleave(group, -1)",
             "scale = scale[..., :1].repeat_interleave(group * scale.shape[-1], -1)",
         ),
@@ -1094,9 +1095,9 @@ MUTATIONS: list[Mutation] = [
             "value.to(compute)",
         ),
         (
-            CPU + "quantized.py",
-            "after = None if scales.value is None else scales.value.repeat_interleave(group, 0)",
-            "after = None",
+            TORCH_QUANTIZED,
+            "    if scales.value is None:\n",
+            "    if True:\n",
         ),
     ),
     *breaks(
@@ -1108,7 +1109,7 @@ MUTATIONS: list[Mutation] = [
             "return scale_of(x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).clone())",
         ),
         (
-            CPU + "quantized.py",
+            TORCH_QUANTIZED,
             "scale = x.float().abs().amax(-1, keepdim=True).div_(127)",
             "scale = x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).div(127)",
         ),
