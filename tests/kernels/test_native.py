@@ -128,6 +128,21 @@ def test_threads_share_a_plan():
 
 
 @needs_compiler
+def test_a_replay_takes_as_many_threads_as_there_are_now(monkeypatch):
+    inputs = build(DECODES)
+    plan, threads = chunked_prefill.plan(inputs.batch, block_size=inputs.key_cache.shape[1]), []
+    launch = attention._launch
+    monkeypatch.setattr(
+        attention, "_launch", lambda call, *tensors: threads.append(call.threads) or launch(call, *tensors)
+    )
+    with fastattn.use_kernel("native"):
+        for count in (1, 3):
+            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+            chunked_prefill.attention(*inputs.tensors[:3], plan)
+    assert threads == [1, 3]
+
+
+@needs_compiler
 def test_a_table_that_changed_after_its_plan_is_an_error():
     inputs = build(Case("decodes", ((1, 20), (1, 9))))
     for change in (lambda batch: batch.block_table.fill_(10**6), lambda batch: batch.seq_lens.fill_(10**6)):

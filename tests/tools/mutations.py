@@ -976,7 +976,7 @@ MUTATIONS: list[Mutation] = [
         "A19",
         "a write multiplies by the scale",
         ("refattn/keys.py", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
-        (CPU + "quantized.py", "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
+        (TORCH_QUANTIZED, "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
     ),
     *breaks(
         "A19",
@@ -996,7 +996,7 @@ MUTATIONS: list[Mutation] = [
         "A19 B101",
         "infinity stays infinite",
         ("refattn/keys.py", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
-        (CPU + "quantized.py", ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
+        (TORCH_QUANTIZED, ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
     ),
     *breaks(
         "A20 A17",
@@ -1016,7 +1016,7 @@ MUTATIONS: list[Mutation] = [
             "if isinstance(scales, Fp8Scales) and scales.query is None:",
             "if isinstance(scales, Fp8Scales):",
         ),
-        (CPU + "quantized.py", "if scales.query is not None:", "if False:"),
+        (TORCH_QUANTIZED, "if scales.query is not None:", "if False:"),
     ),
     *breaks(
         "B180",
@@ -1056,7 +1056,7 @@ MUTATIONS: list[Mutation] = [
         "A23",
         "every sequence has the scales of the first",
         ("refattn/keys.py", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
-        (CPU + "quantized.py", "scale.index_select(0, sequences)", "scale[:1]"),
+        (TORCH_QUANTIZED, "scale.index_select(0, sequences)", "scale[:1]"),
     ),
     *breaks(
         "D126",
@@ -1118,7 +1118,7 @@ MUTATIONS: list[Mutation] = [
         "B95",
         "whole numbers are rounded down",
         ("refattn/keys.py", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
-        (CPU + "quantized.py", ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
+        (TORCH_QUANTIZED, ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
     ),
     *breaks(
         "B96",

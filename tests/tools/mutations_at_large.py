@@ -21,8 +21,13 @@ TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
 NEAR = "tests/paths/test_near_int32.py"
+NATIVE = "tests/kernels/test_native.py"
+PAGED = "tests/paths/test_chunked_prefill.py"
+CODES = "tests/paths/test_quantized.py"
 
 TILE = "fastattn/kernels/gpu/tile.py"
+IN_C = "fastattn/kernels/native/attention.c"
+CALL_OF_C = "fastattn/kernels/native/attention.py"
 TABLES = "fastattn/kernels/triton/metadata.py"
 MERGE = "fastattn/kernels/triton/merge.py"
 SCHEDULE = "fastattn/kernels/cpu/schedule.py"
@@ -47,6 +52,98 @@ def planted(name: str, file: str, old: Text, new: Text, *tests: str) -> Mutation
 
 
 AT_LARGE: list[Mutation] = [
+    # --- the kernel in C ---
+    planted(
+        "a window in C shows one key more",
+        IN_C,
+        "*first = largest(*first, position - call->left);",
+        "*first = largest(*first, position - call->left - 1);",
+        PAGED,
+    ),
+    planted(
+        "a query in C does not see itself",
+        IN_C,
+        "*end = smallest(*end, position + call->right + 1);",
+        "*end = smallest(*end, position + call->right);",
+        NATIVE,
+    ),
+    planted(
+        "C merges splits without their maxima",
+        IN_C,
+        "float factor = expf(softmax[s * softmax_apart].max - shift), *part",
+        "float factor = 1.f, *part",
+        NATIVE,
+    ),
+    planted(
+        "C forgets to rescale the sum",
+        IN_C,
+        "softmax->sum = softmax->sum * factor + sum;",
+        "softmax->sum += sum;",
+        NATIVE,
+    ),
+    planted(
+        "sinks in C are left out",
+        IN_C,
+        "        sum += expf(call->sinks[head] - shift);",
+        "        sum += 0.f;",
+        NATIVE,
+    ),
+    planted(
+        "C reads keys past the last one of a tile again",
+        IN_C,
+        "key##k = keys[j + k % KEYS < count ? j + k % KEYS : count - 1];",
+        "key##k = keys[j + k % KEYS < count ? j : count - 1];",
+        NATIVE,
+    ),
+    planted(
+        "C multiplies no scale of a key",
+        IN_C,
+        "        scores[j] *= key_scales[j];",
+        "        scores[j] *= 1.f;",
+        CODES,
+    ),
+    planted(
+        "padding rows in C are left unwritten",
+        IN_C,
+        "        call->lse[i] = -INFINITY;",
+        "        call->lse[i] += 0.f;",
+        NATIVE,
+    ),
+    planted(
+        "C rounds bfloat16 down",
+        IN_C,
+        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16)",
+        "bits >> 16)",
+        NATIVE,
+    ),
+    planted(
+        "ALiBi in C loses its root",
+        IN_C,
+        "(call->sqrt_distance ? sqrtf(far) : far)",
+        "far",
+        PAGED,
+    ),
+    planted(
+        "C does not look whether a block is in the pool",
+        IN_C,
+        "        if (block < 0 || block >= call->blocks)\n            return 0;\n",
+        "",
+        NATIVE,
+    ),
+    planted(
+        "a row in C that sees nothing is NaN",
+        IN_C,
+        "sum == 0.f ? nothing : merged",
+        "merged",
+        NATIVE,
+    ),
+    planted(
+        "a replay of C has the number of threads of its first call",
+        CALL_OF_C,
+        "        again.threads = torch.get_num_threads()\n",
+        "",
+        NATIVE,
+    ),
     # --- kernels ---
     planted(
         "a right side and a position are added as they are",

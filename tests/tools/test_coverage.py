@@ -83,7 +83,8 @@ def test_every_mutation_finds_its_lines_and_is_python():
         source = (ROOT / mutation.file).read_text()
         broken = replace_lines(source, mutation.old, mutation.new, mutation.file)
         assert broken != source, f"{mutation.name} changes nothing"
-        ast.parse(broken)
+        if mutation.file.endswith(".py"):
+            ast.parse(broken)
 
 
 def test_mutations_have_names_of_their_own():

@@ -39,7 +39,7 @@ from refattn.conformance.libraries import fa3 as fa3_package
 from refattn.conformance.libraries import fa4 as fa4_package
 from refattn.conformance.libraries import flash_mla as flash_mla_package
 from refattn.conformance.libraries import flashinfer as flashinfer_package
-from refattn.conformance.libraries import pytorch
+from refattn.conformance.libraries import pytorch, vllm_cpu
 from refattn.conformance.oracle import sight
 from refattn.conformance.search.inputs import Modules, planning
 from refattn.interface import AttentionOptions, Batch, Fp8Scales
@@ -241,6 +241,17 @@ def aten_cpu_gathered() -> Contender:
         return call
 
     return Contender("ATen call behind a gather", prepare)
+
+
+def vllm_on_cpu() -> Contender:
+    """vLLM's attention for CPU over its own pool, whose layout depends on the processor."""
+
+    def prepare(inputs: Inputs) -> Call:
+        if (reason := vllm_cpu.available()) is not None:
+            raise ImportError(reason)
+        return vllm_cpu.prepare(*_pages(inputs), window_size=_mask(inputs)["window_size"])
+
+    return Contender("vLLM on a CPU", prepare)
 
 
 def aten_cpu_latents() -> Contender:
