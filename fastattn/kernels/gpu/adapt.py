@@ -127,7 +127,7 @@ def _adapt_kernel(
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # what looks at the outputs after this waits for it itself
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * STEPS * BLOCK_TOKENS
     num_used = tl.load(cu_seqlens_q + num_seqs)
     if STEPS > 1 and not BY_LENGTHS:  # nearly always nothing is to be done, which one look at all tokens tells
@@ -162,7 +162,7 @@ def _adapt_kernel(
         logs = tl.where(sees_nothing, float("-inf"), logs)
 
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-        at_dv = tl.arange(0, VALUE_PAD)
+        at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)
         places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
         in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
         if tl.max(is_odd.to(tl.int32), 0) > 0:
