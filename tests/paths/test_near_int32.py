@@ -21,6 +21,7 @@ from tests.helpers.batches import Case, build
 from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.strides import far_apart
 
 TWINS = ["refattn", "fastattn"]
 each_twin = pytest.mark.parametrize("package", TWINS)
@@ -233,16 +234,6 @@ def test_bounds_of_a_context_may_be_larger_than_its_table(given, chunks):
 
 
 # --- strides ---
-
-
-def far_apart(tmp_path, shape, strides, dtype, device):
-    """Make a tensor of huge strides; on a CPU over little memory, as it is a file with holes."""
-    elements = 1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
-    if device == "cpu":
-        memory = torch.from_file(str(tmp_path / "far"), shared=True, size=elements, dtype=dtype)
-    else:
-        memory = torch.zeros(elements, dtype=dtype, device=device)
-    return memory.as_strided(shape, strides)
 
 
 @pytest.mark.parametrize("path", ["chunked_prefill", "differential"])

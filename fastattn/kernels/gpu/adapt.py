@@ -162,7 +162,7 @@ def _adapt_kernel(
         logs = tl.where(sees_nothing, float("-inf"), logs)
 
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-        at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)
+        at_dv = tl.arange(0, VALUE_PAD)
         places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
         in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
         if tl.max(is_odd.to(tl.int32), 0) > 0:

@@ -310,10 +310,7 @@ def _tokens_kernel(
             tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
         return
     of_states = (
-        states
-        + head * states_strides[1]
-        + at_v[:, None] * states_strides[2]
-        + at_k[None, :] * states_strides[3]
+        states + head * states_strides[1] + at_v[:, None] * states_strides[2] + at_k[None, :] * states_strides[3]
     )
     in_state = in_v[:, None] & in_k[None, :]
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
@@ -726,10 +723,7 @@ def _chunks_kernel(
             tl.store(of_out + row[:, None] * out_strides[0], zeros, (first + at < length)[:, None] & in_v[None, :])
         return
     of_states = (
-        states
-        + head * states_strides[1]
-        + at_v[None, :] * states_strides[2]
-        + at_k[:, None] * states_strides[3]
+        states + head * states_strides[1] + at_v[None, :] * states_strides[2] + at_k[:, None] * states_strides[3]
     )
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
