@@ -2357,7 +2357,11 @@ MUTATIONS: list[Mutation] = [
             "if self.block_size is not None and (sequence.position + count) % self.block_size == 0:",
             "if self.block_size is not None and count % self.block_size == 0:",
         ),
-        (OUR_RECURRENT, "            end = position + first + CHUNK", "            end = first + CHUNK"),
+        (
+            OUR_RECURRENT,
+            "            end = position + tl.minimum(first + CHUNK, length)",
+            "            end = first + CHUNK",
+        ),
     ),
     *in_both(
         "R207",

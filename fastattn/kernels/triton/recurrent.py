@@ -761,7 +761,7 @@ def _chunks_kernel(
         result = tl.where(is_finite, result * scale, float("nan"))
         tl.store(of_out + row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
         if BLOCK_SIZE:
-            end = position + first + CHUNK
+            end = position + tl.minimum(first + CHUNK, length)
             if (end % BLOCK_SIZE == 0) & (first + CHUNK <= length):
                 column = (end // BLOCK_SIZE - 1).to(tl.int64)
                 of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
