@@ -219,7 +219,7 @@ def _first(
 ) -> tuple[Float[Tensor, "b ..."], Bool[Tensor, "b"]]:
     """Return what is before the tokens of all ranks, zeros if nothing, and which sequences have any new token."""
     is_written = (plan.state_indices >= 0) & (lens.sum(0) > 0)
-    first = states[plan.state_indices.clamp(min=0).long()].to(dtype)
+    first = states[plan.state_indices.where(is_written, 0).long()].to(dtype)  # of others the entry may be anything
     has_any = (is_written & has_state[0].bool()).view(-1, *[1] * (states.ndim - 1))
     return first.where(has_any, 0.0), is_written
 
@@ -227,13 +227,13 @@ def _first(
 def _put(states: Float[Tensor, "n ..."], slots: Int32[Tensor, "b"], wanted: Bool[Tensor, "b"], values: Tensor) -> None:
     """Write some of the states to their slots, without waiting for the device.
 
-    Every row writes. One that is not wanted writes what the first wanted one does, where there is any, else what its
-    slot holds.
+    Every row writes. One that is not wanted writes what the first wanted one does, where there is any, else what slot 0
+    holds: its own entry may be anything.
     """
     if not len(slots):
         return
     rows = torch.arange(len(slots), device=slots.device).where(wanted, wanted.int().argmax())
-    slots = slots[rows].clamp(min=0).long()
+    slots = slots.where(wanted, 0)[rows].long()
     states.index_copy_(0, slots, values[rows].to(states.dtype).where(wanted.any(), states[slots]))
 
 

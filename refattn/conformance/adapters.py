@@ -335,9 +335,9 @@ def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callabl
         scale: float,
     ) -> Tensor:
         slots = state_indices.long()
-        before = states[slots].masked_fill(~has_initial_state[:, None, None, None], 0.0)
+        moved = cu_seqlens_q.diff() > 0  # others may name any slot, or none
+        before = states[slots.where(moved, 0)].masked_fill(~has_initial_state[:, None, None, None], 0.0)
         out, after = prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale)()
-        moved = cu_seqlens_q.diff() > 0
         states[slots[moved]] = after[moved].to(states.dtype)
         return out
 
@@ -361,7 +361,8 @@ def over_slots_from_1(prepare: Callable[..., Call], **limits: Any) -> Callable[.
         scale: float,
     ) -> Tensor:
         pool = torch.cat([states[:1], states])
-        tables = state_indices + 1, cu_seqlens_q, has_initial_state
+        slots = state_indices.where(state_indices < len(states), -1)  # what is no slot would be followed
+        tables = slots + 1, cu_seqlens_q, has_initial_state
         out = prepare(query, key, value, log_decay, beta, pool, *tables, scale)()
         states.copy_(pool[1:])
         return out

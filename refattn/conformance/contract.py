@@ -84,7 +84,7 @@ class Property:
     @property
     def draws_other_lengths(self) -> bool:
         """Whether a sequence has no new token in it, or several, whatever a kernel claims."""
-        return self.draw in (without_tokens, of_several_chunks) or self.check is cut
+        return self.draw in (without_tokens, of_entries_unused, of_several_chunks) or self.check is cut
 
     def not_asked(self, kernel: Kernel, device: str) -> str | None:
         """Return why this is not asked of a kernel, or None if it is."""
@@ -1067,6 +1067,13 @@ def without_tokens(draw: Draw, kernel: Kernel) -> Example:
     return draw_example(draw, kernel, pairs.map(lambda drawn: [drawn[0], *idle, *drawn[1:]]), options=options)
 
 
+def of_entries_unused(draw: Draw, kernel: Kernel) -> Example:
+    """Draw such sequences with entries that are no slots, and with drafts, counts that are no columns."""
+    example = without_tokens(draw, kernel)
+    drafts = {"drafts": True} if kernel.takes("num_accepted") and draw(st.booleans()) else {}
+    return replace(example, options={**example.options, "stale": "anything", **drafts})
+
+
 def of_several_chunks(draw: Draw, kernel: Kernel) -> Example:
     """Draw lengths that fill chunks of 64 tokens, one less and one more, with and without a state before."""
     return draw_example(
@@ -1563,6 +1570,13 @@ PROPERTIES = (
         "no tokens",
         "A sequence without new tokens keeps its state, and changes no other, whatever slot it has.",
         without_tokens,
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "entries unused",
+        "The entries of a sequence without new tokens may be anything: no index is followed.",
+        of_entries_unused,
         everything,
         paths=("recurrent",),
     ),

@@ -18,6 +18,7 @@ from refattn.interface.ambient import computing_in
 
 TOKENS = ("query", "key", "value", "log_decay", "beta", "states")
 TABLES = ("state_indices", "has_initial_state", "num_accepted")
+NOWHERE = 2**31 - 1  # an index into no table and no pool
 LAYERS = {
     "gdn": "a decay per head, and the delta rule",
     "kda": "a decay per key channel, and the delta rule",
@@ -30,8 +31,8 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
 
     Of the options, `layer` is one of `LAYERS`; `padding` makes every second sequence padding, beginning with the
     second; `drafts` gives each a slot per token, and a state after some token of a step before; `stale` gives sequences
-    without new tokens the slots of one that has some; `decays` are "weak", or some of them "strong", down to e^-60, or
-    such that they "forget" everything.
+    without new tokens the slots of one that has some, or if it is "anything", entries that are no slots; `decays` are
+    "weak", or some of them "strong", down to e^-60, or such that they "forget" everything.
     """
     generator = torch.Generator().manual_seed(example.seed)
 
@@ -47,7 +48,9 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     slots = torch.randperm(b * columns + 3, generator=generator)[: b * columns].int().view(b, columns)
     if options.get("padding"):
         slots[1::2] = -1
-    if options.get("stale") and queries.any():
+    if options.get("stale") == "anything":
+        slots[queries == 0] = NOWHERE
+    elif options.get("stale") and queries.any():
         slots[queries == 0] = slots[int(queries.argmax())].clone()
     layer, decays = options.get("layer", "gdn"), options.get("decays", "weak")
     log_decay = -torch.rand(t, hv, *([dk] if layer == "kda" else []), generator=generator, dtype=torch.float32)
@@ -69,7 +72,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     )
     if options.get("drafts"):
         accepted = torch.randint(1, columns + 1, (b,), generator=generator, dtype=torch.int32)
-        made["num_accepted"] = accepted
+        made["num_accepted"] = accepted.where(slots[:, 0] != NOWHERE, NOWHERE)
     if "delta" in options or layer == "mamba2":
         made["delta"] = options.get("delta", False)
     return made

@@ -1085,6 +1085,19 @@ UNNAMED = {
         "            states[state_indices[i - 1]] = state / decay.view(len(decay), 1, -1)\n"
         "        if slots[0] < 0 or begin == end:\n",
     ),
+    "idle-slot-is-read": (
+        "recurrent",
+        "entries unused",
+        "        slots = state_indices[i].reshape(-1).tolist()\n",
+        "        slots = state_indices[i].reshape(-1).tolist()\n        before = states[max(slots[0], 0)].float()\n",
+    ),
+    "idle-count-is-followed": (
+        "recurrent",
+        "entries unused",
+        "        if slots[0] < 0 or begin == end:\n",
+        "        start = slots[int(num_accepted[i]) - 1] if num_accepted is not None and slots[0] >= 0 else slots[0]\n"
+        "        if slots[0] < 0 or begin == end:\n",
+    ),
     "blocks-of-16": (
         "paged",
         "mask",

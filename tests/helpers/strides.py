@@ -26,3 +26,13 @@ STRIDES = {
     "one-head": lambda x: x[..., :1, :].expand(x.shape),
     "one-row": lambda x: x[:1].expand(x.shape),
 }
+
+
+def far_apart(tmp_path, shape, strides, dtype, device):
+    """Make a tensor of huge strides; on a CPU over little memory, as it is a file with holes."""
+    elements = 1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
+    if device == "cpu":
+        memory = torch.from_file(str(tmp_path / "far"), shared=True, size=elements, dtype=dtype)
+    else:
+        memory = torch.zeros(elements, dtype=dtype, device=device)
+    return memory.as_strided(shape, strides)

@@ -15,6 +15,7 @@ import refattn.recurrent
 from refattn import chunked_prefill, metadata
 from refattn.conformance import PathSpec, attend
 from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
+from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build, masks_by_hand
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
@@ -637,6 +638,28 @@ def test_any_cut_into_ranks_is_the_whole_convolution(package, num_ranks, width):
         kept = torch.stack([pool[3:6] for pool in pools])  # by the rank with the last token of the block
         assert (kept.isfinite().flatten(2).all(-1).sum(0) == 1).all()
         assert torch.equal(kept.nan_to_num().sum(0), whole[3:6])
+
+
+@pytest.mark.covers("R202", "R213")
+@each_package
+@pytest.mark.parametrize("lens", [(3, 0, 2), (0, 0, 0), (0, 3, 0)], ids=str)
+def test_the_slot_of_a_sequence_without_tokens_on_any_rank_may_be_anything(package, lens):
+    """No index is followed there. The second rank has no token at all, and yet the states of the first one."""
+    batch, cuts = lengths(lens, (7, 5, 7)), [[length, length] for length in lens]
+    channels, weights, last = draw_channels(sum(lens))
+
+    def compute(slots):
+        options = dict(state_indices=ints(slots))
+        folded = fold_on_all(package, 2, draw(sum(lens)), draw_states(4), batch, cuts, RecurrentOptions(), **options)
+        shown = channels, last, batch, cuts, weights
+        return *folded, *fold_on_all(package, 2, *shown, of_part=convolve_part, **options)
+
+    out, pools, mixed, inputs = compute([3, 0, 1])
+    for entry in (MOST, 4, -MOST - 1):
+        slots = [slot if length else entry for slot, length in zip([3, 0, 1], lens, strict=True)]
+        answers = compute(slots)
+        assert torch.equal(answers[0], out) and torch.equal(answers[2], mixed)
+        assert all(map(torch.equal, answers[1], pools)) and all(map(torch.equal, answers[3], inputs))
 
 
 @each_package

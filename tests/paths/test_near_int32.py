@@ -16,11 +16,14 @@ import fastattn.local
 from fastattn.kernels.gpu.tile import Tuning
 from fastattn.kernels.triton import attention as triton_attention
 from refattn.interface import Batch, Shard
+from refattn.metadata import make_batch
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build
 from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.states import attend, convolve, draw, draw_states, each_kernel, ints
+from tests.helpers.strides import far_apart
 
 TWINS = ["refattn", "fastattn"]
 each_twin = pytest.mark.parametrize("package", TWINS)
@@ -232,17 +235,25 @@ def test_bounds_of_a_context_may_be_larger_than_its_table(given, chunks):
     assert [lens for _, lens in ours] == [[30, 30, 30], [7, 30, 2], [0, 9, 0]] + [[0, 0, 0]] * (chunks - 3)
 
 
+@each_kernel
+@pytest.mark.parametrize(("length", "block_size"), [(4, 2**30 - 2), (40, 2**30 - 16)], ids=["few", "prompt"])
+def test_states_at_the_last_positions(kernel, length, block_size):
+    """The second block ends in this step, and a chunk of 16 tokens would end past the largest int32."""
+    step, inputs, weight = draw(length), torch.randn(length, 5), torch.randn(5, 4)
+    tables = dict(state_indices=ints([1]), checkpoint_indices=ints([[-1, 0]]), block_size=block_size)
+    states, last = draw_states(2), torch.randn(2, 3, 5)
+    kept = states.clone(), last.clone()
+    batch = make_batch([length], [MOST])
+    mixed = convolve("reference", inputs, weight, kept[1], batch, **tables)
+    torch.testing.assert_close(convolve(kernel, inputs, weight, last, batch, **tables), mixed)
+    out = attend("reference", step, kept[0], batch, **tables)
+    assert not torch.equal(kept[0][0], states[0]), "nothing was kept at the end of a block"
+    torch.testing.assert_close(attend(kernel, step, states, batch, **tables), out, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(states, kept[0], rtol=1e-3, atol=1e-4)
+    assert torch.equal(last, kept[1])
+
+
 # --- strides ---
-
-
-def far_apart(tmp_path, shape, strides, dtype, device):
-    """Make a tensor of huge strides; on a CPU over little memory, as it is a file with holes."""
-    elements = 1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
-    if device == "cpu":
-        memory = torch.from_file(str(tmp_path / "far"), shared=True, size=elements, dtype=dtype)
-    else:
-        memory = torch.zeros(elements, dtype=dtype, device=device)
-    return memory.as_strided(shape, strides)
 
 
 @pytest.mark.parametrize("path", ["chunked_prefill", "differential"])

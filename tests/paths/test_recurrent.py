@@ -15,6 +15,7 @@ import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
 from refattn.conformance import assert_close
 from refattn.interface import RecurrentOptions, StatePlan
+from tests.helpers.bad_input import MOST
 from tests.helpers.states import (
     DEVICE,
     KERNELS,
@@ -263,6 +264,41 @@ def test_a_sequence_without_tokens_has_no_chunk(kernel, per_channel):
     """The chunk of its next token would begin before its first row: in the last chunk of the sequence before it."""
     step, tables = draw(37, per_channel=per_channel), dict(state_indices=ints([1, 0, 2]))
     assert_twins_agree(kernel, step, draw_states(3), lengths((17, 0, 20), (1, 1, 0)), **tables)
+
+
+def beside_idle_sequences(kernel, length, entry, per_channel, drafts):
+    """Return the outputs and the states of a step in which sequences without new tokens have an entry everywhere."""
+    lens, contexts = (0, length, 0, 1, 0), (9, 3, 0, 15, 40)
+    step, states = draw(length + 1, per_channel=per_channel), draw_states(12)
+    inputs, weight, last = torch.randn(length + 1, 5), torch.randn(5, 4), torch.randn(12, 3, 5)
+    columns = dict(
+        state_indices=ints([[4, 5], [0, 1], [6, 7], [2, 3], [9, 9]]),
+        checkpoint_indices=ints([[-1, -1], [10, -1], [-1, -1], [11, -1], [-1, -1]]),
+        num_accepted=ints([1, 2, 1, 2, 1]),
+    )
+    for table in columns.values():
+        table[[0, 2, 4]] = entry
+    if not drafts:
+        columns["state_indices"] = columns["state_indices"][:, 0].contiguous()
+        del columns["num_accepted"]
+    tables = dict(columns, block_size=16, has_initial_state=torch.tensor([True, True, False, True, True]))
+    out = attend(kernel, step, states, lengths(lens, contexts), **tables)
+    return out, convolve(kernel, inputs, weight, last, lengths(lens, contexts), **tables), states, last
+
+
+@pytest.mark.covers("R202", "R205")
+@each_computer
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
+@pytest.mark.parametrize(("length", "drafts"), [(2, False), (2, True), (20, False)], ids=["few", "drafts", "prompt"])
+def test_entries_of_a_sequence_without_tokens_may_be_anything(kernel, length, drafts, per_channel):
+    """None of them is followed, neither a slot nor the column of a draft that was accepted."""
+    torch.manual_seed(0)
+    expected = beside_idle_sequences(kernel, length, -1, per_channel, drafts)
+    assert expected[0].any(-1).all() and expected[1].any(-1).all()
+    for entry in (MOST, 12, -MOST - 1):
+        torch.manual_seed(0)
+        for one, other in zip(beside_idle_sequences(kernel, length, entry, per_channel, drafts), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.covers("R203")

@@ -2271,22 +2271,8 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "R202",
-        "a sequence without tokens writes the state that it has",
-        (
-            OUR_RECURRENT,
-            "    if length == 0:  # its first chunk would begin before its first row, in the chunk of somebody else\n"
-            "        return\n",
-            "",
-        ),
-    ),
-    *breaks(
-        "R202",
-        "a sequence without tokens has a chunk, whose last row is of the sequence before it",
-        (
-            OUR_RECURRENT,
-            "    if (slot < 0) | (first >= length) | (length == 0):",
-            "    if (slot < 0) | (first >= length):",
-        ),
+        "a sequence without tokens has a chunk, whose last row is of the sequence before it, and writes its state",
+        (OUR_RECURRENT, "    slot = tl.where(length > 0, slot, -1)\n", ""),
     ),
     *breaks(
         "R203",
@@ -2355,7 +2341,7 @@ MUTATIONS: list[Mutation] = [
         "a step goes on from the state after the first draft, whatever was accepted",
         ("refattn/recurrent.py", "start = slots[accepted - 1]", "start = slots[0]"),
         (RECURRENT, "        start = plan.state_indices.gather(1, columns[:, None])[:, 0]", "        pass"),
-        (OUR_RECURRENT, "tl.load(row + (accepted - 1) * column_stride", "tl.load(row + 0 * accepted * column_stride"),
+        (OUR_RECURRENT, "(accepted - 1).to(tl.int64) * column_stride", "0 * accepted * column_stride"),
     ),
     *breaks(
         "R205",
@@ -2372,7 +2358,11 @@ MUTATIONS: list[Mutation] = [
             "if self.block_size is not None and (sequence.position + count) % self.block_size == 0:",
             "if self.block_size is not None and count % self.block_size == 0:",
         ),
-        (OUR_RECURRENT, "            end = position + first + CHUNK", "            end = first + CHUNK"),
+        (
+            OUR_RECURRENT,
+            "            end = position + tl.minimum(first + CHUNK, length)",
+            "            end = first + CHUNK",
+        ),
     ),
     *in_both(
         "R207",

@@ -132,7 +132,7 @@ def _round_kernel(
     begin = tl.load(cu_seqlens_q + sequence)
     token = begin + first_row + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
     is_token = token < tl.load(cu_seqlens_q + sequence + 1)
-    at_d = tl.arange(0, triton.next_power_of_2(HEAD_SIZE))
+    at_d = tl.arange(0, triton.next_power_of_2(HEAD_SIZE)).to(tl.int64)
     mask = is_token[:, None] & (at_d < HEAD_SIZE)[None, :]
     at_query = (token * query_strides[0] + head * query_strides[1])[:, None] + (at_d * query_strides[2])[None, :]
     numbers = tl.load(query + at_query, mask, 0.0)

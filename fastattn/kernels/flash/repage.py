@@ -132,7 +132,7 @@ def _repage_kernel(
     HEADS_PAD: tl.constexpr = triton.next_power_of_2(NUM_KV_HEADS)
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
     column = tl.arange(0, HEADS_PAD * HEAD_PAD)
-    head, at_d = column // HEAD_PAD, column % HEAD_PAD
+    head, at_d = (column // HEAD_PAD).to(tl.int64), (column % HEAD_PAD).to(tl.int64)
     is_column = (head < NUM_KV_HEADS) & (at_d < HEAD_SIZE)
     place = token % OLD_BLOCK_SIZE
     source = block * cache_strides[0] + place * cache_strides[1]
@@ -141,7 +141,7 @@ def _repage_kernel(
     rows = tl.load(cache + source[:, None] + within[None, :], mask, 0)
     if CODES != "":
         if PER == "token":
-            at_head = tl.arange(0, HEADS_PAD)
+            at_head = tl.arange(0, HEADS_PAD).to(tl.int64)
             of_tokens = block * scale_strides[0] + place * scale_strides[1]
             at_scale = of_tokens[:, None] + (at_head * scale_strides[2])[None, :]
             of_heads = tl.load(scales + at_scale, is_token[:, None] & (at_head < NUM_KV_HEADS)[None, :], 0.0)

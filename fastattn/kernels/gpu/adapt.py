@@ -127,7 +127,7 @@ def _adapt_kernel(
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # what looks at the outputs after this waits for it itself
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * STEPS * BLOCK_TOKENS
     num_used = tl.load(cu_seqlens_q + num_seqs)
     if STEPS > 1 and not BY_LENGTHS:  # nearly always nothing is to be done, which one look at all tokens tells

@@ -589,16 +589,16 @@ def _attend_kernel(
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
     if CODES == "e4m3" or CODES == "e5m2":  # what is the same for all keys of a head goes to the scores, or the answer
-        member = sequence
+        member, of_head = sequence.to(tl.int64), kv_head.to(tl.int64)
         if sequences is not None:
-            member = tl.load(sequences + sequence)
+            member = tl.load(sequences + sequence).to(tl.int64)
         if query_scales is not None:
-            query_number = tl.load(query_scales + member * query_scale_strides[0] + kv_head * query_scale_strides[1])
+            query_number = tl.load(query_scales + member * query_scale_strides[0] + of_head * query_scale_strides[1])
             scale *= query_number
         if key_scales is not None:
-            scale *= tl.load(key_scales + member * key_scale_strides[0] + kv_head * key_scale_strides[1])
+            scale *= tl.load(key_scales + member * key_scale_strides[0] + of_head * key_scale_strides[1])
         if value_scales is not None:
-            value_number = tl.load(value_scales + member * value_scale_strides[0] + kv_head * value_scale_strides[1])
+            value_number = tl.load(value_scales + member * value_scale_strides[0] + of_head * value_scale_strides[1])
     if BLOCK_M == 8:
         row_max, row_sum, acc = attend_few_rows(
             query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
@@ -716,8 +716,8 @@ def _attend_kernel(
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
     values, logs = normalize(row_max, row_sum, acc, sink)
     if CODES == "int8" and value_scales is not None:
-        at_dv = tl.arange(0, values.shape[1])
-        at_scale = kv_head * value_scale_strides[0] + at_dv * value_scale_strides[1]
+        at_dv = tl.arange(0, values.shape[1]).to(tl.int64)
+        at_scale = kv_head.to(tl.int64) * value_scale_strides[0] + at_dv * value_scale_strides[1]
         values *= tl.load(value_scales + at_scale, mask=at_dv < VALUE_HEAD_SIZE, other=0.0)[None, :]
     elif CODES != "":
         values *= value_number

@@ -246,7 +246,7 @@ def _rms_norm_kernel(
 ):
     """Norm one row."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    at = tl.arange(0, BLOCK).to(tl.int64)
     in_row = at < WIDTH
     dtype: tl.constexpr = out.dtype.element_ty
     values = tl.load(x + row * x_strides[0] + at * x_strides[1], in_row, 0.0).to(tl.float32)
@@ -288,8 +288,9 @@ def _qk_norm_rope_kernel(
     dtype: tl.constexpr = query.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     token, head = row // HEADS, row % HEADS
-    at = tl.arange(0, triton.next_power_of_2(HALF))
+    at = tl.arange(0, triton.next_power_of_2(HALF)).to(tl.int64)
     in_half = (at < HALF)[None, :]
+    half = tl.full([], HALF, tl.int64)
     is_row = (row < num_rows)[:, None] & in_half
     is_query = (head < NUM_HEADS)[:, None]
 
@@ -303,7 +304,7 @@ def _qk_norm_rope_kernel(
         of_key = (key_weight + at * key_weight_stride)[None, :]
         factors = tl.where(is_query, tl.load(of_query, in_half, 0.0), tl.load(of_key, in_half, 0.0)).to(tl.float32)
         first = _rounded(_rounded(first * scale, dtype) * factors, dtype)
-        of_query, of_key = of_query + HALF * query_weight_stride, of_key + HALF * key_weight_stride
+        of_query, of_key = of_query + half * query_weight_stride, of_key + half * key_weight_stride
         factors = tl.where(is_query, tl.load(of_query, in_half, 0.0), tl.load(of_key, in_half, 0.0)).to(tl.float32)
         second = _rounded(_rounded(second * scale, dtype) * factors, dtype)
     if cos is not None:
@@ -311,8 +312,8 @@ def _qk_norm_rope_kernel(
         of_sin = (sin + token * sin_strides[0])[:, None] + (at * sin_strides[1])[None, :]
         cosine, sine = tl.load(of_cos, is_row, 0.0).to(tl.float32), tl.load(of_sin, is_row, 0.0).to(tl.float32)
         turned = _rounded(first * cosine, dtype) + _rounded(-second * sine, dtype)
-        cosine = tl.load(of_cos + HALF * cos_strides[1], is_row, 0.0).to(tl.float32)
-        sine = tl.load(of_sin + HALF * sin_strides[1], is_row, 0.0).to(tl.float32)
+        cosine = tl.load(of_cos + half * cos_strides[1], is_row, 0.0).to(tl.float32)
+        sine = tl.load(of_sin + half * sin_strides[1], is_row, 0.0).to(tl.float32)
         second = _rounded(second * cosine, dtype) + _rounded(first * sine, dtype)
         first = turned
 
@@ -328,7 +329,7 @@ def _qk_norm_rope_kernel(
 @no_type_check
 def _silu_mul_kernel(gate_up, out, strides, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply some elements of a row."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     in_row = at < WIDTH
     dtype: tl.constexpr = out.dtype.element_ty
     gate = tl.load(gate_up + row * strides[0] + at * strides[1], in_row, 0.0).to(tl.float32)

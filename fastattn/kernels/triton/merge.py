@@ -84,7 +84,7 @@ def _merge_kernel(
     is_row = row < rows
     token, head = row // NUM_HEADS, row % NUM_HEADS
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-    at_dv = tl.arange(0, VALUE_PAD)
+    at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)
     in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
 
     row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)

@@ -218,18 +218,21 @@ def _find_sequence(
 ):
     """Return a sequence's first row, its length, the position of its first token, its first slot, and its state's.
 
-    The state's slot is -1 if there is none; the first is if the sequence is padding, as what is after the last one.
+    The state's slot is -1 if there is none; both are if there is nothing to do: for padding, as what is after the last
+    sequence, and for one without new tokens, whose entries may be anything: no index is followed.
     """
+    sequence = sequence.to(tl.int64)
     is_sequence = sequence < num_seqs
     first_row = tl.load(cu_seqlens_q + sequence)
     length = tl.load(cu_seqlens_q + sequence + 1, is_sequence, num_tokens) - first_row
     position = tl.maximum(tl.load(seq_lens + sequence, is_sequence, 0) - length, 0)
-    row = state_indices + sequence.to(tl.int64) * table_stride
-    slot = tl.load(row, is_sequence, -1)
+    row = state_indices + sequence * table_stride
+    slot = tl.load(row, is_sequence, -1)  # without waiting for the length
+    slot = tl.where(length > 0, slot, -1)
     start = slot
     if num_accepted is not None:
         accepted = tl.load(num_accepted + sequence * accepted_stride, slot >= 0, 1)
-        start = tl.load(row + (accepted - 1) * column_stride, slot >= 0, -1)
+        start = tl.load(row + (accepted - 1).to(tl.int64) * column_stride, slot >= 0, -1)
     has_state = tl.load(has_initial_state + sequence * has_stride, is_sequence, 0) != 0
     slot = tl.where(has_state & (start < 0), -1, slot)
     return first_row.to(tl.int64), length, position, slot.to(tl.int64), tl.where(has_state, start, -1).to(tl.int64)
@@ -282,6 +285,7 @@ def _tokens_kernel(
     PARTS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % NUM_HEADS
+    key_head, head = (head // GROUP).to(tl.int64), head.to(tl.int64)
     sequence = tl.program_id(0) // (PARTS * NUM_HEADS)
     first_row, length, position, slot, start = _find_sequence(
         sequence,
@@ -297,8 +301,8 @@ def _tokens_kernel(
         num_seqs,
         num_tokens,
     )
-    at_v = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    at_k = tl.arange(0, PAD_K)
+    at_v = (part * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    at_k = tl.arange(0, PAD_K).to(tl.int64)
     in_v, in_k = at_v < DV, at_k < DK
     of_out = out + head * out_strides[1] + at_v * out_strides[2]
     if slot < 0:
@@ -306,18 +310,15 @@ def _tokens_kernel(
             tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
         return
     of_states = (
-        states
-        + head * states_strides[1]
-        + at_v.to(tl.int64)[:, None] * states_strides[2]
-        + at_k.to(tl.int64)[None, :] * states_strides[3]
+        states + head * states_strides[1] + at_v[:, None] * states_strides[2] + at_k[None, :] * states_strides[3]
     )
     in_state = in_v[:, None] & in_k[None, :]
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
     for token in range(0, length):
         row = first_row + token
-        at = row * key_strides[0] + (head // GROUP) * key_strides[1]
+        at = row * key_strides[0] + key_head * key_strides[1]
         k = tl.load(key + at + at_k * key_strides[2], in_k, 0.0).to(tl.float32)
-        at = row * query_strides[0] + (head // GROUP) * query_strides[1]
+        at = row * query_strides[0] + key_head * query_strides[1]
         q = tl.load(query + at + at_k * query_strides[2], in_k, 0.0).to(tl.float32) * scale
         at = row * value_strides[0] + head * value_strides[1]
         v = tl.load(value + at + at_v * value_strides[2], in_v, 0.0).to(tl.float32)
@@ -334,16 +335,17 @@ def _tokens_kernel(
         tl.store(of_out + row * out_strides[0], answer.to(out.dtype.element_ty), in_v)
         kept = state.to(states.dtype.element_ty)
         if PER_DRAFT:
-            own = tl.load(state_indices + sequence.to(tl.int64) * table_stride + token * column_stride).to(tl.int64)
+            at = sequence.to(tl.int64) * table_stride + tl.cast(token, tl.int64) * column_stride
+            own = tl.load(state_indices + at).to(tl.int64)
             tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
         if BLOCK_SIZE:  # noqa: SIM102 (without blocks the compiler leaves all of it out)
             if (position + token + 1) % BLOCK_SIZE == 0:
-                column = (position + token + 1) // BLOCK_SIZE - 1
+                column = ((position + token + 1) // BLOCK_SIZE - 1).to(tl.int64)
                 at = sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
                 own = tl.load(checkpoints + at).to(tl.int64)
                 tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
     if not PER_DRAFT:
-        tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (length > 0))
+        tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state)
 
 
 @triton.jit
@@ -558,7 +560,7 @@ def _within_kernel(
 ):
     """Compute what the tokens of one chunk are to one another, in one head; all chunks are independent here."""
     sequence, chunk = _find_chunk(tl.program_id(0), cu_seqlens_q, num_seqs, CHUNK)
-    head = tl.program_id(1)
+    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // GROUP).to(tl.int64)
     first_row, length, position, slot, _ = _find_sequence(
         sequence,
         cu_seqlens_q,
@@ -574,17 +576,17 @@ def _within_kernel(
         num_tokens,
     )
     first = chunk * CHUNK - position % CHUNK
-    if (slot < 0) | (first >= length) | (length == 0):
+    if (slot < 0) | (first >= length):
         return
     at = tl.arange(0, CHUNK)
     in_chunk = (first + at >= 0) & (first + at < length)
     row = first_row + first + at
     own_row = row * tl.num_programs(1) + head
-    at_k = tl.arange(0, PAD_K)
+    at_k = tl.arange(0, PAD_K).to(tl.int64)
     in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
-    of_rows = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
+    of_rows = key + key_head * key_strides[1] + row[:, None] * key_strides[0]
     keys = tl.load(of_rows + at_k[None, :] * key_strides[2], in_keys, 0.0)
-    of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
+    of_queries = query + key_head * query_strides[1] + row[:, None] * query_strides[0]
     queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
     of_decays = log_decay + head * log_decay_strides[1]
     if PER_CHANNEL:
@@ -616,7 +618,7 @@ def _within_kernel(
         inverse = _invert(tl.where(is_finite, system, 0.0), PRECISION, CHUNK).to(OPERAND)
         is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then all that is written from here on is NaN
     for first_column in range(0, DK if DELTA or PER_CHANNEL else 0, COLUMNS):
-        columns = first_column + tl.arange(0, COLUMNS)
+        columns = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)
         in_part = in_chunk[:, None] & (columns < DK)[None, :]
         part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
         at_part = own_row[:, None] * DK + columns[None, :]
@@ -638,7 +640,7 @@ def _within_kernel(
             tl.store(answered + at_part, part, in_part)
     of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
     for first_column in range(0, DV, COLUMNS):
-        columns = first_column + tl.arange(0, COLUMNS)
+        columns = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)
         in_part = in_chunk[:, None] & (columns < DV)[None, :]
         part = tl.load(of_values + columns[None, :] * value_strides[2], in_part, 0.0).to(tl.float32) * rates[:, None]
         if DELTA:
@@ -694,7 +696,8 @@ def _chunks_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Go through the chunks of a sequence with part of one head's state, which is `[dk, dv]` here."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.program_id(0)
+    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // GROUP).to(tl.int64)
     first_row, length, position, slot, start = _find_sequence(
         sequence,
         cu_seqlens_q,
@@ -709,8 +712,8 @@ def _chunks_kernel(
         num_seqs,
         num_tokens,
     )
-    at_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    at_k, at = tl.arange(0, PAD_K), tl.arange(0, CHUNK)
+    at_v = (tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    at_k, at = tl.arange(0, PAD_K).to(tl.int64), tl.arange(0, CHUNK)
     in_v, in_k = at_v < DV, at_k < DK
     of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
     if slot < 0:
@@ -719,13 +722,8 @@ def _chunks_kernel(
             zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
             tl.store(of_out + row[:, None] * out_strides[0], zeros, (first + at < length)[:, None] & in_v[None, :])
         return
-    if length == 0:  # its first chunk would begin before its first row, in the chunk of somebody else
-        return
     of_states = (
-        states
-        + head * states_strides[1]
-        + at_v.to(tl.int64)[None, :] * states_strides[2]
-        + at_k.to(tl.int64)[:, None] * states_strides[3]
+        states + head * states_strides[1] + at_v[None, :] * states_strides[2] + at_k[:, None] * states_strides[3]
     )
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
@@ -748,9 +746,9 @@ def _chunks_kernel(
             total = tl.load(decays + last * DK + at_k, in_k, 0.0)[:, None]
             kept, result = values, tl.dot(queries, before, input_precision=PRECISION)
         else:
-            of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
+            of_keys = key + key_head * key_strides[1] + row[:, None] * key_strides[0]
             keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0).to(OPERAND)
-            of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
+            of_queries = query + key_head * query_strides[1] + row[:, None] * query_strides[0]
             queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0).to(OPERAND)
             total = tl.load(decays + last * 2)
             kept = values * tl.load(decays + own_row * 2 + 1, in_chunk, 0.0)[:, None]
@@ -763,9 +761,9 @@ def _chunks_kernel(
         result = tl.where(is_finite, result * scale, float("nan"))
         tl.store(of_out + row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
         if BLOCK_SIZE:
-            end = position + first + CHUNK
+            end = position + tl.minimum(first + CHUNK, length)
             if (end % BLOCK_SIZE == 0) & (first + CHUNK <= length):
-                column = end // BLOCK_SIZE - 1
+                column = (end // BLOCK_SIZE - 1).to(tl.int64)
                 of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
                 own = tl.load(of_slot).to(tl.int64)
                 tl.store(of_states + own * states_strides[0], state.to(states.dtype.element_ty), in_state & (own >= 0))
@@ -868,7 +866,7 @@ def _convolve_kernel(
         num_seqs,
         num_tokens,
     )
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     in_channels = (channel < CHANNELS)[None, :]
     for first in range(tl.program_id(2) * BLOCK_T, length, tl.num_programs(2) * BLOCK_T):
         token = first + tl.arange(0, BLOCK_T)
@@ -881,10 +879,10 @@ def _convolve_kernel(
                 of_inputs = inputs + (first_row + source)[:, None] * inputs_strides[0]
                 is_new = ((source >= 0) & (source < length))[:, None] & in_channels
                 x = tl.load(of_inputs + channel[None, :] * inputs_strides[1], is_new, 0.0).to(tl.float32)
-                of_states = states + start * states_strides[0] + (source + WIDTH - 1)[:, None] * states_strides[1]
+                at = start * states_strides[0] + (source + WIDTH - 1).to(tl.int64)[:, None] * states_strides[1]
                 is_old = ((source < 0) & (start >= 0))[:, None] & in_channels
-                x += tl.load(of_states + channel[None, :] * states_strides[2], is_old, 0.0).to(tl.float32)
-                of_weight = weight + channel * weight_strides[0] + w * weight_strides[1]
+                x += tl.load(states + at + channel[None, :] * states_strides[2], is_old, 0.0).to(tl.float32)
+                of_weight = weight + channel * weight_strides[0] + tl.cast(w, tl.int64) * weight_strides[1]
                 total += x * tl.load(of_weight, channel < CHANNELS, 0.0).to(tl.float32)[None, :]
             if SILU:
                 total = total / (1.0 + tl.exp(-total))
@@ -935,15 +933,15 @@ def _keep_inputs_kernel(
         num_seqs,
         num_tokens,
     )
-    if (slot < 0) | (length == 0):
+    if slot < 0:
         return
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     in_channels = channel < CHANNELS
     of_inputs = inputs + channel * inputs_strides[1]
     of_states = states + channel * states_strides[2]
     if BLOCK_SIZE:
         for end in range(BLOCK_SIZE - position % BLOCK_SIZE, length + 1, BLOCK_SIZE):
-            column = (position + end) // BLOCK_SIZE - 1
+            column = ((position + end) // BLOCK_SIZE - 1).to(tl.int64)
             of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
             own = tl.load(of_slot).to(tl.int64)
             _keep(
@@ -953,7 +951,7 @@ def _keep_inputs_kernel(
         row = state_indices + sequence.to(tl.int64) * table_stride
         last = 0
         for token in range(0, length):
-            own = tl.load(row + token * column_stride).to(tl.int64)
+            own = tl.load(row + tl.cast(token, tl.int64) * column_stride).to(tl.int64)
             if own == start:
                 last = token + 1
             else:
@@ -997,7 +995,8 @@ def _keep(
     for w in tl.static_range(WIDTH - 1):
         source = end + (w - WIDTH + 1)
         x = tl.load(of_inputs + (first_row + source) * row_stride, in_channels & (source >= 0), 0.0)
-        old = of_states + start * states_strides[0] + (source + WIDTH - 1) * states_strides[1]
+        old = of_states + start * states_strides[0] + tl.cast(source + WIDTH - 1, tl.int64) * states_strides[1]
         before = tl.load(old, in_channels & (source < 0) & (start >= 0), 0.0).to(tl.float32)
         x = tl.where(source >= 0, x.to(tl.float32), before).to(of_states.dtype.element_ty)
-        tl.store(of_states + slot * states_strides[0] + w * states_strides[1], x, in_channels & (slot >= 0))
+        own = of_states + slot * states_strides[0] + tl.cast(w, tl.int64) * states_strides[1]
+        tl.store(own, x, in_channels & (slot >= 0))

@@ -410,7 +410,8 @@ def _in_float16_kernel(
     power = tl.minimum(power_of_two(tl.max(tl.abs(q), 1)), 1.7014118346046923e38)  # infinity stays what it is
     halved = tl.div_rn(q, tl.zeros(q.shape, tl.float32) + power[:, None]).to(tl.float16)
     tl.store(halves + (token * NUM_HEADS + heads[:, None]) * SIZE + at_d, halved, in_query)
-    w = tl.load(weights + token * weight_strides[0] + heads * weight_strides[1], is_head, 0.0).to(tl.float32)
+    at = token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1]
+    w = tl.load(weights + at, is_head, 0.0).to(tl.float32)
     tl.store(of_halves + token * NUM_HEADS + heads, w * power, is_head)
 
 
@@ -508,7 +509,7 @@ def _read_query(
     q = tl.load(at + at_d.to(tl.int64) * query_strides[2], is_head[:, None] & (at_d < SIZE), 0)
     if QUERY_CODES:
         q = from_codes(q, "e4m3", HARDWARE)
-    w = tl.load(weights + token * weight_strides[0] + heads * weight_strides[1], is_head, 0.0)
+    w = tl.load(weights + token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1], is_head, 0.0)
     return q, w
 
 

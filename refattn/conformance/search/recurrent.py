@@ -24,7 +24,7 @@ class Tables:
 
     Attributes:
         arguments: of `recurrent.plan`, beside the batch.
-        starts: the slot of each sequence's state; None for zeros, or for padding.
+        starts: the slot of each sequence's state; None for zeros, or where none is read.
         kept: for each sequence, and each of its new tokens, the slots that keep the state after it; None for padding.
         num_slots: of the pool.
     """
@@ -63,12 +63,15 @@ def tables(work: Workload) -> Tables:
             after[(block + 1) * work.block_size - max(0, s - q) - 1].append(slot)
         if is_padding:
             row[0], before = -1 - chosen.randint(0, 3), chosen.choice((-5, before))
+        elif not q and chosen.random() < 0.5:
+            row, before = [chosen.choice(GARBAGE) for _ in row], chosen.choice(GARBAGE)
         indices.append(row)
         accepted.append(before)
         has_state.append(has)
         of_others = [chosen.choice(GARBAGE) for _ in range(most)]
         checkpoints.append(of_others[:first] + of_blocks + of_others[end:] if blocks else [])
-        starts.append(row[before - 1] if drafts and has and not is_padding else row[0] if has else None)
+        is_read = q and has and not is_padding
+        starts.append(row[before - 1 if drafts else 0] if is_read else None)
         kept.append(None if is_padding else [[slot for slot in slots if slot >= 0] for slots in after])
 
     def ints(rows: list[Any]) -> Tensor:

@@ -1,0 +1,181 @@
+"""Kernels over tensors whose last element of some dimension is 2**31 elements after the first, though no stride is.
+
+An index times a stride is then computed in 64 bits. Triton's interpreter takes what overflows for an error, see
+`interpreted`; `test_near_int32.py` has the paths.
+"""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton comes for Linux only")
+
+import fastattn.chunked_prefill
+import fastattn.quantized
+import fastattn.recurrent
+import fastattn.sparse
+from fastattn.kernels.dispatch import use_kernel
+from fastattn.kernels.flash.expand import round_queries
+from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.gpu.adapt import adapt
+from fastattn.kernels.gpu.codes import Codes
+from fastattn.kernels.triton import layers
+from fastattn.kernels.triton.merge import merge
+from fastattn.kernels.triton.selection import _in_float16
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from refattn.metadata import make_batch
+from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
+from tests.helpers.states import lengths, moved
+from tests.helpers.strides import far_apart
+
+PAGES = [[1, 0, 2]]  # of a sequence of up to 48 keys
+TOKENS, CHUNKS = ((1, 1, 2), (8, 0, 5)), ((17, 1, 1), (8, 0, 5))  # of sequences with states: new tokens, those before
+TABLES = ("state_indices", "has_initial_state", "num_accepted", "checkpoint_indices")
+
+
+def plan_states(lens, tensors):
+    """Plan a step over states by the tables among some tensors, which are taken out."""
+    tables = {name: tensors.pop(name) for name in TABLES if name in tensors}
+    size = {"block_size": 8} if "checkpoint_indices" in tables else {}
+    return fastattn.recurrent.plan(moved(lengths(*lens), tensors["states"].device), **tables, **size)
+
+
+def fold(lens, **tensors):
+    plan = plan_states(lens, tensors)
+    tensors["log_decay"].neg_()
+    return fastattn.recurrent.attention(**tensors, plan=plan), tensors["states"]
+
+
+def convolve(lens, **tensors):
+    plan = plan_states(lens, tensors)
+    return fastattn.recurrent.convolve(**tensors, plan=plan), tensors["states"]
+
+
+def merge_two(out, lse):
+    return merge([out, out.flip(0)], [lse, lse.flip(1)])
+
+
+def copy_pages(kind, codes, scales=None):
+    """Copy the pages of three sequences, and return their keys one after the other."""
+    lens = [40, 16, 33]
+    batch = make_batch([1] * 3, lens, PAGES * 3, device=codes.device)
+    pool = codes.view(torch.int8) if kind == "int8" else codes
+    pages, table = repage(pool, batch, block_size=32, codes=kind, scales=scales, dtype=torch.float32)
+    return torch.cat([pages[row].flatten(0, 1)[:s] for row, s in zip(table.long(), lens, strict=True)])
+
+
+def round_to_e4m3(query, scales):
+    batch = make_batch([1, 2, 1], [1, 2, 1], [[]] * 3, device=query.device)
+    return round_queries(query, Plan(batch), Codes("e4m3", query=scales, rounds_query=True))
+
+
+def score(query, weights, cache):
+    plan = fastattn.chunked_prefill.plan(make_batch([3], [40], PAGES, device=query.device), block_size=16)
+    return fastattn.sparse.scores(query, weights, cache, plan).nan_to_num(neginf=0.0)
+
+
+def attend_int8(query, key_codes, value_codes, key, value):
+    return attend(query, key_codes.view(torch.int8), value_codes.view(torch.int8), Int8Scales(key, value))
+
+
+def attend_fp8(query, key_codes, value_codes, key, value, of_query):
+    return attend(query, key_codes, value_codes, Fp8Scales(key, value, of_query))
+
+
+def attend(query, key_codes, value_codes, scales):
+    batch = make_batch([1, 2, 1], [40, 33, 3], PAGES * 3, device=query.device)
+    plan = fastattn.quantized.plan(batch, block_size=16)
+    return fastattn.quantized.attention(query, key_codes, value_codes, plan, scales=scales, return_lse=True)
+
+
+def fix_up(lse):
+    plan = Plan(make_batch([1, 0, 2], [1, 5, 1], [[]] * 3, device=lse.device))
+    return adapt(lse.new_ones(4, 3, 8), lse, plan, AttentionOptions())
+
+
+def of_heads(t, per_channel=False):
+    """Return the shapes of the tokens of a step, and of states of 5 values and 4 keys."""
+    decay = (t, 6, 4) if per_channel else (t, 6)
+    queries = dict(query=(t, 3, 4), key=(t, 3, 4), value=(t, 6, 5), out=(t, 6, 5))
+    return queries | dict(log_decay=decay, beta=(t, 6), states=(12, 6, 5, 4))
+
+
+def of_channels(t):
+    return dict(inputs=(t, 5), weight=(5, 4), bias=(5,), states=(12, 3, 5), out=(t, 5))
+
+
+SLOTS = dict(state_indices=[2, 0, 1], has_initial_state=[True, False, True])
+BLOCKS = SLOTS | dict(checkpoint_indices=[[-1, 9, 10], [-1] * 3, [8, 7, 6]])
+DRAFTS = dict(state_indices=[[0, 1, 2], [3, 4, 5], [6, 7, 8]], num_accepted=[3, 1, 2])
+PAGED = dict(query=(4, 4, 16), key_codes=(3, 16, 4, 16), value_codes=(3, 16, 4, 16))
+
+# A launch or two: what computes it, and its tensors by name, as tables or as shapes of what is drawn.
+LAUNCHES = {
+    "states by token": (lambda **x: fold(TOKENS, **x), of_heads(4) | BLOCKS),
+    "states by token and channel": (lambda **x: fold(TOKENS, **x), of_heads(4, True) | SLOTS),
+    "states of drafts": (lambda **x: fold(TOKENS, **x), of_heads(4) | DRAFTS),
+    "states by chunk": (lambda **x: fold(CHUNKS, **x), of_heads(19) | BLOCKS),
+    "states by chunk and channel": (lambda **x: fold(CHUNKS, **x), of_heads(19, True) | SLOTS),
+    "convolution": (lambda **x: convolve(CHUNKS, **x), of_channels(19) | BLOCKS),
+    "convolution of drafts": (lambda **x: convolve(TOKENS, **x), of_channels(4) | DRAFTS),
+    "merge": (merge_two, dict(out=(4, 4, 5), lse=(4, 4))),
+    "pages": (lambda **x: copy_pages("", **x), dict(codes=(3, 16, 3, 8))),
+    "pages of int8, by token": (lambda **x: copy_pages("int8", **x), dict(codes=(3, 16, 3, 8), scales=(3, 16, 3))),
+    "pages of int8, by channel": (lambda **x: copy_pages("int8", **x), dict(codes=(3, 16, 3, 8), scales=(3, 8))),
+    "pages of fp8": (lambda **x: copy_pages("e4m3", **x), dict(codes=(3, 16, 3, 8), scales=(3, 3))),
+    "round queries": (round_to_e4m3, dict(query=(4, 3, 8), scales=(3, 3))),
+    "index scores": (score, dict(query=(3, 4, 16), weights=(3, 4), cache=(3, 16, 16))),
+    "index queries in float16": (_in_float16, dict(query=(3, 4, 16), weights=(3, 4))),
+    "keys of int8": (attend_int8, PAGED | dict(key=(3, 16, 4), value=(4, 16))),
+    "keys of fp8": (attend_fp8, PAGED | dict(key=(3, 4), value=(3, 4), of_query=(3, 4))),
+    "fix up": (fix_up, dict(lse=(3, 4))),
+    "norm": (lambda **x: layers.rms_norm(**x, eps=1e-5), dict(x=(4, 8), residual=(4, 8), weight=(8,))),
+    "rotate": (
+        lambda **x: layers.qk_norm_rope(num_heads=1, num_kv_heads=1, head_size=8, **x),
+        dict(qkv=(4, 24), cos=(4, 8), sin=(4, 8), query_weight=(8,), key_weight=(8,)),
+    ),
+    "silu": (layers.silu_mul, dict(gate_up=(4, 8))),
+}
+
+
+def draw(name, given, device):
+    """Make a table of what it holds, or draw numbers or codes of a shape."""
+    if isinstance(given, list):
+        values = torch.tensor(given, device=device)
+        return values if values.dtype == torch.bool else values.int()
+    numbers = torch.rand(given, generator=torch.Generator().manual_seed(len(name))) + 0.1
+    return ((100 * numbers).to(torch.uint8) if name.endswith("codes") else numbers).to(device)
+
+
+def draw_all(launch, device):
+    return {name: draw(name, given, device) for name, given in LAUNCHES[launch][1].items()}
+
+
+def compute(launch, tensors):
+    with use_kernel("triton"):
+        answers = LAUNCHES[launch][0](**tensors)
+    return (answers,) if isinstance(answers, torch.Tensor) else answers
+
+
+@functools.cache
+def expected(launch, device):
+    return compute(launch, draw_all(launch, device))
+
+
+@pytest.mark.parametrize(
+    ("launch", "name", "dim"),
+    [
+        (launch, name, dim)
+        for launch in LAUNCHES
+        for name, x in draw_all(launch, "cpu").items()
+        for dim in range(x.ndim)
+    ],
+)
+def test_elements_that_are_far_apart(launch, name, dim, tmp_path, device):
+    tensors = draw_all(launch, device)
+    x, strides = tensors[name], list(tensors[name].stride())
+    strides[dim] = max(-(-(2**31) // (x.shape[dim] - 1)), x.numel())
+    tensors[name] = far_apart(tmp_path, x.shape, strides, x.dtype, device).copy_(x)
+    for one, other in zip(compute(launch, tensors), expected(launch, device), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
