@@ -274,7 +274,11 @@ def vllm_triton(
     return out
 
 
-@claims(dtypes=(torch.float32, torch.bfloat16, torch.float16), block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK))
+@claims(
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK),
+    refusals=("query.stride(2) == 1",),
+)
 def vllm_on_cpu(
     query: Tensor,
     key_cache: Tensor,

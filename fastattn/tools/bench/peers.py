@@ -243,15 +243,15 @@ def aten_cpu_gathered() -> Contender:
     return Contender("ATen call behind a gather", prepare)
 
 
-def vllm_on_cpu() -> Contender:
-    """vLLM's attention for CPU over its own pool, whose layout depends on the processor."""
+def vllm_on_cpu(block_size: int = 128) -> Contender:
+    """The attention of vLLM for CPU, over its blocks, in a layout that depends on the processor."""
 
     def prepare(inputs: Inputs) -> Call:
         if (reason := vllm_cpu.available()) is not None:
             raise ImportError(reason)
-        return vllm_cpu.prepare(*_pages(inputs), window_size=_mask(inputs)["window_size"])
+        return vllm_cpu.prepare(inputs.query, *inputs.paged(block_size), window_size=inputs.work.window)
 
-    return Contender("vLLM on a CPU", prepare)
+    return Contender(f"vLLM, blocks of {block_size}", prepare)
 
 
 def aten_cpu_latents() -> Contender:

@@ -1,7 +1,7 @@
-"""vLLM's attention on a CPU, from the extension of its wheel: paged, over a pool whose layout depends on the processor.
+"""The attention of vLLM on a CPU, from the extension of its wheel: paged, over a pool in a layout of its own.
 
-Keys and values of a block lie head by head, `[n, hk, 2 * p, d]`, and its own write puts them there. It plans on the host
-before the step, and returns no log-sum-exp.
+Keys and values of a block lie head by head, `[n, hk, 2 * p, d]`, as its own write puts them there for the processor. It
+plans on the host before the step, and returns no log-sum-exp.
 """
 
 from typing import Any
