@@ -56,12 +56,15 @@ SEEING = {  # where those queries that are to see NaN do
     "chunked_prefill": {},
     "chunked_prefill-softcap": dict(softcap=2.0),
     "chunked_prefill-invariant": dict(batch_invariant=True),
+    "chunked_prefill-no-scale": dict(softmax_scale=0.0),
     "dense": {},
+    "dense-no-scale": dict(softmax_scale=0.0),
     "sliding_window": dict(window_size=(40, 0)),
     "local": dict(chunk_size=48),
     "cascade": {},
     "differential": {},
     "differential-softcap": dict(softcap=2.0),
+    "differential-no-scale": dict(softmax_scale=0.0),
 }
 
 
