@@ -269,6 +269,13 @@ AT_LARGE: list[Mutation] = [
         BAD_INPUT,
     ),
     planted(
+        "a table of a plan may lie in pieces",
+        "refattn/interface/plan.py",
+        "                check_side_by_side(name, numbers)\n",
+        "",
+        BAD_INPUT,
+    ),
+    planted(
         "a slot may be given twice", "refattn/interface/writes.py", "    if twice:\n", "    if False:\n", BAD_INPUT
     ),
     planted(
