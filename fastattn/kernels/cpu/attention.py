@@ -467,7 +467,7 @@ def _aligned_tiles(
             bias = _bias_in(view, at, keys, query.dtype, options)
             missing = (keys < view.first_key) | (keys >= view.end_key)
             k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
-            parts.append(_rectangle(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
+            parts.append(_rectangle_of_each(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
         if parts:
             out[rows], lse[rows] = (x[places] for x in _merge(*parts))
     return out, lse
@@ -510,12 +510,36 @@ def _rectangle(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over some keys with a bias; those that it hides from every query may hold anything, NaN too."""
-    unseen = (bias[0] == -torch.inf).all(0)  # what hides a key hides it from every head
+    unseen = bias[0].amax(0) == -torch.inf  # what hides a key hides it from every head
     if unseen.any():
         key, value = (x.masked_fill(unseen[:, None, None], 0.0) for x in (key, value))
     if options.softcap:
         return _capped(query, key, value, bias, options)
     return _flash(query, key, value, options.softmax_scale, bias=bias)
+
+
+def _rectangle_of_each(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    bias: Float[Tensor, "#h t s"],
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend as `_rectangle` does, and let NaN and infinity reach only the queries that see the key or the value.
+
+    A query with such a key hidden from it is computed once more, in the same place, with zeros where it sees nothing.
+    """
+    out, lse = _rectangle(query, key, value, bias, options)
+    some = ((bias[0].amin(0) == -torch.inf) & (bias[0].amax(0) > -torch.inf)).nonzero()[:, 0]  # seen by a part of them
+    if not len(some) or all(x[some].isfinite().all() for x in (key, value)):
+        return out, lse
+    hidden = bias[0] == -torch.inf  # [t, s]
+    broken = ~(key[some].isfinite().all(-1) & value[some].isfinite().all(-1)).all(-1)
+    for i in hidden[:, some[broken]].any(1).nonzero()[:, 0].tolist():
+        own_key, own_value = (x.masked_fill(hidden[i][:, None, None], 0.0) for x in (key, value))
+        own_out, own_lse = _rectangle(query, own_key, own_value, bias, options)
+        out[i], lse[i] = own_out[i], own_lse[i]
+    return out, lse
 
 
 def _cut(begin: int, end: int) -> list[tuple[int, int]]:
