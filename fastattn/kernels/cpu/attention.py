@@ -124,6 +124,8 @@ def replay_of_decodes(
     ) -> tuple[Tensor, Tensor]:
         key, value = _gathered(keys.key_cache, keys.value_cache, part, b)
         answer, lse = FLASH(query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale)
+        if return_lse:
+            _mend_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
         return answer.flatten(1, 2), lse.flatten(1, 2) if return_lse else lse
 
     return replay
@@ -641,8 +643,8 @@ def _call(
     """Call ATen, and mend the answers that it gets wrong.
 
     It wants one head size for keys and values. It answers a row that sees nothing with an LSE of 0; such rows are put
-    right, unless it is known that there are none. Under a causal mask it multiplies `-inf` by the scale. Without a
-    bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
+    right, unless it is known that there are none; see also `_mend_lse`. Under a causal mask it multiplies `-inf` by the
+    scale. Without a bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
     """
     d, dv = query.shape[-1], value.shape[-1]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -662,7 +664,38 @@ def _call(
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse.masked_fill_(saw_nothing, -torch.inf)
         out.masked_fill_(saw_nothing[..., None], 0.0)
+    _mend_lse(out, lse, query, key, scale, causal=causal, bias=bias)
     return out if d == dv else out[..., :dv], lse
+
+
+def _mend_lse(
+    out: Float[Tensor, "b h t dv"],
+    lse: Float[Tensor, "b h t"],
+    query: Float[Tensor, "b h t d"],
+    key: Float[Tensor, "b hk s d"],
+    scale: float,
+    *,
+    causal: bool = False,
+    bias: Float[Tensor, "#b #h #t s"] | None = None,
+) -> None:
+    """Make `-inf` of the log-sum-exps of rows whose every score is that, as of an infinite key.
+
+    ATen says 0, or the logarithm of a number of keys, which would count in a merge. It says 0 as the output, too, so
+    all other rows are known at a look at one column.
+    """
+    zeros = (out[..., 0] == 0) & (lse > -torch.inf)  # [b, h, t]
+    if not zeros.any():
+        return
+    (b, h, t, _), (hk, s) = query.shape, key.shape[1:3]
+    zeros &= (out == 0).all(-1)
+    for i, head in zeros.any(-1).nonzero().tolist():
+        rows = zeros[i, head].nonzero()[:, 0]
+        scores = query[i, head, rows].to(lse.dtype) @ key[i, head * hk // h].to(lse.dtype).T * scale
+        if bias is not None:
+            scores += bias.expand(b, h, t, s)[i, head, rows]
+        if causal:
+            scores.masked_fill_(torch.arange(s, device="cpu") > rows[:, None], -torch.inf)
+        lse[i, head, rows[scores.amax(-1) == -torch.inf]] = -torch.inf
 
 
 def _capped(
