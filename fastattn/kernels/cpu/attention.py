@@ -683,11 +683,12 @@ def _mend_lse(
     ATen says 0, or the logarithm of a number of keys, which would count in a merge. It says 0 as the output, too, so
     all other rows are known at a look at one column.
     """
-    zeros = (out[..., 0] == 0) & (lse > -torch.inf)  # [b, h, t]
-    if not zeros.any():
+    if out[..., 0].all():
         return
     (b, h, t, _), (hk, s) = query.shape, key.shape[1:3]
-    zeros &= (out == 0).all(-1)
+    zeros = (out[..., 0] == 0) & (lse > -torch.inf)  # [b, h, t]
+    if zeros.any():
+        zeros &= (out == 0).all(-1)
     for i, head in zeros.any(-1).nonzero().tolist():
         rows = zeros[i, head].nonzero()[:, 0]
         scores = query[i, head, rows].to(lse.dtype) @ key[i, head * hk // h].to(lse.dtype).T * scale
