@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -47,6 +48,11 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and tensor.is_cpu:
         return tensor.pin_memory().to(device, non_blocking=True)  # of other memory, the copy waits for the stream
     return tensor.to(device)
+
+
+def on_gpu(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current one, as launches, streams and events are those of the current one; nothing elsewhere."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

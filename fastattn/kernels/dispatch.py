@@ -35,11 +35,12 @@ A kernel may record how to replay a call of attention at less CPU overhead; see 
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
-not None, is contiguous memory that the answer may be written to; a kernel may also return another tensor.
+not None, is contiguous memory that the answer may be written to, and no part of an input; a kernel may also return
+another tensor.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -373,7 +374,8 @@ def attend(
             if out is None:
                 answer, lse = replay(query, keys, plan, options, None, **more)
             else:
-                answer, lse = _into(out, *replay(query, keys, plan, options, _memory(out), **more))
+                memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
+                answer, lse = _into(out, *replay(query, keys, plan, options, memory, **more))
             return (answer, lse) if return_lse else answer
         except torch.OutOfMemoryError:
             pass  # computed once more as a first call is, which says what helps
@@ -408,7 +410,8 @@ def compute(
     if cache_key is not None and can_record:
         into = Recorder(return_lse=cache_key[RETURN_LSE] is True)
     with recording(into):
-        answer, lse = call(query, keys, plan, options, _memory(out), **more)
+        memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
+        answer, lse = call(query, keys, plan, options, memory, **more)
     if cache_key is not None:
         memo_of(plan).replays[cache_key] = call if into is None or into.replay is None else adapt(into.replay)
     return _into(out, answer, lse)
@@ -563,9 +566,37 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _memory(out: Tensor | None) -> Tensor | None:
-    """Return where a kernel may write its answer: `out`, if that is contiguous."""
-    return out if out is not None and out.is_contiguous() else None
+def _memory(out: Tensor | None, *read: object) -> Tensor | None:
+    """Return where a kernel may write its answer: `out`, if that is contiguous and no part of what is read.
+
+    A kernel may read an input after it has written some of the answer. This is asked in every call, as no cache key
+    has addresses.
+    """
+    return out if out is not None and out.is_contiguous() and not _overlaps(out, read) else None
+
+
+def _overlaps(out: Tensor, read: Iterable[object]) -> bool:
+    """Return whether memory for an answer lies between the first and the last element of a tensor that is read.
+
+    Of what is no tensor, scales have some, and anything else has none.
+    """
+    begin, end = _addresses(out)
+    for x in read:
+        if isinstance(x, Tensor):
+            if x.data_ptr() < end and begin < _addresses(x)[1]:
+                return True
+        elif isinstance(x, Fp8Scales | Int8Scales) and _overlaps(out, vars(x).values()):
+            return True
+    return False
+
+
+def _addresses(x: Tensor) -> tuple[int, int]:
+    """Return where the first element of a tensor begins, and where its last one ends; no stride is negative."""
+    elements = x.numel()
+    if not x.is_contiguous() and elements:
+        elements = 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    first = x.data_ptr()
+    return first, first + elements * x.itemsize
 
 
 def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -781,8 +812,10 @@ def recurrent(
     problem = Problem(
         "recurrent", query.device, query.dtype, head_size=query.shape[-1], value_head_size=value.shape[-1]
     )
-    result: Tensor = choose(problem).recurrent(query, key, value, log_decay, beta, states, plan, options, out)
-    return result
+    tensors = query, key, value, log_decay, beta, states
+    memory = None if out is None or _overlaps(out, tensors) else out
+    result: Tensor = choose(problem).recurrent(*tensors, plan, options, memory)
+    return result if out is None or memory is out else out.copy_(result)
 
 
 @_launches
@@ -796,10 +829,11 @@ def convolve(
     out: Float[Tensor, "t c"] | None,
 ) -> Float[Tensor, "t c"]:
     """Mix tokens with the inputs before them; arguments are those of `fastattn.recurrent.convolve`."""
+    memory = None if out is None or _overlaps(out, (inputs, weight, states, bias)) else out
     result: Tensor = choose(Problem("convolve", inputs.device, inputs.dtype)).convolve(
-        inputs, weight, states, plan, bias, silu, out
+        inputs, weight, states, plan, bias, silu, memory
     )
-    return result
+    return result if out is None or memory is out else out.copy_(result)
 
 
 # --- next tokens ---

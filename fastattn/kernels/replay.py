@@ -20,8 +20,9 @@ combine several of them; they are checked as a whole, and no part of them is rep
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf, isfinite
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ from refattn.interface.ambient import is_autocast_enabled
 ALIGNMENT = 16  # bytes
 RETURN_LSE = 1  # the place in a key of whether log-sum-exps are wanted
 MAX_WRITES = 1024  # writes that are remembered; with one more, all are forgotten
+PER_HEAD = ("alibi_slopes", "sinks")  # the options that are tensors, of which a key has the layout
+_numbers_of = attrgetter(*(one.name for one in fields(AttentionOptions) if one.name not in PER_HEAD))
 
 Key = tuple[object, ...]
 Replay = Callable[..., tuple[Tensor, Tensor]]
@@ -215,7 +218,7 @@ def key_of(
             *(query.dtype, query.shape, query.stride()),
             *(key.dtype, key.shape, key.stride(), key.device),
             *(value.dtype, value.shape, value.stride(), value.device),
-            *(options.softmax_scale, options.softcap, options.batch_invariant, options.alibi_sqrt),
+            _numbers_of(options),
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             layouts,
         )
@@ -228,7 +231,7 @@ def key_of_launch(name: str, tensors: tuple[Tensor | None, ...], options: Attent
     bits, layouts = _layouts((*tensors, options.alibi_slopes, options.sinks))
     if bits % ALIGNMENT or layouts is None:
         return None
-    return (name, options.softmax_scale, options.softcap, options.batch_invariant, options.alibi_sqrt, layouts)
+    return (name, _numbers_of(options), layouts)
 
 
 def key_of_write(

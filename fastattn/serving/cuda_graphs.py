@@ -26,16 +26,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
 import fastattn
-from fastattn.kernels.device import to_device
+from fastattn.kernels.device import on_gpu, to_device
 from fastattn.serving.decode_rows import DecodeRows
 from fastattn.serving.sampling import sample
 from refattn.interface import Batch, Prefix, Trees
@@ -46,6 +46,8 @@ from refattn.serving.sampling import settings_of
 from refattn.serving.state_layers import StateParts, copy_states, decode_plan, prefill_plan, row_len, rows_of
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 S = TypeVar("S", "_Step", "_Decode")
 
 FEWEST_TOKENS = 1024  # that a graph has room for, in each sequence
@@ -70,6 +72,19 @@ class Shape(NamedTuple):
     trees: bool = False
 
 
+def _on_gpu_of_model(
+    method: Callable[Concatenate["CudaGraphs", Engine, P], T],
+) -> Callable[Concatenate["CudaGraphs", Engine, P], T]:
+    """Let a runner work on the GPU of its engine's model, whichever one is current."""
+
+    @wraps(method)
+    def call(runner: "CudaGraphs", engine: Engine, /, *arguments: P.args, **options: P.kwargs) -> T:
+        with on_gpu(engine.model.device):
+            return method(runner, engine, *arguments, **options)
+
+    return call
+
+
 class CudaGraphs:
     """Records steps and replays them; one runner serves one engine, whose twin is `fastattn`.
 
@@ -90,6 +105,7 @@ class CudaGraphs:
         """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device."""
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
+    @_on_gpu_of_model
     def launch(self, engine: Engine, scheduled: Mapping[Request, int]) -> UnderWay | None:
         """Launch a step all of whose tokens the host knows; None if steps are not captured.
 
@@ -101,6 +117,7 @@ class CudaGraphs:
         engine.mark("tables")
         return self._launch(engine, scheduled, StepTokens.of(scheduled), None)
 
+    @_on_gpu_of_model
     def launch_next(self, engine: Engine, before: UnderWay, scheduled: Mapping[Request, int]) -> UnderWay | None:
         """Launch the step after one whose tokens have not been read; None if another one was launched since."""
         if self._last is None or before is not self._last or not self._is_recording(engine):
@@ -145,6 +162,7 @@ class CudaGraphs:
         self._last = _Launched(scheduled, due, _read_later(chosen), None)
         return self._last
 
+    @_on_gpu_of_model
     @torch.no_grad()
     def warm_up(self, engine: Engine, num_tokens: int) -> None:
         """Capture the decodes of as many requests as may run, up to a length; they compute padding rows alone.
@@ -173,6 +191,7 @@ class CudaGraphs:
             self._give_up(error)
         return self._last
 
+    @_on_gpu_of_model
     def run(self, engine: Engine, tokens: StepTokens) -> Float[Tensor, "rows v"] | None:
         """Run a step and return the logits of its `logits_rows`; None if it is not captured.
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from refattn.interface.values import check_int, expect, same_device
+from refattn.interface.values import check_int, check_side_by_side, expect, same_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,7 @@ class Batch:
         if self.cu_seqlens_q.device != device:
             same_device(seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
         for name, lengths in (("seq_lens", self.seq_lens), ("cu_seqlens_q", self.cu_seqlens_q)):
-            if not lengths.is_contiguous():  # kernels take a pointer to them, and no stride
-                raise ValueError(f"{name}: expected its entries side by side, got a stride of {lengths.stride(0)}")
+            check_side_by_side(name, lengths)
         if self.block_table is not None:
             expect(self.block_table, "block_table", torch.int32, ("b", "m"), (b, None))
             if self.block_table.device != device:

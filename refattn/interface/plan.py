@@ -25,7 +25,16 @@ from torch import Tensor
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_batch, check_contents, check_lengths
 from refattn.interface.parallel import Shard
-from refattn.interface.values import check_flag, check_list, check_sizes, check_window, describe, expect, same_device
+from refattn.interface.values import (
+    check_flag,
+    check_list,
+    check_side_by_side,
+    check_sizes,
+    check_window,
+    describe,
+    expect,
+    same_device,
+)
 
 
 class Needs(NamedTuple):
@@ -80,6 +89,8 @@ class Plan:
             keys. Nothing depends on it but how a kernel may compute the answer.
         needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
 
+    Tables of one number per sequence or query row lie side by side, as lengths do: kernels read them where they are.
+
     On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
     new plan.
 
@@ -117,6 +128,7 @@ class Plan:
             if numbers is not None:
                 expect(numbers, name, torch.int32, ("b" if size is not None else "t",), (size,))
                 same_device(seq_lens=self.batch.seq_lens, **{name: numbers})
+                check_side_by_side(name, numbers)
         self._check_intervals()
         needs = check_contents(self.batch, self.block_size, self.first_keys)
         for name in ("positions", "first_visible"):

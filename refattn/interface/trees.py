@@ -32,6 +32,7 @@ from refattn.interface.values import (
     check_floating,
     check_list,
     check_own_memory,
+    check_side_by_side,
     check_sizes,
     describe,
     expect,
@@ -52,8 +53,8 @@ class Trees:
         lens: nodes of each tree: the last tokens of its sequence.
 
     Raises:
-        ValueError: if a tensor has another type, shape or device; on a CPU also if a tree is longer than there are
-            columns, or a node does not come after its parent.
+        ValueError: if a tensor has another type, shape or device, or lengths lie apart; on a CPU also if a tree is
+            longer than there are columns, or a node does not come after its parent.
     """
 
     parents: Int32[Tensor, "b w"]
@@ -64,6 +65,7 @@ class Trees:
         b, w = expect(self.parents, "parents", torch.int32, ("b", "w"), (None, None))
         expect(self.lens, "tree_lens", torch.int32, ("b",), (b,))
         same_device(parents=self.parents, tree_lens=self.lens)
+        check_side_by_side("tree_lens", self.lens)
         if w > MOST_NODES:
             raise ValueError(f"parents: expected trees of at most {MOST_NODES} nodes, got {w} columns")
         if not self.lens.is_cpu or not b:
@@ -111,8 +113,9 @@ class TreePlan:
             tree's last node 0.
 
     Raises:
-        ValueError: if a plan is none over pages, or a tensor has another type, shape or device; on a CPU also if a
-            sequence has fewer keys than nodes, fewer nodes than query rows, or keys left out before its tree.
+        ValueError: if a plan is none over pages, or a tensor has another type, shape or device, or lies in pieces; on a
+            CPU also if a sequence has fewer keys than nodes, fewer nodes than query rows, or keys left out before its
+            tree.
     """
 
     whole: Plan
@@ -137,6 +140,8 @@ class TreePlan:
         words = self.trees.num_words
         expect(self.ancestors, "ancestors", torch.int64, ("b", "w", "words"), (b, w, words))
         same_device(seq_lens=self.whole.batch.seq_lens, depths=self.depths, ancestors=self.ancestors)
+        check_side_by_side("depths", self.depths)
+        check_side_by_side("ancestors", self.ancestors)
         whole, prefix = self.whole.batch.seq_lens, self.prefix.batch.seq_lens
         if whole.is_cpu and not torch.equal(whole - self.trees.lens, prefix):
             raise ValueError(

@@ -210,6 +210,19 @@ def check_own_memory(name: str, tensor: Tensor) -> None:
             end += stride * (size - 1)
 
 
+def check_side_by_side(name: str, table: Tensor) -> None:
+    """Check that a table lies in one piece, row by row: kernels read it by a pointer alone, anew in each launch.
+
+    A copy of it would not follow a table that is filled anew for the next step.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not table.is_contiguous():
+        strides = f"a stride of {table.stride(0)}" if table.ndim == 1 else f"strides of {table.stride()}"
+        raise ValueError(f"{name}: expected its entries side by side, got {strides}")
+
+
 def check_floating(name: str, tensor: Tensor) -> None:
     """Check that a tensor has a floating point type.
 

@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ import refattn.speculative
 from fastattn import speculative
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash import fa3, schedule
+from fastattn.kernels.flash import fa2, fa3, schedule
 from refattn import masks
 from refattn.attention import attend
 from refattn.interface import AttentionOptions, Batch, Plan
@@ -669,6 +670,33 @@ def test_a_build_is_asked_whether_it_has_a_head_size(vllm, device, monkeypatch):
         reason
         == "this build refuses head sizes 256 and 256, torch.float16: This flash attention build does not support it."
     )
+
+
+@pytest.mark.parametrize("package", [fa2, fa3], ids=["fa2", "fa3"])
+def test_a_build_is_asked_on_the_gpu_that_it_is_asked_about(package, monkeypatch):
+    """On another a launch fails, and that would be remembered as the build's own answer."""
+    current = []
+
+    @contextmanager
+    def on_gpu(device):
+        current.append(device)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    def asked(*arguments, **options):
+        assert current == [torch.device("cpu")]
+        raise RuntimeError("has been asked")
+
+    monkeypatch.setattr(package, "on_gpu", on_gpu)
+    monkeypatch.setattr(fa3, "_forward", asked)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=asked))
+    sizes = (64,) if package is fa2 else (64, 64)
+    package._refusal.cache_clear()
+    assert package._refusal(*sizes, torch.float16, torch.device("cpu")).endswith(": has been asked")
+    assert not current
+    package._refusal.cache_clear()
 
 
 # --- where it is found ---

@@ -1,6 +1,7 @@
 """Replays: calls by the memo of a plan, and writes, without checks, and never in the place of another."""
 
 import ctypes
+import importlib
 import itertools
 import sys
 import threading
@@ -33,8 +34,8 @@ from fastattn.kernels.cpu import blocks as cpu_blocks
 from fastattn.kernels.cpu import schedule
 from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Pages, Prefix, QuantizedPages, Rows
-from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 from tests.helpers.batches import Case, build
+from tests.helpers.kernels_present import PRESENT  # which quickens the interpreter
 from tests.helpers.pairs import every_pair
 from tests.helpers.stored import apart, store
 
@@ -42,6 +43,7 @@ CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
 SHARED = Case("shared", ((2, 40), (1, 60), (1, 39)), heads=(4, 2), padding_rows=1)
 TREES = [(-1, 0), (-1,), ()]
 OPTIONS = dict(softmax_scale=0.2)  # latents have no default
+NUMBERS = {x.name: x.default for x in fields(AttentionOptions) if x.name not in ("alibi_slopes", "sinks")}
 PATHS = {
     "dense": dense,
     "chunked_prefill": chunked_prefill,
@@ -162,6 +164,69 @@ def test_a_call_is_replayed_with_the_tensors_of_another_layer(name, kernel, give
         assert all(map(torch.equal, in_out, anew))
 
 
+def in_one_memory(x, like, shift):
+    """Return a tensor and memory for an output, which begins in the middle of it if `shift`, else with it."""
+    size = -(-x.numel() * x.itemsize // 16) * 16
+    begin = size // 32 * 16 if shift else 0
+    memory = torch.zeros(begin + size + like.nbytes, dtype=torch.uint8, device=x.device)
+    own, out = memory[: x.numel() * x.itemsize], memory[begin : begin + like.nbytes]
+    return own.view(x.dtype).view(x.shape).copy_(x), out.view(like.dtype).view(like.shape)
+
+
+@in_each_path
+@pytest.mark.parametrize("twin", ["refattn", *PRESENT], ids=str)
+def test_an_output_may_be_written_over_an_input(name, twin, device):
+    """The bits are those in new memory, also of a replay of a call whose output was elsewhere."""
+    *tensors, batch, more = lay_out(name, device=device)
+    attention = PATHS[name].attention
+    if twin == "refattn":
+        attention = importlib.import_module(PATHS[name].__name__.replace("fastattn", "refattn")).attention
+    sinks = torch.linspace(-2.0, 1.0, 4, device=device, dtype=tensors[0].dtype)
+
+    def attend(plan, changed, **options):
+        query, *pools = [changed.get(i, x) for i, x in enumerate(tensors)]
+        its_options = AttentionOptions(**OPTIONS, sinks=changed.get("sinks", sinks))
+        return attention(query, *pools, plan, its_options, **more, **options)
+
+    def assert_overwritten_last():
+        expected = attend(plan_of(name, batch), {})
+        for what, x in {**dict(enumerate(tensors)), "sinks": sinks}.items():
+            for shift in (False, True):
+                plan, calls = plan_of(name, batch), 2 if twin == "refattn" else 3
+                for call in range(calls):
+                    mine, out = in_one_memory(x, expected, shift)
+                    out = torch.empty_like(out) if call == 1 and calls == 3 else out
+                    answer = attend(plan, {what: mine}, out=out)
+                    assert answer is out
+                    assert torch.equal(answer, expected), (what, shift, call)
+
+    if twin == "refattn":
+        assert_overwritten_last()
+    else:
+        with twin.asked_for():
+            twin.check(assert_overwritten_last)
+
+
+def test_an_output_beside_an_input_is_written_at_once(device):
+    """In one half of a workspace, and not if its rows lie between those of the input."""
+    query, *pools, batch, _ = lay_out("dense", device=device)
+    halves = torch.zeros(2, *query.shape, dtype=query.dtype, device=device)
+    between = torch.zeros(query.shape[0], 2, *query.shape[1:], dtype=query.dtype, device=device).transpose(0, 1)
+    for memory in (halves, halves.view_as(halves), between):
+        own, out = memory if memory is not halves else reversed(memory)
+        own.copy_(query)
+        plan = plan_of("dense", batch)
+        expected = dense.attention(own, *pools, plan)
+        for _ in range(2):
+            assert torch.equal(dense.attention(own, *pools, plan, out=out), expected)
+        assert dispatch._memory(out, own, *pools) is (None if memory is between else out)
+        assert torch.equal(own, query)
+    scales = Fp8Scales(torch.ones(4, device=device), 1.0)
+    assert dispatch._memory(scales.key, scales) is None
+    assert dispatch._memory(scales.key, scales.value, None, query) is scales.key
+    assert dispatch._memory(halves[0], between[0, :0], halves[1, :, :, ::2]) is not None
+
+
 def other_calls(device):
     """List calls by one plan, no two with one cache key: tensors, options, and what else is passed."""
     query, keys, values, _, _ = lay_out("chunked_prefill", device=device)
@@ -228,6 +293,11 @@ def changed(x):
         yield x.detach().clone().requires_grad_()
 
 
+def other_number(default):
+    """Return another number than the default of an option; None stands for a number that depends on the shapes."""
+    return 1.0 if default is None else not default if isinstance(default, bool) else default + 1
+
+
 def unchecked(kind, fields):
     """Make options or scales of any fields: no two of them have to fit."""
     made = object.__new__(kind)
@@ -273,7 +343,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
         *(named(**{what: None}) for what in good if what not in ("query", "key", "value")),
         *(named(**{what: 1.0}) for what in good if what.startswith("scales.")),
         *(named(asked_for="triton"), named(return_lse=True), *([named(storage=Rows)] if kind == "plain" else [])),
-        *(named(softmax_scale=1.0), named(softcap=1.0), named(batch_invariant=True), named(alibi_sqrt=True)),
+        *(named(**{name: other_number(default)}) for name, default in NUMBERS.items()),
         *([named(format=torch.float8_e5m2)] if kind == "e4m3" else []),
     ]
     for other in others:

@@ -1224,6 +1224,42 @@ def test_a_plan_over_pages_has_a_block_size(package, call, block_size):
         function_of(package, call)(build(SMALL).batch, block_size=block_size, **more)
 
 
+def column(x: Tensor) -> Tensor:
+    """Return the same numbers, every other one in memory."""
+    return torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0]
+
+
+@each_twin
+def test_a_table_of_a_plan_lies_in_one_piece(package):
+    """A kernel that copied it would read the same numbers after it is filled anew, or those of other sequences."""
+    batch, interval = build(SMALL).batch, importlib.import_module(f"{package}.interval")
+    speculative = importlib.import_module(f"{package}.speculative")
+    rows = dict(first_visible=ints(0, 0, 0), last_visible=ints(3, 4, 19))
+    tables = dict(first_keys=ints(0, 0), positions=ints(3, 4, 19), sequences=ints(0, 1)) | rows
+    for name in tables:
+        for device in ("cpu", "meta"):
+            given = {other: x for other, x in tables.items() if name in rows and other in rows or other == name}
+            given = {other: x.to(device) for other, x in given.items()}
+            there = batch if device == "cpu" else elsewhere_batch(batch)
+            Plan(there, 4, causal=False, **given)
+            message = rf"^{name}: expected its entries side by side, got a stride of 2$"
+            with pytest.raises(ValueError, match=message):
+                Plan(there, 4, causal=False, **given | {name: column(given[name])})
+            if name in rows:
+                with pytest.raises(ValueError, match=message):
+                    interval.plan(there, block_size=4, **given | {name: column(given[name])})
+    alone = function_of(package, "metadata.make_batch")([1], [4], [[0]])
+    Plan(alone, 4, sequences=column(ints(0)))  # which has no neighbour, and so no stride
+    trees = speculative.make_trees([[-1, 0], [-1]])
+    with pytest.raises(ValueError, match=r"^tree_lens: expected its entries side by side, got a stride of 2$"):
+        dataclasses.replace(trees, lens=column(trees.lens))
+    plan = speculative.plan(batch, block_size=4, trees=dataclasses.replace(trees, parents=column(trees.parents)))
+    for name, strides in (("depths", r"\(4, 2\)"), ("ancestors", r"\(4, 2, 2\)")):
+        message = rf"^{name}: expected its entries side by side, got strides of {strides}$"
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(plan, **{name: column(getattr(plan, name))})
+
+
 # --- on a device ---
 
 

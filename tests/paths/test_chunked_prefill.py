@@ -24,6 +24,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4, repage
+from refattn import masks
 from refattn.attention import attend as attend_once
 from refattn.interface import AttentionOptions, Batch, Pages, Plan, Rows
 from tests.helpers.bad_input import BAD_INPUT
@@ -226,6 +227,29 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
             fastattn.chunked_prefill, inputs.query[begin:end], inputs.key_cache, inputs.value_cache, chunk, **filled
         )
         assert torch.equal(out, whole[begin:end])
+
+
+@pytest.mark.parametrize("options", INVARIANT)
+@pytest.mark.parametrize(("of", "junk"), [("key", torch.nan), ("value", torch.nan), ("value", -torch.inf)])
+@pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "cpu"])
+def test_rows_do_not_change_with_what_is_broken_in_another_token_of_their_chunk(twin, of, junk, options):
+    """Not a bit of the rows from which it is hidden, as they are without it; who sees it says so."""
+    case = Case("broken", ((90, 90), (20, 31)), heads=(4, 2))
+    inputs = build(case)
+    filled = per_head(INVARIANT[options], case, "cpu") | dict(batch_invariant=True, return_lse=True)
+    clean = attend(twin, *inputs.tensors, **filled)
+    pool = inputs.key_cache if of == "key" else inputs.value_cache
+    for i, j in ((0, 40), (1, 29)):
+        pool[inputs.batch.block_table[i, j // 16], j % 16, :, 3] = junk
+    out, lse = attend(twin, *inputs.tensors, **filled)
+    left, right = filled.get("window_size", (-1, -1))
+    window = left, 0 if filled.get("causal", True) else right
+    see = [masks.window(q, s, window)[:, j] for (q, s), j in zip(case.lens, (40, 29), strict=True)]
+    broken = torch.cat(see)
+    healthy = ~broken
+    assert broken.all() if options == "not-causal" else 10 < broken.sum() < 60
+    assert torch.equal(out[healthy], clean[0][healthy]) and torch.equal(lse[healthy], clean[1][healthy])
+    assert not out[broken].isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("window_size", [(-1, -1), (37, 0)], ids=str)

@@ -56,12 +56,15 @@ SEEING = {  # where those queries that are to see NaN do
     "chunked_prefill": {},
     "chunked_prefill-softcap": dict(softcap=2.0),
     "chunked_prefill-invariant": dict(batch_invariant=True),
+    "chunked_prefill-no-scale": dict(softmax_scale=0.0),
     "dense": {},
+    "dense-no-scale": dict(softmax_scale=0.0),
     "sliding_window": dict(window_size=(40, 0)),
     "local": dict(chunk_size=48),
     "cascade": {},
     "differential": {},
     "differential-softcap": dict(softcap=2.0),
+    "differential-no-scale": dict(softmax_scale=0.0),
 }
 
 
@@ -221,6 +224,41 @@ def test_nan_stays_with_its_sequence_and_comes_out_there(name, twin, device):
         assert torch.equal(out[healthy], clean[0][healthy]) and torch.equal(lse[healthy], clean[1][healthy])
 
     twin.check(assert_isolated)
+
+
+@pytest.mark.parametrize(
+    "twin", [twin for twin in TWINS if twin.name in ("reference", "cpu", "triton")], ids=lambda twin: twin.name
+)
+@pytest.mark.parametrize("path", ["chunked_prefill", "dense"])
+def test_scores_of_minus_infinity(path, twin, device):
+    """Those of some keys have no weight. Where all are, the reference says NaN, and our kernels that nothing is seen.
+
+    See docs/proof/conventions.md.
+    """
+
+    def hold():
+        inputs = build(Case("endless", ((1, 7), (2, 20), (20, 45)), heads=(4, 2)), dtype=twin.dtype, device=device)
+        query, *stores, batch = inputs.rows if path == "dense" else inputs.tensors
+        query, key, value = query.abs(), stores[0].clone(), stores[1]
+        for i, j in ((0, 0), *((2, j) for j in range(25))):  # of the third sequence, the whole context
+            key[(27 * (i > 0) + j,) if path == "dense" else (batch.block_table[i, j // 16], j % 16)] = -torch.inf
+        query[1, 1, 7] = torch.inf  # of the second sequence, in the first group
+        places = slice(7, 27) if path == "dense" else batch.block_table[1, :2].long()
+        key[places, ..., 0, 7] = -1.0
+        out, lse = twin.call(path, query, key, value, batch)
+        right, right_lse = Twin("reference").call(path, query, key, value, batch)
+        others = torch.ones_like(lse, dtype=torch.bool)
+        others[1, 1] = False
+        tolerance = dict(rtol=2e-2, atol=2e-2) if twin.dtype.itemsize == 2 else {}
+        torch.testing.assert_close(out[others], right[others], **tolerance)
+        torch.testing.assert_close(lse[others], right_lse[others], **tolerance)
+        out, lse = out.cpu(), lse.cpu()
+        if twin.name == "reference":
+            assert out[1, 1].isnan().all() and lse[1, 1] == -torch.inf
+        else:
+            assert not out[1, 1].any() and lse[1, 1] == -torch.inf
+
+    twin.check(hold)
 
 
 # --- tensors of any strides ---

@@ -593,6 +593,40 @@ def test_outputs_go_where_they_are_asked_for(kernel):
     assert again is out and torch.equal(out.cpu(), expected)
 
 
+@each_computer
+@pytest.mark.parametrize("count", [3, 40])
+def test_outputs_may_be_written_over_inputs(kernel, count):
+    """The rule and the convolution, over their own inputs, and one row further on.
+
+    The bits are those in new memory: no kernel reads what it has written.
+    """
+    package = refattn.recurrent if kernel == "reference" else fastattn.recurrent
+    device = "cpu" if kernel == "reference" else DEVICE
+    step, batch = draw(count, hv=2, dv=8).to(device), moved(lengths([count], [0]), device)
+    inputs, weight = torch.randn(count, 200, device=device), torch.randn(200, 4, device=device)
+    plan = package.plan(batch, state_indices=ints([1]).to(device))
+
+    def fold(tensors, out):
+        states = draw_states(2, 2, 8).to(device)
+        return package.attention(*tensors, states, plan, out=out), states
+
+    def mix(tensors, out):
+        states = torch.zeros(2, 3, 200, device=device)
+        return package.convolve(*tensors, weight, states, plan, out=out), states
+
+    with nullcontext() if kernel == "reference" else use_kernel(kernel):
+        for call, tensors, places in ((fold, step, range(3)), (mix, (inputs,), [0])):
+            expected, states = call(tensors, None)
+            for place in places:
+                for first in (0, 1):
+                    memory = torch.zeros(count + first, *expected.shape[1:], device=device)
+                    mine = memory[:count].copy_(tensors[place])
+                    changed = (*tensors[:place], mine, *tensors[place + 1 :])
+                    out, after = call(changed, memory[first:])
+                    assert out.data_ptr() == memory[first:].data_ptr()
+                    assert torch.equal(out, expected) and torch.equal(after, states)
+
+
 def test_the_paths_are_called_alike_and_plan_alike():
     batch, slots = lengths((2, 1, 0), (0, 4, 2)), ints([2, 0, 1])
     plans = [package.plan(batch, state_indices=slots) for package in (refattn.recurrent, fastattn.recurrent)]

@@ -4,12 +4,17 @@ On a CPU a capture is the step itself, run again, and a launch is over when it r
 """
 
 import gc
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 import fastattn.serving.cuda_graphs
+from fastattn.kernels.device import on_gpu
+from fastattn.serving import CudaGraphs
 from fastattn.serving.decode_rows import DecodeRows
 from refattn.serving import CPU, NGram, SamplingParams
 from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, Watched, assert_nothing_is_held, make_engine, outputs
@@ -42,6 +47,51 @@ def test_the_next_step_is_launched_before_a_token_is_read(llama, ahead, prompts)
     assert engine.runner.said == ["launch 1", *order, f"read {steps}"], "none is computed for nothing"
     assert engine.runner.ahead == ([[1, 1, 9, 29], [1, 1, 1, 4]] if len(prompts) > 1 else [])
     assert_nothing_is_held(engine)
+
+
+def test_all_that_a_runner_does_is_on_the_gpu_of_the_model(llama, ahead, monkeypatch):
+    """Captures, events and launches are of the current GPU, which need not be that of the model."""
+    graphs, current, done = fastattn.serving.cuda_graphs, [], Counter()
+
+    @contextmanager
+    def on_gpu(device):
+        current.append(device)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    def there(function, name):
+        def call(*arguments):
+            assert current and set(current) == {llama.device}, name
+            done[name] += 1
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(graphs, "on_gpu", on_gpu)
+    for place, name in (
+        (graphs, "_record"),
+        (graphs, "_record_event"),
+        (graphs, "_choose"),
+        (graphs._Decode, "_copy"),
+        (graphs._Step, "_fill"),
+        (CudaGraphs, "_launch"),
+    ):
+        monkeypatch.setattr(place, name, there(getattr(place, name), name))
+    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda *_: True)
+    engine = ahead(llama)
+    engine.warm_up(20)
+    assert outputs(engine, PROMPTS[:3]) == outputs(make_engine(llama, "fastattn"), PROMPTS[:3])
+    assert min(done.values()) > 1 and len(done) == 6 and not current
+
+
+def test_a_gpu_is_made_the_current_one_for_a_model_on_it():
+    with mock.patch.object(torch.cuda, "device") as device, on_gpu(torch.device("cpu")):
+        device.assert_not_called()
+    with mock.patch.object(torch.cuda, "device") as device, on_gpu(torch.device("cuda", 1)):
+        device.assert_called_once_with(torch.device("cuda", 1))
+        device.return_value.__enter__.assert_called_once()
 
 
 @pytest.mark.parametrize("sampling", [LONG, SamplingParams(max_tokens=9)], ids=["sampled", "greedy"])

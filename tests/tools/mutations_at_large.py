@@ -274,8 +274,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a replay knows no softcap",
         KEY,
-        "*(options.softmax_scale, options.softcap, options.batch_invariant, options.alibi_sqrt),\n            torch",
-        "*(options.softmax_scale, options.batch_invariant, options.alibi_sqrt),\n            torch",
+        "if one.name not in PER_HEAD",
+        'if one.name not in (*PER_HEAD, "softcap")',
         REPLAY,
     ),
     planted(
@@ -296,9 +296,30 @@ AT_LARGE: list[Mutation] = [
     planted(
         "an answer is written into strided memory as if it were contiguous",
         DISPATCH,
-        "return out if out is not None and out.is_contiguous() else None",
-        "return out",
+        "return out if out is not None and out.is_contiguous() and not _overlaps(out, read) else None",
+        "return None if out is None or _overlaps(out, read) else out",
         "tests/kernels/test_kernels.py",
+    ),
+    planted(
+        "an answer is written over what is still to be read",
+        DISPATCH,
+        "out.is_contiguous() and not _overlaps(out, read) else None",
+        "out.is_contiguous() else None",
+        REPLAY,
+    ),
+    planted(
+        "memory is shared only where it begins alike",
+        DISPATCH,
+        "if x.data_ptr() < end and begin < _addresses(x)[1]:",
+        "if x.data_ptr() == begin:",
+        REPLAY,
+    ),
+    planted(
+        "a state is folded over the tokens that it is folded from",
+        DISPATCH,
+        "memory = None if out is None or _overlaps(out, tensors) else out",
+        "memory = out",
+        "tests/paths/test_recurrent.py",
     ),
     planted(
         "sinks count in every level",
@@ -341,6 +362,13 @@ AT_LARGE: list[Mutation] = [
         "an output may overlap itself",
         "refattn/interface/call.py",
         '        check_own_memory("out", out)\n',
+        "",
+        BAD_INPUT,
+    ),
+    planted(
+        "a table of a plan may lie in pieces",
+        "refattn/interface/plan.py",
+        "                check_side_by_side(name, numbers)\n",
         "",
         BAD_INPUT,
     ),

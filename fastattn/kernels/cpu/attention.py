@@ -124,6 +124,8 @@ def replay_of_decodes(
     ) -> tuple[Tensor, Tensor]:
         key, value = _gathered(keys.key_cache, keys.value_cache, part, b)
         answer, lse = FLASH(query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale)
+        if return_lse:
+            _mend_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
         return answer.flatten(1, 2), lse.flatten(1, 2) if return_lse else lse
 
     return replay
@@ -467,7 +469,7 @@ def _aligned_tiles(
             bias = _bias_in(view, at, keys, query.dtype, options)
             missing = (keys < view.first_key) | (keys >= view.end_key)
             k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
-            parts.append(_rectangle(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
+            parts.append(_rectangle_of_each(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
         if parts:
             out[rows], lse[rows] = (x[places] for x in _merge(*parts))
     return out, lse
@@ -510,12 +512,36 @@ def _rectangle(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over some keys with a bias; those that it hides from every query may hold anything, NaN too."""
-    unseen = (bias[0] == -torch.inf).all(0)  # what hides a key hides it from every head
+    unseen = bias[0].amax(0) == -torch.inf  # what hides a key hides it from every head
     if unseen.any():
         key, value = (x.masked_fill(unseen[:, None, None], 0.0) for x in (key, value))
     if options.softcap:
         return _capped(query, key, value, bias, options)
     return _flash(query, key, value, options.softmax_scale, bias=bias)
+
+
+def _rectangle_of_each(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    bias: Float[Tensor, "#h t s"],
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend as `_rectangle` does, and let NaN and infinity reach only the queries that see the key or the value.
+
+    A query with such a key hidden from it is computed once more, in the same place, with zeros where it sees nothing.
+    """
+    out, lse = _rectangle(query, key, value, bias, options)
+    some = ((bias[0].amin(0) == -torch.inf) & (bias[0].amax(0) > -torch.inf)).nonzero()[:, 0]  # seen by a part of them
+    if not len(some) or all(x[some].isfinite().all() for x in (key, value)):
+        return out, lse
+    hidden = bias[0] == -torch.inf  # [t, s]
+    broken = ~(key[some].isfinite().all(-1) & value[some].isfinite().all(-1)).all(-1)
+    for i in hidden[:, some[broken]].any(1).nonzero()[:, 0].tolist():
+        own_key, own_value = (x.masked_fill(hidden[i][:, None, None], 0.0) for x in (key, value))
+        own_out, own_lse = _rectangle(query, own_key, own_value, bias, options)
+        out[i], lse[i] = own_out[i], own_lse[i]
+    return out, lse
 
 
 def _cut(begin: int, end: int) -> list[tuple[int, int]]:
@@ -617,8 +643,8 @@ def _call(
     """Call ATen, and mend the answers that it gets wrong.
 
     It wants one head size for keys and values. It answers a row that sees nothing with an LSE of 0; such rows are put
-    right, unless it is known that there are none. Under a causal mask it multiplies `-inf` by the scale. Without a
-    bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
+    right, unless it is known that there are none; see also `_mend_lse`. Under a causal mask it multiplies `-inf` by the
+    scale. Without a bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
     """
     d, dv = query.shape[-1], value.shape[-1]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -638,7 +664,39 @@ def _call(
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse.masked_fill_(saw_nothing, -torch.inf)
         out.masked_fill_(saw_nothing[..., None], 0.0)
+    _mend_lse(out, lse, query, key, scale, causal=causal, bias=bias)
     return out if d == dv else out[..., :dv], lse
+
+
+def _mend_lse(
+    out: Float[Tensor, "b h t dv"],
+    lse: Float[Tensor, "b h t"],
+    query: Float[Tensor, "b h t d"],
+    key: Float[Tensor, "b hk s d"],
+    scale: float,
+    *,
+    causal: bool = False,
+    bias: Float[Tensor, "#b #h #t s"] | None = None,
+) -> None:
+    """Make `-inf` of the log-sum-exps of rows whose every score is that, as of an infinite key.
+
+    ATen says 0, or the logarithm of a number of keys, which would count in a merge. It says 0 as the output, too, so
+    all other rows are known at a look at one column.
+    """
+    if out[..., 0].all():
+        return
+    (b, h, t, _), (hk, s) = query.shape, key.shape[1:3]
+    zeros = (out[..., 0] == 0) & (lse > -torch.inf)  # [b, h, t]
+    if zeros.any():
+        zeros &= (out == 0).all(-1)
+    for i, head in zeros.any(-1).nonzero().tolist():
+        rows = zeros[i, head].nonzero()[:, 0]
+        scores = query[i, head, rows].to(lse.dtype) @ key[i, head * hk // h].to(lse.dtype).T * scale
+        if bias is not None:
+            scores += bias.expand(b, h, t, s)[i, head, rows]
+        if causal:
+            scores.masked_fill_(torch.arange(s, device="cpu") > rows[:, None], -torch.inf)
+        lse[i, head, rows[scores.amax(-1) == -torch.inf]] = -torch.inf
 
 
 def _capped(

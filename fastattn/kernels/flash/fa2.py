@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.device import cannot_import, capability
+from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.kernel import Kernel
@@ -174,7 +174,8 @@ def _refusal(head_size: int, dtype: torch.dtype, device: torch.device) -> str | 
     rows = torch.zeros(1, 1, head_size, dtype=dtype, device=device)
     ends = torch.arange(2, dtype=torch.int32, device=device)
     try:
-        flash_attn_varlen_func(rows, rows, rows, ends, ends, 1, 1)
+        with on_gpu(device):  # elsewhere a launch fails, which would be remembered
+            flash_attn_varlen_func(rows, rows, rows, ends, ends, 1, 1)
     except RuntimeError as error:
         return f"this build refuses head size {head_size} in {dtype}: {str(error).splitlines()[0]}"
     return None

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.device import cannot_import, capability
+from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import Kernel
@@ -427,11 +427,12 @@ def _refusal(
     table = ends[None, :1] if latents else None
     batch = Batch(ends, ends[1:], table, max_query_len=1, max_seq_len=1)
     try:
-        if table is None:
-            _forward(query, query, value, Plan(batch), AttentionOptions(), dict(cu_seqlens_k=ends))
-        else:
-            where = dict(seqused_k=batch.seq_lens, page_table=table)
-            _forward(query, query[None], value[None], Plan(batch, 1), AttentionOptions(), where, value)
+        with on_gpu(device):  # elsewhere a launch fails, which would be remembered
+            if table is None:
+                _forward(query, query, value, Plan(batch), AttentionOptions(), dict(cu_seqlens_k=ends))
+            else:
+                where = dict(seqused_k=batch.seq_lens, page_table=table)
+                _forward(query, query[None], value[None], Plan(batch, 1), AttentionOptions(), where, value)
     except RuntimeError as error:
         return f"this build refuses head sizes {head_size} and {value_head_size}, {dtype}: {str(error).splitlines()[0]}"
     return None

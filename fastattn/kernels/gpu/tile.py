@@ -153,11 +153,11 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def with_positive_scale(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
-    """Return a query and a positive scale whose products are those asked for, to the bit."""
+    """Return a query and a positive scale whose products are those asked for, to the bit; NaN and infinity stay NaN."""
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if scale > 0:
         return query, scale
-    return (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
 def is_wide(block_size: int, *token_strides: int) -> bool:
