@@ -12,7 +12,7 @@ import torch
 
 from refattn.conformance.adapters import ADAPTERS
 from refattn.conformance.check import FAILED, Report
-from refattn.conformance.report import mark
+from refattn.conformance.report import MOST_ROWS, mark
 
 COUNTED = ("honoured", "broken", "refused", "not claimed", "not reached")
 NOTES = "✓ honoured · ✗ broken · ! crashed, or did not answer · – refused · empty: not claimed · ? not reached"
@@ -57,9 +57,13 @@ def results(
 
 
 def _compact(report: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is empty, and what the contract says itself."""
+    """Leave out what is empty, what the contract says itself, and the rows of masks that no report shows."""
     report["findings"] = [
-        {name: value for name, value in finding.items() if value and name != "promise"}
+        {
+            name: [mask[:MOST_ROWS] for mask in value] if name in ("expected", "seen") else value
+            for name, value in finding.items()
+            if value and name != "promise"
+        }
         for finding in report["findings"]
     ]
     return report

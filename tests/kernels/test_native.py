@@ -80,12 +80,13 @@ def test_outputs_are_rounded_as_torch_rounds(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_means_are_rounded_to_even(dtype):
     """Two keys of equal weight, whose values are neighbours in float16 and bfloat16: each mean is a tie."""
-    first = torch.tensor([1.0, 2.0**-20, 3.0, 60000.0, 2.0**-24, 0.0], dtype=dtype)
+    even = torch.tensor([1.0, 2.0**-20, 3.0, 60000.0, 2.0**-24, 0.0], dtype=dtype).view(torch.int16)
+    first = torch.cat((even, even + 1)).view(dtype)
     second = (first.view(torch.int16) + 1).view(dtype)
     pool = torch.stack((first, second)).view(1, 2, 1, -1).contiguous()
     plan = chunked_prefill.plan(make_batch([1], [2], [[0]]), block_size=2)
     with fastattn.use_kernel("native"):
-        out = chunked_prefill.attention(torch.zeros(1, 1, 6, dtype=dtype), torch.zeros_like(pool), pool, plan)
+        out = chunked_prefill.attention(torch.zeros(1, 1, 12, dtype=dtype), torch.zeros_like(pool), pool, plan)
     assert torch.equal(out.flatten(), ((first.double() + second.double()) / 2).float().to(dtype))
 
 
@@ -98,6 +99,14 @@ def test_splits_merge():
             assert_twins_agree("chunked_prefill", *inputs.tensors)
             assert_twins_agree("sliding_window", *inputs.tensors, window_size=(attention.SPLIT, 0))
             assert_twins_agree("chunked_prefill", *inputs.tensors, sinks=torch.tensor([-1e4, 0.0, 9.0, 90.0]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("root", [False, True], ids=["alibi", "alibi-of-the-root"])
+def test_alibi(root):
+    slopes = torch.linspace(0.01, 0.5, 12)
+    with fastattn.use_kernel("native"):
+        assert_twins_agree("chunked_prefill", *build(DECODES).tensors, alibi_slopes=slopes, alibi_sqrt=root)
 
 
 @needs_compiler

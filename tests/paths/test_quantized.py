@@ -1,8 +1,10 @@
 """Quantised caches: the bytes that are written, what is read of them, and who may see whom as in any other cache."""
 
 import importlib
+import itertools
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -394,8 +396,9 @@ def test_every_code_is_read(twin, kind):
     finite = decoded(kind).isfinite()
     batch = make_batch([1] * 256, [1] * 256, [[i] for i in range(256)])
     query, options = torch.full((256, 1, 1), 0.5), dict(softmax_scale=1.0, return_lse=True)
-    for cache in (codes, codes.view(kind)):
-        out, lse = attend(twin, query, cache, cache, batch, scales=Fp8Scales(0.5, 3.0, format=kind), **options)
+    for cache, kernel in itertools.product((codes, codes.view(kind)), (None, "cpu")):
+        with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
+            out, lse = attend(twin, query, cache, cache, batch, scales=Fp8Scales(0.5, 3.0, format=kind), **options)
         assert torch.equal(out[finite].flatten().double(), decoded(kind)[finite] * 3)
         assert torch.equal(lse[finite].flatten().double(), decoded(kind)[finite] / 4)
         assert out[~finite].isnan().all()

@@ -121,13 +121,6 @@ AT_LARGE: list[Mutation] = [
         IN_C,
         "(call->sqrt_distance ? sqrtf(far) : far)",
         "far",
-        PAGED,
-    ),
-    planted(
-        "C does not look whether a block is in the pool",
-        IN_C,
-        "        if (block < 0 || block >= call->blocks)\n            return 0;\n",
-        "",
         NATIVE,
     ),
     planted(
