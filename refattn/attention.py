@@ -166,7 +166,7 @@ def attend_sequences(
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
-        visible, bias = mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
+        visible, bias = masks.mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             key,
@@ -179,41 +179,6 @@ def attend_sequences(
             batch_invariant=options.batch_invariant,
         )
     return out, lse
-
-
-def mask_and_bias(
-    plan: Plan | TreePlan,
-    i: int,
-    rows: tuple[int, int],
-    seq_len: int,
-    options: AttentionOptions,
-    compute: torch.dtype,
-    device: torch.device,
-) -> tuple[Bool[Tensor, "t s"], Float[Tensor, "h t s"] | None]:
-    """Draw who sees whom in sequence `i` of a plan, and the ALiBi bias that follows from the same positions."""
-    whole, query_len = plan.whole, rows[1] - rows[0]
-    places: dict[str, Any] = dict(device=device)  # unless told otherwise, queries are the last tokens
-    if whole.positions is not None:
-        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
-        places["positions"] = whole.positions[slice(*rows)].long() - first_key
-    ancestors = None
-    if isinstance(plan, TreePlan):
-        ancestors = masks.tree(plan.trees.to_lists()[i]).to(device)
-        first_node = seq_len - len(ancestors)
-        keys = torch.arange(seq_len, device=device)
-        keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]  # the positions of siblings are the same
-        places["key_positions"] = keys
-    visible = masks.window(query_len, seq_len, whole.window, **places)
-    if whole.first_visible is not None and whole.last_visible is not None:
-        first_key = 0 if whole.first_keys is None else int(whole.first_keys[i])
-        first, last = (x[slice(*rows)].to(device) for x in (whole.first_visible, whole.last_visible))
-        visible &= masks.interval(first, last, seq_len, first_key=first_key)
-    if ancestors is not None:
-        visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]
-    if options.alibi_slopes is None:
-        return visible, None
-    sizes = options.alibi_slopes, query_len, seq_len
-    return visible, masks.alibi(*sizes, dtype=compute, sqrt=options.alibi_sqrt, **places)
 
 
 def attend_to(

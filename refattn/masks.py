@@ -8,17 +8,54 @@ and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
     1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1   1 1 1 1 0
     1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1   0 0 1 1 1
 
-Masks combine with `&`.
+Masks combine with `&`. Which of them a plan asks for, `mask_and_bias` says.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from refattn.interface import AttentionOptions, Plan, TreePlan
 from refattn.interface.values import check_window
+
+
+def mask_and_bias(
+    plan: Plan | TreePlan,
+    i: int,
+    rows: tuple[int, int],
+    seq_len: int,
+    options: AttentionOptions,
+    compute: torch.dtype,
+    device: torch.device,
+) -> tuple[Bool[Tensor, "t s"], Float[Tensor, "h t s"] | None]:
+    """Draw who sees whom in sequence `i` of a plan, and the ALiBi bias that follows from the same positions."""
+    whole, query_len = plan.whole, rows[1] - rows[0]
+    places: dict[str, Any] = dict(device=device)  # unless told otherwise, queries are the last tokens
+    if whole.positions is not None:
+        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
+        places["positions"] = whole.positions[slice(*rows)].long() - first_key
+    ancestors = None
+    if isinstance(plan, TreePlan):
+        ancestors = tree(plan.trees.to_lists()[i]).to(device)
+        first_node = seq_len - len(ancestors)
+        keys = torch.arange(seq_len, device=device)
+        keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]  # the positions of siblings are the same
+        places["key_positions"] = keys
+    visible = window(query_len, seq_len, whole.window, **places)
+    if whole.first_visible is not None and whole.last_visible is not None:
+        first_key = 0 if whole.first_keys is None else int(whole.first_keys[i])
+        first, last = (x[slice(*rows)].to(device) for x in (whole.first_visible, whole.last_visible))
+        visible &= interval(first, last, seq_len, first_key=first_key)
+    if ancestors is not None:
+        visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]
+    if options.alibi_slopes is None:
+        return visible, None
+    sizes = options.alibi_slopes, query_len, seq_len
+    return visible, alibi(*sizes, dtype=compute, sqrt=options.alibi_sqrt, **places)
 
 
 def query_positions(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Int64[Tensor, "t"]:

@@ -31,8 +31,7 @@ from einops import einsum
 from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn import chunked_prefill, mla
-from refattn.attention import mask_and_bias
+from refattn import chunked_prefill, masks, mla
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.ambient import without_autocast
 from refattn.interface.selection import (
@@ -174,7 +173,7 @@ def scores(
         key = read(index_cache, batch.block_table[i, places // block_size].long() * block_size + places % block_size)
         products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s")
         sums = einsum(weights[q0:q1].float(), products.relu(), "t h, t h s -> t s")
-        visible, _ = mask_and_bias(plan, i, (q0, q1), seq_len, AttentionOptions(), torch.float32, query.device)
+        visible, _ = masks.mask_and_bias(plan, i, (q0, q1), seq_len, AttentionOptions(), torch.float32, query.device)
         result[q0:q1, :seq_len] = sums.masked_fill(~visible, -torch.inf)
     return result
 

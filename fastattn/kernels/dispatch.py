@@ -54,7 +54,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, Subtraction, attention_problem, key_starts, stored_types
+from fastattn.kernels.problem import Problem, Subtraction, attention_problem, cu_seqlens_k_of, stored_types
 from fastattn.kernels.replay import (
     RETURN_LSE,
     Key,
@@ -170,15 +170,15 @@ def priorities(problem: Problem) -> tuple[str, ...]:
             return ("flash_mla", "triton", "fa3") if full else ("triton", "flash_mla", "fa3")
         if _rows(problem) <= 16:
             return "triton", "flash_mla", "fa3"
-        return ("flash_mla", "fa3", "triton") if _fills(problem) else ("flash_mla", "triton", "fa3")
+        return ("flash_mla", "fa3", "triton") if _fills_sms(problem) else ("flash_mla", "triton", "fa3")
     if problem.tree:
-        return ("fa3", "triton") if _rows(problem) > 16 and _fills(problem) else ("triton", "fa3")
+        return ("fa3", "triton") if _rows(problem) > 16 and _fills_sms(problem) else ("triton", "fa3")
     if problem.keys == "rows" and problem.window[0] >= 0:
         return "fa2", "torch_flash", "triton", "fa4"
     if _pays_to_split(problem):
         return "triton", "fa4", "fa3", "fa2", "torch_flash"
     if problem.keys == "pages" and problem.window == (-1, 0) and _rows(problem) <= 64:
-        return (*(("fa3", "triton") if _fills(problem) else ("triton", "fa3")), "fa4", "fa2", "torch_flash")
+        return (*(("fa3", "triton") if _fills_sms(problem) else ("triton", "fa3")), "fa4", "fa2", "torch_flash")
     if problem.keys == "pages" and problem.window == (-1, 0) and problem.block_size == FA3_PAGE:
         return "fa3", "fa4", "fa2", "torch_flash", "triton"
     return "fa4", "fa3", "fa2", "torch_flash", "triton"
@@ -204,7 +204,7 @@ def _pays_to_split(problem: Problem) -> bool:
     return tiles * room <= num_multiprocessors(problem.device)
 
 
-def _fills(problem: Problem) -> bool:
+def _fills_sms(problem: Problem) -> bool:
     """Return whether a kernel that splits no keys keeps most multiprocessors at work, each for about as long."""
     rows = 64 if problem.keys == "latents" else 128  # of its tiles
     tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
@@ -405,7 +405,7 @@ def compute(
         cache_key: from `key_of`, under which the plan will remember how to replay the call; None to remember nothing.
         more: as in `attend`.
     """
-    call, adapt, can_record = _caller(query, keys, plan, options)
+    call, adapt, can_record = _attention_fn(query, keys, plan, options)
     into = None
     if cache_key is not None and can_record:
         into = Recorder(return_lse=cache_key[RETURN_LSE] is True)
@@ -417,7 +417,7 @@ def compute(
     return _into(out, answer, lse)
 
 
-def _caller(
+def _attention_fn(
     query: Tensor, keys: AnyKeys, plan: AttentionPlan, options: AttentionOptions
 ) -> tuple[Replay, Callable[[Replay], Replay], bool]:
     """Return what computes a call, how to call what a kernel records of it, and whether that is all of the call.
@@ -426,7 +426,7 @@ def _caller(
     chosen for each, and the answers merge. Over codes a kernel that takes all of them goes first.
     """
     if isinstance(keys, Pairs):
-        return _caller_of_pairs(query, keys, plan, options)
+        return _differential_fn(query, keys, plan, options)
     problem = attention_problem(query, keys, plan, options)
     if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
         return choose(problem).attend, _as_it_is, True
@@ -460,10 +460,10 @@ def _levels_of(plan: AttentionPlan, options: AttentionOptions) -> list[tuple[Pla
 # --- differential attention ---
 
 
-def _caller_of_pairs(
+def _differential_fn(
     query: Tensor, keys: Pairs, plan: AttentionPlan, options: AttentionOptions
 ) -> tuple[Replay, Callable[[Replay], Replay], bool]:
-    """Return as `_caller` a kernel that subtracts, which reads every key and value once, where one can.
+    """Return as `_attention_fn` a kernel that subtracts, which reads every key and value once, where one can.
 
     Where none can, or one is asked for that cannot, it is four calls of attention, as always over an fp8 cache, under
     the levels of a cascade and under drafted trees.
@@ -478,7 +478,7 @@ def _caller_of_pairs(
     for half in (0, 1):
         queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
         pools = (keys.of_halves(half, other) for other in (0, 1))
-        callers.append([_caller(queries, its_pools, plan, its_options)[0] for its_pools in pools])
+        callers.append([_attention_fn(queries, its_pools, plan, its_options)[0] for its_pools in pools])
     return _with_subtraction(partial(_subtract, callers)), _as_it_is, False
 
 
@@ -521,7 +521,7 @@ def _in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
     if pages is None:
         longest = min(plan.batch.max_seq_len, num_rows)
         columns = torch.arange(longest, dtype=torch.int32, device=plan.batch.device)
-        batch = replace(plan.batch, block_table=key_starts(plan)[:-1, None] + columns)
+        batch = replace(plan.batch, block_table=cu_seqlens_k_of(plan)[:-1, None] + columns)
         pages = replace(plan, batch=batch, block_size=1)
         if plan.batch.device.type == "cpu":
             memo.pages[num_rows] = pages

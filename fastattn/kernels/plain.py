@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, key_starts, uses_positions
+from fastattn.kernels.problem import Problem, cu_seqlens_k_of, uses_positions
 from fastattn.kernels.torch_ops import add_sinks
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pages, Plan, Rows, TreePlan
 
@@ -70,7 +70,7 @@ def attend(
 
 def _from_rows(rows: Rows, plan: Plan) -> Read:
     """Return what reads keys and values where the rows of a sequence begin."""
-    starts = key_starts(plan).tolist()
+    starts = cu_seqlens_k_of(plan).tolist()
 
     def read(sequence: int, places: Int64[Tensor, "keys"]) -> tuple[Tensor, Tensor]:
         return rows.key[starts[sequence] + places], rows.value[starts[sequence] + places]

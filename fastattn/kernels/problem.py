@@ -257,7 +257,7 @@ def as_integers(x: Tensor) -> Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
-def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
+def cu_seqlens_k_of(plan: Plan) -> Int32[Tensor, "_"]:
     """Return where the keys of each sequence begin in rows: from the memo of the plan, or summed from the lengths.
 
     The plans of `dense` and `mla` sum them once, so that no layer launches the sum.

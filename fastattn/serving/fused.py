@@ -15,8 +15,8 @@ launches so much besides its attention:
     down                                            1    1
                                                    53    8
 
-The kernels round where the model's code does (`fastattn.kernels.triton.layers`). Attention is called as that code calls
-it, through transformers' AttentionInterface, so whatever an engine does with it stays.
+The kernels round where the model's code does (`fastattn.kernels.triton.fused_layers`). Attention is called as that
+code calls it, through transformers' AttentionInterface, so whatever an engine does with it stays.
 
 A part is fused if its class is known, if it consists of plain linear layers, and if it proves itself: over random
 tokens it has to compute what the model's own code does, and to call attention with the same arguments. All else stays

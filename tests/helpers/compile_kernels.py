@@ -125,7 +125,11 @@ class Launcher:
     def __init__(self, source, metadata):
         name = f"{source.fn.__module__}.{source.fn.__name__}"
         fixed = {source.fn.arg_names[at[0]]: value for at, value in source.constants.items() if len(at) == 1}
-        tile = {x: fixed[x] for x in ("BLOCK_M", "BLOCK_N", "HEAD_SIZE", "WORDS", "CODES", "SHARED") if x in fixed}
+        tile = {
+            x: fixed[x]
+            for x in ("BLOCK_M", "BLOCK_N", "HEAD_SIZE", "MASK_WORDS", "CODES", "VALUES_IN_KEYS")
+            if x in fixed
+        }
         self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
         self.about |= {"shared": metadata.shared, "room": Driver.gpu.shared_memory}
         self.about["columns"] = getattr(metadata, "tmem_size", None) or 0
@@ -195,14 +199,23 @@ def launch_all(gpu, largest):
     knobs.compilation.disable_line_info = True  # which only a debugger reads
     driver.set_active(Driver())
 
-    from fastattn.kernels.flash.expand import round_queries
+    from fastattn.kernels.flash.dequantize import round_queries
     from fastattn.kernels.flash.repage import repage
-    from fastattn.kernels.gpu import codes
-    from fastattn.kernels.gpu.adapt import adapt
-    from fastattn.kernels.gpu.repair import attend_after, attend_to_latent_nodes, attend_to_nodes, repair
-    from fastattn.kernels.gpu.rounding import round_to_codes
+    from fastattn.kernels.gpu import quantized
+    from fastattn.kernels.gpu.fixup import fix_up
+    from fastattn.kernels.gpu.quantize_query import quantize_query
+    from fastattn.kernels.gpu.recompute import attend_after, attend_to_latent_nodes, attend_to_nodes, recompute
     from fastattn.kernels.gpu.slots import slots_in_pool
-    from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, sampling, selection
+    from fastattn.kernels.triton import (
+        attention,
+        cache,
+        differential,
+        fused_layers,
+        merge,
+        metadata,
+        sampling,
+        selection,
+    )
 
     attend_levels = attention.attend_levels
     if largest:
@@ -214,7 +227,7 @@ def launch_all(gpu, largest):
 
         attention.attend_levels = attend_if_largest
         # The same kernel for heads of 128 elements, and over latents with the tile of the trees below.
-        repair = attend_to_nodes = attend_to_latent_nodes = lambda *_: None
+        recompute = attend_to_nodes = attend_to_latent_nodes = lambda *_: None
 
     def some(*cases, last=1):
         """Return all cases of a loop, or of the largest launches the last ones."""
@@ -240,13 +253,13 @@ def launch_all(gpu, largest):
             query, keys = torch.zeros(2 * query_len, 8, head_size, dtype=half), pool(2, head_size, half)
             attention.attend(query, keys, keys, plan(query_len), plain)
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
-        attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
+        attention.attend(query, keys, quantized.in_pairs(keys), plan(1), plain, codes=quantized.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
         # Latents, a tile of 64 rows over pages of as many tokens.
         query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), torch.zeros(16, 64, 1, 512 + 64, dtype=torch.uint8)
         decodes = Plan(make_batch([1] * 2, [1024] * 2, [list(range(16))] * 2), 64)
-        of_latents = dict(shared=True, codes=codes.Codes("e4m3", (1.0, 0.5, 0.5)))
+        of_latents = dict(shared=True, codes=quantized.Codes("e4m3", (1.0, 0.5, 0.5)))
         attention.attend(query, keys, keys[..., :512], decodes, plain, **of_latents)
         packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
         attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
@@ -276,34 +289,34 @@ def launch_all(gpu, largest):
         attention.attend(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
     after = AttentionOptions(softcap=5.0)
     attend_after(query, keys, keys, plan(64, **ends), after, query.clone(), torch.zeros(128, 8))
-    repair(query, query, keys, keys, plan(64), plain)
+    recompute(query, query, keys, keys, plan(64), plain)
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)
     for query_len, options, held, value_dtype in (  # products of 16 rows, of 64 and of 128
-        (1, plain, codes.Codes("e4m3"), torch.uint8),
-        (512, plain, codes.Codes("e4m3"), torch.uint8),
-        (1, plain, codes.Codes("e5m2"), torch.uint8),
-        (1, plain, codes.Codes("int8", key=of_keys, value=of_values), torch.int8),
-        (512, plain, codes.Codes("int8", key=of_keys, value=of_values), torch.int8),
-        (64, invariant, codes.Codes("int8", key=of_keys), half),
+        (1, plain, quantized.Codes("e4m3"), torch.uint8),
+        (512, plain, quantized.Codes("e4m3"), torch.uint8),
+        (1, plain, quantized.Codes("e5m2"), torch.uint8),
+        (1, plain, quantized.Codes("int8", key=of_keys, value=of_values), torch.int8),
+        (512, plain, quantized.Codes("int8", key=of_keys, value=of_values), torch.int8),
+        (64, invariant, quantized.Codes("int8", key=of_keys), half),
     ):
         query = torch.zeros(2 * query_len, 8, 128, dtype=half)
         keys_of_codes = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
-        values = codes.in_pairs(pool(2, 128, value_dtype))
+        values = quantized.in_pairs(pool(2, 128, value_dtype))
         attention.attend(query, keys_of_codes, values, plan(query_len), options, codes=held)
-    held = codes.Codes("e4m3", key=torch.ones(2), value=torch.ones(2))
+    held = quantized.Codes("e4m3", key=torch.ones(2), value=torch.ones(2))
     query, keys_of_codes = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, torch.uint8)
     levels = [prefix, plan(1, 256, num_seqs=64)]
     attention.attend_levels(query, keys_of_codes, keys_of_codes, levels, plain, codes=held)
-    rounded = codes.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
+    rounded = quantized.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
     pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
     for kind in (half,) if largest else (half, torch.float32):
         query = torch.zeros(128, 8, 256, dtype=kind)
         attention.attend(query, pages, pages, plan(64), all_of_them, codes=rounded)
     for heads, kind in ((128, ""), (16, "e4m3")):  # over latents and codes of them, 64 rows and 16
         query, pages = torch.zeros(2, heads, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8 if kind else half)
-        value = codes.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
-        attention.attend(query, pages, value, plan(1), plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
+        value = quantized.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
+        attention.attend(query, pages, value, plan(1), plain, shared=True, codes=quantized.Codes(kind, (1.0, 0.5, 0.5)))
     for nodes, page in ((65, 16), (130, 128)):  # two words of a mask and three, with the widest steps
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         of_pages = [list(range(1024 // page))] * 2
@@ -321,16 +334,16 @@ def launch_all(gpu, largest):
         query = torch.zeros(2 * nodes, 8, 128, dtype=half)
         attention.attend_levels(query, keys, keys, [drafts.whole], tree_options, tree=drafts)
         attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
-        of_codes = codes.Codes("int8", key=of_keys) if nodes == 64 else codes.Codes("e4m3")
+        of_codes = quantized.Codes("int8", key=of_keys) if nodes == 64 else quantized.Codes("e4m3")
         keys_of_codes = pool(2, 128, torch.int8 if nodes == 64 else torch.uint8)
-        values = codes.in_pairs(keys_of_codes) if nodes == 4 else keys_of_codes  # 16 rows
+        values = quantized.in_pairs(keys_of_codes) if nodes == 4 else keys_of_codes  # 16 rows
         attention.attend_levels(query, keys_of_codes, values, [drafts.whole], tree_options, codes=of_codes, tree=drafts)
         heads, kinds = (4, ("e4m3", "")) if nodes == 4 else (16, ("",))  # over latents, 16 rows and 64
         query = torch.zeros(2 * nodes, heads, 512 + 64, dtype=half)
         for kind in kinds:
             pages = pool(1, 512 + 64, torch.uint8 if kind else half)
-            value = codes.in_pairs(pages[..., :512]) if kind else pages[..., :512]
-            of_latents = dict(shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
+            value = quantized.in_pairs(pages[..., :512]) if kind else pages[..., :512]
+            of_latents = dict(shared=True, codes=quantized.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
             attention.attend_levels(query, pages, value, [drafts.whole], plain, **of_latents)
         numbers, before = pool(1, 512 + 64, half)[:, :, 0], (query[..., :512].clone(), torch.zeros(2 * nodes, heads))
         attend_to_latent_nodes(query, numbers, drafts, plain, 512, before)
@@ -365,18 +378,18 @@ def launch_all(gpu, largest):
     ):
         asked = dict(block_size=128, dtype=half, codes=held, scales=of_pool)
         repage(pool(2, 128, torch.int8 if held == "int8" else torch.uint8), batch(64), **asked)
-        round_queries(query, plan(64), codes.Codes(held, query=of_query))
+        round_queries(query, plan(64), quantized.Codes(held, query=of_query))
     for of_codes in some(torch.float8_e5m2, torch.float8_e4m3fn):
-        round_to_codes(query, 0.5, of_codes, of_codes)
-        round_to_codes(query, 0.5, of_codes, torch.float16)
+        quantize_query(query, 0.5, of_codes, of_codes)
+        quantize_query(query, 0.5, of_codes, torch.float16)
     repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, codes="int8", scales=of_values)
     accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
     cache.compact(keys, batch(96), trees, accepted, 16)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
-        adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
-        adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
+        fix_up(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
+        fix_up(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
     for by_lengths in (False, True):  # many tokens, of which a program looks at several hundred
-        adapt(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), plain, by_lengths=by_lengths)
+        fix_up(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), plain, by_lengths=by_lengths)
     merge.merge([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)
     metadata.slot_mapping(batch(1), 2, block_size=16)
     metadata.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
@@ -399,13 +412,13 @@ def launch_all(gpu, largest):
     for hidden, num_heads, num_kv_heads, head_size in some((1024, 16, 8, 128), (8192, 64, 8, 96)):  # fused layers
         rows, of_hidden = torch.zeros(5, hidden, dtype=half), torch.zeros(hidden, dtype=half)
         of_head = torch.zeros(head_size, dtype=half)
-        layers.rms_norm(rows, of_hidden, 1e-6)
-        layers.rms_norm(rows, of_hidden, 1e-6, rows)
+        fused_layers.rms_norm(rows, of_hidden, 1e-6)
+        fused_layers.rms_norm(rows, of_hidden, 1e-6, rows)
         qkv = torch.zeros(5, (num_heads + 2 * num_kv_heads) * head_size, dtype=half)
         positions = torch.zeros(2, 5, head_size, dtype=half)
-        layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions)
-        layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions, of_head, of_head, 1e-6)
-        layers.silu_mul(torch.zeros(5, 6 * hidden, dtype=half))
+        fused_layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions)
+        fused_layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions, of_head, of_head, 1e-6)
+        fused_layers.silu_mul(torch.zeros(5, 6 * hidden, dtype=half))
 
 
 def launch_over_states(some):

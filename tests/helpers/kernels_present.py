@@ -95,7 +95,7 @@ class Kernel:
         return self.name
 
     @property
-    def repaired(self) -> bool:
+    def recomputed(self) -> bool:
         """Whether it multiplies whole tiles, keys that nobody sees by 0, and ours repairs what NaN has spoilt there."""
         return self.name in ("fa2", "fa3", "fa4", "flash_mla")
 

@@ -52,9 +52,11 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
     assert not [launch for launch in decodes if launch["spilled"]], "registers in memory"
     if gpu != "sm_90":
         return  # the tile of 64 rows over latents and the mask of a tree were looked at for this one
-    over_latents = [x for x in launched if "registers" in x and x["tile"].get("SHARED") and x["tile"]["BLOCK_M"] == 64]
+    over_latents = [
+        x for x in launched if "registers" in x and x["tile"].get("VALUES_IN_KEYS") and x["tile"]["BLOCK_M"] == 64
+    ]
     assert over_latents and not [x for x in over_latents if x["spilled"] > 256], "more than what lies beside the loop"
-    of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("WORDS")]
+    of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("MASK_WORDS")]
     assert of_trees and not [launch for launch in of_trees if launch["spilled"]], "the mask of a tree in memory"
     if gpu == "sm_90":
         prefix, own, merge = launched[:3]  # those of a cascade

@@ -498,15 +498,15 @@ def test_a_table_whose_columns_lie_apart_is_copied(block_size, vllm, device):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "window", "repaired"), [(16, (-1, -1), False), (64, (-1, -1), True), (16, (20, 0), True)]
+    ("block_size", "window", "recomputed"), [(16, (-1, -1), False), (64, (-1, -1), True), (16, (20, 0), True)]
 )
-def test_small_pages_are_not_looked_at_again(block_size, window, repaired, vllm, device, monkeypatch):
-    """From pages smaller than any tile it loads row by row: there is nothing to repair, but before a window."""
+def test_small_pages_are_not_looked_at_again(block_size, window, recomputed, vllm, device, monkeypatch):
+    """From pages smaller than any tile it loads row by row: there is nothing to recompute, but before a window."""
     looked = []
-    monkeypatch.setattr("fastattn.kernels.gpu.repair.repair", lambda *arguments: looked.append(arguments))
+    monkeypatch.setattr("fastattn.kernels.gpu.recompute.recompute", lambda *arguments: looked.append(arguments))
     case = Case("small", ((4, 70), (1, 33)), heads=(2, 1), block_size=block_size)
     call(build(case, device=device, dtype=torch.float16), "pages", window_size=window)
-    assert bool(looked) == repaired
+    assert bool(looked) == recomputed
 
 
 @pytest.mark.covers("B70")

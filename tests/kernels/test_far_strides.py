@@ -16,11 +16,11 @@ import fastattn.quantized
 import fastattn.recurrent
 import fastattn.sparse
 from fastattn.kernels.dispatch import use_kernel
-from fastattn.kernels.flash.expand import round_queries
+from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
-from fastattn.kernels.gpu.adapt import adapt
-from fastattn.kernels.gpu.codes import Codes
-from fastattn.kernels.triton import layers
+from fastattn.kernels.gpu.fixup import fix_up
+from fastattn.kernels.gpu.quantized import Codes
+from fastattn.kernels.triton import fused_layers
 from fastattn.kernels.triton.merge import merge
 from fastattn.kernels.triton.selection import _in_float16
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
@@ -89,9 +89,9 @@ def attend(query, key_codes, value_codes, scales):
     return fastattn.quantized.attention(query, key_codes, value_codes, plan, scales=scales, return_lse=True)
 
 
-def fix_up(lse):
+def fix_up_lse(lse):
     plan = Plan(make_batch([1, 0, 2], [1, 5, 1], [[]] * 3, device=lse.device))
-    return adapt(lse.new_ones(4, 3, 8), lse, plan, AttentionOptions())
+    return fix_up(lse.new_ones(4, 3, 8), lse, plan, AttentionOptions())
 
 
 def of_heads(t, per_channel=False):
@@ -129,13 +129,13 @@ LAUNCHES = {
     "index queries in float16": (_in_float16, dict(query=(3, 4, 16), weights=(3, 4))),
     "keys of int8": (attend_int8, PAGED | dict(key=(3, 16, 4), value=(4, 16))),
     "keys of fp8": (attend_fp8, PAGED | dict(key=(3, 4), value=(3, 4), of_query=(3, 4))),
-    "fix up": (fix_up, dict(lse=(3, 4))),
-    "norm": (lambda **x: layers.rms_norm(**x, eps=1e-5), dict(x=(4, 8), residual=(4, 8), weight=(8,))),
+    "fix up": (fix_up_lse, dict(lse=(3, 4))),
+    "norm": (lambda **x: fused_layers.rms_norm(**x, eps=1e-5), dict(x=(4, 8), residual=(4, 8), weight=(8,))),
     "rotate": (
-        lambda **x: layers.qk_norm_rope(num_heads=1, num_kv_heads=1, head_size=8, **x),
+        lambda **x: fused_layers.qk_norm_rope(num_heads=1, num_kv_heads=1, head_size=8, **x),
         dict(qkv=(4, 24), cos=(4, 8), sin=(4, 8), query_weight=(8,), key_weight=(8,)),
     ),
-    "silu": (layers.silu_mul, dict(gate_up=(4, 8))),
+    "silu": (fused_layers.silu_mul, dict(gate_up=(4, 8))),
 }
 
 

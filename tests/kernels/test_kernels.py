@@ -32,7 +32,7 @@ import refattn.metadata
 from fastattn.kernels import Problem, cpu, dispatch, problem, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
-from fastattn.kernels.gpu import repair as gpu_repair
+from fastattn.kernels.gpu import recompute as gpu_repair
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
@@ -439,7 +439,7 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
     out, lse = triton_attention.attend(*given(*inputs.tensors), memory)
     assert out is memory and torch.equal(out, expected) and torch.equal(lse, expected_lse)
     _, (query, cache, batch) = in_pairs(((3, 70), (1, 40)), device)
-    tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
+    tuning = triton_differential.LaunchConfig(16, 16, 4, 2, splits, splits)
     monkeypatch.setattr(triton_differential, "tune", lambda *asked: tuning)
     asked = *given(query, cache, batch), Subtraction(torch.tensor(0.35, device=device), None, 1e-5, 0.8)
     expected, _ = triton_differential.differential(*asked)
@@ -562,7 +562,7 @@ def subtracted(query, cache, plan, options, **subtraction):
 @pytest.mark.parametrize("asked", ["sinks", "window-and-slopes"])
 def test_a_split_differential_of_an_odd_head_size(splits, asked, device, monkeypatch):
     """Parts of more splits than are merged at a time, some without keys, and columns that no value has."""
-    tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
+    tuning = triton_differential.LaunchConfig(16, 16, 4, 2, splits, splits)
     monkeypatch.setattr(triton_differential, "tune", lambda *_: tuning)
     case, (query, cache, batch) = in_pairs(((3, 70), (1, 331), (0, 5), (3, 2)), device)
     arguments = query, cache, with_strided_table(batch)
@@ -577,7 +577,7 @@ def test_a_split_differential_of_an_odd_head_size(splits, asked, device, monkeyp
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_differential_reads_nothing_that_nobody_may_see(splits, device, monkeypatch):
-    tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
+    tuning = triton_differential.LaunchConfig(16, 16, 4, 2, splits, splits)
     monkeypatch.setattr(triton_differential, "tune", lambda *_: tuning)
     _, (query, cache, batch) = in_pairs(((2, 70), (1, 41)), device)
     subtraction = dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
@@ -1238,7 +1238,7 @@ def test_pages_that_were_copied_need_no_repair(monkeypatch):
     monkeypatch.setattr(fa4, "QUERY_ROWS", 0)
     inputs = build(RAGGED, dtype=torch.float16)
     poison(inputs)
-    with mock.patch.object(gpu_repair, "repair") as repair:
+    with mock.patch.object(gpu_repair, "recompute") as recompute:
         out, lse = fa4.paged(*given(*inputs.tensors), None)
-    assert not repair.called
+    assert not recompute.called
     assert_matches_reference(out, lse, by_pages, *inputs.tensors)

@@ -31,11 +31,11 @@ import refattn.mla
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash.repage import repage
-from fastattn.kernels.gpu import adapt as gpu_adapt
 from fastattn.kernels.gpu import attention_kernel
-from fastattn.kernels.gpu import repair as gpu_repair
-from fastattn.kernels.gpu.adapt import adapt, empty_answer
-from fastattn.kernels.gpu.tile import SCRATCH_BYTES, Tuning, is_wide, shrink
+from fastattn.kernels.gpu import fixup as gpu_adapt
+from fastattn.kernels.gpu import recompute as gpu_repair
+from fastattn.kernels.gpu.fixup import empty_output, fix_up
+from fastattn.kernels.gpu.tile import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
@@ -366,7 +366,7 @@ def test_a_launch_fits_into_the_shared_memory(card, row_bytes, block_m):
     """A step of keys and its values, for each one in flight, beside the tile."""
     chosen = triton_tuning._tune(block_m, row_bytes, 64, 4096, 132)
     room = SHARED_MEMORY[card]
-    fitted = shrink(chosen, row_bytes, 2 * row_bytes, room)
+    fitted = fit_shared_memory(chosen, row_bytes, 2 * row_bytes, room)
 
     def needed(tuning):
         return (tuning.block_m + 2 * tuning.block_n * tuning.num_stages) * row_bytes
@@ -395,7 +395,7 @@ def test_a_card_with_little_shared_memory(device):
     launched = []
 
     def fit(tuning, device, *, row_bytes, key_bytes, fewest_stages, spare):
-        launched.append(shrink(tuning, row_bytes, key_bytes, 20_000, fewest_stages, spare))
+        launched.append(fit_shared_memory(tuning, row_bytes, key_bytes, 20_000, fewest_stages, spare))
         assert launched[-1] != tuning, "the card has room for all of it"
         return launched[-1]
 
@@ -660,7 +660,7 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
     noted = interpreted.note_reads(monkeypatch)
     if isinstance(launch, str) and "differential" in launch:
         splits = 1 if launch == "differential" else 2
-        monkeypatch.setattr(triton_differential, "tune", lambda *_: Tuning(16, 16, 4, 2, splits, splits))
+        monkeypatch.setattr(triton_differential, "tune", lambda *_: LaunchConfig(16, 16, 4, 2, splits, splits))
         cache = torch.stack([torch.stack([inputs.key_cache, inputs.value_cache])] * 2)
         subtraction = Subtraction(torch.tensor(0.5), None, 1e-5, 1.0)
         triton_differential.differential(*given(inputs.query, cache, batch, **options), subtraction)
@@ -702,7 +702,7 @@ def test_nan_that_a_query_sees_comes_out(what, launch, device):
         assert not torch.isfinite(out[0]).any() and torch.isfinite(out[1:]).all()
 
 
-# --- answers of other kernels, repaired ---
+# --- answers of other kernels, recomputed ---
 
 
 REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of the second
@@ -718,9 +718,9 @@ REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of th
 }
 
 
-@pytest.mark.parametrize(("options", "spoilt", "repaired"), REPAIRS.values(), ids=REPAIRS)
+@pytest.mark.parametrize(("options", "spoilt", "recomputed"), REPAIRS.values(), ids=REPAIRS)
 @pytest.mark.parametrize("over", ["pages", "rows"])
-def test_repair_computes_again_what_is_nan(options, spoilt, repaired, over, device, monkeypatch):
+def test_repair_computes_again_what_is_nan(options, spoilt, recomputed, over, device, monkeypatch):
     """And nothing else: other tiles keep what they have, even if it is wrong."""
     monkeypatch.setattr(attention_kernel, "LARGEST_TILE", 8)
     case = Case("c", ((70, 90), (0, 3), (4, 33)), heads=(2, 1), padding_rows=2)
@@ -731,10 +731,10 @@ def test_repair_computes_again_what_is_nan(options, spoilt, repaired, over, devi
     out = torch.full_like(right, 7.0)
     out[[*spoilt, 74, 75], 1, 5] = torch.nan  # padding rows are of no sequence
     expected = out.clone()
-    for tile in repaired:
+    for tile in recomputed:
         rows = (slice(0, 32), slice(32, 64), slice(64, 70), slice(70, 74))[tile]
         expected[rows] = right[rows]
-    gpu_repair.repair(out, *asked)
+    gpu_repair.recompute(out, *asked)
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=1e-3, equal_nan=True)
 
 
@@ -752,7 +752,7 @@ def test_repair_looks_at_the_ends_of_long_sequences_alone(window, device, monkey
     out = torch.full_like(right, 7.0)
     spoilt = [0, 7, 40, 200, 370, 402, 409, 410, 413, 414, 500, 513]
     out[spoilt, 1, 5] = torch.nan
-    gpu_repair.repair(out, *asked)
+    gpu_repair.recompute(out, *asked)
     per_sequence = 2 if window[0] < 0 else 4
     assert launches[0]._grid[0] == 4 * per_sequence < attention_kernel.count_tiles(inputs.batch, 516, 2, 64)
     ends = [402, 409, 410, 413, 513] + ([] if window[0] < 0 else [0, 7, 414])
@@ -764,7 +764,7 @@ def test_what_is_nan_rightly_stays_so(device):
     inputs = build(Case("c", ((5, 40), (3, 20)), heads=(2, 1)), device=device, dtype=torch.float16)
     inputs.value_cache[inputs.batch.block_table[0, 0], 3] = torch.nan
     out = torch.full_like(inputs.query, torch.nan)
-    gpu_repair.repair(out, *given(*inputs.tensors))
+    gpu_repair.recompute(out, *given(*inputs.tensors))
     assert out[:5].isnan().all() and torch.isfinite(out[5:]).all()
 
 
@@ -1064,7 +1064,7 @@ def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing,
         ref[is_query], ref_lse[is_query] = refattn.merge.add_sinks(ref[is_query], ref_lse[is_query], sinks)
     out[blind], lse[:, blind] = torch.nan, nothing
     out[1, 2], lse[2, 1] = torch.nan, torch.inf if by_lengths else nothing  # saw NaN
-    got = adapt(out.to(device), lse.to(device), plan, options, by_lengths=by_lengths)
+    got = fix_up(out.to(device), lse.to(device), plan, options, by_lengths=by_lengths)
     got, got_lse = (x.cpu() for x in got)
     assert got[1, 2].isnan().all() and got_lse[1, 2].isnan()
     got[1, 2], got_lse[1, 2] = ref[1, 2], ref_lse[1, 2]
@@ -1077,7 +1077,7 @@ def test_padding_alone_is_a_reason_to_fix_up(device, monkeypatch):
     monkeypatch.setattr(gpu_adapt, "PROGRAMS", 0)
     plan = Plan(make_batch([3, 4], [9, 4], [[]] * 2, device=device))
     out, lse = torch.ones(9, 2, 24, device=device), torch.ones(2, 9, device=device)
-    got, got_lse = adapt(out.clone(), lse.clone(), plan, AttentionOptions())
+    got, got_lse = fix_up(out.clone(), lse.clone(), plan, AttentionOptions())
     assert torch.equal(got[:7], out[:7]) and not got[7:].any()
     assert (got_lse[:7] == 1).all() and (got_lse[7:] == -torch.inf).all()
 
@@ -1089,6 +1089,6 @@ def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
     query, rows = torch.randn(4, 3, 24, device=device), torch.randn(0, 1, 24, device=device)
     options = AttentionOptions(sinks=torch.randn(3, device=device) if has_sinks else None)
     want = refattn.dense.attention(query, rows, rows, plan, options, return_lse=True)
-    got = empty_answer(query, 24, plan, options)
+    got = empty_output(query, 24, plan, options)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert got[1].isfinite().sum() == (9 if has_sinks else 0)

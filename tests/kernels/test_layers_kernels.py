@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
-from fastattn.kernels.triton import layers
+from fastattn.kernels.triton import fused_layers
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 
 DTYPES = [torch.float32, torch.float16]
@@ -53,10 +53,10 @@ def test_rms_norm(shape, dtype, device):
     x, residual = (numbers(*shape, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     weight = numbers(shape[-1], dtype=dtype, device=device, seed=2)
     for rows, eps in ((x, 1e-6), (x.contiguous(), 0.5)):
-        out, same = layers.rms_norm(rows, weight, eps)
+        out, same = fused_layers.rms_norm(rows, weight, eps)
         assert same is rows
         assert_rounded_alike(out, norm(rows, weight, eps))
-        out, total = layers.rms_norm(rows, weight, eps, residual)
+        out, total = fused_layers.rms_norm(rows, weight, eps, residual)
         assert torch.equal(total, rows + residual)
         assert_rounded_alike(out, norm(total, weight, eps))
 
@@ -74,7 +74,7 @@ def test_qk_norm_rope(does, heads, kv_heads, head_size, dtype, device):
     of_norm = weights if does != "rope" else (None, None)
     split = qkv.unflatten(-1, (-1, head_size)).split([heads, kv_heads, kv_heads], -2)
     for given in (qkv, qkv.contiguous()):
-        outs = layers.qk_norm_rope(given, heads, kv_heads, head_size, *of_rope, *of_norm, 1e-3)
+        outs = fused_layers.qk_norm_rope(given, heads, kv_heads, head_size, *of_rope, *of_norm, 1e-3)
         for out, x, weight in zip(outs, split, of_norm, strict=False):
             expected = x if weight is None else norm(x, weight, 1e-3)
             if does != "norm":
@@ -85,17 +85,17 @@ def test_qk_norm_rope(does, heads, kv_heads, head_size, dtype, device):
 
 def test_qk_norm_rope_of_one_row_of_positions_for_a_batch(device):
     qkv, cos, sin = (numbers(b, 3, 16, dtype=torch.float32, device=device, seed=b) for b in (2, 1, 1))
-    query, key = layers.qk_norm_rope(qkv, 1, 1, 4, cos[..., :4], sin[..., 1:5])
+    query, key = fused_layers.qk_norm_rope(qkv, 1, 1, 4, cos[..., :4], sin[..., 1:5])
     expected = rotate(qkv[..., :8].unflatten(-1, (2, 4)), cos[..., :4], sin[..., 1:5])
     assert torch.equal(torch.cat([query, key], 2), expected)
     with pytest.raises(ValueError, match=r"cos: expected \[.., 4\], .*, got \(1, 3, 2\)"):
-        layers.qk_norm_rope(qkv, 1, 1, 4, cos[..., :2], sin[..., :2])
+        fused_layers.qk_norm_rope(qkv, 1, 1, 4, cos[..., :2], sin[..., :2])
 
 
 def test_qk_norm_rope_of_nothing_launches_nothing(device):
     """In a layer without rotary positions and norms, queries and keys are where they were."""
     qkv = numbers(5, 24, dtype=torch.float16, device=device)
-    query, key = layers.qk_norm_rope(qkv, 3, 1, 4)
+    query, key = fused_layers.qk_norm_rope(qkv, 3, 1, 4)
     assert torch.equal(query.flatten(1), qkv[:, :12]) and torch.equal(key.flatten(1), qkv[:, 12:16])
     assert query.data_ptr() == qkv.data_ptr()
 
@@ -106,17 +106,19 @@ def test_silu_mul(shape, dtype, device):
     gate_up = numbers(*shape[:-1], 2 * shape[-1], dtype=dtype, device=device) * 5
     gate, up = gate_up.chunk(2, -1)
     for given in (gate_up, gate_up.contiguous()):
-        assert_rounded_alike(layers.silu_mul(given), F.silu(gate) * up)
+        assert_rounded_alike(fused_layers.silu_mul(given), F.silu(gate) * up)
 
 
 def test_launches_are_replayed_with_the_tensors_of_each_call(device, monkeypatch):
     """A launch of other numbers is another one, and so is one whose tensors begin elsewhere: it is not remembered."""
-    monkeypatch.setattr(layers, "_launches", {})
-    monkeypatch.setattr(layers, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(fused_layers, "_launches", {})
+    monkeypatch.setattr(fused_layers, "MAX_LAUNCHES", 3)
     weights = [numbers(32, dtype=torch.float32, device=device, seed=seed).contiguous() for seed in (1, 2)]
     memory = torch.randn(4 * 32 + 1, generator=torch.Generator().manual_seed(0)).to(device)
     for x in (memory[:128].view(4, 32), memory[1:].view(4, 32), memory[:64].view(2, 32)):
         for weight in weights:
             for eps in (1e-5, 0.5):
-                assert_rounded_alike(layers.rms_norm(x, weight, eps)[0], norm(x, weight, eps))
-    assert 0 < len(layers._launches) <= 3, "there are four, and they are forgotten where one more would be too many"
+                assert_rounded_alike(fused_layers.rms_norm(x, weight, eps)[0], norm(x, weight, eps))
+    assert 0 < len(fused_layers._launches) <= 3, (
+        "there are four, and they are forgotten where one more would be too many"
+    )

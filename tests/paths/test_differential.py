@@ -19,7 +19,7 @@ import fastattn.kv_cache
 import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
-from fastattn.kernels.cpu import pairs as cpu_pairs
+from fastattn.kernels.cpu import differential as cpu_pairs
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 from tests.helpers.batches import (
     CASES,
@@ -435,10 +435,10 @@ LONG_OPTIONS = ["plain", "not-causal", "window", "window-of-one", "two-sided-win
 def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
     """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
     case = LONG[name]
-    from fastattn.kernels.gpu.tile import Tuning
+    from fastattn.kernels.gpu.tile import LaunchConfig
     from fastattn.kernels.triton import differential
 
-    whole = Tuning(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
+    whole = LaunchConfig(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
     monkeypatch.setattr(differential, "tune", lambda *_: whole)
     for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
         arguments, _ = lay_out(case, device=device, dtype=dtype)

@@ -35,7 +35,7 @@ def test_poison_of_the_reference(spec, case, device):
 def test_poison(spec, case, kernel, device):
     with kernel.asked_for():
         kernel.check(
-            spec.check_poison, "fastattn", case, device=device, dtype=kernel.dtypes[0], repaired=kernel.repaired
+            spec.check_poison, "fastattn", case, device=device, dtype=kernel.dtypes[0], recomputed=kernel.recomputed
         )
 
 

@@ -489,7 +489,7 @@ EXTENDED = {
 def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options, device):
     """Any kernel up to each query, ours after it: one softmax, sinks counted once, other rows left alone."""
     pytest.importorskip("triton")
-    from fastattn.kernels.flash.extend import attend_up_to_and_after
+    from fastattn.kernels.flash.intervals import attend_up_to_and_after
 
     lens = ((6, 70), (80, 80), (5, 3), (0, 9), (1, 40))
     case = Case("extended", tuple((s, s) for _, s in lens) if over_rows else lens, heads=(4, 2), padding_rows=3)

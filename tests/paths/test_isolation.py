@@ -175,15 +175,15 @@ def test_no_bit_depends_on_what_nobody_may_see(name, twin, device):
     What NaN has spoilt in the answer of a kernel that multiplies by that weight is computed again, to the tolerance.
     """
     path, options = name.partition("-")[0], OPTIONS[name]
-    repaired = twin.kernel is not None and twin.kernel.repaired
+    recomputed = twin.kernel is not None and twin.kernel.recomputed
 
     def assert_isolated():
         arguments, filled = lay_out(path, options, twin, device)
         answer = twin.call(path, *arguments, **filled)
-        if repaired:
+        if recomputed:
             arguments, filled = lay_out(path, options, twin, device, poison=FINITE_POISON)
         others, _ = lay_out(path, options, twin, device, poison=HARMLESS)
-        exact = twin.call(path, *arguments, **filled) if repaired else answer
+        exact = twin.call(path, *arguments, **filled) if recomputed else answer
         for one, other in zip(exact, twin.call(path, *others, **filled), strict=True):
             assert torch.equal(one, other)
         if twin.kernel is not None:

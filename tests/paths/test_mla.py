@@ -367,7 +367,7 @@ def test_nan_that_a_query_sees_comes_out(kernel, device):
 
     FlashMLA and FlashAttention-3 leave a split whose scores are NaN out of the sum: theirs are the keys of one page.
     """
-    longer = 60 if kernel.repaired else 100
+    longer = 60 if kernel.recomputed else 100
     case = Case("nan", ((2, 20), (2, longer)), heads=(3, 1), block_size=64)
     given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=SMALL if device == "cpu" else REAL)
     query, batch = given.absorbed, given.batch

@@ -13,7 +13,7 @@ import torch
 
 import fastattn.kv_cache
 import fastattn.local
-from fastattn.kernels.gpu.tile import Tuning
+from fastattn.kernels.gpu.tile import LaunchConfig
 from fastattn.kernels.triton import attention as triton_attention
 from refattn.interface import Batch, Shard
 from refattn.metadata import make_batch
@@ -131,7 +131,7 @@ def attend_at_the_end(path, window, query_lens, device):
     ("path", "by"), [("chunked_prefill", "triton"), ("sliding_window", "triton"), ("sliding_window", "fastattn")]
 )
 def test_a_window_at_the_end_of_as_many_keys(path, by, window, query_lens, device, monkeypatch):
-    monkeypatch.setattr(triton_attention, "tune", lambda *_: Tuning(16, 16, 4, 2, 1, 1))
+    monkeypatch.setattr(triton_attention, "tune", lambda *_: LaunchConfig(16, 16, 4, 2, 1, 1))
     expected = attend_at_the_end("refattn.sliding_window", window, query_lens, device)
     with fastattn.use_kernel("triton") if by == "triton" else nullcontext():
         answer = attend_at_the_end.__wrapped__(f"fastattn.{path}", window, query_lens, device)

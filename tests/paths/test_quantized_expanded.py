@@ -20,9 +20,9 @@ import fastattn.quantized
 import refattn.quantized
 from fastattn.kernels import cpu, dispatch
 from fastattn.kernels.flash import cannot_expand, fa4
-from fastattn.kernels.flash.expand import round_queries
+from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
-from fastattn.kernels.gpu.codes import codes_of
+from fastattn.kernels.gpu.quantized import codes_of
 from refattn.conformance import attend
 from refattn.interface import Fp8Scales, Int8Scales, Pages, Plan
 from refattn.metadata import make_batch

@@ -16,7 +16,7 @@ import fastattn.local
 import fastattn.quantized
 import refattn.quantized
 from fastattn.kernels import Problem, dispatch
-from fastattn.kernels.gpu.codes import are_pairs, in_pairs
+from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
 from fastattn.kernels.replay import memo_of
 from refattn.conformance import assert_matches_reference, attend
 from refattn.interface import Fp8Scales, Int8Scales

@@ -632,7 +632,7 @@ def hold(kernel, device, latents, batch_invariant=False):
         tensors = (inputs.query, *pools, plan, options)  # which are moved to the CPU together
         assert_matches_reference(*answers[-1], reference, *tensors)
         expected.append(reference(*tensors))
-    for one, other in (expected,) if kernel.repaired else (answers, expected):  # by another kernel: other bits
+    for one, other in (expected,) if kernel.recomputed else (answers, expected):  # by another kernel: other bits
         assert all(map(torch.equal, one, other))
 
 

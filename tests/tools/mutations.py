@@ -208,7 +208,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C111",
         "a query sees the key after its own",
-        (CPU + "pairs.py", "hidden = hidden | (distance < -right)", "hidden = hidden | (distance < -right - 1)"),
+        (CPU + "differential.py", "hidden = hidden | (distance < -right)", "hidden = hidden | (distance < -right - 1)"),
     ),
     *breaks(
         "A26 A27 D122",
@@ -233,7 +233,7 @@ MUTATIONS: list[Mutation] = [
             "cache[blocks[(seq_len - 1) // block_size - j // block_size].long(), j % block_size]",
         ),
         (
-            CPU + "codes.py",
+            CPU + "dequantize.py",
             "        return pool.index_select(0, blocks) if out is None else",
             "        blocks = blocks.flip(0)\n        return pool.index_select(0, blocks) if out is None else",
         ),
@@ -251,7 +251,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C117",
         "a window shows one key less",
-        (CPU + "pairs.py", "hidden = hidden | (distance > left)", "hidden = hidden | (distance >= left)"),
+        (CPU + "differential.py", "hidden = hidden | (distance > left)", "hidden = hidden | (distance >= left)"),
     ),
     *breaks(
         "A30 B56",
@@ -1040,7 +1040,7 @@ MUTATIONS: list[Mutation] = [
         "A22 B93 B98 B100",
         "keys are read without their scales",
         ("refattn/keys.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
-        (CPU + "codes.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
+        (CPU + "dequantize.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
     ),
     *breaks(
         "A17",
@@ -1188,7 +1188,7 @@ MUTATIONS: list[Mutation] = [
             "    query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)",
         ),
         (
-            CPU + "pairs.py",
+            CPU + "differential.py",
             '"b t (pairs g two) d -> two b pairs (g t) d"',
             '"b t (two pairs g) d -> two b pairs (g t) d"',
         ),
@@ -1228,7 +1228,7 @@ MUTATIONS: list[Mutation] = [
             "keys.of_halves(half, other), plan, its_options) for",
             "keys.of_halves(half, 0), plan, its_options) for",
         ),
-        (CPU + "pairs.py", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
+        (CPU + "differential.py", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
     ),
     *breaks(
         "C109",
@@ -1264,12 +1264,12 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C117",
         "distant keys gain by ALiBi",
-        (CPU + "pairs.py", "scores -= slopes *", "scores += slopes *"),
+        (CPU + "differential.py", "scores -= slopes *", "scores += slopes *"),
     ),
     *breaks(
         "C117",
         "there is no cap",
-        (CPU + "pairs.py", "    if options.softcap:", "    if False:"),
+        (CPU + "differential.py", "    if options.softcap:", "    if False:"),
     ),
     *breaks(
         "C118",
@@ -1398,7 +1398,7 @@ MUTATIONS: list[Mutation] = [
         "D142",
         "a window counts nodes, not depths",
         (
-            "refattn/attention.py",
+            "refattn/masks.py",
             "keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]",
             "keys[first_node:] = keys[first_node:]",
         ),
@@ -1436,7 +1436,7 @@ MUTATIONS: list[Mutation] = [
         "D145 D151",
         "the query rows are the oldest nodes",
         (
-            "refattn/attention.py",
+            "refattn/masks.py",
             "ancestors[len(ancestors) - query_len :]",
             "ancestors[:query_len]",
         ),
@@ -1465,7 +1465,7 @@ MUTATIONS: list[Mutation] = [
         "D148 D156",
         "siblings see each other",
         (
-            "refattn/attention.py",
+            "refattn/masks.py",
             "visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]",
             "pass",
         ),
@@ -1479,7 +1479,7 @@ MUTATIONS: list[Mutation] = [
         "D147",
         "the newest key of the context is hidden",
         (
-            "refattn/attention.py",
+            "refattn/masks.py",
             "        visible[:, first_node:] &= ",
             "        visible[:, max(0, first_node - 1) : first_node] = False\n        visible[:, first_node:] &= ",
         ),
@@ -1503,7 +1503,7 @@ MUTATIONS: list[Mutation] = [
         "D149",
         "only the tree counts",
         (
-            "refattn/attention.py",
+            "refattn/masks.py",
             "        visible[:, first_node:] &= ",
             "        visible[:, :first_node] = False\n        visible[:, first_node:] &= ",
         ),
@@ -2104,7 +2104,7 @@ MUTATIONS: list[Mutation] = [
         "what was attended to before is left out",
         (
             "fastattn/kernels/gpu/attention_kernel.py",
-            "is_row & (tree_start > 0) if WORDS > 0 else is_row,",
+            "is_row & (tree_start > 0) if MASK_WORDS > 0 else is_row,",
             "is_row & (tree_start > 0) if WORDS > 0 else is_row & (rows < 0),",
         ),
     ),
@@ -2118,9 +2118,9 @@ MUTATIONS: list[Mutation] = [
             "groups * scales.to(wide).roll(1, -1)[..., None]",
         ),
         (TORCH_OPS, "    scales[blocks, rows] = scale", "    scales[blocks, rows] = scale.roll(1, 1)"),
-        (CPU + "codes.py", "mul_(scales.mul(256.0)", "mul_(scales.roll(1, -1).mul(256.0)"),
+        (CPU + "dequantize.py", "mul_(scales.mul(256.0)", "mul_(scales.roll(1, -1).mul(256.0)"),
         (
-            "fastattn/kernels/gpu/codes.py",
+            "fastattn/kernels/gpu/quantized.py",
             "scales + rows[:, None] + at[None, :] * stride,",
             "scales + rows[:, None] + (GROUPS - 1 - at)[None, :] * stride,",
         ),

@@ -169,8 +169,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "sums are not rescaled",
         TILE,
-        "    shrink = tl.exp2(row_max - base)\n    return weights",
-        "    shrink = tl.exp2(base - base)\n    return weights",
+        "    alpha = tl.exp2(row_max - base)\n    return weights",
+        "    alpha = tl.exp2(base - base)\n    return weights",
         TRITON,
     ),
     planted(

@@ -1,12 +1,12 @@
 """The CPU kernel: ATen's FlashAttention, called on pieces of a batch that it can compute."""
 
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.cpu import attention, pairs
+from fastattn.kernels.cpu import attention
 from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, Subtraction, latent_scales
+from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import recorder
 from refattn.interface import (
     AttentionOptions,
@@ -17,7 +17,6 @@ from refattn.interface import (
     Latents,
     PackedLatents,
     Pages,
-    Plan,
     QuantizedPages,
     Rows,
     TreePlan,
@@ -35,14 +34,17 @@ def unsupported_reason(problem: Problem) -> str | None:
     return None
 
 
-FUNCTIONS = ("attend", "differential", "write_quantized")
 KERNEL = Kernel(
     "cpu",
     unsupported_reason,
     attends=("rows", "pages", "quantized", "latents", "packed"),
     trees=("pages", "quantized", "latents", "packed"),
     levels=("quantized",),
-    functions={name: f"{__name__}:{name}" for name in FUNCTIONS},
+    functions={
+        "attend": f"{__name__}:attend",
+        "differential": f"{__name__}.differential:differential",
+        "write_quantized": f"{__name__}.quantized:write",
+    },
 )
 
 
@@ -80,27 +82,3 @@ def attend(
         if into is not None and isinstance(keys, Pages):
             into.replay = attention.replay_of_decodes(query, *keys, level.whole, options, into.return_lse)
     return (answer[..., : keys.latent_rank].contiguous() if isinstance(keys, Latents) else answer), lse
-
-
-def differential(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "2 2 n p pairs d"],
-    plan: Plan,
-    options: AttentionOptions,
-    subtraction: Subtraction,
-    out: Float[Tensor, "t h d"] | None,
-) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
-    """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`."""
-    return pairs.differential(query, cache, plan, options, subtraction)
-
-
-def write_quantized(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    slot_mapping: Int64[Tensor, "t"],
-    scales: Fp8Scales | Int8Scales,
-) -> None:
-    """Quantise new tokens and write them into the pool; see `fastattn.quantized.write`."""
-    over_codes.write(key, value, key_cache, value_cache, slot_mapping, scales)

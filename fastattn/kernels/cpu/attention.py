@@ -17,7 +17,7 @@ batch is split into pieces, and the pieces of one query merge by their log-sum-e
 Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
 
 Keys that no query of the sequence sees are not passed to ATen, because they may hold anything: a mask only adds `-inf`
-to their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_readable` and `_call`.
+to their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_with_unit_stride` and `_call`.
 
 Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,
 "FlashAttention-2", and its flash-decoding.
@@ -32,7 +32,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from fastattn.kernels.cpu.codes import Codes, read_blocks
+from fastattn.kernels.cpu.dequantize import Codes, read_blocks
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
 from fastattn.kernels.problem import uses_positions
 from fastattn.kernels.replay import Replay
@@ -60,7 +60,7 @@ def dense(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    query, key, value = _readable(query), _readable(key), _readable(value)
+    query, key, value = _with_unit_stride(query), _with_unit_stride(key), _with_unit_stride(value)
     schedule, positions = schedule_of(plan), uses_positions(plan, options)
     count = 0 if positions or not _is_plain(options) else schedule.count_alike(len(query), len(key))
     if count > 1:
@@ -68,7 +68,7 @@ def dense(
         answer = _call(q, k, v, options.softmax_scale, causal=plan.window == (-1, 0))
         out, lse = (x.transpose(1, 2).flatten(0, 1) for x in answer)
         return _with_sinks(out, lse, options.sinks, plan)
-    out, lse = _empty_answer(query, value.shape[-1])
+    out, lse = _empty_output(query, value.shape[-1])
     for rows, first_row, view in schedule.rows(positions):
         if out[rows].numel() and view.num_keys:
             keys = slice(first_row + view.first_key, first_row + view.end_key)
@@ -85,12 +85,12 @@ def paged(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.dispatch`."""
     pieces = _pieces(query, key_cache, plan, options)
-    query = _readable(query)
+    query = _with_unit_stride(query)
     answers = [_piece(query[piece.rows], key_cache, value_cache, piece, options) for piece in pieces]
     if _follow_each_other(pieces, query.shape[0]):
         out, lse = answers[0] if len(answers) == 1 else (torch.cat(parts) for parts in zip(*answers, strict=True))
     else:
-        out, lse = _empty_answer(query, value_cache.shape[-1])
+        out, lse = _empty_output(query, value_cache.shape[-1])
         for piece, answer in zip(pieces, answers, strict=True):
             out[piece.rows], lse[piece.rows] = answer
     return _with_sinks(out, lse, options.sinks, plan)
@@ -111,7 +111,7 @@ def replay_of_decodes(
     (part, *others), (b, h, d), hk = pieces[0].parts, query.shape, key_cache.shape[2]
     if others or pieces[0].runs > 1 or not part.all_see_some:  # whose outputs are merged
         return None
-    if options.alibi_slopes is not None or options.sinks is not None or _readable(query) is not query:
+    if options.alibi_slopes is not None or options.sinks is not None or _with_unit_stride(query) is not query:
         return None
     scale = d**-0.5 if options.softmax_scale is None else options.softmax_scale
     is_long = part.bias is not None or part.keys.stop - part.keys.start >= FEW
@@ -125,7 +125,7 @@ def replay_of_decodes(
         key, value = _gathered(keys.key_cache, keys.value_cache, part, b)
         answer, lse = FLASH(query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale)
         if return_lse:
-            _mend_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
+            _fix_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
         return answer.flatten(1, 2), lse.flatten(1, 2) if return_lse else lse
 
     return replay
@@ -152,8 +152,8 @@ def tree(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages that end with a tree; see `fastattn.kernels.dispatch`."""
     before = paged(query, key_cache, value_cache, plan.prefix, options.without_sinks())
-    out, lse = _empty_answer(query, value_cache.shape[-1])
-    query = _readable(query)
+    out, lse = _empty_output(query, value_cache.shape[-1])
+    query = _with_unit_stride(query)
     for branches in schedule_of(plan.whole).once("branches", lambda: list(branches_of(plan))):
         num_nodes = branches.seen.shape[1]
         key, value = (
@@ -166,7 +166,7 @@ def tree(
     return _with_sinks(*_merge(before, (out, lse)), options.sinks, plan.whole)
 
 
-def _readable(x: Float[Tensor, "rows heads size"]) -> Float[Tensor, "rows heads size"]:
+def _with_unit_stride(x: Float[Tensor, "rows heads size"]) -> Float[Tensor, "rows heads size"]:
     """Copy a tensor of which ATen's call would read other memory: it has no stride for the elements of a head.
 
     Rows and heads of queries are rows of matrices, too, which may not overlap.
@@ -384,7 +384,7 @@ def _segments(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from queries that see an interval of keys each, those of one shape at a time."""
     assert view.intervals is not None
-    out, lse = _empty_answer(query, value.shape[-1])
+    out, lse = _empty_output(query, value.shape[-1])
     for segment in view.intervals.segments:
         rows = segment.rows
         if segment.kind == "any" or not _is_plain(options):
@@ -419,7 +419,7 @@ def _masked(
         bias = _bias_in(view, at, torch.arange(k0, k1, device="cpu"), query.dtype, options)
         k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
         parts.append(_rectangle(query, k, v, bias, options))
-    return _merge(*parts) if parts else _empty_answer(query, value.shape[-1])
+    return _merge(*parts) if parts else _empty_output(query, value.shape[-1])
 
 
 def _tiles(
@@ -430,7 +430,7 @@ def _tiles(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend tile by tile: some queries, and of the keys that they see a slab at a time."""
-    out, lse = _empty_answer(query, value.shape[-1])
+    out, lse = _empty_output(query, value.shape[-1])
     t = query.shape[0]
     band = _band_rows(query, key, value, view, options)
     if len(band):
@@ -455,7 +455,7 @@ def _aligned_tiles(
     same whatever other queries there are, of its own sequence too. Places without a query or a key hold zeros, and
     a query of zeros stands where its nearest neighbour does: it sees no key that only it would see.
     """
-    out, lse = _empty_answer(query, value.shape[-1])
+    out, lse = _empty_output(query, value.shape[-1])
     t, offset = query.shape[0], int(view.positions[0]) if view.consecutive else 0
     for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
         rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
@@ -643,7 +643,7 @@ def _call(
     """Call ATen, and mend the answers that it gets wrong.
 
     It wants one head size for keys and values. It answers a row that sees nothing with an LSE of 0; such rows are put
-    right, unless it is known that there are none; see also `_mend_lse`. Under a causal mask it multiplies `-inf` by the
+    right, unless it is known that there are none; see also `_fix_lse`. Under a causal mask it multiplies `-inf` by the
     scale. Without a bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
     """
     d, dv = query.shape[-1], value.shape[-1]
@@ -664,11 +664,11 @@ def _call(
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse.masked_fill_(saw_nothing, -torch.inf)
         out.masked_fill_(saw_nothing[..., None], 0.0)
-    _mend_lse(out, lse, query, key, scale, causal=causal, bias=bias)
+    _fix_lse(out, lse, query, key, scale, causal=causal, bias=bias)
     return out if d == dv else out[..., :dv], lse
 
 
-def _mend_lse(
+def _fix_lse(
     out: Float[Tensor, "b h t dv"],
     lse: Float[Tensor, "b h t"],
     query: Float[Tensor, "b h t d"],
@@ -728,7 +728,7 @@ def _merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return merge(outs, lses)
 
 
-def _empty_answer(
+def _empty_output(
     query: Float[Tensor, "t h d"], value_size: int
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     out = query.new_zeros(*query.shape[:2], value_size)

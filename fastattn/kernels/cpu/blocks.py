@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels.cpu.codes import Codes, read_blocks
+from fastattn.kernels.cpu.dequantize import Codes, read_blocks
 
 
 @dataclass(frozen=True)

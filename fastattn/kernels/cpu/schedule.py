@@ -53,7 +53,7 @@ class Schedule:
             (slice(q0, q1), seq_len)
             for (q0, q1), seq_len in zip(self.batch.query_rows(), self.batch.seq_lens.tolist(), strict=True)
         ]
-        self._apart: dict[bool, list[Apart]] = {}
+        self._apart: dict[bool, list[SingleSequence]] = {}
         self._views: dict[bool, list[tuple[slice, int, View]]] = {}
         self._kept: dict[Hashable, Any] = {}
 
@@ -88,7 +88,7 @@ class Schedule:
         alike = all(rows.stop - rows.start == seq_len == length for rows, seq_len in self.lengths)
         return count if alike and num_rows == num_keys == count * length else 0
 
-    def apart(self, positions: bool) -> list["Apart"]:
+    def apart(self, positions: bool) -> list["SingleSequence"]:
         """Return the sequences that see something, one by one, by the positions of the plan or as they follow."""
         if positions not in self._apart:
             self._apart[positions] = self._one_by_one(range(len(self.lengths)), positions)
@@ -149,7 +149,7 @@ class Schedule:
             return slice(rows[0].start, rows[-1].stop)
         return torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in rows])
 
-    def _one_by_one(self, sequences: "range | list[int]", positions: bool) -> list["Apart"]:
+    def _one_by_one(self, sequences: "range | list[int]", positions: bool) -> list["SingleSequence"]:
         batch, block_size = self.batch, self.block_size
         assert batch.block_table is not None and block_size is not None  # a plan over pages has them
         pieces = []
@@ -158,7 +158,7 @@ class Schedule:
             view = self._view(i, positions) if rows.stop > rows.start and seq_len else None
             if view is not None and view.num_keys:
                 blocks = batch.block_table[i, view.first_key // block_size : -(-view.end_key // block_size)]
-                pieces.append(Apart(rows, blocks, view))
+                pieces.append(SingleSequence(rows, blocks, view))
         return pieces
 
     def _view(self, sequence: int, positions: bool) -> "View":
@@ -349,7 +349,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Apart:
+class SingleSequence:
     """One sequence that is computed by itself, and what it reads."""
 
     rows: slice
@@ -357,7 +357,7 @@ class Apart:
     view: View
 
 
-Piece = Decodes | Prompts | Apart
+Piece = Decodes | Prompts | SingleSequence
 
 
 @dataclass(frozen=True)

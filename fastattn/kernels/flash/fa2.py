@@ -16,7 +16,7 @@ from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, key_starts, window_within_reach
+from fastattn.kernels.problem import Problem, cu_seqlens_k_of, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, Rows
 
 PAGE = 256  # its pages are a multiple of this
@@ -85,13 +85,13 @@ def dense(
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
     from flash_attn import flash_attn_varlen_func
 
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return empty_answer(query, value.shape[-1], plan, options)
+        return empty_output(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
     signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
     out, lse, _ = flash_attn_varlen_func(
@@ -99,7 +99,7 @@ def dense(
         key,
         pad_values(value, query.shape[-1]),
         batch.cu_seqlens_q,
-        key_starts(plan),
+        cu_seqlens_k_of(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
         softmax_scale=scale,
@@ -109,9 +109,9 @@ def dense(
         alibi_slopes=_slopes(options),
         return_attn_probs=True,  # this is how to get the LSE
     )
-    out, lse = adapt(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
+    out, lse = fix_up(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
     if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
-        repair(out, query, key, value, plan, options)
+        recompute(out, query, key, value, plan, options)
     return out, lse
 
 
@@ -129,14 +129,14 @@ def paged(
     """
     from flash_attn import flash_attn_with_kvcache
 
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
-        return empty_answer(query, value_cache.shape[-1], plan, options)
+        return empty_output(query, value_cache.shape[-1], plan, options)
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
@@ -160,9 +160,9 @@ def paged(
     )
     out = rearrange(out, "b 1 h dv -> b h dv").index_select(0, sequences)
     lse = rearrange(lse, "b h 1 -> b h").index_select(0, sequences)
-    out, lse = adapt(out, rearrange(lse, "t h -> h t"), plan, options)
+    out, lse = fix_up(out, rearrange(lse, "t h -> h t"), plan, options)
     if plan.window[0] >= 0:
-        repair(out, query, key_cache, value_cache, plan, options)
+        recompute(out, query, key_cache, value_cache, plan, options)
     return out, lse
 
 

@@ -4,8 +4,8 @@ From vLLM, only the library `_vllm_fa3_C.abi3.so` is needed. It is searched in t
 imported, and in every folder on the path.
 
 Over rows, and over pages whose size is a multiple of its tile, the kernel loads whole tiles of keys and values and
-gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. From other pages it loads row
-by row, and fills with zeros past the end.
+gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed. From other pages it loads
+row by row, and fills with zeros past the end.
 
 Over latents its second query `q_v` is multiplied with the values: a score is `q . k + q_v . v`, with rotary keys of 64
 elements as keys and the latents as values. The pool is read in place, as two views of its rows.
@@ -36,7 +36,7 @@ from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
+from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, window_within_reach
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,
@@ -135,7 +135,7 @@ def attend(
     """
     (level,) = plan.levels
     if level.whole.extends_causal:
-        from fastattn.kernels.flash.extend import attend_up_to_and_after
+        from fastattn.kernels.flash.intervals import attend_up_to_and_after
 
         return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
     if isinstance(keys, Latents):
@@ -143,9 +143,9 @@ def attend(
             return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
         return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
     if isinstance(keys, QuantizedPages):
-        from fastattn.kernels.flash.expand import attend_to_numbers
+        from fastattn.kernels.flash.dequantize import attend_dequantized
 
-        return attend_to_numbers(paged, query, keys, level.whole, options, out)
+        return attend_dequantized(paged, query, keys, level.whole, options, out)
     if isinstance(keys, Rows):
         return dense(query, *keys, level.whole, options, out)
     assert isinstance(keys, Pages)  # it takes no other storage
@@ -163,7 +163,7 @@ def dense(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=key_starts(plan)), loads_tiles=True)
+    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=cu_seqlens_k_of(plan)), loads_tiles=True)
 
 
 def paged(
@@ -194,7 +194,7 @@ def tree(
 
     See `fastattn.kernels.dispatch`.
     """
-    from fastattn.kernels.gpu.repair import attend_to_nodes, repair
+    from fastattn.kernels.gpu.recompute import attend_to_nodes, recompute
 
     table = plan.prefix.batch.block_table
     assert table is not None  # the path has checked it
@@ -206,7 +206,7 @@ def tree(
     where = dict(seqused_k=plan.prefix.batch.seq_lens, page_table=side_by_side(table))
     answer, lse = _forward(query, key_cache, value_cache, plan.prefix, options, where)
     if key_cache.shape[1] >= SMALLEST_TILE:
-        repair(answer, query, key_cache, value_cache, plan.prefix, options, adapted=False)
+        recompute(answer, query, key_cache, value_cache, plan.prefix, options, adapted=False)
     return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, lse.contiguous())
 
 
@@ -219,19 +219,19 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair_latents
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute_latents
 
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
     if _is_empty(query, cache, plan):
-        return empty_answer(query, latent_rank, plan, options)
+        return empty_output(query, latent_rank, plan, options)
     where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     pages = cache[:, :, None, : query.shape[2]]
     parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
-    out, lse = adapt(*_forward(*parts, plan, options, where, query[..., :latent_rank]), plan, options)
+    out, lse = fix_up(*_forward(*parts, plan, options, where, query[..., :latent_rank]), plan, options)
     if cache.shape[1] >= SMALLEST_TILE:
-        repair_latents(out, query, cache, plan, options, latent_rank)
+        recompute_latents(out, query, cache, plan, options, latent_rank)
     return out, lse
 
 
@@ -244,7 +244,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.gpu.repair import attend_to_latent_nodes
+    from fastattn.kernels.gpu.recompute import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
@@ -260,15 +260,15 @@ def _attend(
     *,
     loads_tiles: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute
 
     if _is_empty(query, key, plan):
-        return empty_answer(query, value.shape[-1], plan, options)
+        return empty_output(query, value.shape[-1], plan, options)
     out, lse = _forward(query, key, value, plan, options, where)
-    out, lse = adapt(out, lse, plan, options)
+    out, lse = fix_up(out, lse, plan, options)
     if loads_tiles or plan.window[0] >= 0:  # what is before a window it may read too, from any page
-        repair(out, query, key, value, plan, options)
+        recompute(out, query, key, value, plan, options)
     return out, lse
 
 

@@ -3,7 +3,7 @@
 On Hopper it does not split keys, so it suits long queries. Pages of 128 tokens (`d` up to 128) load fastest; with many
 queries it pays to copy smaller pages into such pages first. Codes of a quantised cache are converted into them, too.
 
-It loads whole tiles and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired.
+It loads whole tiles and gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed.
 Where queries see no key it looks up pages before the first one, so its tables have room there.
 
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, expanded, has_aligned_heads, key_starts, window_within_reach
+from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, has_aligned_heads, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
 
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
@@ -82,13 +82,13 @@ def attend(
     """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
     (level,) = plan.levels
     if level.whole.extends_causal:
-        from fastattn.kernels.flash.extend import attend_up_to_and_after
+        from fastattn.kernels.flash.intervals import attend_up_to_and_after
 
         return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
     if isinstance(keys, QuantizedPages):
-        from fastattn.kernels.flash.expand import attend_to_numbers
+        from fastattn.kernels.flash.dequantize import attend_dequantized
 
-        return attend_to_numbers(paged, query, keys, level.whole, options, out)
+        return attend_dequantized(paged, query, keys, level.whole, options, out)
     if isinstance(keys, Rows):
         return dense(query, *keys, level.whole, options, out)
     assert isinstance(keys, Pages)  # of no other storage are its operations
@@ -104,7 +104,7 @@ def dense(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    return _attend(query, key, value, plan, options, out, cu_seqlens_k=key_starts(plan))
+    return _attend(query, key, value, plan, options, out, cu_seqlens_k=cu_seqlens_k_of(plan))
 
 
 def paged(
@@ -175,13 +175,13 @@ def _attend(
     # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return empty_answer(query, value.shape[-1], plan, options)
+        return empty_output(query, value.shape[-1], plan, options)
     left, right = window_within_reach(plan)
     signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
     result, lse, *_ = _flash_attn_fwd(
@@ -200,7 +200,7 @@ def _attend(
         out=out if out is not None and has_aligned_heads(out) else None,  # it stores 16 bytes at a time
         **where,
     )
-    result, lse = adapt(result, lse, plan, options)
+    result, lse = fix_up(result, lse, plan, options)
     if not tails_are_zero:
-        repair(result, query, key, value, plan, options)
+        recompute(result, query, key, value, plan, options)
     return result, lse

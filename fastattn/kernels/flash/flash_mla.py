@@ -17,7 +17,7 @@ Over packed latents it is the kernel for sparse decodes, which splits the keys. 
 then what they are multiplied with. It checks no slot but -1, and reads what a slot past the last one leads to, so both
 kernels get lists in which all that is none of the query's is -1 (`fastattn.kernels.gpu.slots`).
 
-It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
+It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed. It
 drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
 sequence that ends with a drafted tree it reads the latents before the tree.
 
@@ -167,14 +167,14 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair_latents
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute_latents
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
     if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return empty_answer(query, latent_rank, plan, options)
+        return empty_output(query, latent_rank, plan, options)
     num_rows = batch.num_seqs * batch.max_query_len
     # It masks scores, and looks for the largest, before it scales them.
     rows, scale = with_positive_scale(query[:num_rows], options.softmax_scale)
@@ -190,8 +190,8 @@ def mla(
         causal=plan.causal,
         use_legacy=True,  # the half of the wheel for Hopper
     )
-    result, lse = adapt(*_as_rows(result, logs, query.shape[0]), plan, options)
-    repair_latents(result, query, cache, plan, options, latent_rank)
+    result, lse = fix_up(*_as_rows(result, logs, query.shape[0]), plan, options)
+    recompute_latents(result, query, cache, plan, options, latent_rank)
     return result, lse
 
 
@@ -199,20 +199,20 @@ def mla_codes(
     query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents in fp8 by products of codes, with queries and weights rounded; see the module."""
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.codes import codes_of
-    from fastattn.kernels.gpu.repair import repair
-    from fastattn.kernels.gpu.rounding import round_to_codes
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.quantize_query import quantize_query
+    from fastattn.kernels.gpu.quantized import codes_of
+    from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     cache, rank, of_cache, of_query, _ = keys
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None and of_query is not None  # the path has checked it
     if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return empty_answer(query, rank, plan, options)
+        return empty_output(query, rank, plan, options)
     num_rows, num_heads = batch.num_seqs * batch.max_query_len, query.shape[1]
     rows, scale = with_positive_scale(query[:num_rows], options.softmax_scale)
-    codes = round_to_codes(rows, of_query, cache.dtype, cache.dtype)
+    codes = quantize_query(rows, of_query, cache.dtype, cache.dtype)
     module = importlib.import_module(INTERFACE)
 
     def make() -> Any:
@@ -246,11 +246,11 @@ def mla_codes(
         descale_q=descales[0],
         descale_k=descales[1],
     )
-    result, lse = adapt(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
+    result, lse = fix_up(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
     scales = latent_scales(cache, of_cache, of_query)
     assert scales is not None  # it is over codes
     pool = cache.view(torch.uint8)[:, :, None, : query.shape[2]]
-    repair(result, query, pool, pool[..., :rank], plan, options, shared=True, codes=codes_of(scales))
+    recompute(result, query, pool, pool[..., :rank], plan, options, shared=True, codes=codes_of(scales))
     return result, lse
 
 
@@ -258,14 +258,14 @@ def selected(
     query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from each query to the latents of its own, which the block table names one by one; see the module."""
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
     from fastattn.kernels.gpu.slots import slots_in_pool
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch, table, rank = plan.batch, plan.batch.block_table, keys.latent_rank
     assert table is not None  # the path has checked it
     if 0 in (query.numel(), keys.cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return empty_answer(query, rank, plan, options)
+        return empty_output(query, rank, plan, options)
     rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
     result, _, logs = importlib.import_module(INTERFACE).flash_mla_sparse_fwd(
         rows,
@@ -279,7 +279,7 @@ def selected(
     num_padding = query.shape[0] - batch.num_seqs
     if num_padding:
         result, logs = pad(result, (0, 0, 0, 0, 0, num_padding)), pad(logs, (0, 0, 0, num_padding))
-    return adapt(result, logs.T, plan, options)
+    return fix_up(result, logs.T, plan, options)
 
 
 def selected_packed(
@@ -289,14 +289,14 @@ def selected_packed(
 
     How the work is shared out depends on sizes alone, so layers and steps that have the same share it, too.
     """
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
     from fastattn.kernels.gpu.slots import slots_in_pool
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch, table, rank, num_slots = plan.batch, plan.batch.block_table, keys.latent_rank, len(keys.cache)
     assert table is not None  # the path has checked it
     if 0 in (query.numel(), keys.cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return empty_answer(query, rank, plan, options)
+        return empty_output(query, rank, plan, options)
     rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
     slots = slots_in_pool(batch, num_slots, step=SELECTED_STEP)
     page = gcd(num_slots, BLOCK_SIZE)  # tokens in a block of theirs: a slot is the same number in any
@@ -314,7 +314,7 @@ def selected_packed(
         indices=slots[:, None],
         use_legacy=True,
     )
-    return adapt(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
+    return fix_up(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
 
 
 def _as_rows(
@@ -337,7 +337,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.gpu.repair import attend_to_latent_nodes
+    from fastattn.kernels.gpu.recompute import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)

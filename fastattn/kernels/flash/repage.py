@@ -11,7 +11,7 @@ import triton.language as tl
 from jaxtyping import Float32, Int32, Shaped
 from torch import Tensor
 
-from fastattn.kernels.gpu.codes import from_codes
+from fastattn.kernels.gpu.quantized import dequantize
 from fastattn.kernels.gpu.tile import converts_fp8, pad
 from refattn.interface import Batch
 
@@ -78,7 +78,7 @@ def repage(
         BLOCK_ROWS=rows,
         CODES=codes,
         PER=per,
-        HARDWARE=converts_fp8(cache.device),
+        HAS_FP8_CVT=converts_fp8(cache.device),
     )
     return pool, table
 
@@ -114,7 +114,7 @@ def _repage_kernel(
     BLOCK_ROWS: tl.constexpr,
     CODES: tl.constexpr,
     PER: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     # A program copies a few tokens of a sequence, with all their heads.
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -156,7 +156,7 @@ def _repage_kernel(
             scale = tl.load(scales + member * scale_strides[0] + head * scale_strides[1], is_column, 0.0)[None, :]
         else:
             scale = number
-        rows = from_codes(rows, CODES, HARDWARE).to(tl.float32) * scale
+        rows = dequantize(rows, CODES, HAS_FP8_CVT).to(tl.float32) * scale
     target = (first_row + tl.arange(0, BLOCK_ROWS)) * (NUM_KV_HEADS * HEAD_SIZE)
     at_target = target[:, None] + (head * HEAD_SIZE + at_d)[None, :]
     tl.store(pool + at_target, rows.to(pool.dtype.element_ty), mask=is_column[None, :])

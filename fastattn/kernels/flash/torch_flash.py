@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import FAR, Problem, key_starts, window_within_reach
+from fastattn.kernels.problem import FAR, Problem, cu_seqlens_k_of, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Plan, Rows
 
 
@@ -71,13 +71,13 @@ def dense(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.gpu.adapt import adapt, empty_answer
-    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.fixup import empty_output, fix_up
+    from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return empty_answer(query, value.shape[-1], plan, options)
+        return empty_output(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
     signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -85,7 +85,7 @@ def dense(
         key,
         pad_values(value, query.shape[-1]),
         batch.cu_seqlens_q,
-        key_starts(plan),
+        cu_seqlens_k_of(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
         0.0,
@@ -95,9 +95,9 @@ def dense(
         window_size_left=window[0],
         window_size_right=window[1],
     )
-    out, lse = adapt(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
+    out, lse = fix_up(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
     if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
-        repair(out, query, key, value, plan, options)
+        recompute(out, query, key, value, plan, options)
     return out, lse
 
 

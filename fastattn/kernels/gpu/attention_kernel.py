@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.gpu.codes import NO_CODES, Codes, are_pairs, size_of
 from fastattn.kernels.gpu.decode import attend_few_rows
 from fastattn.kernels.gpu.launch import Launch
+from fastattn.kernels.gpu.quantized import NO_CODES, Codes, are_pairs, size_of
 from fastattn.kernels.gpu.tile import (
     CHANGING,
     INTERPRETED,
-    Tuning,
-    attend_to_run,
+    LaunchConfig,
+    attend_kv_split,
     converts_fp8,
     find_intervals,
     find_positions,
@@ -34,11 +34,11 @@ from fastattn.kernels.gpu.tile import (
     visible_keys,
     with_positive_scale,
 )
-from fastattn.kernels.problem import key_starts, uses_positions
+from fastattn.kernels.problem import cu_seqlens_k_of, uses_positions
 from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
 
 BLOCK_SEQS = 128  # sequences that are counted at a time
-LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
+LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are recomputed
 
 
 def launch_attention(
@@ -47,7 +47,7 @@ def launch_attention(
     value: Tensor,
     plan: Plan,
     options: AttentionOptions,
-    tuning: Tuning,
+    tuning: LaunchConfig,
     out: Tensor,
     lse: Tensor | None,
     *,
@@ -68,9 +68,9 @@ def launch_attention(
         options: those of the layer.
         tuning: the shape of the launch.
         out: the answer, or the first of the parts.
-        lse: likewise; None to repair the answer.
+        lse: likewise; None to recompute the answer.
         overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts. To
-            repair: whether this one may begin early, and waits for the one before.
+            recompute: whether this one may begin early, and waits for the one before.
         after: another level was launched before, that what follows has to wait for, too.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; see `fastattn.kernels.triton.attention.attend`.
@@ -91,7 +91,7 @@ def launch_attention(
     tiles = count_tiles(batch, num_tokens, group, tuning.block_m)
     ends, starts = 0, 0
     if lse is None and positions is None and not one_tile:
-        ends, starts = _spoilt_tiles(plan, group, tuning.block_m)
+        ends, starts = _tiles_to_recompute(plan, group, tuning.block_m)
         if ends and batch.num_seqs * (ends + starts) < tiles:
             tiles = batch.num_seqs * (ends + starts)
         else:
@@ -115,7 +115,7 @@ def launch_attention(
             prefix_lse=None,
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=key_starts(plan) if block_table is None else None,
+            cu_seqlens_k=cu_seqlens_k_of(plan) if block_table is None else None,
             seq_lens=batch.seq_lens,
             query_positions=positions,  # tables of a plan lie side by side, and are read anew in each replay
             first_keys=None if positions is None and not intervals else plan.first_keys,
@@ -147,7 +147,7 @@ def launch_attention(
             HEAD_SIZE=head_size,
             VALUE_HEAD_SIZE=value_head_size,
             BLOCK_SIZE=0 if block_table is None else key.shape[1],
-            WIDE=block_table is not None
+            INT64_OFFSETS=block_table is not None
             and is_wide(key.shape[1], key.stride(1), value.stride(1), *_strides_by_head(codes.key)[1:2]),
             BLOCK_M=tuning.block_m,
             BLOCK_N=tuning.block_n,
@@ -166,9 +166,9 @@ def launch_attention(
             AFTER=bool(overlap and after),
             CODES=codes.kind,
             ROUND_QUERY=codes.rounds_query,
-            HARDWARE=converts_fp8(query.device),
-            WORDS=0 if tree is None else tree.trees.num_words,
-            SHARED=shared,
+            HAS_FP8_CVT=converts_fp8(query.device),
+            MASK_WORDS=0 if tree is None else tree.trees.num_words,
+            VALUES_IN_KEYS=shared,
             SAME_STRIDES=_in_bytes(key) == _in_bytes(value),
             ALIBI_SQRT=options.alibi_sqrt,
             ROW_ALIGN=_alignment_of_rows(value, codes),
@@ -240,7 +240,7 @@ def count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int:
     return batch.num_seqs + num_tokens * group // block_m
 
 
-def _spoilt_tiles(plan: Plan, group: int, block_m: int) -> tuple[int, int]:
+def _tiles_to_recompute(plan: Plan, group: int, block_m: int) -> tuple[int, int]:
     """Return how many tiles at the end and at the start of a sequence another kernel can have spoilt; 0 for any of all.
 
     They are those of the rows that the kernel looks at: the last ones, and in a window also the first ones.
@@ -358,7 +358,7 @@ def _wait_for_level_before():
 
 @triton.jit
 @no_type_check
-def _take_prefix(
+def _merge_prefix(
     row_max,
     row_sum,
     acc,
@@ -389,9 +389,9 @@ def _take_prefix(
     )
     new_row_max = tl.maximum(row_max, logs * LOG2E)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-    shrink, weight = tl.exp2(row_max - base), tl.exp2(logs * LOG2E - base)
-    acc = acc * shrink[:, None] + weight[:, None] * values.to(tl.float32)
-    return new_row_max, row_sum * shrink + weight, acc
+    alpha, weight = tl.exp2(row_max - base), tl.exp2(logs * LOG2E - base)
+    acc = acc * alpha[:, None] + weight[:, None] * values.to(tl.float32)
+    return new_row_max, row_sum * alpha + weight, acc
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -401,7 +401,7 @@ def _attend_kernel(
     key,
     value,
     out,  # [t, h, dv] in the type of the query, or [splits, t, h, dv] in float32
-    lse,  # [t, h] or [splits, t, h]; None to repair `out`
+    lse,  # [t, h] or [splits, t, h]; None to recompute `out`
     block_table,
     cu_seqlens_q,
     cu_seqlens_k,
@@ -412,7 +412,7 @@ def _attend_kernel(
     last_visible,
     tree_lens,
     depths,  # [b, w]
-    ancestors,  # [b, w, WORDS]
+    ancestors,  # [b, w, MASK_WORDS]
     tree_width,
     prefix_lse,  # [h, t]; None but where `out` holds the answer over the keys before a tree
     prefix_lse_head_stride,
@@ -446,7 +446,7 @@ def _attend_kernel(
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
@@ -464,9 +464,9 @@ def _attend_kernel(
     AFTER: tl.constexpr,
     CODES: tl.constexpr,
     ROUND_QUERY: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    WORDS: tl.constexpr,
-    SHARED: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
     ROW_ALIGN: tl.constexpr,
@@ -521,17 +521,17 @@ def _attend_kernel(
             first_visible, last_visible, first_keys, sequence, tokens, is_row, seq_len
         )
     tree_start, node_depths, row_ancestors = None, None, None
-    if WORDS > 0:
+    if MASK_WORDS > 0:
         tree_len = tl.load(tree_lens + sequence)
         tree_start = seq_len - tree_len
         nodes = sequence.to(tl.int64) * tree_width + tree_len - query_len + rows // GROUP  # of the rows
         node_depths = depths + sequence.to(tl.int64) * tree_width
-        row_ancestors = ancestors + nodes * WORDS
+        row_ancestors = ancestors + nodes * MASK_WORDS
         if prefix_lse is not None:
             first_seen = tl.maximum(first_seen, tree_start)
     first_key = first_seen // BLOCK_N * BLOCK_N
     if prefix_lse is not None:
-        if WORDS > 0:
+        if MASK_WORDS > 0:
             first_key = first_seen  # no other row has to begin its steps there
         elif first_seen >= last_key:
             return  # the other answer is the whole one
@@ -539,17 +539,17 @@ def _attend_kernel(
     if REPAIR:
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
         at_dv = tl.arange(0, VALUE_PAD)
-        may_be_spoilt = is_row
+        may_have_nan = is_row
         if RIGHT and (not LEFT or query_positions is None):
             # What is nobody's lies past the sequence's end, which only its last rows load, or before the first window.
             at_an_end = positions - seq_len + LARGEST_TILE >= -right
             if LEFT:
                 begin = context - tl.minimum(left, tl.maximum(context, 0))
                 at_an_end |= (begin > 0) & (positions - begin - LARGEST_TILE < left)
-            may_be_spoilt &= at_an_end
+            may_have_nan &= at_an_end
         given = tl.load(
             out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
-            mask=may_be_spoilt[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+            mask=may_have_nan[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
             other=0.0,
         )
         if tl.max((given != given).to(tl.int32)) == 0:
@@ -637,12 +637,12 @@ def _attend_kernel(
             RIGHT,
             CODES,
             ROUND_QUERY,
-            HARDWARE,
+            HAS_FP8_CVT,
             SAME_STRIDES,
             ALIBI_SQRT,
         )
     else:
-        row_max, row_sum, acc = attend_to_run(
+        row_max, row_sum, acc = attend_kv_split(
             query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
             query_strides[2],
             is_row,
@@ -673,7 +673,7 @@ def _attend_kernel(
             HEAD_SIZE,
             VALUE_HEAD_SIZE,
             BLOCK_SIZE,
-            WIDE,
+            INT64_OFFSETS,
             BLOCK_M,
             BLOCK_N,
             SOFTCAP,
@@ -681,12 +681,12 @@ def _attend_kernel(
             RIGHT,
             CODES,
             ROUND_QUERY,
-            HARDWARE,
-            SHARED,
+            HAS_FP8_CVT,
+            VALUES_IN_KEYS,
             tree_start,
             node_depths,
             row_ancestors,
-            WORDS,
+            MASK_WORDS,
             ALIBI_SQRT,
             first_of_rows,
             last_of_rows,
@@ -697,7 +697,7 @@ def _attend_kernel(
             SPLIT,
         )
     if prefix_lse is not None:
-        row_max, row_sum, acc = _take_prefix(
+        row_max, row_sum, acc = _merge_prefix(
             row_max,
             row_sum,
             acc,
@@ -707,9 +707,9 @@ def _attend_kernel(
             places,
             tokens,
             heads,
-            is_row & (tree_start > 0) if WORDS > 0 else is_row,
+            is_row & (tree_start > 0) if MASK_WORDS > 0 else is_row,
             VALUE_HEAD_SIZE,
-            WORDS == 0,
+            MASK_WORDS == 0,
         )
     sink = None
     if sinks is not None and not SPLIT:

@@ -1,9 +1,9 @@
-"""What a Triton program does for a few query rows, as in a decode: the transposed product of `attend_to_run`.
+"""What a Triton program does for a few query rows, as in a decode: the transposed product of `attend_kv_split`.
 
 A matrix product of a GPU has at least 16 rows, but 8 columns are enough. Four heads that share a key head fill a
 quarter of a tile of 16 rows, and half of 8 columns:
 
-    attend_to_run      [rows 16, d] . [d, keys]     ->  scores [16, keys]
+    attend_kv_split      [rows 16, d] . [d, keys]     ->  scores [16, keys]
     attend_few_rows    [keys, d] . [d, rows 8]      ->  scores [keys, 8]       half the products and half the softmax
 
 The loop that is left is short, so the arithmetic of addresses counts, too: places within a page are the same in each
@@ -19,8 +19,15 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
-from fastattn.kernels.gpu.tile import finish_scores, seen_by_all, update_softmax
+from fastattn.kernels.gpu.quantized import (
+    dequantize,
+    dequantize_pairs,
+    power_of_two,
+    prepare_query,
+    row_scale,
+    value_type,
+)
+from fastattn.kernels.gpu.tile import finish_scores, unmasked_range, update_softmax
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
@@ -71,11 +78,11 @@ def attend_few_rows(
     RIGHT: tl.constexpr,
     CODES: tl.constexpr,
     ROUND_QUERY: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
 ):
-    """Do what `attend_to_run` does, over pages, for at most 8 rows. What both take means the same.
+    """Do what `attend_kv_split` does, over pages, for at most 8 rows. What both take means the same.
 
     `SAME_STRIDES` says that in their pools a value is as many bytes from the first one as its key is.
     """
@@ -114,9 +121,9 @@ def attend_few_rows(
         elif not ROUND_QUERY and q.dtype == tl.bfloat16:
             query_factors = power_of_two(tl.max(tl.abs(q.to(tl.float32)), 1))
         if query_factors is not None:
-            q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
+            q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HAS_FP8_CVT)
         elif ROUND_QUERY:
-            q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
+            q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HAS_FP8_CVT)
     q = tl.trans(q)  # [d, rows]
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -124,7 +131,7 @@ def attend_few_rows(
     acc = tl.zeros([VALUE_PAD // PER_LOAD, BLOCK_M], tl.float32)  # of the first of each pair
     if PAIRS:
         acc_of_seconds = tl.zeros([VALUE_PAD // 2, BLOCK_M], tl.float32)
-    all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    all_from, all_to = unmasked_range(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
     for start in range(first_key, last_key, BLOCK_N):
         j = start + in_step
         is_key = in_step < last_key - start  # nothing from there on is read: it may be NaN, or no block at all
@@ -145,7 +152,7 @@ def attend_few_rows(
         elif CODES == "int8":
             products = tl.dot(k, q).to(tl.float32)
         else:
-            products = tl.dot(from_codes(k, CODES, HARDWARE).to(q.dtype), q, input_precision="ieee")
+            products = tl.dot(dequantize(k, CODES, HAS_FP8_CVT).to(q.dtype), q, input_precision="ieee")
         if query_factors is not None:
             products = products * query_factors[None, :]
         if key_scales is not None:
@@ -172,7 +179,7 @@ def attend_few_rows(
             KEYS=0,
             ALIBI_SQRT=ALIBI_SQRT,
         )  # [keys, rows]
-        weights, shrink, row_max, row_sum = update_softmax(
+        weights, alpha, row_max, row_sum = update_softmax(
             scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None, KEYS=0
         )
         value_bytes = key_bytes if SAME_STRIDES else places * value_token + blocks * value_page
@@ -183,15 +190,15 @@ def attend_few_rows(
         )  # [dv, keys]
         weights = weights.to(VALUE_TYPE if CODES != "" else v.dtype)
         if PAIRS:
-            v, seconds = from_pairs(v, CODES, HARDWARE)
+            v, seconds = dequantize_pairs(v, CODES, HAS_FP8_CVT)
             acc_of_seconds = tl.dot(
-                seconds.to(VALUE_TYPE), weights, acc_of_seconds * shrink[None, :], input_precision="ieee"
+                seconds.to(VALUE_TYPE), weights, acc_of_seconds * alpha[None, :], input_precision="ieee"
             )
         if CODES != "":
             if v.dtype == tl.int8 or v.dtype == tl.uint8:
-                v = from_codes(v, CODES, HARDWARE)
+                v = dequantize(v, CODES, HAS_FP8_CVT)
             v = v.to(VALUE_TYPE)
-        acc = tl.dot(v, weights, acc * shrink[None, :], input_precision="ieee")
+        acc = tl.dot(v, weights, acc * alpha[None, :], input_precision="ieee")
     acc = tl.trans(acc)
     if PAIRS:
         acc = tl.reshape(tl.join(acc, tl.trans(acc_of_seconds)), [BLOCK_M, VALUE_PAD])

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.gpu.codes import (
-    from_codes,
-    from_pairs,
+from fastattn.kernels.gpu.quantized import (
+    dequantize,
+    dequantize_pairs,
     power_of_two,
     prepare_query,
     row_scale,
@@ -41,7 +41,7 @@ FEWEST_COLUMNS = tl.constexpr(64)
 SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
 
 
-class Tuning(NamedTuple):
+class LaunchConfig(NamedTuple):
     """The shape of a launch.
 
     Attributes:
@@ -65,8 +65,8 @@ class Tuning(NamedTuple):
     run: int = 0
 
 
-LATENT_16 = Tuning(16, 32, 4, 3, 1, 1)
-LATENT_64 = Tuning(64, 64, 8, 2, 1, 1)
+LATENT_16 = LaunchConfig(16, 32, 4, 3, 1, 1)
+LATENT_64 = LaunchConfig(64, 64, 8, 2, 1, 1)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -75,8 +75,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def fit(
-    tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int, fewest_stages: int = 1, spare: int = 0
-) -> Tuning:
+    tuning: LaunchConfig,
+    device: torch.device,
+    *,
+    row_bytes: int,
+    key_bytes: int,
+    fewest_stages: int = 1,
+    spare: int = 0,
+) -> LaunchConfig:
     """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
 
     Args:
@@ -91,15 +97,17 @@ def fit(
     """
     if INTERPRETED:
         return tuning
-    return shrink(tuning, row_bytes, key_bytes, devices.shared_memory(device), fewest_stages, spare)
+    return fit_shared_memory(tuning, row_bytes, key_bytes, devices.shared_memory(device), fewest_stages, spare)
 
 
 @cache
-def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1, spare: int = 0) -> Tuning:
+def fit_shared_memory(
+    tuning: LaunchConfig, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1, spare: int = 0
+) -> LaunchConfig:
     """Shrink a launch to `room` bytes, as `fit` does."""
     asked = tuning
 
-    def is_too_large(tuning: Tuning) -> bool:
+    def is_too_large(tuning: LaunchConfig) -> bool:
         in_flight = (tuning.num_stages - spare) * tuning.block_n * key_bytes
         return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
 
@@ -131,7 +139,7 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def overlapping(device: torch.device, *, after_ours: bool) -> dict[str, bool]:
-    """Return how a kernel is launched that begins with `wait_for_the_one_before`.
+    """Return how a kernel is launched that begins with `pdl_wait`.
 
     Args:
         device: where.
@@ -170,7 +178,7 @@ def is_wide(block_size: int, *token_strides: int) -> bool:
 
 @triton.jit
 @no_type_check
-def wait_for_the_one_before(OVERLAP: tl.constexpr):
+def pdl_wait(OVERLAP: tl.constexpr):
     """Begin when the launch before has ended and can be read, and let the next one be put in place.
 
     Nothing may be read or written above this: memory of the launch before may be given to this one.
@@ -364,8 +372,8 @@ def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KE
     new_row_max = tl.maximum(row_max, tl.max(scores, KEYS) * unit)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
     weights = tl.exp2(scores * unit - tl.expand_dims(base, KEYS))
-    shrink = tl.exp2(row_max - base)
-    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, KEYS)
+    alpha = tl.exp2(row_max - base)
+    return weights, alpha, new_row_max, row_sum * alpha + tl.sum(weights, KEYS)
 
 
 @triton.jit
@@ -392,7 +400,7 @@ def phase_of_run(
 
 @triton.jit
 @no_type_check
-def seen_by_all(
+def unmasked_range(
     first_key,
     last_key,
     first_position,
@@ -419,7 +427,7 @@ def _either(a, b):
 
 @triton.jit
 @no_type_check
-def _see_in_tree(row_ancestors, words_of_rows, is_row, first_node, WORDS: tl.constexpr):
+def _see_in_tree(row_ancestors, words_of_rows, is_row, first_node, MASK_WORDS: tl.constexpr):
     """Return which of 64 keys each row sees, a bit for each: of a tree by the ancestor mask of the row, all before it.
 
     `first_node` is the place of the first key in the tree, negative before it. One word of a mask is loaded once for
@@ -428,12 +436,12 @@ def _see_in_tree(row_ancestors, words_of_rows, is_row, first_node, WORDS: tl.con
     """
     first_bit = tl.maximum(first_node, 0)
     shift = (first_bit % 64).to(tl.uint64)
-    if WORDS == 1:
+    if MASK_WORDS == 1:
         words = words_of_rows.to(tl.uint64, bitcast=True) >> shift
     else:
         at = first_bit // 64
-        low = tl.load(row_ancestors + at, mask=is_row & (at < WORDS), other=0).to(tl.uint64, bitcast=True)
-        high = tl.load(row_ancestors + at + 1, mask=is_row & (at + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+        low = tl.load(row_ancestors + at, mask=is_row & (at < MASK_WORDS), other=0).to(tl.uint64, bitcast=True)
+        high = tl.load(row_ancestors + at + 1, mask=is_row & (at + 1 < MASK_WORDS), other=0).to(tl.uint64, bitcast=True)
         words = (low >> shift) | ((high << (63 - shift)) << 1)  # a shift by 64 is undefined
     before = tl.minimum(tl.maximum(-first_node, 0), 64).to(tl.uint64)  # of the keys, how many stand before the tree
     half, others = before // 2, before - before // 2
@@ -443,16 +451,16 @@ def _see_in_tree(row_ancestors, words_of_rows, is_row, first_node, WORDS: tl.con
 
 @triton.jit
 @no_type_check
-def see_in_tree(row_ancestors, words_of_rows, is_row, first_node, in_step, WORDS: tl.constexpr):
+def see_in_tree(row_ancestors, words_of_rows, is_row, first_node, in_step, MASK_WORDS: tl.constexpr):
     """Return which rows see which keys of a step, `[rows, keys]`, and which keys some row sees."""
     BLOCK_N: tl.constexpr = in_step.shape[0]
     tl.static_assert(BLOCK_N <= 128)
-    bits = _see_in_tree(row_ancestors, words_of_rows, is_row, first_node, WORDS)
+    bits = _see_in_tree(row_ancestors, words_of_rows, is_row, first_node, MASK_WORDS)
     of_any = tl.reduce(tl.where(is_row, bits, 0), 0, _either)
     offset = in_step.to(tl.uint64) % 64
     bits = bits[:, None]
     if BLOCK_N > 64:
-        later = _see_in_tree(row_ancestors, words_of_rows, is_row, first_node + 64, WORDS)
+        later = _see_in_tree(row_ancestors, words_of_rows, is_row, first_node + 64, MASK_WORDS)
         later_of_any = tl.reduce(tl.where(is_row, later, 0), 0, _either)
         bits = tl.where((in_step < 64)[None, :], bits, later[:, None])
         of_any = tl.where(in_step < 64, of_any, later_of_any)
@@ -461,7 +469,7 @@ def see_in_tree(row_ancestors, words_of_rows, is_row, first_node, in_step, WORDS
 
 @triton.jit
 @no_type_check
-def attend_to_run(
+def attend_kv_split(
     query_rows,
     query_stride,
     is_row,
@@ -492,7 +500,7 @@ def attend_to_run(
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -500,12 +508,12 @@ def attend_to_run(
     RIGHT: tl.constexpr,
     CODES: tl.constexpr,
     ROUND_QUERY: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    SHARED: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     tree_start=None,
     node_depths=None,
     row_ancestors=None,
-    WORDS: tl.constexpr = 0,
+    MASK_WORDS: tl.constexpr = 0,
     ALIBI_SQRT: tl.constexpr = False,
     first_of_rows=None,
     last_of_rows=None,
@@ -522,9 +530,10 @@ def attend_to_run(
 
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
-    `WIDE` says that the last token of a block may be 2**31 elements or more from its first one: 64 bits for each key of
-    a step take registers. If `SHARED`, a value is the first `VALUE_HEAD_SIZE` elements of its key, to which `value`
-    points: they are loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or None.
+    `INT64_OFFSETS` says that the last token of a block may be 2**31 elements or more from its first one: 64 bits for
+    each key of a step take registers. If `VALUES_IN_KEYS`, a value is the first `VALUE_HEAD_SIZE` elements of its key,
+    to which `value` points: they are loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or
+    None.
 
     `CODES` says what the pools hold: numbers (""), or codes of a format, whose scales by head are in `scale` already or
     left to the caller. `key_scales` leads to one scale for each key of a page and head, or is None. Codes of values are
@@ -533,9 +542,9 @@ def attend_to_run(
     `group_scales` leads to the scales of packed latents: then `key` points to rotary keys, which are numbers of a type
     of their own, and all that leads to a row is a multiple of `ROW_ALIGN` bytes.
 
-    With `WORDS` the keys from `tree_start` on are nodes of a tree: they stand by `node_depths` after its root, and a
-    row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that. With `first_of_rows` and
-    `last_of_rows` a row sees the keys between its two, and there is no other mask.
+    With `MASK_WORDS` the keys from `tree_start` on are nodes of a tree: they stand by `node_depths` after its root, and
+    a row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that. With `first_of_rows`
+    and `last_of_rows` a row sees the keys between its two, and there is no other mask.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
@@ -557,28 +566,28 @@ def attend_to_run(
         first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
     head = kv_head.to(tl.int64)
 
-    all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
-    if WORDS > 0:
+    all_from, all_to = unmasked_range(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    if MASK_WORDS > 0:
         all_to = tl.minimum(all_to, tree_start)
         words_of_rows = None
-        if WORDS == 1:
+        if MASK_WORDS == 1:
             words_of_rows = tl.load(row_ancestors, mask=is_row, other=0)
     INTERVALS: tl.constexpr = first_of_rows is not None
     if INTERVALS:
         all_from = tl.max(tl.where(is_row, first_of_rows, 0), 0)
         all_to = tl.minimum(last_key, tl.min(tl.where(is_row, last_of_rows, last_key), 0) + 1)
     PAIRS: tl.constexpr = value.dtype.element_ty == tl.uint16
-    KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
+    KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if VALUES_IN_KEYS else HEAD_SIZE  # of what is no value
     LEAST: tl.constexpr = 32 if CODES == "int8" else 16  # of a product
     KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > LEAST else LEAST
     PER_LOAD: tl.constexpr = 2 if PAIRS else 1  # elements of a value that are loaded as one
-    VALUE_LEAST: tl.constexpr = FEWEST_COLUMNS if BLOCK_M > 16 else (16 * PER_LOAD if SHARED else 1)
+    VALUE_LEAST: tl.constexpr = FEWEST_COLUMNS if BLOCK_M > 16 else (16 * PER_LOAD if VALUES_IN_KEYS else 1)
     VALUE_PAD: tl.constexpr = max(triton.next_power_of_2(VALUE_HEAD_SIZE), VALUE_LEAST)
     at_dv = tl.arange(0, VALUE_PAD // PER_LOAD)
     at_d = tl.arange(0, KEY_PAD)
     in_key = at_d < KEY_SIZE
     at_key = at_d
-    if SHARED:
+    if VALUES_IN_KEYS:
         at_d += VALUE_HEAD_SIZE
         at_key = at_d if group_scales is None else at_key
         at_query = tl.arange(0, VALUE_PAD)
@@ -594,25 +603,25 @@ def attend_to_run(
     )
     query_factors = None
     if CODES != "":
-        AS_QUERY: tl.constexpr = SHARED and not PAIRS  # a changed query would be loaded anew for each product
+        AS_QUERY: tl.constexpr = VALUES_IN_KEYS and not PAIRS  # a changed query would be loaded anew for each product
         OF_QUERY: tl.constexpr = tl.float16 if ROUND_QUERY and q.dtype == tl.bfloat16 else q.dtype
         VALUE_TYPE: tl.constexpr = OF_QUERY if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
         if CODES == "int8":
             query_factors = row_scale(q.to(tl.float32))
         elif not ROUND_QUERY and q.dtype == tl.bfloat16 and not AS_QUERY:
             largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-            if SHARED:
+            if VALUES_IN_KEYS:
                 largest = tl.maximum(largest, tl.max(tl.abs(query_values.to(tl.float32)), 1))
             query_factors = power_of_two(largest)
         if query_factors is not None:
-            q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
-            if SHARED:
-                query_values = prepare_query(query_values, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
+            q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HAS_FP8_CVT)
+            if VALUES_IN_KEYS:
+                query_values = prepare_query(query_values, query_factors[:, None], CODES, ROUND_QUERY, HAS_FP8_CVT)
         elif ROUND_QUERY:
-            q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
-            if SHARED:
-                query_values = prepare_query(query_values, query_scale, CODES, ROUND_QUERY, HARDWARE)
-        if SHARED and PAIRS:
+            q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HAS_FP8_CVT)
+            if VALUES_IN_KEYS:
+                query_values = prepare_query(query_values, query_scale, CODES, ROUND_QUERY, HAS_FP8_CVT)
+        if VALUES_IN_KEYS and PAIRS:
             query_values, query_seconds = tl.split(tl.reshape(query_values, [BLOCK_M, VALUE_PAD // 2, 2]))
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -620,8 +629,8 @@ def attend_to_run(
     if PAIRS:
         acc_of_seconds = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
     # Three copies of a loop over latents take registers that no copy has.
-    MASKED: tl.constexpr = BLOCK_M > 16 and not SHARED and (LEFT or RIGHT or INTERVALS)
-    PHASES: tl.constexpr = 3 if WORDS > 0 or MASKED else 1
+    MASKED: tl.constexpr = BLOCK_M > 16 and not VALUES_IN_KEYS and (LEFT or RIGHT or INTERVALS)
+    PHASES: tl.constexpr = 3 if MASK_WORDS > 0 or MASKED else 1
     # Without a left side all rows see the first key, and phase 0 is empty. With one loop less the compiler reads the
     # block table without shared memory: 256 rows after 8192 keys, split, take 35 us in place of 39. Where keys are not
     # split it costs: 8 such sequences take 203 us in place of 181 (NVIDIA H200, Triton 3.6).
@@ -635,8 +644,10 @@ def attend_to_run(
                 is_key &= j >= first_seen
             key_positions = j
             seen = None
-            if WORDS > 0 and phase != 1:
-                seen, by_any = see_in_tree(row_ancestors, words_of_rows, is_row, start - tree_start, in_step, WORDS)
+            if MASK_WORDS > 0 and phase != 1:
+                seen, by_any = see_in_tree(
+                    row_ancestors, words_of_rows, is_row, start - tree_start, in_step, MASK_WORDS
+                )
                 if LEFT or slopes is not None:
                     in_tree = (j >= tree_start) & is_key
                     depth = tl.load(node_depths + j - tree_start, mask=in_tree, other=0)
@@ -655,7 +666,7 @@ def attend_to_run(
                 next_blocks = tl.load(table + column * table_stride, mask=ahead < last_key, other=0)
                 first_place = start % BLOCK_SIZE if ONE_PAGE else 0
                 places = (in_step if STEPS_ALIKE else j) % BLOCK_SIZE  # from there on
-                if WIDE:
+                if INT64_OFFSETS:
                     places = places.to(tl.int64)
                 key_rows = places * key_strides[1] + head * key_strides[2]
                 key_rows += blocks * key_strides[0] + first_place * key_strides[1]
@@ -668,11 +679,11 @@ def attend_to_run(
                 value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
 
             in_value = is_key[:, None] & (at_dv < VALUE_HEAD_SIZE // PER_LOAD)[None, :]
-            if SHARED:
+            if VALUES_IN_KEYS:
                 at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
                 if CODES != "" and not PAIRS:
-                    v = from_codes(v, CODES, HARDWARE)
+                    v = dequantize(v, CODES, HAS_FP8_CVT)
                     if group_scales is not None:
                         scale_rows = places * group_scale_strides[1] + blocks * group_scale_strides[0]
                         scale_rows += first_place * group_scale_strides[1]
@@ -691,11 +702,11 @@ def attend_to_run(
             elif CODES == "int8":
                 products = tl.dot(q, k).to(tl.float32)
             else:
-                products = tl.dot(q, from_codes(k, CODES, HARDWARE).to(q.dtype), input_precision="ieee")
-            if SHARED:
+                products = tl.dot(q, dequantize(k, CODES, HAS_FP8_CVT).to(q.dtype), input_precision="ieee")
+            if VALUES_IN_KEYS:
                 turned = tl.trans(v)
                 if PAIRS:
-                    turned, seconds = from_pairs(turned, CODES, HARDWARE)
+                    turned, seconds = dequantize_pairs(turned, CODES, HAS_FP8_CVT)
                     products = tl.dot(query_seconds, seconds.to(VALUE_TYPE), products, input_precision="ieee")
                     turned = turned.to(VALUE_TYPE)
                 products = tl.dot(query_values, turned, products, input_precision="ieee")
@@ -723,25 +734,25 @@ def attend_to_run(
                 seen,
                 ALIBI_SQRT=ALIBI_SQRT,
             )
-            weights, shrink, row_max, row_sum = update_softmax(
+            weights, alpha, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
             )
-            if not SHARED:
+            if not VALUES_IN_KEYS:
                 at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
             if PAIRS:
-                v, seconds = from_pairs(v, CODES, HARDWARE)
+                v, seconds = dequantize_pairs(v, CODES, HAS_FP8_CVT)
                 acc_of_seconds = tl.dot(
                     weights.to(VALUE_TYPE),
                     seconds.to(VALUE_TYPE),
-                    acc_of_seconds * shrink[:, None],
+                    acc_of_seconds * alpha[:, None],
                     input_precision="ieee",
                 )
             if CODES != "":
                 if v.dtype == tl.int8 or v.dtype == tl.uint8:
-                    v = from_codes(v, CODES, HARDWARE)
+                    v = dequantize(v, CODES, HAS_FP8_CVT)
                 v = v.to(VALUE_TYPE)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     if PAIRS:
         acc = tl.reshape(tl.join(acc, acc_of_seconds), [BLOCK_M, VALUE_PAD])
     return row_max, row_sum, acc
@@ -750,28 +761,28 @@ def attend_to_run(
 @triton.jit
 @no_type_check
 def merge_parts(row_max, row_sum, acc, logs, values):
-    """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into what `attend_to_run` returns."""
+    """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into what `attend_kv_split` returns."""
     LOG2E: tl.constexpr = 1.4426950408889634
     new_row_max = tl.maximum(row_max, tl.max(logs, 1) * LOG2E)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(logs * LOG2E - base[:, None])
-    shrink = tl.exp2(row_max - base)
-    row_sum = row_sum * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    alpha = tl.exp2(row_max - base)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * values, 1)
     return new_row_max, row_sum, acc
 
 
 @triton.jit
 @no_type_check
 def normalize(row_max, row_sum, acc, sink):
-    """Return the outputs and the log-sum-exps of what `attend_to_run` or `merge_parts` found, the sinks included."""
+    """Return the outputs and the log-sum-exps of what `attend_kv_split` or `merge_parts` found, the sinks included."""
     LOG2E: tl.constexpr = 1.4426950408889634
     if sink is not None:
         new_row_max = tl.maximum(row_max, sink * LOG2E)
         base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-        shrink = tl.exp2((row_max - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
-        acc = acc * shrink[:, None] * shrink[:, None]
-        row_sum = row_sum * shrink * shrink + tl.exp2(sink * LOG2E - base)
+        alpha = tl.exp2((row_max - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
+        acc = acc * alpha[:, None] * alpha[:, None]
+        row_sum = row_sum * alpha * alpha + tl.exp2(sink * LOG2E - base)
         row_max = new_row_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
     return acc / row_sum[:, None], (row_max + tl.log2(row_sum)) / LOG2E

@@ -36,13 +36,22 @@ from fastattn.kernels.gpu.attention_kernel import (
     of_layer,
     spare_stages,
 )
-from fastattn.kernels.gpu.codes import FORMATS, NO_CODES, Codes, are_pairs, codes_in_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.gpu.launch import Launch, SplitLaunches
-from fastattn.kernels.gpu.rounding import round_to_codes
+from fastattn.kernels.gpu.quantize_query import quantize_query
+from fastattn.kernels.gpu.quantized import (
+    FORMATS,
+    NO_CODES,
+    Codes,
+    are_pairs,
+    codes_in_pairs,
+    codes_of,
+    in_pairs,
+    size_of,
+)
 from fastattn.kernels.gpu.tile import CHANGING, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import recorder, recording
-from fastattn.kernels.triton.tuning import beside_others, tune
+from fastattn.kernels.triton.tuning import share_sm, tune
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,
@@ -55,7 +64,7 @@ from refattn.interface import (
 )
 from refattn.interface.packed import PACKED_FORMAT, packed_parts
 
-MERGED_AT_ONCE = 64  # parts, of one head or of several
+SPLITS_PER_STEP = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
 
 
@@ -77,7 +86,7 @@ def attend_to_keys(
         out = query.new_empty(*query.shape[:2], keys.latent_rank) if out is None else out
         kind = torch.float16 if query.itemsize == 2 else query.dtype
         query, codes = (
-            round_to_codes(query, keys.query_scale, keys.cache.dtype, kind),
+            quantize_query(query, keys.query_scale, keys.cache.dtype, kind),
             codes._replace(rounds_query=False),
         )
     plans = [level.whole for level in plan.levels]
@@ -111,7 +120,7 @@ def attend(
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; those of fp8 are seen as bytes, those of values as pairs of bytes,
-            if they lie so (`fastattn.kernels.gpu.codes.in_pairs`).
+            if they lie so (`fastattn.kernels.gpu.quantized.in_pairs`).
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -167,7 +176,7 @@ def attend_levels(
     fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
-        tunings = [beside_others(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
+        tunings = [share_sm(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
     spare = spare_stages(query, shared, codes, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
@@ -202,7 +211,7 @@ def attend_levels(
         )
         launches.append((launch, first))
         first += tuning.most_splits
-    at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // pad(value_head_size)))
+    at_once = max(1, min(SPLITS_PER_STEP, MERGED_ELEMENTS // pad(value_head_size)))
     block_splits = 1 if options.batch_invariant else min(at_once, pad(num_parts))
     block_heads = min(at_once // block_splits, pad(num_heads))
     reduction = Launch(

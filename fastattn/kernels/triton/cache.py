@@ -12,8 +12,8 @@ import triton.language as tl
 from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
-from fastattn.kernels.gpu.codes import FORMATS, row_scale, to_fp8, to_int8
 from fastattn.kernels.gpu.launch import Launch
+from fastattn.kernels.gpu.quantized import FORMATS, row_scale, to_fp8, to_int8
 from fastattn.kernels.gpu.tile import converts_fp8
 from fastattn.kernels.problem import as_bytes
 from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
@@ -116,7 +116,7 @@ def write_quantized(
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
         CODES=kind,
-        HARDWARE=converts_fp8(key.device),
+        HAS_FP8_CVT=converts_fp8(key.device),
     )
 
 
@@ -158,7 +158,7 @@ def write_packed(
         BLOCK_SIZE=cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
         SMALLEST=SMALLEST_SCALE,
-        HARDWARE=converts_fp8(latent.device),
+        HAS_FP8_CVT=converts_fp8(latent.device),
     )
 
 
@@ -306,7 +306,7 @@ def _quantize_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     CODES: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     # A row is a head of a token, as in `_write_kernel`.
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -346,9 +346,9 @@ def _quantize_kernel(
             key_scale = tl.load(key_scales + head * key_scale_strides[0])
         if value_scales is not None:
             value_scale = tl.load(value_scales + head * value_scale_strides[0])
-        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), CODES, HARDWARE)
+        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), CODES, HAS_FP8_CVT)
         values = values.to(tl.float32)
-        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), CODES, HARDWARE)
+        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), CODES, HAS_FP8_CVT)
     key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
     tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, in_key)
     value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
@@ -377,7 +377,7 @@ def _write_packed_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SMALLEST: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     group = tl.program_id(1)
@@ -395,7 +395,7 @@ def _write_packed_kernel(
         largest = tl.max(tl.abs(numbers), 1)
         scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)
         scale = tl.where(tl.max((numbers != numbers).to(tl.int32), 1) > 0, float("nan"), scale)
-        rounded = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HARDWARE)
+        rounded = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT)
         at_row = block * code_strides[0] + place * code_strides[1]
         tl.store(codes + at_row[:, None] + at[None, :] * code_strides[2], rounded, is_row[:, None])
         tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + group * scale_strides[2], scale, is_row)

@@ -24,7 +24,7 @@ from fastattn.kernels.gpu.launch import Launch, SplitLaunches
 from fastattn.kernels.gpu.tile import (
     CHANGING,
     FEWEST_COLUMNS,
-    Tuning,
+    LaunchConfig,
     can_overlap,
     find_tile,
     finish_scores,
@@ -35,7 +35,7 @@ from fastattn.kernels.gpu.tile import (
     normalize,
     pad,
     phase_of_run,
-    seen_by_all,
+    unmasked_range,
     update_softmax,
     visible_keys,
     with_positive_scale,
@@ -108,7 +108,7 @@ def differential(
             **common,
             GROUP=group,
             BLOCK_SIZE=block_size,
-            WIDE=is_wide(block_size, cache.stride(3)),
+            INT64_OFFSETS=is_wide(block_size, cache.stride(3)),
             BLOCK_M=tuning.block_m,
             BLOCK_N=tuning.block_n,
             SPLIT=split,
@@ -177,7 +177,7 @@ def _of_layer(
     return {**common, "alibi_slopes": slopes}, common
 
 
-def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> Tuning:
+def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> LaunchConfig:
     """Choose the shape of a launch from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the batch: one tile for all, and no sequence is split.
@@ -199,7 +199,7 @@ def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) ->
 
 
 @cache
-def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> Tuning:
+def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> LaunchConfig:
     """Split the keys so that the programs fill the card in whole waves, which long queries do anyway.
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 64; wider rows get shorter steps.
@@ -207,7 +207,7 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
     if block_m > 16:
         splits = min(max(1, num_multiprocessors * 2 // programs), max(1, visible // FEWEST_KEYS))
         num_warps = 4 if row_bytes <= 128 else 8
-        return Tuning(block_m, max(16, 64 * 128 // row_bytes), num_warps, 2, splits, splits)
+        return LaunchConfig(block_m, max(16, 64 * 128 // row_bytes), num_warps, 2, splits, splits)
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
@@ -216,7 +216,7 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
         return on_one / splits * (1.1 if on_one == 1 else 1.0)
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
-    return Tuning(16, max(16, 128 * 128 // row_bytes), 4, 2, splits, splits)
+    return LaunchConfig(16, max(16, 128 * 128 // row_bytes), 4, 2, splits, splits)
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
@@ -280,7 +280,7 @@ def _attend_kernel(
     OVERLAP: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -328,7 +328,7 @@ def _attend_kernel(
             tl.store(lse + 2 * places, nothing, mask=is_row)
             tl.store(lse + 2 * places + 1, nothing, mask=is_row)
             return
-    all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    all_from, all_to = unmasked_range(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
 
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
     VALUE_SIZE: tl.constexpr = 2 * HEAD_SIZE
@@ -374,7 +374,7 @@ def _attend_kernel(
             if LEFT:
                 is_key &= j >= first_seen
             in_block = j % BLOCK_SIZE
-            if WIDE:
+            if INT64_OFFSETS:
                 in_block = in_block.to(tl.int64)
             rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + in_block * cache_strides[3]
             column = ((j + BLOCK_N) // BLOCK_SIZE).to(tl.int64)

@@ -155,7 +155,7 @@ def draw_trees(
             trees.lens.stride(0),
             w,
             num_tokens,
-            WORDS=trees.num_words,
+            MASK_WORDS=trees.num_words,
             WORDS_PAD=triton.next_power_of_2(trees.num_words),
             BLOCK_NODES=BLOCK_NODES,
         )
@@ -297,7 +297,7 @@ def _draw_trees_kernel(
     lens_stride,
     tree_width,
     num_tokens,
-    WORDS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
     WORDS_PAD: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
 ):
@@ -318,7 +318,9 @@ def _draw_trees_kernel(
         depth += (at >= 0).to(tl.int32)
     places = sequence * tree_width + node
     tl.store(depths + places, depth, mask=node < tree_width)
-    tl.store(ancestors + places[:, None] * WORDS + word, mask, mask=(node < tree_width)[:, None] & (word < WORDS))
+    tl.store(
+        ancestors + places[:, None] * MASK_WORDS + word, mask, mask=(node < tree_width)[:, None] & (word < MASK_WORDS)
+    )
     row = tl.load(cu_seqlens_q + sequence + 1) - tree_len + node  # the query rows are the last nodes
     is_row = is_node & (row >= tl.load(cu_seqlens_q + sequence)) & (row < num_tokens)
     tl.store(positions + row, tl.load(seq_lens + sequence) - tree_len + depth, mask=is_row)

@@ -35,18 +35,18 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
-from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, to_fp8
+from fastattn.kernels.gpu.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
 from fastattn.kernels.gpu.tile import (
     CHANGING,
-    Tuning,
+    LaunchConfig,
     converts_fp8,
     find_tile,
     fit,
     multiprocessors,
     overlapping,
     pad,
+    pdl_wait,
     visible_keys,
-    wait_for_the_one_before,
 )
 from fastattn.kernels.problem import as_bytes
 from refattn.interface import Batch, Plan
@@ -102,7 +102,7 @@ def write_index(
         SIZE=index_size_of(index_cache),
         BLOCK_SIZE=index_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
-        HARDWARE=converts_fp8(key.device),
+        HAS_FP8_CVT=converts_fp8(key.device),
     )
 
 
@@ -123,7 +123,7 @@ def score_index(
         query, weights = _in_float16(query, weights)
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
-    asked = Tuning(
+    asked = LaunchConfig(
         block_m=pad(max(num_heads, 16)),
         block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
         num_warps=SCORE_WARPS,
@@ -170,7 +170,7 @@ def score_index(
         LEFT=left >= 0,
         RIGHT=right >= 0,
         QUERY_CODES=query_codes,
-        HARDWARE=converts_fp8(query.device),
+        HAS_FP8_CVT=converts_fp8(query.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **overlapping(query.device, after_ours=halved),
@@ -359,7 +359,7 @@ def _write_index_kernel(
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     slot = tl.load(slot_mapping + token * slot_stride, token < rows, -1)
@@ -379,7 +379,7 @@ def _write_index_kernel(
         is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # which a maximum may overlook
         largest = tl.where(is_nan, float("nan"), largest)
         scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-        codes = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HARDWARE)
+        codes = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT)
         at = block * cache_strides[0] + place * SIZE
         tl.store(index_cache + at[:, None] + at_d, codes, in_key)
         tl.store(scales + block * (cache_strides[0] // 4) + place, scale, is_written)
@@ -399,7 +399,7 @@ def _in_float16_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Divide the index heads of a query by a power of two each: below 2, float16 holds all that a score would show."""
-    wait_for_the_one_before(OVERLAP)
+    pdl_wait(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
     at_d = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
@@ -498,7 +498,7 @@ def _read_query(
     SIZE: tl.constexpr,
     LEAST: tl.constexpr,
     QUERY_CODES: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     """Read the index heads of one query, [heads, d], and their weights."""
     PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > LEAST else LEAST
@@ -508,26 +508,26 @@ def _read_query(
     at = query + token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
     q = tl.load(at + at_d.to(tl.int64) * query_strides[2], is_head[:, None] & (at_d < SIZE), 0)
     if QUERY_CODES:
-        q = from_codes(q, "e4m3", HARDWARE)
+        q = dequantize(q, "e4m3", HAS_FP8_CVT)
     w = tl.load(weights + token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1], is_head, 0.0)
     return q, w
 
 
 @triton.jit
 @no_type_check
-def _multiply(q, k, HARDWARE: tl.constexpr):
+def _multiply(q, k, HAS_FP8_CVT: tl.constexpr):
     """Return the products of the keys of a step, which are the rows: so the sums over heads are a thread's own.
 
     Codes in pairs come out of shared memory in the registers that a product reads them from: the first of each pair
     are multiplied, and the second ones.
     """
     if k.dtype == tl.uint16:
-        first, second = from_pairs(k, "e4m3", HARDWARE)
+        first, second = dequantize_pairs(k, "e4m3", HAS_FP8_CVT)
         q_first, q_second = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
         products = tl.dot(first.to(q.dtype), tl.trans(q_first), input_precision="ieee")  # which holds every code
         products = tl.dot(second.to(q.dtype), tl.trans(q_second), products, input_precision="ieee")
     elif k.dtype == tl.uint8:
-        products = tl.dot(from_codes(k, "e4m3", HARDWARE).to(tl.float32), tl.trans(q), input_precision="ieee")
+        products = tl.dot(dequantize(k, "e4m3", HAS_FP8_CVT).to(tl.float32), tl.trans(q), input_precision="ieee")
     elif q.dtype == k.dtype:
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
     else:
@@ -537,9 +537,9 @@ def _multiply(q, k, HARDWARE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _score(q, w, k, scale, HARDWARE: tl.constexpr):
+def _score(q, w, k, scale, HAS_FP8_CVT: tl.constexpr):
     """Return the scores of the keys of a step."""
-    products = _multiply(q, k, HARDWARE)
+    products = _multiply(q, k, HAS_FP8_CVT)
     positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(positive * w[None, :], 1) * scale
 
@@ -586,10 +586,10 @@ def _score_index_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     QUERY_CODES: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_the_one_before(OVERLAP)
+    pdl_wait(OVERLAP)
     runs = tl.cdiv(width, steps * BLOCK_N)  # of keys, one for each program of a tile
     tile = tl.program_id(0) // runs
     sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
@@ -635,7 +635,7 @@ def _score_index_kernel(
             SIZE,
             LEAST,
             QUERY_CODES,
-            HARDWARE,
+            HAS_FP8_CVT,
         )
         for first in range(scored_from, scored_to, BLOCK_N):
             j = first + tl.arange(0, BLOCK_N)
@@ -645,7 +645,7 @@ def _score_index_kernel(
             next_blocks = _find_blocks(table, table_stride, ahead, last_key, BLOCK_SIZE, BLOCK_N)
             next_seen = (j + BLOCK_N >= first_key) & (j + BLOCK_N < last_key)
             next_scale = _read_scales(scales, cache_strides, next_blocks, ahead, next_seen, BLOCK_SIZE, BLOCK_N)
-            sums = _score(q, w, k, scale, HARDWARE)
+            sums = _score(q, w, k, scale, HAS_FP8_CVT)
             tl.store(result + token * width + j, tl.where(seen, sums, float("-inf")), j < width)
     else:
         for first in range(scored_from, scored_to, BLOCK_N):
@@ -673,9 +673,9 @@ def _score_index_kernel(
                     SIZE,
                     LEAST,
                     QUERY_CODES,
-                    HARDWARE,
+                    HAS_FP8_CVT,
                 )
-                sums = _score(q, w, k, scale, HARDWARE)
+                sums = _score(q, w, k, scale, HAS_FP8_CVT)
                 begins, ends = _interval(
                     first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
                 )
@@ -828,7 +828,7 @@ def _sample_kernel(
     `SPARE` more may lie above the pivot, whose last bits are 0 then. It is finite, or infinity: comparisons with it
     can tell what is no key.
     """
-    wait_for_the_one_before(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SAMPLE)
     scattered = (i * 40503) & 0xFFFF  # Fibonacci hashing: a place in each part, in 65536ths
@@ -859,7 +859,7 @@ def _filter_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Keep the positions of all scores of a split that are not below the pivot, in order."""
-    wait_for_the_one_before(OVERLAP)
+    pdl_wait(OVERLAP)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_scores, pivot = scores + row * score_strides[0], tl.load(pivots + row)
     first, whole = split * split_blocks, width // BLOCK
@@ -921,7 +921,7 @@ def _select_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Select from a row, by its candidates if all that is selected is among them, and there is room for them."""
-    wait_for_the_one_before(OVERLAP)
+    pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     row_scores, stride, row_selected = scores + row * score_strides[0], score_strides[1], selected + row * topk
     if pivots is None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import bytes_of_a_row, count_tiles
-from fastattn.kernels.gpu.codes import are_pairs, size_of
-from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, Tuning, multiprocessors, step_for
+from fastattn.kernels.gpu.quantized import are_pairs, size_of
+from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, LaunchConfig, multiprocessors, step_for
 from fastattn.kernels.problem import uses_positions
 from refattn.interface import AttentionOptions, Batch, Plan
 
@@ -31,7 +31,7 @@ def tune(
     row_bytes: int,
     shared: bool = False,
     fewest_rows: int = 16,
-) -> Tuning:
+) -> LaunchConfig:
     """Choose the shape of a launch from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
@@ -45,7 +45,7 @@ def tune(
         splits = max(1, -(-visible // INVARIANT_RUN) + may_begin_inside)
         if shared:
             return LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
-        tuning = Tuning(64, step_for(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
+        tuning = LaunchConfig(64, step_for(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
         return _without_tensor_cores(tuning) if by_fma else tuning
     rows = batch.max_query_len * group
     many_rows = 64 if rows <= 64 or row_bytes > 256 or shared or by_fma else 128
@@ -69,7 +69,7 @@ def tune(
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
 
 
-def _without_tensor_cores(tuning: Tuning) -> Tuning:
+def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
     """Give each thread a quarter of the numbers: their operands take registers, too, as products are its own FMAs.
 
     In float32, 64 rows of 64 elements by steps of 64 keys spill 10 KB and take the compiler four times as long.
@@ -85,7 +85,7 @@ def _about_as_long(batch: Batch, visible: int) -> bool:
 @cache
 def _tune(
     block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
-) -> Tuning:
+) -> LaunchConfig:
     """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
 
     As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
@@ -109,14 +109,14 @@ def _tune(
     on_one = -(-programs * splits // num_multiprocessors)
     block_n = step_for(64, row_bytes)
     if few_rows and on_one > 3:
-        return Tuning(block_m, block_n, 2, 2, splits, splits)
-    return Tuning(block_m, block_n, 8 if block_m == 128 else 4, 2 if at_once == 3 else 3, splits, splits)
+        return LaunchConfig(block_m, block_n, 2, 2, splits, splits)
+    return LaunchConfig(block_m, block_n, 8 if block_m == 128 else 4, 2 if at_once == 3 else 3, splits, splits)
 
 
 @cache
 def _tune_latents(
     block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
-) -> Tuning:
+) -> LaunchConfig:
     """Choose how often to split the keys where each is a value, too, and how a program works then.
 
     A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
@@ -142,7 +142,7 @@ def _tune_latents(
     return tuning._replace(splits=splits, most_splits=splits)
 
 
-def beside_others(tuning: Tuning, of_codes: bool = False) -> Tuning:
+def share_sm(tuning: LaunchConfig, of_codes: bool = False) -> LaunchConfig:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
 
     A level of codes keeps all its splits: 64 decodes after a prefix of 8192 keys in fp8, with 256 of their own, take 46

@@ -48,6 +48,7 @@ def differential(
     plan: Plan,
     options: AttentionOptions,
     subtraction: Subtraction,
+    _: Float[Tensor, "t h d"] | None,
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
     """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`."""
     (t, h, d), dtype = query.shape, query.dtype

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.flash.repage import repage
-from fastattn.kernels.gpu.codes import Codes, codes_of, prepare_query, row_scale
+from fastattn.kernels.gpu.quantized import Codes, codes_of, prepare_query, row_scale
 from fastattn.kernels.gpu.tile import converts_fp8, find_tile
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
@@ -33,7 +33,7 @@ Paged = Callable[
 ]
 
 
-def attend_to_numbers(
+def attend_dequantized(
     paged: Paged,
     query: Float[Tensor, "t h d"],
     keys: QuantizedPages,
@@ -102,7 +102,7 @@ def round_queries(query: Float[Tensor, "t h d"], plan: Plan, codes: Codes) -> Fl
         HEAD_SIZE=head_size,
         BLOCK_TOKENS=BLOCK_TOKENS,
         CODES=codes.kind,
-        HARDWARE=converts_fp8(query.device),
+        HAS_FP8_CVT=converts_fp8(query.device),
     )
     return rounded
 
@@ -124,7 +124,7 @@ def _round_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     CODES: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     # A program rounds one head of a few tokens of a sequence.
     head = tl.program_id(1).to(tl.int64)
@@ -145,6 +145,6 @@ def _round_kernel(
         if sequences is not None:
             member = tl.load(sequences + sequence)
         scale = tl.load(scales + member.to(tl.int64) * scale_strides[0] + head // GROUP * scale_strides[1])
-    codes = prepare_query(numbers, scale, CODES, True, HARDWARE).to(tl.float32)
+    codes = prepare_query(numbers, scale, CODES, True, HAS_FP8_CVT).to(tl.float32)
     at_rounded = ((token * NUM_HEADS + head) * HEAD_SIZE)[:, None] + at_d[None, :]
     tl.store(rounded + at_rounded, (codes * scale).to(rounded.dtype.element_ty), mask)

@@ -25,7 +25,7 @@ PROGRAMS = 1024  # at least, where there is work for as many
 BLOCK_SEQS = 64  # that are counted at a time
 
 
-def adapt(
+def fix_up(
     out: Float[Tensor, "t h dv"],
     lse: Float[Tensor, "h t"],
     plan: Plan,
@@ -45,7 +45,7 @@ def adapt(
         by_lengths: the kernel may have answered with any number where a query sees nothing: the lengths alone say it.
 
     Returns:
-        The same tensors, the outputs contiguous, as `repair` wants them, the log-sum-exps with tokens first.
+        The same tensors, the outputs contiguous, as `recompute` wants them, the log-sum-exps with tokens first.
     """
     out = out.contiguous()  # FlashAttention-2 lays them out as the query is, heads outside of tokens for example
     num_tokens, num_heads, value_head_size = out.shape
@@ -83,11 +83,11 @@ def adapt(
             dict(num_warps=4 if sinks is not None or value_head_size > 256 else 1),
         ).replay
 
-    launch_once(plan, key_of_launch(f"adapt {by_lengths}", (out, lse), options), (out, lse, sinks), launch)
+    launch_once(plan, key_of_launch(f"fix_up {by_lengths}", (out, lse), options), (out, lse, sinks), launch)
     return out, lse.T
 
 
-def empty_answer(
+def empty_output(
     query: Float[Tensor, "t h d"], value_head_size: int, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Answer for a batch without a sequence, a query row or a key: 0, and the sinks alone in the softmax."""
@@ -143,9 +143,9 @@ def _adapt_kernel(
         is_token = tokens < num_tokens
         is_query = is_token & (tokens < num_used)
         logs = tl.load(lse + head * lse_head_stride + tokens * lse_token_stride, mask=is_query, other=0.0)
-        is_odd = (logs != logs) | (tl.abs(logs) == float("inf"))
+        is_nan_or_inf = (logs != logs) | (tl.abs(logs) == float("inf"))
         sees_nothing = is_token & (tokens >= num_used)
-        asked = is_query if BY_LENGTHS else is_odd
+        asked = is_query if BY_LENGTHS else is_nan_or_inf
         if tl.max(asked.to(tl.int32), 0) > 0:  # seldom: who has a sum has seen something
             sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # how many end before the token
             for first in range(0, num_seqs, BLOCK_SEQS):
@@ -157,18 +157,18 @@ def _adapt_kernel(
             first_key = tl.where(left < 0, 0, tl.maximum(position - left, 0))
             last_key = tl.where(right < 0, seq_len, tl.minimum(position + right + 1, seq_len))
             sees_nothing |= asked & (first_key >= last_key)
-        is_odd |= sees_nothing
-        logs = tl.where(is_odd, float("nan"), logs)
+        is_nan_or_inf |= sees_nothing
+        logs = tl.where(is_nan_or_inf, float("nan"), logs)
         logs = tl.where(sees_nothing, float("-inf"), logs)
 
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
         at_dv = tl.arange(0, VALUE_PAD)
         places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
         in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
-        if tl.max(is_odd.to(tl.int32), 0) > 0:
+        if tl.max(is_nan_or_inf.to(tl.int32), 0) > 0:
             rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
-            tl.store(out + places, rows.to(out.dtype.element_ty), mask=is_odd[:, None] & in_value)
-        is_changed = is_odd
+            tl.store(out + places, rows.to(out.dtype.element_ty), mask=is_nan_or_inf[:, None] & in_value)
+        is_changed = is_nan_or_inf
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
             # exp(lse) / (exp(lse) + exp(sink)), as a product: a GPU takes a share below 1e-38 for 0, whatever it is of.

@@ -179,16 +179,16 @@ def value_type(query_type: tl.dtype, stored: tl.dtype) -> tl.dtype:
 
 @triton.jit
 @no_type_check
-def from_codes(codes, CODES: tl.constexpr, HARDWARE: tl.constexpr):
+def dequantize(codes, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
     """Turn codes into the numbers that they stand for, exactly, in float16.
 
-    Without `HARDWARE`, which stands for instructions that a GPU has and the interpreter lacks, it is done by the bits:
+    Without `HAS_FP8_CVT`, instructions that a GPU may have and the interpreter lacks, it is done by the bits:
 
         e5m2    s eeeee mm   ->  s eeeee mm 00000000       the upper half of a float16
         e4m3    s eeee mmm   ->  s 0 eeee mmm 0000000      1 / 256 of the number, as its exponent is 8 too small
     """
     if CODES == "int8":
-        if HARDWARE:  # 1024 + 128 + code, by its bits, and 1152 less: four codes at a time
+        if HAS_FP8_CVT:  # 1024 + 128 + code, by its bits, and 1152 less: four codes at a time
             numbers = tl.inline_asm_elementwise(
                 FOUR_OF_INT8,
                 "=&r,=&r,r",
@@ -199,7 +199,7 @@ def from_codes(codes, CODES: tl.constexpr, HARDWARE: tl.constexpr):
             )
         else:
             numbers = codes.to(tl.float16)
-    elif HARDWARE:
+    elif HAS_FP8_CVT:
         numbers = codes.to(tl.float8e4nv if CODES == "e4m3" else tl.float8e5, bitcast=True).to(tl.float16)
     elif CODES == "e5m2":
         numbers = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
@@ -230,13 +230,13 @@ def scale_groups(numbers, scales, stride, rows, is_key, SIZE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def from_pairs(pairs, CODES: tl.constexpr, HARDWARE: tl.constexpr):
+def dequantize_pairs(pairs, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
     """Turn pairs of codes, 16 bits each, into the numbers of the first ones and those of the second ones, in float16.
 
     A matrix of 16 bits is turned on its way out of shared memory by an instruction of its own; one of bytes would be
     read byte by byte. Two pairs are taken at a time, as four bytes.
     """
-    if HARDWARE:
+    if HAS_FP8_CVT:
         OTHER: tl.constexpr = PAIRS_OF_E5M2 if CODES == "e5m2" else PAIRS_OF_INT8
         ASM: tl.constexpr = PAIRS_OF_E4M3 if CODES == "e4m3" else OTHER
         first, second = tl.inline_asm_elementwise(
@@ -244,8 +244,8 @@ def from_pairs(pairs, CODES: tl.constexpr, HARDWARE: tl.constexpr):
         )
     else:
         KIND: tl.constexpr = tl.int8 if CODES == "int8" else tl.uint8
-        first = from_codes((pairs & 0xFF).to(tl.uint8).to(KIND, bitcast=True), CODES, HARDWARE)
-        second = from_codes((pairs >> 8).to(tl.uint8).to(KIND, bitcast=True), CODES, HARDWARE)
+        first = dequantize((pairs & 0xFF).to(tl.uint8).to(KIND, bitcast=True), CODES, HAS_FP8_CVT)
+        second = dequantize((pairs >> 8).to(tl.uint8).to(KIND, bitcast=True), CODES, HAS_FP8_CVT)
     return first, second
 
 
@@ -276,9 +276,9 @@ def _to_fp8_by_bits(numbers, CODES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def to_fp8(numbers, CODES: tl.constexpr, HARDWARE: tl.constexpr):
+def to_fp8(numbers, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
     """Round float32 to the nearest code of fp8, the even one of two; what is too large becomes the largest."""
-    if HARDWARE:
+    if HAS_FP8_CVT:
         ASM: tl.constexpr = FOUR_TO_E4M3 if CODES == "e4m3" else FOUR_TO_E5M2
         codes = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [numbers], dtype=tl.uint8, is_pure=True, pack=4)
     else:
@@ -316,7 +316,7 @@ def power_of_two(largest):
 
 @triton.jit
 @no_type_check
-def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HARDWARE: tl.constexpr):
+def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
     """Return a tile of queries as it meets codes of keys, divided by `divisor`, a number or one for each row.
 
     For int8 it becomes codes, for fp8 what its codes stand for. What is not rounded becomes float16: of a row below 2
@@ -326,7 +326,7 @@ def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HA
     if CODES == "int8":
         prepared = to_int8(numbers)
     elif ROUND_QUERY:
-        prepared = from_codes(to_fp8(numbers, CODES, HARDWARE), CODES, HARDWARE)
+        prepared = dequantize(to_fp8(numbers, CODES, HAS_FP8_CVT), CODES, HAS_FP8_CVT)
         prepared = prepared.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
     else:
         prepared = numbers.to(tl.float16)

@@ -16,13 +16,13 @@ from fastattn.kernels.gpu.attention_kernel import (
     of_layer,
     spare_stages,
 )
-from fastattn.kernels.gpu.codes import NO_CODES, Codes
-from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, Tuning, can_overlap, fit, pad, step_for
+from fastattn.kernels.gpu.quantized import NO_CODES, Codes
+from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, LaunchConfig, can_overlap, fit, pad, step_for
 from fastattn.kernels.replay import Key, key_of_launch, launch_once
 from refattn.interface import AttentionOptions, Plan, TreePlan
 
 
-def repair(
+def recompute(
     out: Float[Tensor, "t h dv"],
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
@@ -52,7 +52,7 @@ def repair(
         options: those of the layer; the sinks are in `out` already.
         shared: values are the first elements of their keys; see `launch_attention`.
         codes: what the pools hold, if it is codes: those of fp8 are seen as bytes, and their scales are numbers.
-        adapted: `fastattn.kernels.gpu.adapt.adapt` was launched just before: this launch may begin while that one ends.
+        adapted: `fastattn.kernels.gpu.fixup.fix_up` was launched just before: this launch may begin while it ends.
             It must not begin while a package's own launch ends, which may be over before the one that it follows.
 
     Source: the module.
@@ -63,7 +63,7 @@ def repair(
     tensors = query, key, value
 
     def launch() -> Callable[..., None]:
-        tuning = LATENT_16 if shared else Tuning(64, step_for(64, row_bytes), 4, 3, 1, 1)
+        tuning = LATENT_16 if shared else LaunchConfig(64, step_for(64, row_bytes), 4, 3, 1, 1)
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
         tuning = fit(tuning, query.device, **room)
         overlap = adapted and can_overlap(query.device)
@@ -71,11 +71,11 @@ def repair(
             *tensors, plan, options, tuning, out, None, overlap=overlap, shared=shared, codes=codes
         ).replay
 
-    cache_key = _key_of_launch(f"repair {codes.kind} {adapted}", (*tensors, out), options, shared=shared)
+    cache_key = _key_of_launch(f"recompute {codes.kind} {adapted}", (*tensors, out), options, shared=shared)
     launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, codes).values()), launch)
 
 
-def repair_latents(
+def recompute_latents(
     out: Float[Tensor, "t h r"],
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
@@ -83,12 +83,12 @@ def repair_latents(
     options: AttentionOptions,
     latent_rank: int,
 ) -> None:
-    """Do the same for what a kernel answered over latents; see `repair` and `fastattn.mla.attention`.
+    """Do the same for what a kernel answered over latents; see `recompute` and `fastattn.mla.attention`.
 
     Source: the module.
     """
     pages = cache[:, :, None, : query.shape[2]]
-    repair(out, query, pages, pages[..., :latent_rank], plan, options, shared=True)
+    recompute(out, query, pages, pages[..., :latent_rank], plan, options, shared=True)
 
 
 def attend_to_nodes(
@@ -133,7 +133,7 @@ def attend_to_nodes(
         if shared:
             tuning = LATENT_16 if rows <= 16 else LATENT_64
         else:
-            tuning = Tuning(16 if rows <= 16 else 64, step_for(32, row_bytes), 4, 2, 1, 1)
+            tuning = LaunchConfig(16 if rows <= 16 else 64, step_for(32, row_bytes), 4, 2, 1, 1)
         tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
         spare = min(0, spare_stages(query, shared, NO_CODES, tuning.block_m))
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
@@ -183,7 +183,10 @@ def attend_after(
 
     def launch() -> Callable[..., None]:
         tuning = fit(
-            Tuning(64, step_for(64, row_bytes), 4, 1, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes
+            LaunchConfig(64, step_for(64, row_bytes), 4, 1, 1, 1),
+            query.device,
+            row_bytes=row_bytes,
+            key_bytes=key_bytes,
         )
         return launch_attention(*tensors, plan, options, tuning, out, merged, prefix_lse=by_head).replay
 

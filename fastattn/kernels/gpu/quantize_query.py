@@ -11,13 +11,13 @@ import triton.language as tl
 from jaxtyping import Shaped
 from torch import Tensor
 
-from fastattn.kernels.gpu.codes import FORMATS, from_codes, to_fp8
+from fastattn.kernels.gpu.quantized import FORMATS, dequantize, to_fp8
 from fastattn.kernels.gpu.tile import converts_fp8
 
 BLOCK = 2048  # elements of a program
 
 
-def round_to_codes(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtype) -> Shaped[Tensor, "..."]:
+def quantize_query(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtype) -> Shaped[Tensor, "..."]:
     """Return the codes nearest to `x / scale`, as codes or as the numbers that they are, without the scale.
 
     Args:
@@ -30,7 +30,7 @@ def round_to_codes(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtyp
     codes = torch.empty_like(x, dtype=torch.uint8 if dtype == kind else dtype)
     if x.numel():
         _round_to_codes_kernel[-(-x.numel() // BLOCK),](
-            x, codes, scale, x.numel(), BLOCK=BLOCK, CODES=FORMATS[kind], HARDWARE=converts_fp8(x.device)
+            x, codes, scale, x.numel(), BLOCK=BLOCK, CODES=FORMATS[kind], HAS_FP8_CVT=converts_fp8(x.device)
         )
     return codes.view(kind) if dtype == kind else codes
 
@@ -38,11 +38,11 @@ def round_to_codes(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtyp
 @triton.jit  # which asks whether the elements are a multiple of 16: then it moves several at a time
 @no_type_check
 def _round_to_codes_kernel(
-    x, codes, scale, num_elements, BLOCK: tl.constexpr, CODES: tl.constexpr, HARDWARE: tl.constexpr
+    x, codes, scale, num_elements, BLOCK: tl.constexpr, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + at, at < num_elements, 0.0).to(tl.float32)
-    rounded = to_fp8(tl.div_rn(numbers, tl.zeros([BLOCK], tl.float32) + scale), CODES, HARDWARE)
+    rounded = to_fp8(tl.div_rn(numbers, tl.zeros([BLOCK], tl.float32) + scale), CODES, HAS_FP8_CVT)
     if codes.dtype.element_ty != tl.uint8:
-        rounded = from_codes(rounded, CODES, HARDWARE)
+        rounded = dequantize(rounded, CODES, HAS_FP8_CVT)
     tl.store(codes + at, rounded.to(codes.dtype.element_ty), at < num_elements)
