@@ -280,7 +280,8 @@ def unsupported_reason(name: str, problem: Problem) -> str | None:
     kernel = _load(name)
     if not kernel.computes(problem):
         return f"does not compute {problem.what}"
-    return kernel.unsupported_reason(problem)
+    unknown = kernel.unknown(problem)
+    return kernel.unsupported_reason(problem) if unknown is None else f"does not know the option {unknown}"
 
 
 def explain(problem: Problem) -> str:

@@ -9,6 +9,15 @@ from typing import Any
 
 from fastattn.kernels.problem import Problem
 
+FLAGS = tuple(name for name, default in Problem._field_defaults.items() if default is False)
+KNOWN = frozenset(
+    (
+        *("tree", "positions", "intervals", "extends_causal"),
+        *("softcap", "alibi", "alibi_sqrt", "sinks", "batch_invariant"),
+        *("rounds_query", "fp8_weights", "uniform", "even"),
+    )
+)  # what each kernel computes, or refuses by itself; whatever comes to `Problem` later is refused until it is known
+
 
 @dataclass(eq=False)
 class Kernel:
@@ -21,6 +30,7 @@ class Kernel:
         trees: those of them that it takes under drafted trees.
         levels: those of them of which it takes all levels of a cascade in one call.
         functions: where each function is, `"module:function"`; the module is imported when it is first asked for.
+        knows: the flags of a problem that it looks at. One that it does not know is refused.
     """
 
     name: str
@@ -29,12 +39,17 @@ class Kernel:
     functions: Mapping[str, str]
     trees: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
+    knows: frozenset[str] = KNOWN
 
     def computes(self, problem: Problem) -> bool:
         """Return whether it has a function for a problem, be it for all of its sizes and options or not."""
         if problem.operation != "attend":
             return problem.operation in self.functions
         return problem.keys in (self.trees if problem.tree else self.levels if problem.levels > 1 else self.attends)
+
+    def unknown(self, problem: Problem) -> str | None:
+        """Return a flag of a problem that it does not know, or None."""
+        return next((flag for flag in FLAGS if flag not in self.knows and getattr(problem, flag)), None)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function of the table."""

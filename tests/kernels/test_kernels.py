@@ -522,6 +522,16 @@ def test_what_all_kernels_share_imports_no_kernel():
             assert any(f"{name}.".startswith(f"{module}.") for module in modules), f"{file} imports {name}"
 
 
+def test_a_flag_that_a_kernel_does_not_know_is_refused(monkeypatch):
+    """As one is that comes to `Problem` tomorrow."""
+    cpu = importlib.import_module(dispatch.MODULES["cpu"]).KERNEL
+    problem = ON_GPU._replace(device=torch.device("cpu"), dtype=torch.float32, sinks=True, max_query_len=64)
+    assert dispatch.unsupported_reason("cpu", problem) is None
+    monkeypatch.setattr(cpu, "knows", cpu.knows - {"sinks"})
+    assert dispatch.unsupported_reason("cpu", problem) == "does not know the option sinks"
+    assert dispatch.unsupported_reason("cpu", problem._replace(sinks=False)) is None
+
+
 # --- differential attention ---
 
 
