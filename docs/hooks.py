@@ -59,7 +59,7 @@ from refattn.exercises.functions import EXERCISES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
-LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
+LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.(?:py|c))\)")
 LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")
 ANSWER = "What do you think? Open the answer"
@@ -67,7 +67,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
-SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py", "notebooks/exercises/**/*.py")
+SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "fastattn/**/*.c", "tests/**/*.py", "notebooks/exercises/**/*.py")
 
 
 # --- what mkdocs calls ---
@@ -526,11 +526,13 @@ def source_page(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
     fence = "`" * 6
     head = f"---\ntitle: {name}\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n# `{name}`\n\n"
-    return f'{head}{fence}{{.python linenums="1"}}\n{path.read_text()}{fence}\n'
+    return f'{head}{fence}{{.{"python" if path.suffix == ".py" else "c"} linenums="1"}}\n{path.read_text()}{fence}\n'
 
 
 def places_in(path: Path) -> str:
     """Make the page of a source file with nothing but the places that links lead to."""
+    if path.suffix != ".py":
+        return ""
     lines = sorted({node.lineno for node in definitions(path.read_text()).values()})
     return "".join(f'<i id="__codelineno-0-{line}"></i>' for line in lines)
 

@@ -56,9 +56,9 @@ def has_to_compute(name: str, problem: Problem) -> bool:
 
 
 def has_to_attend_natively(problem: Problem) -> bool:
-    """Whether our C may not refuse a problem: decodes, and few rows beside, over pages of 8, 16 and 32 bits."""
+    """Whether our C may not refuse a problem: decodes, and few rows beside, over pages and latents of 8 to 32 bits."""
     if (
-        problem.keys not in ("pages", "quantized")
+        problem.keys not in ("pages", "quantized", "latents")
         or problem.levels > 1
         or problem.tree
         or problem.dtype == torch.float64

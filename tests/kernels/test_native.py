@@ -259,7 +259,7 @@ def test_its_reasons(monkeypatch):
         "no interval of keys": dict(intervals=True),
         "depends on the batch": dict(batch_invariant=True),
         "does not compute attention to rows": dict(keys="rows"),
-        "does not compute attention to latents": dict(keys="latents"),
+        "does not compute attention to packed latents": dict(keys="packed"),
         "does not compute attention to pages under drafted trees": dict(tree=True),
         "does not compute attention to pages in several levels": dict(levels=2),
     }

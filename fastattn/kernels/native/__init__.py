@@ -39,6 +39,6 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "native",
     unsupported_reason,
-    attends=("pages", "quantized"),
+    attends=("pages", "quantized", "latents"),
     functions={"attend": "fastattn.kernels.native.attention:attend"},
 )

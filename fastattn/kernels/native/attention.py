@@ -8,10 +8,20 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.native.compiler import library
+from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import Replay, recorder
 from fastattn.kernels.torch_quantized import fold_scales
-from refattn.interface import AttentionOptions, AttentionPlan, Pages, Plan, QuantizedPages
-from refattn.interface.scales import FP8_FORMATS, Int8Scales
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Fp8Scales,
+    Int8Scales,
+    Latents,
+    Pages,
+    Plan,
+    QuantizedPages,
+)
+from refattn.interface.scales import FP8_FORMATS
 
 SPLIT = 1024  # keys of a split, as in attention.c
 TYPES = {  # the numbers of the types in attention.c
@@ -43,21 +53,21 @@ class Call(ctypes.Structure):
 
 def attend(
     query: Float[Tensor, "t h d"],
-    keys: Pages | QuantizedPages,
+    keys: Pages | QuantizedPages | Latents,
     plan: AttentionPlan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    """Attend over pages and over latents; see `fastattn.kernels.dispatch`."""
     (level,) = plan.levels
     whole = level.whole
-    if isinstance(keys, Pages):
-        call = _describe(query, *keys, whole, options)
+    key_cache, value_cache, scales = _pools(query, keys)
+    if scales is None:
+        call = _describe(query, key_cache, value_cache, whole, options)
         into = recorder()
         if into is not None and options.alibi_slopes is None and options.sinks is None:
             into.replay = _replay_of(call)
-        return _launch(call, query, *keys, out)
-    key_cache, value_cache, scales = keys
+        return _launch(call, query, key_cache, value_cache, out)
     carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     of_keys: Tensor | None = None
     if isinstance(scales, Int8Scales):
@@ -67,6 +77,19 @@ def attend(
     call = _describe(carrier, key_cache, value_cache, whole, options, of_keys)
     answer, lse = _launch(call, carrier, key_cache, value_cache, None)
     return answer.mul_(after).to(query.dtype), lse
+
+
+def _pools(
+    query: Float[Tensor, "t h d"], keys: Pages | QuantizedPages | Latents
+) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Fp8Scales | Int8Scales | None]:
+    """Return the pools of keys and values, and their scales; a latent is one key head, and its beginning the value."""
+    if isinstance(keys, QuantizedPages):
+        return keys
+    if isinstance(keys, Pages):
+        return *keys, None
+    key_cache = keys.cache[:, :, None, : query.shape[2]]
+    scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
+    return key_cache, key_cache[..., : keys.latent_rank], scales
 
 
 def _describe(
@@ -152,10 +175,11 @@ def _replay_of(call: Call) -> Replay:
     described = bytes(call)
 
     def replay(
-        query: Tensor, keys: Pages, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
+        query: Tensor, keys: Pages | Latents, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         again = Call.from_buffer_copy(described)  # threads may share a plan
         again.threads = torch.get_num_threads()
-        return _launch(again, query, *keys, out)
+        key_cache, value_cache, _ = _pools(query, keys)
+        return _launch(again, query, key_cache, value_cache, out)
 
     return replay
