@@ -547,12 +547,13 @@ void attend(Call *call) {
 #pragma omp barrier
         if (!short_of_memory) {
 #pragma omp for schedule(dynamic)
-            for (int64_t k = 0; k < pieces * splits; ++k) {
-                int64_t piece = k / splits, sequence = piece / call->kv_heads;
+            for (int64_t k = 0; k < pieces * splits; ++k) { /* heads of a split follow one another: they share pages */
+                int64_t sequence = k / call->kv_heads / splits, split = k / call->kv_heads % splits;
+                int64_t kv_head = k % call->kv_heads, at = (sequence * call->kv_heads + kv_head) * splits + split;
                 if (call->first_rows[sequence] < call->first_rows[sequence + 1]) {
-                    int found = attend_to_split(call, sequence, piece % call->kv_heads, k % splits,
-                                                sums + k * rows * value_width, softmax + k * rows, &room);
-                    used[k] = found > 0;
+                    int found = attend_to_split(call, sequence, kv_head, split, sums + at * rows * value_width,
+                                                softmax + at * rows, &room);
+                    used[at] = found > 0;
                     if (found < 0)
                         call->failure = 1;
                 }
