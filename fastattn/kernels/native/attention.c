@@ -34,7 +34,7 @@ typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef int16_t signed_shorts __attribute__((vector_size(2 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
-typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* a vector anywhere in memory */
+typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* a vector anywhere in memory */
 
 enum { F32, BF16, F16, E4M3, E5M2, I8 };
 static const int SIZES[] = {4, 2, 2, 1, 1, 1};
@@ -93,7 +93,7 @@ INLINE vec half_to_float(ints bits) { /* float16 in the lower halves */
 /* Bytes become shorts and then ints: at once, GCC widens them one by one. */
 INLINE vec load(const char *p, int type) {
     if (type == F32)
-        return *(const floats *)p;
+        return *(const anywhere *)p;
     if (type == BF16 || type == F16) {
         shorts x;
         memcpy(&x, p, sizeof x);
@@ -205,7 +205,7 @@ INLINE void products(const float *query, int64_t width, int rows, char *const *k
             EACH(LOAD)
 #define MULTIPLY(r)                                                                                                     \
     if (r < rows) {                                                                                                     \
-        vec q = *(const floats *)(query + r * width + c);                                                               \
+        vec q = *(const anywhere *)(query + r * width + c);                                                               \
         s##r##0 += q * x0;                                                                                              \
         if (KEYS > 1) s##r##1 += q * x1;                                                                                \
         if (KEYS > 2) { s##r##2 += q * x2; s##r##3 += q * x3; }                                                         \
@@ -233,7 +233,7 @@ INLINE void products(const float *query, int64_t width, int rows, char *const *k
 INLINE void weigh_columns(float *sums, int64_t width, int rows, const float *factors, float (*weights)[TILE],
                           char *const *values, int64_t count, int64_t c, int wide, int64_t size, int type,
                           char *const *next, int64_t next_bytes) {
-#define AT(r, w) (*(floats *)(sums + r * width + c + w * LANES))
+#define AT(r, w) (*(anywhere *)(sums + r * width + c + w * LANES))
 #define RESCALE(r)                                                                                                      \
     vec s##r##0 = {0}, s##r##1 = s##r##0, s##r##2 = s##r##0, s##r##3 = s##r##0;                                         \
     if (r < rows) {                                                                                                     \
@@ -403,6 +403,7 @@ typedef struct {
     float *query, *sums; /* [rows of a sequence, width], the query scaled */
     Softmax *softmax;    /* [rows of a sequence] */
     char *copies[2];     /* for the tokens of two tiles, of keys and of values */
+    float *floats;       /* for those of one, as floats */
 } Room;
 
 static int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
@@ -417,6 +418,20 @@ static void visible(const Call *call, int64_t position, int64_t *first, int64_t 
         *first = largest(*first, position - call->left);
     if (call->right >= 0)
         *end = smallest(*end, position + call->right + 1);
+}
+
+/* Write some rows as floats, each `width` apart, and let `rows` point to them; meanwhile what is read next comes nearer. */
+static void as_float_rows(char **rows, int type, int64_t size, int64_t count, float *floats, int64_t width, char *const *next,
+                          int64_t next_bytes) {
+    for (int64_t j = 0; j < count; ++j, floats += width) {
+        for (int64_t b = 0; next && b < next_bytes; b += 64)
+            __builtin_prefetch(next[j] + b);
+        for (int64_t c = 0; c < size; c += LANES) {
+            const char *p = rows[j] + c * SIZES[type];
+            *(anywhere *)(floats + c) = size - c >= LANES ? load(p, type) : load_some(p, type, size - c);
+        }
+        rows[j] = (char *)floats;
+    }
 }
 
 /* Attend from the rows of one sequence and KV head to the keys of one split; returns 0 if no row sees any of them, -1 if
@@ -460,12 +475,24 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
     float scores[ROWS][TILE] __attribute__((aligned(64)));
     Tile tiles[2];
     int64_t key_bytes = call->size * SIZES[call->key_type], value_bytes = call->value_size * SIZES[call->value_type];
+    int many = queries * ((group + ROWS - 1) / ROWS) > 1; /* groups of rows: then keys become floats once for all */
+    int key_type = many ? F32 : call->key_type, value_type = many ? F32 : call->value_type;
+    int share = call->key == call->value && call->key_type == call->value_type && call->value_size <= call->size &&
+                !memcmp(call->key_strides, call->value_strides, sizeof call->key_strides); /* of latents */
     if (!look_up(call, sequence, kv_head, seen_from, seen_to, room->copies[0], &tiles[0]))
         return -1;
     for (int number = 0; tiles[number].count > 0; number = !number) {
         Tile *tile = &tiles[number], *next = &tiles[!number];
         if (!look_up(call, sequence, kv_head, tile->first + tile->count, seen_to, room->copies[!number], next))
             return -1;
+        if (many && call->key_type != F32)
+            as_float_rows(tile->keys, call->key_type, call->size, tile->count, room->floats, width,
+                          share ? NULL : tile->values, value_bytes);
+        if (many && share)
+            memcpy(tile->values, tile->keys, sizeof tile->keys);
+        else if (many && call->value_type != F32)
+            as_float_rows(tile->values, call->value_type, call->value_size, tile->count, room->floats + TILE * width,
+                          value_width, NULL, 0);
         for (int64_t i = 0; i < queries; ++i) {
             int64_t position = length - queries + i, first = tile->first, end = tile->first + tile->count;
             visible(call, position, &first, &end);
@@ -476,14 +503,14 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                 int rows = (int)smallest(ROWS, group - g), is_first = i == 0 && g == 0;
                 int64_t r0 = i * group + g;
                 float factors[ROWS];
-                multiply(room->query + r0 * width, width, rows, tile->keys + from, num_keys, call->size, call->key_type,
+                multiply(room->query + r0 * width, width, rows, tile->keys + from, num_keys, call->size, key_type,
                          scores, is_first ? tile->values + from : NULL, value_bytes);
                 for (int r = 0; r < rows; ++r) {
                     change(call, scores[r], num_keys, tile->key_scales + from, kv_head * group + g + r, position - first);
                     factors[r] = take_in(scores[r], num_keys, softmax + r0 + r);
                 }
                 add_values(sums + r0 * value_width, value_width, rows, factors, scores, tile->values + from, num_keys,
-                           call->value_size, call->value_type, is_first && next->count >= num_keys ? next->keys : NULL,
+                           call->value_size, value_type, is_first && next->count >= num_keys ? next->keys : NULL,
                            key_bytes);
             }
         }
@@ -545,8 +572,9 @@ void attend(Call *call) {
 #pragma omp parallel num_threads(call->threads)
     {
         size_t tile = (size_t)(TILE * (call->size * SIZES[call->key_type] + call->value_size * SIZES[call->value_type]));
-        Room room = {.query = malloc((size_t)(rows * width) * sizeof(float) + 1), .copies = {malloc(tile + 1), malloc(tile + 1)}};
-        if (!room.query || !room.copies[0] || !room.copies[1])
+        Room room = {.query = malloc((size_t)(rows * width) * sizeof(float) + 1), .copies = {malloc(tile + 1), malloc(tile + 1)},
+                     .floats = malloc((size_t)(TILE * (width + value_width)) * sizeof(float) + 1)};
+        if (!room.query || !room.copies[0] || !room.copies[1] || !room.floats)
             short_of_memory = 1;
 #pragma omp barrier
         if (!short_of_memory) {
@@ -575,6 +603,7 @@ void attend(Call *call) {
         free(room.query);
         free(room.copies[0]);
         free(room.copies[1]);
+        free(room.floats);
     }
     free(sums);
     free(softmax);
