@@ -235,125 +235,125 @@ var machines = [
   ]
  },
  {
-  "name": "AMD EPYC",
+  "name": "Intel Xeon",
   "dtype": "float32",
-  "read": 34650000000.0,
-  "product": 188900000000.0,
+  "read": 23000000000.0,
+  "product": 257100000000.0,
   "points": [
    [
     "chunked_prefill/prefill-4096",
     819.4,
-    112300000000.0
+    172700000000.0
    ],
    [
     "chunked_prefill/chunk-512-of-4608",
     669.6,
-    106000000000.0
-   ],
-   [
-    "chunked_prefill/memory-2048",
-    341.5,
-    120400000000.0
-   ],
-   [
-    "chunked_prefill/memory-8192",
-    1366.0,
-    148500000000.0
-   ],
-   [
-    "chunked_prefill/memory-32768",
-    5462.0,
-    144800000000.0
-   ],
-   [
-    "cascade/decode-16-prefix-4096-own-64",
-    25.68,
-    52170000000.0
-   ],
-   [
-    "differential/decode-16x4096",
-    1.499,
-    8313000000.0
-   ],
-   [
-    "mla/decode-8x2048",
-    7.15,
-    30080000000.0
-   ],
-   [
-    "mla/decode-8x2048-fp8",
-    28.01,
-    38620000000.0
-   ],
-   [
-    "mla/prefill-1024-of-4096",
-    1319.0,
-    141100000000.0
-   ],
-   [
-    "quantized/decode-16x4096-fp8",
-    7.969,
-    14210000000.0
-   ],
-   [
-    "quantized/decode-16x4096-int8",
-    7.728,
-    22360000000.0
-   ],
-   [
-    "speculative/tree-4x4096-drafts-16",
-    31.41,
-    71280000000.0
-   ],
-   [
-    "chunked_prefill/decode-1x4096",
-    1.998,
-    10820000000.0
-   ],
-   [
-    "chunked_prefill/decode-16x4096",
-    1.998,
-    13410000000.0
+    106400000000.0
    ],
    [
     "dense/encoder-8x512",
     128.0,
-    128300000000.0
+    160900000000.0
    ],
    [
-    "sliding_window/decode-4x2048-window-1024",
-    1.992,
-    9326000000.0
+    "chunked_prefill/memory-2048",
+    341.5,
+    146100000000.0
    ],
    [
-    "sliding_window/decode-4x8192-window-1024",
-    1.992,
-    9249000000.0
+    "chunked_prefill/memory-8192",
+    1366.0,
+    123600000000.0
    ],
    [
-    "sliding_window/decode-4x32768-window-1024",
-    1.992,
-    15320000000.0
-   ],
-   [
-    "sliding_window/decode-4x65536-window-1024",
-    1.992,
-    14510000000.0
+    "chunked_prefill/memory-32768",
+    5462.0,
+    173200000000.0
    ],
    [
     "local/prefill-2048-chunk-1024",
     205.0,
-    79200000000.0
+    95740000000.0
    ],
    [
     "local/prefill-8192-chunk-1024",
     205.0,
-    72410000000.0
+    122500000000.0
    ],
    [
     "local/prefill-32768-chunk-1024",
     205.0,
-    70060000000.0
+    95610000000.0
+   ],
+   [
+    "cascade/decode-16-prefix-4096-own-64",
+    25.68,
+    53530000000.0
+   ],
+   [
+    "differential/decode-16x4096",
+    1.499,
+    10930000000.0
+   ],
+   [
+    "mla/decode-8x2048",
+    7.15,
+    75960000000.0
+   ],
+   [
+    "mla/decode-8x2048-fp8",
+    28.01,
+    59480000000.0
+   ],
+   [
+    "mla/prefill-1024-of-4096",
+    1319.0,
+    128900000000.0
+   ],
+   [
+    "quantized/decode-16x4096-fp8",
+    7.969,
+    33450000000.0
+   ],
+   [
+    "quantized/decode-16x4096-int8",
+    7.728,
+    37360000000.0
+   ],
+   [
+    "speculative/tree-4x4096-drafts-16",
+    31.41,
+    46000000000.0
+   ],
+   [
+    "chunked_prefill/decode-1x4096",
+    1.998,
+    17460000000.0
+   ],
+   [
+    "chunked_prefill/decode-16x4096",
+    1.998,
+    31790000000.0
+   ],
+   [
+    "sliding_window/decode-4x2048-window-1024",
+    1.992,
+    19090000000.0
+   ],
+   [
+    "sliding_window/decode-4x8192-window-1024",
+    1.992,
+    16790000000.0
+   ],
+   [
+    "sliding_window/decode-4x32768-window-1024",
+    1.992,
+    15100000000.0
+   ],
+   [
+    "sliding_window/decode-4x65536-window-1024",
+    1.992,
+    19810000000.0
    ]
   ]
  }

@@ -2,6 +2,7 @@
 
 import importlib
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -185,4 +186,5 @@ def _machine(device: str) -> str:
         return str(torch.get_device_module(kind).get_device_name(device))
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    name = names[0].partition(":")[2] if names else platform.processor() or platform.machine()
+    return re.sub(r"\((R|TM)\)|Processor|CPU", "", name).strip()

@@ -572,9 +572,7 @@ def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypat
         "refattn",
     }
     missing = [line for line in table if not line["median"]]
-    assert {line["contender"] for line in missing} <= {"vLLM, blocks of 128"} and all(
-        line["error"] for line in missing
-    )
+    assert {line["contender"] for line in missing} <= {"vLLM, blocks of 128"} and all(line["error"] for line in missing)
     assert all(float(line["median"]) > 0 for line in table if line not in missing)
     assert file.with_suffix(".svg").read_text().count("<svg") == 1
 

@@ -372,7 +372,7 @@ def test_a_report_of_somebodys_gpu_is_shown(monkeypatch, tmp_path):
     head = dict(date="2026-01-02T03:04:05+00:00", commit=None, versions=dict(torch="2.13.0", triton=None))
     doctor = dict(devices={"CPU": {"decode": dict(taken="cpu")}, "cuda:0, A GPU": {"decode": dict(taken=None)}})
     search = dict(paths=[dict(path="merge", calls={"cpu": dict(right=3, refused=1)}, findings=[{}])])
-    bench = json.loads((ROOT / "docs/results/cpu-amd-epyc.json").read_text())
+    bench = json.loads((ROOT / "docs/results/cpu-intel-xeon.json").read_text())
     kit = json.loads((ROOT / "docs/results/conformance/cpu-amd-epyc.json").read_text())
     parts = {
         name: dict(exit_status=0, seconds=90.0, found=found)

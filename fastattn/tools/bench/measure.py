@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import random
+import re
 import subprocess
 import time
 from collections import Counter
@@ -258,7 +259,8 @@ def summarize(samples: Sequence[float]) -> Timing:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    name = names[0].partition(":")[2] if names else platform.processor() or platform.machine()
+    return re.sub(r"\((R|TM)\)|Processor|CPU", "", name).strip()
 
 
 def _commit() -> str | None:
