@@ -154,7 +154,13 @@ def test_a_replay_takes_as_many_threads_as_there_are_now(monkeypatch):
 @needs_compiler
 def test_a_table_that_changed_after_its_plan_is_an_error():
     inputs = build(Case("decodes", ((1, 20), (1, 9))))
-    for change in (lambda batch: batch.block_table.fill_(10**6), lambda batch: batch.seq_lens.fill_(10**6)):
+    for change in (
+        lambda batch: batch.block_table.fill_(10**6),
+        lambda batch: batch.seq_lens.fill_(10**6),
+        lambda batch: batch.seq_lens.fill_(-5),
+        lambda batch: batch.cu_seqlens_q.sub_(1),
+        lambda batch: batch.cu_seqlens_q.add_(1),
+    ):
         inputs = build(Case("decodes", ((1, 20), (1, 9))))
         plan = chunked_prefill.plan(inputs.batch, block_size=inputs.key_cache.shape[1])
         change(inputs.batch)
@@ -253,8 +259,8 @@ def test_its_reasons(monkeypatch):
     reasons = {
         "computes on the CPU": dict(device=torch.device("cuda")),
         "computes in float32": dict(dtype=torch.float64),
-        "at most 32 rows": dict(max_query_len=9),
-        "at most 16 rows": dict(max_query_len=5, dtype=torch.bfloat16),
+        "at most 32 query rows": dict(max_query_len=9),
+        "at most 16 query rows": dict(max_query_len=5, dtype=torch.bfloat16),
         "at no other positions|from no other positions": dict(positions=True),
         "no interval of keys": dict(intervals=True),
         "depends on the batch": dict(batch_invariant=True),

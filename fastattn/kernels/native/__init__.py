@@ -10,10 +10,10 @@ from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem
 
-MAX_ROWS = (
-    32  # query heads that share a key, new tokens counted: with more, matrix products over copied keys are faster
-)
-MAX_ROWS_16 = 16  # of 16 bits, which some processors multiply as matrices
+# Query rows per KV head, new tokens times heads of the group. With more, matrix products over copied keys are faster;
+# fewer in 16 bits, for which some processors have matrix instructions.
+MAX_ROWS = 32
+MAX_ROWS_16 = 16
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -25,13 +25,13 @@ def unsupported_reason(problem: Problem) -> str | None:
     rows = problem.max_query_len * (problem.num_heads // max(1, problem.num_kv_heads))
     most = MAX_ROWS if problem.dtype == torch.float32 or problem.stored else MAX_ROWS_16
     if rows > most:
-        return f"is for at most {most} rows that share a key, new tokens times query heads per KV head, not for {rows}"
+        return f"computes at most {most} query rows per KV head, new tokens times heads of the group, not {rows}"
     if problem.positions:
         return "attends from the last tokens of each sequence, and from no other positions"
     if problem.intervals:
         return "knows causal masks and windows, and no interval of keys for each query"
     if problem.batch_invariant:
-        return "is chosen where all sequences have few new tokens, so whether it is depends on the batch"
+        return "is chosen by the longest query of the batch, so the choice depends on the batch"
     found = library()
     return found if isinstance(found, str) else None
 

@@ -54,7 +54,7 @@ typedef struct {
     int32_t failure; /* set to 1 if lengths and table do not go together, to 2 if memory is short */
 } Call;
 
-/* What one split of a sequence leaves for each of its rows: sums of weighted values, their maximum score, and their sum. */
+/* The running softmax of one row over a split: its highest score and the sum of exponentials. */
 typedef struct {
     float max, sum;
     int sees; /* whether any key is visible */
@@ -76,9 +76,9 @@ INLINE ints bits_of(vec x) {
 
 INLINE vec where(ints condition, vec a, vec b) { return as_floats((bits_of(a) & condition) | (bits_of(b) & ~condition)); }
 
-/* A number of 16 or 8 bits by those of a float: its exponent counts from another number, `shift` less, and where it is 0 the
-   number is a multiple of the smallest one. `first` is the first number whose exponent is not 0. No step of this meets a
-   subnormal float, which a processor takes a hundred cycles for. */
+/* Widen a small float whose bits are in place already, and whose exponent bias is `shift` smaller; `first` is its smallest
+   normal number, and those below are multiples of one. No step of this meets a subnormal float32, which a processor takes a
+   hundred cycles for. */
 INLINE vec widen(ints bits, ints is_small, int shift) {
     vec first = as_floats((ints){0} + ((shift + 1) << 23));
     return where(is_small, as_floats(bits + ((shift + 1) << 23)) - first, as_floats(bits + (shift << 23)));
@@ -359,7 +359,7 @@ static int look_up(const Call *call, int64_t sequence, int64_t kv_head, int64_t 
 }
 
 /* What options do to the scores of one row: the scale of each key, a softcap, ALiBi; the first key is `distance` before it. */
-static void change(const Call *call, float *scores, int64_t count, const float *key_scales, int64_t head, int64_t distance) {
+static void apply_options(const Call *call, float *scores, int64_t count, const float *key_scales, int64_t head, int64_t distance) {
     for (int64_t j = 0; call->key_scale && j < count; ++j)
         scores[j] *= key_scales[j];
     for (int64_t j = 0; call->softcap > 0.f && j < count; ++j)
@@ -372,7 +372,7 @@ static void change(const Call *call, float *scores, int64_t count, const float *
 
 /* The running softmax of one row over a tile; returns the factor of what was summed before. The scores become weights, and
    the rest of the last vector zeros. NaN is left out of the maximum: it reaches the sum. */
-static float take_in(float *scores, int64_t count, Softmax *softmax) {
+static float update_softmax(float *scores, int64_t count, Softmax *softmax) {
     float max = softmax->max;
     vec highest = max - (vec){0}, sums = {0}, x;
     for (int64_t j = count; j < (count + LANES - 1) / LANES * LANES; ++j)
@@ -413,7 +413,7 @@ static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The keys from `first` to before `end` that the query at a position sees, if any. */
-static void visible(const Call *call, int64_t position, int64_t *first, int64_t *end) {
+static void clip_to_window(const Call *call, int64_t position, int64_t *first, int64_t *end) {
     if (call->left >= 0)
         *first = largest(*first, position - call->left);
     if (call->right >= 0)
@@ -444,7 +444,7 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
     int64_t begin = split * SPLIT, stop = smallest(begin + SPLIT, length), seen_from = stop, seen_to = begin;
     for (int64_t i = 0; begin < stop && i < queries; ++i) {
         int64_t first = begin, end = stop;
-        visible(call, length - queries + i, &first, &end);
+        clip_to_window(call, length - queries + i, &first, &end);
         if (first < end) {
             seen_from = smallest(seen_from, first);
             seen_to = largest(seen_to, end);
@@ -495,7 +495,7 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                           value_width, NULL, 0);
         for (int64_t i = 0; i < queries; ++i) {
             int64_t position = length - queries + i, first = tile->first, end = tile->first + tile->count;
-            visible(call, position, &first, &end);
+            clip_to_window(call, position, &first, &end);
             int64_t from = first - tile->first, num_keys = end - first;
             if (num_keys <= 0)
                 continue;
@@ -506,8 +506,8 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                 multiply(room->query + r0 * width, width, rows, tile->keys + from, num_keys, call->size, key_type,
                          scores, is_first ? tile->values + from : NULL, value_bytes);
                 for (int r = 0; r < rows; ++r) {
-                    change(call, scores[r], num_keys, tile->key_scales + from, kv_head * group + g + r, position - first);
-                    factors[r] = take_in(scores[r], num_keys, softmax + r0 + r);
+                    apply_options(call, scores[r], num_keys, tile->key_scales + from, kv_head * group + g + r, position - first);
+                    factors[r] = update_softmax(scores[r], num_keys, softmax + r0 + r);
                 }
                 add_values(sums + r0 * value_width, value_width, rows, factors, scores, tile->values + from, num_keys,
                            call->value_size, value_type, is_first && next->count >= num_keys ? next->keys : NULL,
@@ -550,16 +550,32 @@ static void finish(const Call *call, int64_t row, int64_t head, int64_t splits, 
 void attend(Call *call) {
     int64_t group = call->heads / call->kv_heads, width = padded(call->size), value_width = padded(call->value_size);
     int64_t rows = 0, pieces = call->seqs * call->kv_heads, splits = call->splits;
+    size_t lengths = (size_t)call->seqs * sizeof(int32_t);
+    int32_t *first_rows = malloc(lengths + sizeof(int32_t)), *seq_lens = malloc(lengths + 1);
+    if (!first_rows || !seq_lens) {
+        free(first_rows);
+        free(seq_lens);
+        call->failure = 2;
+        return;
+    }
+    memcpy(first_rows, call->first_rows, lengths + sizeof(int32_t)); /* they are checked: nobody may change them now */
+    memcpy(seq_lens, call->seq_lens, lengths);
+    call->first_rows = first_rows;
+    call->seq_lens = seq_lens;
+    call->failure = first_rows[0] != 0;
     for (int64_t b = 0; b < call->seqs; ++b) {
         int64_t queries = call->first_rows[b + 1] - call->first_rows[b];
         rows = largest(rows, queries * group);
         if (queries > 0 && call->seq_lens[b] > smallest(call->columns * call->block_size, splits * SPLIT))
             call->failure = 1;
-        if (queries < 0 || call->first_rows[b + 1] > call->rows)
+        if (queries < 0 || call->first_rows[b + 1] > call->rows || call->seq_lens[b] < 0)
             call->failure = 1;
     }
-    if (call->failure)
+    if (call->failure) {
+        free(first_rows);
+        free(seq_lens);
         return;
+    }
     int64_t real = call->seqs ? call->first_rows[call->seqs] : 0, padding = (call->rows - real) * call->heads;
     memset((char *)call->out + real * call->heads * call->value_size * SIZES[call->query_type], 0,
            (size_t)(padding * call->value_size * SIZES[call->query_type]));
@@ -575,6 +591,7 @@ void attend(Call *call) {
         Room room = {.query = malloc((size_t)(rows * width) * sizeof(float) + 1), .copies = {malloc(tile + 1), malloc(tile + 1)},
                      .floats = malloc((size_t)(TILE * (width + value_width)) * sizeof(float) + 1)};
         if (!room.query || !room.copies[0] || !room.copies[1] || !room.floats)
+#pragma omp atomic write
             short_of_memory = 1;
 #pragma omp barrier
         if (!short_of_memory) {
@@ -587,6 +604,7 @@ void attend(Call *call) {
                                                 softmax + at * rows, &room);
                     used[at] = found > 0;
                     if (found < 0)
+#pragma omp atomic write
                         call->failure = 1;
                 }
             }
@@ -608,6 +626,8 @@ void attend(Call *call) {
     free(sums);
     free(softmax);
     free(used);
+    free(first_rows);
+    free(seq_lens);
     if (short_of_memory)
         call->failure = 2;
 }

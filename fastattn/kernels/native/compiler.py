@@ -19,7 +19,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("attention.c")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fno-math-errno", "-Wno-psabi")
-FOR_THIS_PROCESSOR = ("-march=native", "-mcpu=native", "")  # what a compiler calls it, by processor; the last: any
+FOR_THIS_PROCESSOR = ("-march=native", "-mcpu=native", "")  # tried in turn: x86, Arm, no tuning
 COMPILERS = ("cc", "gcc", "clang")
 TIME_LIMIT = 120.0  # seconds
 
@@ -53,18 +53,21 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, openmp: Path | None, room: Path) -> Path:
-    """Compile for this processor if the compiler knows a way, and with threads if PyTorch's OpenMP is found."""
+    """Compile for this processor if the compiler knows a way, and with threads if it links to PyTorch's OpenMP."""
     compiled, made = room / "attention.o", room / "attention.so"
-    threads = [] if openmp is None else ["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]
     error = ""
-    for processor in FOR_THIS_PROCESSOR:
-        flags = [flag for flag in (*FLAGS, processor, *threads) if flag]
-        try:
-            _run(compiler, *flags, "-c", str(SOURCE), "-o", str(compiled))
-            _run(compiler, "-shared", str(compiled), *([str(openmp)] if openmp else []), "-lm", "-o", str(made))
-            return made
-        except CannotCompileError as reason:
-            error = str(reason)
+    for threads in (openmp, None) if openmp else (None,):
+        with_threads = (["-Xclang", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp"]) if threads else []
+        linked = [str(threads)] if threads else []
+        linked += [] if sys.platform == "darwin" else ["-Wl,-z,defs"]  # another compiler's OpenMP has other functions
+        for processor in FOR_THIS_PROCESSOR:
+            flags = [flag for flag in (*FLAGS, processor, *with_threads) if flag]
+            try:
+                _run(compiler, *flags, "-c", str(SOURCE), "-o", str(compiled))
+                _run(compiler, "-shared", str(compiled), *linked, "-lm", "-o", str(made))
+                return made
+            except CannotCompileError as reason:
+                error = str(reason)
     raise CannotCompileError(error)
 
 
