@@ -553,3 +553,8 @@ def test_every_path_has_an_operator():
         assert [x for x in takes if x != "out" or name == "add_sinks"] == list(
             inspect.signature(getattr(ops, name)).parameters
         ), name
+
+
+def test_an_operator_takes_every_option_of_a_layer():
+    """An option that is no argument of an operator would be left out without a word."""
+    assert [*ops.OPTIONS] == [one.name for one in dataclasses.fields(AttentionOptions)]
