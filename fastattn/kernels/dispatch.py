@@ -115,7 +115,9 @@ _asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
 def priorities(problem: Problem) -> tuple[str, ...]:
     """Order the kernels from the one to take first to the last resort; those that cannot compute a problem are skipped.
 
-    Devices that are neither a CPU nor of CUDA or ROCm get plain PyTorch: right, and slow.
+    On a CPU our C goes first, which is for decodes: 16 of 4096 keys take it half the time of the kernel `cpu`, which
+    copies keys out of their pages. Devices that are neither a CPU nor of CUDA or ROCm get plain PyTorch: right, and
+    slow.
 
     On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over multiprocessors (SMs); the others give
     a tile of queries to one SM, with all its keys. With few tiles most of the card stays idle; with few rows a tile is

@@ -24,6 +24,7 @@ PEERS = {  # colour and marker, by how a contender's name begins
     "FlashInfer": ("#c99700", "^"),
     "FlashMLA": ("#b4436c", ">"),
     "ATen": ("#4c8bf5", "s"),
+    "vLLM": ("#b4436c", "d"),
     "torch": ("#2ca58d", "v"),
     "FlexAttention": ("#b07aa1", "P"),
     "transformers": ("#c99700", "X"),
