@@ -78,7 +78,7 @@ class PathSpec:
         *,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-        repaired: bool = False,
+        recomputed: bool = False,
     ) -> None:
         """Change what lies in memory that nobody may see, and expect the same bits.
 
@@ -87,7 +87,7 @@ class PathSpec:
             case: the batch.
             device: where the tensors are.
             dtype: their type.
-            repaired: a kernel multiplies such memory by 0, and what NaN or infinity has spoilt is computed again by
+            recomputed: a kernel multiplies such memory by 0, and what NaN or infinity has spoilt is computed again by
                 another: the same bits for finite numbers, and the reference's answer, by the one tolerance, for all.
 
         Raises:
@@ -95,10 +95,10 @@ class PathSpec:
         """
         clean = build(case, device=device, dtype=dtype, poison=HARMLESS)
         expected = self.call(package, *self._tensors(clean), return_lse=True)
-        for poison in (FINITE_POISON, POISON) if repaired else (POISON,):
+        for poison in (FINITE_POISON, POISON) if recomputed else (POISON,):
             inputs = build(case, device=device, dtype=dtype, poison=poison)
             answer = self.call(package, *self._tensors(inputs), return_lse=True)
-            if repaired and poison is POISON:
+            if recomputed and poison is POISON:
                 assert_matches_reference(*answer, partial(self.call, "refattn"), *self._tensors(clean))
                 continue
             for name, one, other in zip(("out", "lse"), answer, expected, strict=True):
