@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from refattn.interface import Batch, Prefix
+from refattn.interface.ambient import computing_in
 from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, attend, build, poisoned
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.strides import STRIDES
-from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
+from tests.helpers.tolerance import assert_close, assert_matches_reference, assert_twins_agree
 
 # Decodes that end in the middle of a block, at its end and after one token of it; keys of somebody who does not ask.
 CASE = Case(
@@ -246,12 +247,14 @@ def test_scores_of_minus_infinity(path, twin, device):
         places = slice(7, 27) if path == "dense" else batch.block_table[1, :2].long()
         key[places, ..., 0, 7] = -1.0
         out, lse = twin.call(path, query, key, value, batch)
-        right, right_lse = Twin("reference").call(path, query, key, value, batch)
+        stores = (query, key, value)
+        wide = Twin("reference").call(path, *(x.double() for x in stores), batch)
+        with computing_in(twin.dtype):
+            low = Twin("reference").call(path, *stores, batch)
         others = torch.ones_like(lse, dtype=torch.bool)
         others[1, 1] = False
-        tolerance = dict(rtol=2e-2, atol=2e-2) if twin.dtype.itemsize == 2 else {}
-        torch.testing.assert_close(out[others], right[others], **tolerance)
-        torch.testing.assert_close(lse[others], right_lse[others], **tolerance)
+        for one, right, of_low, name in zip((out, lse), wide, low, ("out", "lse"), strict=True):
+            assert_close(one[others], right[others], of_low[others], name=name)
         out, lse = out.cpu(), lse.cpu()
         if twin.name == "reference":
             assert out[1, 1].isnan().all() and lse[1, 1] == -torch.inf

@@ -1,4 +1,4 @@
-"""Compile `attention.c` with the C compiler of the machine, once, and load it: some five seconds, at the first call.
+"""Compile `attention.c` with the C compiler of the machine, once, and load it: a few seconds, at the first call.
 
 The library is stored in the user's cache, under a name that follows from the source, the compiler, the processor and
 PyTorch's OpenMP, with which it shares its threads. Without a compiler the kernel `native` is refused, with the reason.
