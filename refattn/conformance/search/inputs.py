@@ -304,8 +304,8 @@ def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Cal
     elif name == "interval":
         padding = [(LARGEST, -LARGEST), (-LARGEST, LARGEST), (3, 5)] * work.padding_rows  # which may hold anything
         rows = [pair for i in range(len(work.lens)) for pair in work.interval_rows(i)] + padding[: work.padding_rows]
-        pairs = torch.tensor(rows, dtype=torch.int32).view(-1, 2).to(batch.device)
-        planned = dict(first_visible=pairs[:, 0], last_visible=pairs[:, 1], block_size=p)
+        first, last = torch.tensor(rows, dtype=torch.int32).view(-1, 2).T.contiguous().to(batch.device)
+        planned = dict(first_visible=first, last_visible=last, block_size=p)
     elif name == "local":
         planned = dict(chunk_size=work.chunk, block_size=p, window_size=work.window)
     elif name == "cascade":

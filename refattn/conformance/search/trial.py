@@ -34,7 +34,7 @@ from refattn import (
 )
 from refattn.conformance.oracle import Answer
 from refattn.conformance.search import moves
-from refattn.conformance.search.inputs import Call, Modules, laid, memory, moved
+from refattn.conformance.search.inputs import Call, Modules, copied, laid, memory, moved
 from refattn.conformance.search.layout import lay_out
 from refattn.conformance.tolerance import WIDER, Distance, bound, distance
 from refattn.conformance.workload import Workload
@@ -466,6 +466,11 @@ def _attend(truth: Truth, twin: Twin, chosen: list[str]) -> str:
             raise _WrongError("out: another tensor comes back than the one given")
         _same_bits((given,), (out,), "without return_lse, into memory that is given")
         _unchanged(memory(target), around, "around out", but=target)
+        read = _read_like_out(first, out)
+        if read:
+            again = copied(first)
+            name = read[work.seed // 2 % len(read)]
+            _same_bits((call.run(modules, plan, again, out=again[name]),), (out,), f"into the memory of the {name}")
     _unchanged(memory(first), before, "in the inputs")
     return known
 
@@ -480,6 +485,15 @@ def _output(work: Workload, call: Call, device: str) -> tuple[Tensor, dict[int, 
     else:
         target = moved(laid(zeros, work.out), device)
     return target, {address: piece.clone() for address, piece in memory(target).items()}
+
+
+def _read_like_out(tensors: dict[str, Any], out: Tensor) -> list[str]:
+    """Return the names of the inputs that could be the output's memory: the call may be asked to write over one."""
+    return [
+        name
+        for name, x in tensors.items()
+        if isinstance(x, Tensor) and (x.shape, x.dtype) == (out.shape, out.dtype) and 0 not in x.stride()
+    ]
 
 
 def _same_bits(one: tuple[Tensor, ...], other: tuple[Tensor, ...], when: str) -> None:
