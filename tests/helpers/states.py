@@ -12,6 +12,7 @@ import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
 from refattn.conformance import assert_close
+from refattn.conformance.search import inputs as as_in_memory
 from refattn.conformance.tolerance import WIDER
 from refattn.interface import RecurrentOptions
 from refattn.interface.ambient import computing_in
@@ -71,9 +72,9 @@ def lengths(query_lens, contexts):
 
 
 def moved(x, device):
-    """Return a batch, a table or a tensor on a device."""
+    """Return a batch, a table or a tensor on a device; tensors with their strides, and what lies in between."""
     if isinstance(x, Tensor):
-        return x.to(device)
+        return as_in_memory.moved(x, device)
     if hasattr(x, "cu_seqlens_q"):
         return type(x)(x.cu_seqlens_q.to(device), x.seq_lens.to(device), None, x.max_query_len, x.max_seq_len)
     return x
@@ -85,10 +86,10 @@ def attend(kernel, step, states, batch, options=RecurrentOptions(), **tables) ->
         plan = refattn.recurrent.plan(batch, **tables)
         return refattn.recurrent.attention(*step, states, plan, options)
     tables = {name: moved(x, DEVICE) for name, x in tables.items()}
-    pool = states.to(DEVICE)
+    pool = moved(states, DEVICE)
     with use_kernel(kernel):
         plan = fastattn.recurrent.plan(moved(batch, DEVICE), **tables)
-        out = fastattn.recurrent.attention(*(x.to(DEVICE) for x in step), pool, plan, options)
+        out = fastattn.recurrent.attention(*(moved(x, DEVICE) for x in step), pool, plan, options)
     if pool is not states:
         states.copy_(pool)
     return out.cpu()
@@ -99,8 +100,8 @@ def convolve(kernel, inputs, weight, states, batch, *, bias=None, silu=True, **t
     if kernel == "reference":
         plan = refattn.recurrent.plan(batch, **tables)
         return refattn.recurrent.convolve(inputs, weight, states, plan, bias=bias, silu=silu)
-    tables, pool = {name: moved(x, DEVICE) for name, x in tables.items()}, states.to(DEVICE)
-    inputs, weight, bias = (x if x is None else x.to(DEVICE) for x in (inputs, weight, bias))
+    tables, pool = {name: moved(x, DEVICE) for name, x in tables.items()}, moved(states, DEVICE)
+    inputs, weight, bias = (moved(x, DEVICE) for x in (inputs, weight, bias))
     with use_kernel(kernel):
         plan = fastattn.recurrent.plan(moved(batch, DEVICE), **tables)
         out = fastattn.recurrent.convolve(inputs, weight, pool, plan, bias=bias, silu=silu)

@@ -14,6 +14,7 @@ import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
 from refattn.conformance import assert_close
+from refattn.conformance.search.inputs import laid
 from refattn.interface import RecurrentOptions, StatePlan
 from tests.helpers.bad_input import MOST
 from tests.helpers.states import (
@@ -561,6 +562,24 @@ def test_tensors_may_have_any_strides(kernel):
     torch.testing.assert_close(out, attend(kernel, plain, dense, batch, PLAIN, **tables))
     torch.testing.assert_close(states, dense)
     assert pool[1::2].isnan().all()
+
+
+@each_kernel
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "heads-last"])
+def test_rows_of_a_chunk_may_lie_in_any_way(kernel, rows, dtype, per_channel):
+    """What Triton 3.6 compiles for Hopper from rows whose elements lie apart answered wrongly, or ended the process."""
+    if kernel == "triton" and DEVICE == "cpu":
+        dtype = torch.float16 if dtype == torch.bfloat16 else dtype
+    step = draw(40, dk=64, dv=32, per_channel=per_channel, dtype=dtype)
+    step = Step(*step[:3], step.log_decay.float(), step.beta.float())
+    strided = Step(*(laid(x, rows) for x in step))
+    plain, batch = Step(*(x.contiguous() for x in strided)), lengths((17, 1, 22), (0, 9, 70))
+    states, dense = (draw_states(3, 4, 32, 64) for _ in range(2))
+    out = attend(kernel, strided, states, batch, PLAIN, state_indices=ints([2, 0, 1]))
+    assert torch.equal(out, attend(kernel, plain, dense, batch, PLAIN, state_indices=ints([2, 0, 1])))
+    assert torch.equal(states, dense)
 
 
 @settings(max_examples=15)

@@ -77,6 +77,11 @@ def recurrent(
     out = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
     if not num_tokens:
         return out
+    chunk = _chunk_size(plan, query, per_channel)
+    by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
+    if not by_token:
+        query, key, value = _side_by_side(query, key, value)
+        log_decay = _side_by_side(log_decay)[0] if per_channel else log_decay
     tensors = dict(query=query, key=key, value=value, beta=beta, log_decay=log_decay, states=states, out=out)
     arguments = {
         **tensors,
@@ -89,8 +94,6 @@ def recurrent(
         "PAD_K": _pad(key_head_size),
         "DELTA": options.delta,
     }
-    chunk = _chunk_size(plan, query, per_channel)
-    by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
     block_v = BLOCK_V if by_token else _values_at_once(plan.batch.num_seqs * num_heads, query, value)
     block_v = min(block_v, _pad(value_head_size))
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
@@ -125,6 +128,15 @@ def recurrent(
     own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
     _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
     return out
+
+
+def _side_by_side(*rows: Tensor) -> list[Tensor]:
+    """Copy rows whose elements do not follow one another.
+
+    From such rows Triton 3.6 lays the left side of a product out by columns, and what it compiles for Hopper then
+    answers wrongly, or reads what is not there.
+    """
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
 
 
 def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
