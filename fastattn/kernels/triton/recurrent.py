@@ -1,13 +1,14 @@
 """Layers that keep a state: tokens one by one for decodes and drafts, by chunks for prompts; and their convolution.
 
     decode, drafts    one program per sequence, head and part of the values; its state stays in registers from the first
-                      token to the last: it is read once, and written once per slot that keeps it
+                      token to the last: it is read once, and written once per slot that keeps it; the last sequence's
+                      programs also write zeros to the rows after it
     prompts           first what the tokens of a chunk are to one another, for all chunks at once (the triangular system
                       of each); then one program per sequence, head and part of the values goes from chunk to chunk
                       with its state
 
-A program reads the lengths and the slots itself, and one more writes zeros to the rows after the last sequence. So
-nothing depends on the host, and a captured graph replays with other lengths, slots and padding.
+A program reads the lengths and the slots itself, so nothing depends on the host, and a captured graph replays with
+other lengths, slots and padding. Of prompts, one program more than there are sequences writes the zeros.
 
 As in `fastattn.kernels.torch_recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from each
 token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
@@ -31,7 +32,7 @@ So every exponent is a sum of logarithms of decays, and no factor is larger than
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
 
-from math import gcd, prod
+from math import gcd
 from typing import Any, no_type_check
 
 import torch
@@ -96,11 +97,13 @@ def recurrent(
     }
     block_v = BLOCK_V if by_token else _values_at_once(plan.batch.num_seqs * num_heads, query, value)
     block_v = min(block_v, _pad(value_head_size))
-    grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
+    parts = triton.cdiv(value_head_size, block_v)
     arguments["PER_CHANNEL"] = per_channel
     if by_token:  # programs in the order of their parts in memory: a state is read as one piece
-        _tokens_kernel[(prod(grid),)](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
+        grid = (max(1, plan.batch.num_seqs) * num_heads * parts,)
+        _tokens_kernel[grid](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
         return out
+    grid = (plan.batch.num_seqs + 1, num_heads, parts)
     precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
     arguments |= {"CHUNK": chunk, "PRECISION": precision}
     # What 16 bits round here is what they round anyway, but fp16 may not hold it: products are in bfloat16, or in 32.
@@ -317,16 +320,16 @@ def _tokens_kernel(
     at_k = tl.arange(0, PAD_K).to(tl.int64)
     in_v, in_k = at_v < DV, at_k < DK
     of_out = out + head * out_strides[1] + at_v * out_strides[2]
-    if slot < 0:
-        for token in range(0, length):
-            tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
-        return
     of_states = (
         states + head * states_strides[1] + at_v[:, None] * states_strides[2] + at_k[None, :] * states_strides[3]
     )
     in_state = in_v[:, None] & in_k[None, :]
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
-    for token in range(0, length):
+    first_zero = tl.where(slot < 0, 0, length)
+    last_zero = tl.where(sequence + 1 >= num_seqs, num_tokens - first_row, length)
+    for token in range(first_zero, last_zero):  # of padding; those after the last sequence are the last one's to write
+        tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
+    for token in range(0, tl.where(slot < 0, 0, length)):
         row = first_row + token
         at = row * key_strides[0] + key_head * key_strides[1]
         k = tl.load(key + at + at_k * key_strides[2], in_k, 0.0).to(tl.float32)
@@ -357,7 +360,7 @@ def _tokens_kernel(
                 own = tl.load(checkpoints + at).to(tl.int64)
                 tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
     if not PER_DRAFT:
-        tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state)
+        tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (slot >= 0))
 
 
 @triton.jit
