@@ -564,22 +564,55 @@ def test_tensors_may_have_any_strides(kernel):
     assert pool[1::2].isnan().all()
 
 
+each_layout = pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
+
+
 @each_kernel
+@each_layout
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "heads-last"])
-def test_rows_of_a_chunk_may_lie_in_any_way(kernel, rows, dtype, per_channel):
-    """What Triton 3.6 compiles for Hopper from rows whose elements lie apart answered wrongly, or ended the process."""
+@pytest.mark.parametrize("sizes", [(64, 32), (40, 24)], ids=str)
+def test_rows_of_a_chunk_may_lie_in_any_way(kernel, rows, dtype, per_channel, sizes):
+    """Where rows of 16 bits did not begin at multiples of 16 bytes, answers on Hopper were wrong, or none came."""
     if kernel == "triton" and DEVICE == "cpu":
         dtype = torch.float16 if dtype == torch.bfloat16 else dtype
-    step = draw(40, dk=64, dv=32, per_channel=per_channel, dtype=dtype)
+    dk, dv = sizes
+    step = draw(40, dk=dk, dv=dv, per_channel=per_channel, dtype=dtype)
     step = Step(*step[:3], step.log_decay.float(), step.beta.float())
     strided = Step(*(laid(x, rows) for x in step))
     plain, batch = Step(*(x.contiguous() for x in strided)), lengths((17, 1, 22), (0, 9, 70))
-    states, dense = (draw_states(3, 4, 32, 64) for _ in range(2))
+    states, dense = (draw_states(3, 4, dv, dk) for _ in range(2))
     out = attend(kernel, strided, states, batch, PLAIN, state_indices=ints([2, 0, 1]))
     assert torch.equal(out, attend(kernel, plain, dense, batch, PLAIN, state_indices=ints([2, 0, 1])))
     assert torch.equal(states, dense)
+
+
+@each_layout
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_chunks_are_read_16_bytes_at_a_time(rows, monkeypatch):
+    """What a launch is given is looked at: an interpreter answers rightly however rows lie."""
+    from fastattn.kernels.triton import recurrent
+
+    launches = []
+
+    class Noted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda **given: (launches.append(given), self.kernel[grid](**given))
+
+    for name in ("_within_kernel", "_chunks_kernel"):
+        monkeypatch.setattr(recurrent, name, Noted(getattr(recurrent, name)))
+    step = Step(*(laid(x, rows) for x in draw(17, dk=40, dv=24, per_channel=True, dtype=torch.float16)))
+    attend("triton", step, draw_states(1, 4, 24, 40), lengths([17], [0]), state_indices=ints([0]))
+    assert len(launches) == 2
+    for launch in launches:
+        for name in {"query", "key", "value", "log_decay"} & launch.keys():
+            assert launch[name].data_ptr() % 16 == 0 and launch[name].stride(-1) == 1, name
+            assert not any(stride % 16 for stride in launch[f"{name}_strides"][:-1]), name
+        for name in ("written", "answered", "queries_since", "keys_until"):
+            assert launch[name].stride(1) % 16 == 0, name
 
 
 @settings(max_examples=15)

@@ -47,6 +47,7 @@ from refattn.interface import RecurrentOptions, StatePlan
 
 CHUNK = 64  # tokens whose system of equations is solved at once
 FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least
+ALIGNED = 16  # elements, multiples of which the compiler knows as such
 FEW = 16  # tokens, up to which sequences go token by token
 BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
 TOKENS_WARPS = 1
@@ -81,8 +82,8 @@ def recurrent(
     chunk = _chunk_size(plan, query, per_channel)
     by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
     if not by_token:
-        query, key, value = _side_by_side(query, key, value)
-        log_decay = _side_by_side(log_decay)[0] if per_channel else log_decay
+        query, key, value = _aligned(query), _aligned(key), _aligned(value)
+        log_decay = _aligned(log_decay) if per_channel else log_decay
     tensors = dict(query=query, key=key, value=value, beta=beta, log_decay=log_decay, states=states, out=out)
     arguments = {
         **tensors,
@@ -100,21 +101,21 @@ def recurrent(
     parts = triton.cdiv(value_head_size, block_v)
     arguments["PER_CHANNEL"] = per_channel
     if by_token:  # programs in the order of their parts in memory: a state is read as one piece
-        grid = (max(1, plan.batch.num_seqs) * num_heads * parts,)
-        _tokens_kernel[grid](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
+        num_programs = max(1, plan.batch.num_seqs) * num_heads * parts
+        _tokens_kernel[(num_programs,)](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
         return out
-    grid = (plan.batch.num_seqs + 1, num_heads, parts)
     precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
     arguments |= {"CHUNK": chunk, "PRECISION": precision}
+    arguments |= {"ROW_K": _pitch(key_head_size), "ROW_V": _pitch(value_head_size)}
     # What 16 bits round here is what they round anyway, but fp16 may not hold it: products are in bfloat16, or in 32.
     operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-    like_keys = (num_tokens, num_heads, key_head_size)
+    like_keys = num_tokens, num_heads, _pitch(key_head_size)
 
     def empty(*shape: int, dtype: torch.dtype = operand) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=value.device)
 
     made = {
-        "written": empty(*value.shape),
+        "written": empty(num_tokens, num_heads, _pitch(value_head_size)),
         "answered": empty(*like_keys) if options.delta else None,
         "weights": empty(num_tokens, num_heads, chunk),
         "decays": empty(num_tokens, num_heads, key_head_size if per_channel else 2, dtype=torch.float32),
@@ -129,17 +130,27 @@ def recurrent(
         **own, **made, LEVELS=levels, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **on_nvidia
     )
     own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
+    grid = (plan.batch.num_seqs + 1, num_heads, parts)
     _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
     return out
 
 
-def _side_by_side(*rows: Tensor) -> list[Tensor]:
-    """Copy rows whose elements do not follow one another.
+def _aligned(rows: Tensor) -> Tensor:
+    """Copy rows that are not read 16 bytes at a time, into some that are: side by side, each from a multiple of 16 on.
 
-    From such rows Triton 3.6 lays the left side of a product out by columns, and what it compiles for Hopper then
-    answers wrongly, or reads what is not there.
+    Where the compiler cannot load the left side of a product in pieces of 4 bytes and more while others are multiplied,
+    what Triton 3.6 makes of these kernels for Hopper in bfloat16 answers wrongly, or reads what is not there.
     """
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+    *strides, last = rows.stride()
+    if last == 1 and rows.data_ptr() % 16 == 0 and not any(stride % ALIGNED for stride in strides):
+        return rows
+    size = rows.shape[-1]
+    return rows.new_empty(*rows.shape[:-1], _pitch(size))[..., :size].copy_(rows)
+
+
+def _pitch(size: int) -> int:
+    """Return from where to where rows begin in memory that is made for them."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
@@ -360,7 +371,8 @@ def _tokens_kernel(
                 own = tl.load(checkpoints + at).to(tl.int64)
                 tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
     if not PER_DRAFT:
-        tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (slot >= 0))
+        kept = state.to(states.dtype.element_ty)  # which no one reads before the next step: other layers' bytes stay
+        tl.store(of_states + slot * states_strides[0], kept, in_state & (slot >= 0), cache_modifier=".cs")
 
 
 @triton.jit
@@ -535,12 +547,12 @@ def _within_kernel(
     value,
     log_decay,
     beta,
-    written,  # [t, hv, dv]: what each token writes after a state of zeros
-    answered,  # [t, hv, dk]: times the state before the chunk, what it writes less for it; None without the delta rule
+    written,  # [t, hv, dv], in rows of ROW_V: what each token writes after a state of zeros
+    answered,  # [t, hv, dk], in rows of ROW_K: times the state before, what it writes less; None without the delta rule
     weights,  # [t, hv, CHUNK]: of what the chunk's tokens write, in the answer to each query
     decays,  # [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: in its last row, all of it
-    queries_since,  # [t, hv, dk]: times the decays of the channels since the chunk's start; None without such
-    keys_until,  # [t, hv, dk]: times those up to its end
+    queries_since,  # [t, hv, dk], likewise: times the decays of the channels since the chunk's start; None without such
+    keys_until,  # [t, hv, dk], likewise: times those up to its end
     query_strides,
     key_strides,
     value_strides,
@@ -564,6 +576,8 @@ def _within_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAD_K: tl.constexpr,
+    ROW_K: tl.constexpr,
+    ROW_V: tl.constexpr,
     COLUMNS: tl.constexpr,
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
@@ -636,7 +650,7 @@ def _within_kernel(
         columns = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)
         in_part = in_chunk[:, None] & (columns < DK)[None, :]
         part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
-        at_part = own_row[:, None] * DK + columns[None, :]
+        at_part = own_row[:, None] * ROW_K + columns[None, :]
         if PER_CHANNEL:
             of_part = of_decays + columns[None, :] * log_decay_strides[2]
             since, until, total = _of_channels(
@@ -663,7 +677,7 @@ def _within_kernel(
         else:
             is_finite = tl.abs(part) < float("inf")
             part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), part)
-        tl.store(written + own_row[:, None] * DV + columns[None, :], part, in_part)
+        tl.store(written + own_row[:, None] * ROW_V + columns[None, :], part, in_part)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -702,6 +716,8 @@ def _chunks_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAD_K: tl.constexpr,
+    ROW_K: tl.constexpr,
+    ROW_V: tl.constexpr,
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -748,14 +764,14 @@ def _chunks_kernel(
         row = first_row + first + at
         own_row = row * tl.num_programs(1) + head
         in_keys, in_values = in_chunk[:, None] & in_k[None, :], in_chunk[:, None] & in_v[None, :]
-        values = tl.load(written + own_row[:, None] * DV + at_v[None, :], in_values, 0.0).to(tl.float32)
+        values = tl.load(written + own_row[:, None] * ROW_V + at_v[None, :], in_values, 0.0).to(tl.float32)
         before = state.to(OPERAND)
         if DELTA:
-            answers = tl.load(answered + own_row[:, None] * DK + at_k[None, :], in_keys, 0.0)
+            answers = tl.load(answered + own_row[:, None] * ROW_K + at_k[None, :], in_keys, 0.0)
             values -= tl.dot(answers, before, input_precision=PRECISION)
         last = (first_row + tl.minimum(first + CHUNK, length) - 1) * tl.num_programs(1) + head
         if PER_CHANNEL:
-            at_keys = own_row[:, None] * DK + at_k[None, :]
+            at_keys = own_row[:, None] * ROW_K + at_k[None, :]
             keys = tl.load(keys_until + at_keys, in_keys, 0.0)
             queries = tl.load(queries_since + at_keys, in_keys, 0.0)
             total = tl.load(decays + last * DK + at_k, in_k, 0.0)[:, None]
