@@ -54,7 +54,14 @@ from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, Subtraction, attention_problem, cu_seqlens_k_of, stored_types
+from fastattn.kernels.problem import (
+    Problem,
+    Subtraction,
+    attention_problem,
+    compute_dtype,
+    cu_seqlens_k_of,
+    stored_types,
+)
 from fastattn.kernels.replay import (
     RETURN_LSE,
     Key,
@@ -437,7 +444,7 @@ def _attention_fn(
     if len(set(kernels)) == 1 and kernels[0].computes(problem):
         return kernels[0].attend, _as_it_is, True
     attends = [kernel.attend for kernel in kernels]
-    merge = choose(Problem("merge", query.device, _lse_dtype(query))).merge
+    merge = choose(Problem("merge", query.device, compute_dtype(query.dtype))).merge
 
     def one_by_one(
         query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None
@@ -541,7 +548,7 @@ def _subtract(
     _: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute differential attention by four calls of attention: of each half of the queries, over values of both."""
-    lse = query.new_empty(query.shape[:2], dtype=_lse_dtype(query))
+    lse = query.new_empty(query.shape[:2], dtype=compute_dtype(query.dtype))
     answers: list[Tensor] = []
     for half in (0, 1):
         queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
@@ -563,10 +570,6 @@ def _choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
         return _choose(problem._replace(operation="differential"), asked)
     except NotImplementedError:
         return None
-
-
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _memory(out: Tensor | None, *read: object) -> Tensor | None:
@@ -697,8 +700,8 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
     kernels = []
     for pool in caches:
         last = sum(stride * (size - 1) for stride, size in zip(pool.stride()[1:], pool.shape[1:], strict=True))
-        aligned = last == pool.shape[1:].numel() - 1  # side by side
-        kernels.append(choose(Problem("copy_blocks", pool.device, pool.dtype, aligned=aligned, num_pairs=len(pairs))))
+        problem = Problem("copy_blocks", pool.device, pool.dtype, num_pairs=len(pairs))
+        kernels.append(choose(problem._replace(contiguous_blocks=last == pool.shape[1:].numel() - 1)))
     for kernel, pool in zip(kernels, caches, strict=True):
         _launches(kernel.copy_blocks)(pool, pairs)
 
@@ -707,7 +710,7 @@ def compact(
     caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
     """Move accepted nodes inside pools, once there is a kernel for each; see `fastattn.speculative.compact`."""
-    kernels = [choose(Problem("compact", x.device, x.dtype, aligned=x.ndim <= 4)) for x in caches]
+    kernels = [choose(Problem("compact", x.device, x.dtype, num_dims=x.ndim)) for x in caches]
     for kernel, pool in zip(kernels, caches, strict=True):
         _launches(kernel.compact)(pool, batch, trees, accepted, block_size)
 

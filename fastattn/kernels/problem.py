@@ -60,6 +60,8 @@ class Problem(NamedTuple):
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on; of queries alone where
             keys and values are codes. Of packed latents also that their rows have no gaps.
         num_pairs: copies of blocks that are asked for.
+        contiguous_blocks: the elements of each block that is copied lie side by side, without gaps.
+        num_dims: dimensions of a pool whose tokens are moved.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
         rounds_query: queries are rounded as keys are.
@@ -91,6 +93,8 @@ class Problem(NamedTuple):
     batch_invariant: bool = False
     aligned: bool = True
     num_pairs: int = 0
+    contiguous_blocks: bool = True
+    num_dims: int = 0
     uniform: bool = False
     stored: tuple[torch.dtype, torch.dtype] | None = None
     rounds_query: bool = False
@@ -125,6 +129,11 @@ STORAGES = {
     Latents: "latents",
     PackedLatents: "packed",
 }
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that queries of some type are computed in, and that log-sum-exps have."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions) -> Problem:

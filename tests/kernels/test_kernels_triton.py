@@ -889,7 +889,7 @@ def test_what_goes_with_attention_is_refused_by_its_own_reasons(device):
     assert "log-sum-exps in float32, not torch.float64" in reason("merge")
     assert reason("copy_blocks", num_pairs=1024) is None
     assert "at most 1024 blocks at once, not 1025" in reason("copy_blocks", num_pairs=1025)
-    assert reason("copy_blocks", num_pairs=1, aligned=False) == (
+    assert reason("copy_blocks", num_pairs=1, contiguous_blocks=False) == (
         "copies blocks whose elements lie side by side, without gaps"
     )
     for operation in ("write", "slot_mapping", "trim", "cut_chunks"):

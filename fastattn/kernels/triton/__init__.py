@@ -49,11 +49,11 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "subtracts under causal masks and windows, and under no interval of keys for each query"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
-    if problem.operation == "copy_blocks" and not problem.aligned:
+    if problem.operation == "copy_blocks" and not problem.contiguous_blocks:
         return "copies blocks whose elements lie side by side, without gaps"
     if problem.operation == "copy_blocks" and problem.num_pairs > MAX_PAIRS:
         return f"copies at most {MAX_PAIRS} blocks at once, not {problem.num_pairs}"
-    if problem.operation == "compact" and not problem.aligned:
+    if problem.operation == "compact" and problem.num_dims > 4:
         return "moves tokens of pools of at most four dimensions"
     if problem.operation == "score_index" and interpreted and problem.dtype == torch.bfloat16:
         return "computes torch.float16 and torch.float32 in the interpreter, not torch.bfloat16"
