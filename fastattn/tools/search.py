@@ -31,7 +31,7 @@ CHILD = "--one-path"  # the first argument of a process that searches one path
 CANNOT_GO_ON = 86  # the exit status of a process whose device can compute nothing any more
 PATIENCE = 240.0  # seconds without a word, after which a call hangs: a first one may compile for a minute
 REPORTS = 5.0  # seconds between two counts of a process
-ON_CPU = ("cpu", "triton")
+ON_CPU = ("cpu", "native")  # kernels for its memory
 MOST_RESTARTS = 20
 MOST_REASONS = 30  # that are printed of why kernels refuse
 WITHOUT_NAN = {
@@ -53,7 +53,8 @@ def twin(kernels: Sequence[str | None]) -> Twin:
 def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
     """Return the kernels that are asked for on a device: those named ("default" for its choice), or all.
 
-    On a CPU that is its choice, and with `TRITON_INTERPRET=1` also our Triton kernels, in Triton's interpreter.
+    On a CPU that is its choice, and the kernel that computes decodes where there is no compiler for our C; with
+    `TRITON_INTERPRET=1` also our Triton kernels, in Triton's interpreter.
     """
     from fastattn.kernels import NAMES
 
@@ -63,8 +64,8 @@ def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
             raise ValueError(f"kernels: expected default or one of {', '.join(NAMES)}, got {unknown[0]!r}")
         return [None if name == "default" else name for name in names]
     if device == "cpu":
-        return [None, "triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [None]
-    return [None, *(name for name in NAMES if name != "cpu")]
+        return [None, "cpu", *(["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else [])]
+    return [None, *(name for name in NAMES if name not in ON_CPU)]
 
 
 @contextmanager
