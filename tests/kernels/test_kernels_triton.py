@@ -42,13 +42,16 @@ from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
 from fastattn.kernels.triton import merge as triton_merge
+from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.attention import attend
+from refattn.conformance.search.inputs import laid
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 from tests.helpers import (
     interpreted,
     kernels_present,  # noqa: F401 (quickens the interpreter)
+    states,
 )
 from tests.helpers.batches import CASES, Case, assert_same_masks, build, masks_by_hand, ragged_cases, read_masks
 from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
@@ -1092,3 +1095,29 @@ def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
     got = empty_output(query, 24, plan, options)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert got[1].isfinite().sum() == (9 if has_sinks else 0)
+
+
+@pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
+def test_chunks_of_states_are_read_16_bytes_at_a_time(rows, monkeypatch):
+    """What a launch is given is looked at: an interpreter answers rightly however rows lie."""
+    launches = []
+
+    class Noted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda **given: (launches.append(given), self.kernel[grid](**given))
+
+    for name in ("_within_kernel", "_chunks_kernel"):
+        monkeypatch.setattr(triton_recurrent, name, Noted(getattr(triton_recurrent, name)))
+    step = states.Step(*(laid(x, rows) for x in states.draw(17, dk=40, dv=24, per_channel=True, dtype=torch.float16)))
+    tables = dict(state_indices=states.ints([0]))
+    states.attend("triton", step, states.draw_states(1, 4, 24, 40), states.lengths([17], [0]), **tables)
+    assert len(launches) == 2
+    for launch in launches:
+        for name in {"query", "key", "value", "log_decay"} & launch.keys():
+            assert launch[name].data_ptr() % 16 == 0 and launch[name].stride(-1) == 1, name
+            assert not any(stride % 16 for stride in launch[f"{name}_strides"][:-1]), name
+        for name in ("written", "answered", "queries_since", "keys_until"):
+            assert launch[name].stride(1) % 16 == 0, name

@@ -564,11 +564,8 @@ def test_tensors_may_have_any_strides(kernel):
     assert pool[1::2].isnan().all()
 
 
-each_layout = pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
-
-
 @each_kernel
-@each_layout
+@pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [(64, 32), (40, 24)], ids=str)
@@ -585,34 +582,6 @@ def test_rows_of_a_chunk_may_lie_in_any_way(kernel, rows, dtype, per_channel, si
     out = attend(kernel, strided, states, batch, PLAIN, state_indices=ints([2, 0, 1]))
     assert torch.equal(out, attend(kernel, plain, dense, batch, PLAIN, state_indices=ints([2, 0, 1])))
     assert torch.equal(states, dense)
-
-
-@each_layout
-@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
-def test_chunks_are_read_16_bytes_at_a_time(rows, monkeypatch):
-    """What a launch is given is looked at: an interpreter answers rightly however rows lie."""
-    from fastattn.kernels.triton import recurrent
-
-    launches = []
-
-    class Noted:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda **given: (launches.append(given), self.kernel[grid](**given))
-
-    for name in ("_within_kernel", "_chunks_kernel"):
-        monkeypatch.setattr(recurrent, name, Noted(getattr(recurrent, name)))
-    step = Step(*(laid(x, rows) for x in draw(17, dk=40, dv=24, per_channel=True, dtype=torch.float16)))
-    attend("triton", step, draw_states(1, 4, 24, 40), lengths([17], [0]), state_indices=ints([0]))
-    assert len(launches) == 2
-    for launch in launches:
-        for name in {"query", "key", "value", "log_decay"} & launch.keys():
-            assert launch[name].data_ptr() % 16 == 0 and launch[name].stride(-1) == 1, name
-            assert not any(stride % 16 for stride in launch[f"{name}_strides"][:-1]), name
-        for name in ("written", "answered", "queries_since", "keys_until"):
-            assert launch[name].stride(1) % 16 == 0, name
 
 
 @settings(max_examples=15)

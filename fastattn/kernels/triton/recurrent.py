@@ -138,8 +138,8 @@ def recurrent(
 def _aligned(rows: Tensor) -> Tensor:
     """Copy rows that are not read 16 bytes at a time, into some that are: side by side, each from a multiple of 16 on.
 
-    Where the compiler cannot load the left side of a product in pieces of 4 bytes and more while others are multiplied,
-    what Triton 3.6 makes of these kernels for Hopper in bfloat16 answers wrongly, or reads what is not there.
+    Seen on an H100: where Triton 3.6 cannot load rows of bfloat16 ahead, 4 bytes and more at a time, what it compiles
+    answers wrongly, or reads what is not there.
     """
     *strides, last = rows.stride()
     if last == 1 and rows.data_ptr() % 16 == 0 and not any(stride % ALIGNED for stride in strides):
@@ -371,7 +371,7 @@ def _tokens_kernel(
                 own = tl.load(checkpoints + at).to(tl.int64)
                 tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
     if not PER_DRAFT:
-        kept = state.to(states.dtype.element_ty)  # which no one reads before the next step: other layers' bytes stay
+        kept = state.to(states.dtype.element_ty)  # not read before the next step, so it leaves the cache first
         tl.store(of_states + slot * states_strides[0], kept, in_state & (slot >= 0), cache_modifier=".cs")
 
 
