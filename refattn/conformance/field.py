@@ -184,6 +184,11 @@ def _machine(device: str) -> str:
         return torch.backends.mps.get_name()
     if kind != "cpu":
         return str(torch.get_device_module(kind).get_device_name(device))
+    return processor()
+
+
+def processor() -> str:
+    """Name the processor of this machine, without its marks of ownership."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     name = names[0].partition(":")[2] if names else platform.processor() or platform.machine()

@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import random
-import re
 import subprocess
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn.kernels.device import package_version
+from refattn.conformance.field import processor
 
 Call = Callable[..., Any]  # without arguments, or with `return_lse`
 
@@ -209,7 +209,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
         }
     return {
-        "name": _cpu_name(),
+        "name": processor(),
         "cores": torch.get_num_threads(),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
     }
@@ -254,13 +254,6 @@ def summarize(samples: Sequence[float]) -> Timing:
     """Return the median of some seconds, and between what three fifths of them lie."""
     quantiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
     return Timing(*torch.tensor(samples, dtype=torch.float64).quantile(quantiles).tolist())
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    name = names[0].partition(":")[2] if names else platform.processor() or platform.machine()
-    return re.sub(r"\((R|TM)\)|Processor|CPU", "", name).strip()
 
 
 def _commit() -> str | None:
