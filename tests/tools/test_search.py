@@ -395,6 +395,18 @@ def test_a_mistake_is_found(mistake):
         assert fault.kind == "raw error"
 
 
+@pytest.mark.parametrize("path", ["dense", "recurrent"])
+def test_an_output_that_is_written_before_all_is_read_is_a_mistake(path):
+    """It shows where the output is asked for in the memory of an input, and nowhere else."""
+    of_path = REFERENCE[path].attention
+
+    def attention(*arguments, out=None, **options):
+        return of_path(*arguments, out=None if out is None else out.zero_(), **options)
+
+    outcome, _ = first_fault(path, changed(path, attention=attention))
+    assert outcome and outcome.detail.startswith("out: other bits into the memory of the ")
+
+
 def test_a_mistake_is_made_small():
     path, modules = a_window_one_too_wide()
     twin = Twin(lambda name: modules.get(name, REFERENCE[name]))
