@@ -48,6 +48,7 @@ from fastattn import quantized as quantized_path
 from fastattn import recurrent as recurrent_path
 from fastattn import sliding_window as sliding_window_path
 from fastattn import speculative as speculative_path
+from fastattn.kernels import problem
 from refattn.interface import (
     AttentionOptions,
     Batch,
@@ -556,7 +557,7 @@ def _like_pages(query: Tensor, value_cache: Tensor, **others: Any) -> tuple[Tens
 def _like(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return memory of the shapes and types of an output and its LSE, for the compiler, which fills in nothing."""
     out = query.new_empty(*query.shape[:2], width, dtype=scales.type_of_outputs(query, None))
-    return out, query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    return out, query.new_empty(query.shape[:2], dtype=problem.compute_dtype(query.dtype))
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:

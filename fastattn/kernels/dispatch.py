@@ -58,6 +58,7 @@ from fastattn.kernels.problem import (
     Problem,
     Subtraction,
     attention_problem,
+    compute_dtype,
     cu_seqlens_k_of,
     stored_types,
 )
@@ -443,7 +444,7 @@ def _attention_fn(
     if len(set(kernels)) == 1 and kernels[0].computes(problem):
         return kernels[0].attend, _as_it_is, True
     attends = [kernel.attend for kernel in kernels]
-    merge = choose(Problem("merge", query.device, torch.promote_types(query.dtype, torch.float32))).merge
+    merge = choose(Problem("merge", query.device, compute_dtype(query.dtype))).merge
 
     def one_by_one(
         query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None
@@ -547,7 +548,7 @@ def _subtract(
     _: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute differential attention by four calls of attention: of each half of the queries, over values of both."""
-    lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+    lse = query.new_empty(query.shape[:2], dtype=compute_dtype(query.dtype))
     answers: list[Tensor] = []
     for half in (0, 1):
         queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))

@@ -131,6 +131,14 @@ STORAGES = {
 }
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that queries of some type are computed in, and that log-sum-exps have.
+
+    Queries may come in fp8, of which `torch.promote_types` knows nothing.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions) -> Problem:
     """Describe a call of attention, by the last level of a cascade; `[t, h, d]` queries."""
     scales: Fp8Scales | Int8Scales | None = None

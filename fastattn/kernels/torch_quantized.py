@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.problem import compute_dtype
 from refattn.interface import Fp8Scales, Int8Scales, Plan
 
 
@@ -26,7 +27,7 @@ def fold_scales(
     Returns:
         The queries in float32, float64 for float64 ones; and what the outputs are to be multiplied with.
     """
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     if isinstance(scales, Fp8Scales):
         carrier = query.to(compute)
         if scales.query is not None:

@@ -501,7 +501,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "kernel.py": ("fastattn.kernels.problem",),
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
         "torch_recurrent.py": ("refattn.interface",),
-        "torch_quantized.py": ("refattn.interface",),
+        "torch_quantized.py": ("refattn.interface", "fastattn.kernels.problem"),
         "torch_sampling.py": (),
         "torch_selection.py": ("refattn.interface", "fastattn.kernels.problem"),
         "plain.py": (

@@ -34,7 +34,7 @@ from torch.nn import functional
 
 from fastattn.kernels.cpu.dequantize import Codes, read_blocks
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
-from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.problem import compute_dtype, uses_positions
 from fastattn.kernels.replay import Replay
 from fastattn.kernels.torch_ops import add_sinks, merge
 from refattn.interface import AttentionOptions, AttentionPlan, Pages, Plan, TreePlan
@@ -117,7 +117,7 @@ def replay_of_decodes(
     is_long = part.bias is not None or part.keys.stop - part.keys.start >= FEW
     if scale < TINY or d != value_cache.shape[3] or not is_long:  # what `_call` works around
         return None
-    bias = None if part.bias is None else part.bias.to(torch.promote_types(query.dtype, torch.float32))
+    bias = None if part.bias is None else part.bias.to(compute_dtype(query.dtype))
 
     def replay(
         query: Tensor, keys: Pages, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
@@ -300,7 +300,7 @@ def _bias_of(
     part: Part, query: Float[Tensor, "b hk g d"], options: AttentionOptions
 ) -> Float[Tensor, "b #hk #g s"] | None:
     """Return what is added to the scores of decodes: ALiBi, -inf on keys that are not to be seen; None for nothing."""
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     bias = None if part.bias is None else part.bias.to(compute)
     if options.alibi_slopes is None:
         return bias
@@ -558,7 +558,7 @@ def _bias(
         hidden |= distance > left
     if right >= 0:
         hidden |= distance < -right
-    bias = torch.zeros(1, *distance.shape, dtype=torch.promote_types(dtype, torch.float32), device="cpu")
+    bias = torch.zeros(1, *distance.shape, dtype=compute_dtype(dtype), device="cpu")
     if options.alibi_slopes is not None:
         distance = distance.abs().to(bias.dtype).sqrt() if options.alibi_sqrt else distance.abs()
         bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
@@ -655,8 +655,7 @@ def _call(
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
     if bias is None and key.shape[2] < FEW:
-        compute = torch.promote_types(query.dtype, torch.float32)
-        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=compute, device="cpu")
+        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=compute_dtype(query.dtype), device="cpu")
         if causal:
             bias = bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
         causal, all_see_some = False, True
@@ -708,7 +707,7 @@ def _capped(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over one rectangle with a softcap, by two matrix products."""
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     group = query.shape[1] // key.shape[1]
     q = rearrange(query.to(compute) * (scale / options.softcap), "t (hk g) d -> hk (g t) d", g=group)
@@ -733,7 +732,7 @@ def _empty_output(
     query: Float[Tensor, "t h d"], value_size: int
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     out = query.new_zeros(*query.shape[:2], value_size)
-    return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    return out, query.new_full(query.shape[:2], -torch.inf, dtype=compute_dtype(query.dtype))
 
 
 def _with_sinks(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastattn.kernels.cpu.blocks import Blocks, side_by_side
 from fastattn.kernels.cpu.schedule import schedule_of
-from fastattn.kernels.problem import Subtraction
+from fastattn.kernels.problem import Subtraction, compute_dtype
 from refattn.interface import AttentionOptions, Batch, Plan
 
 TILE = 64  # most queries of a tile
@@ -52,7 +52,7 @@ def differential(
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
     """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`."""
     (t, h, d), dtype = query.shape, query.dtype
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     out = query.new_zeros(t, h // 2, 2 * d, dtype=compute)
     lse = query.new_full((t, h), -torch.inf, dtype=compute)
     if options.sinks is not None:  # what a query answers that sees nothing

@@ -15,6 +15,7 @@ from torch import Tensor
 from fastattn.kernels.cpu.attention import paged
 from fastattn.kernels.cpu.attention import tree as attend_to_tree
 from fastattn.kernels.cpu.dequantize import Codes, PackedRows
+from fastattn.kernels.problem import compute_dtype
 from fastattn.kernels.torch_ops import merge
 from fastattn.kernels.torch_quantized import fold_scales, row_scale, to_fp8, to_int8
 from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, PackedLatents, TreePlan
@@ -39,7 +40,7 @@ def attention(
         scales: what the codes are multiplied with.
     """
     *shared, whole = (level.whole for level in plan.levels)
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     if isinstance(scales, Fp8Scales):
         keys = Codes(key_cache.view(scales.format), compute)
@@ -60,7 +61,7 @@ def packed(
     query: Float[Tensor, "t h d"], keys: PackedLatents, plan: AttentionPlan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
     """Attend over packed latents, which have their scales when they are gathered; see `fastattn.kernels.dispatch`."""
-    compute, rank = torch.promote_types(query.dtype, torch.float32), keys.latent_rank
+    compute, rank = compute_dtype(query.dtype), keys.latent_rank
     pool = PackedRows(keys.cache[:, :, None], compute, None, rank, query.shape[2] - rank)
     if isinstance(plan, TreePlan):
         out, lse = attend_to_tree(query.to(compute), pool, pool, plan, options)
