@@ -196,8 +196,10 @@ def test_gradients_of_the_reference_and_no_backward_pass_of_the_twin():
         return attend("reference", Step(*tokens), states.clone(), lengths([5], [1]), state_indices=ints([0]))
 
     assert torch.autograd.gradcheck(outputs, inputs)
+    plan = fastattn.recurrent.plan(moved(lengths([5], [1]), DEVICE), state_indices=moved(ints([0]), DEVICE))
+    inputs = [moved(x.detach().float(), DEVICE).requires_grad_() for x in step]
     with pytest.raises(NotImplementedError, match="query: requires_grad"):
-        attend("torch", Step(*inputs), states, lengths([5], [1]), state_indices=ints([0]))
+        fastattn.recurrent.attention(*inputs, moved(states.float(), DEVICE), plan)
 
 
 # --- memory that nobody may see ---
