@@ -401,14 +401,19 @@ def _find_chunk(place, cu_seqlens_q, num_seqs, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _between(log_decay, row, in_chunk, stride, CHUNK: tl.constexpr):
-    """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end."""
+def _between(log_decay, row, first, length, stride, CHUNK: tl.constexpr):
+    """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end.
+
+    Sums go along the rows of the matrix, whose elements a thread holds more of: so they take fewer exchanges.
+    """
     at = tl.arange(0, CHUNK)
+    in_chunk = (first + at >= 0) & (first + at < length)
     logs = tl.load(log_decay + row * stride, in_chunk, 0.0).to(tl.float32)
-    later = at[:, None] > at[None, :]
-    sums = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)
+    has_next = (first + at + 1 >= 0) & (first + at + 1 < length) & (at + 1 < CHUNK)
+    later = tl.load(log_decay + (row + 1) * stride, has_next, 0.0).to(tl.float32)
+    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)
     between = tl.where(at[:, None] >= at[None, :], tl.exp(sums), 0.0)
-    return between, tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.sum(tl.where(later, logs[:, None], 0.0), 0))
+    return between, tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True))
 
 
 @triton.jit
@@ -508,15 +513,32 @@ def _dot_with_earlier(weights, rows, OPERAND: tl.constexpr, PRECISION: tl.conste
 
 @triton.jit
 @no_type_check
-def _join_blocks(inverse, system, PART: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
-    """Invert blocks on the diagonal of four parts each, whose own inverses are there already.
+def _on_diagonal(matrix, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the blocks on the diagonal of a matrix."""
+    NUM: tl.constexpr = CHUNK // SIZE
+    block = tl.arange(0, NUM)
+    is_on = block[:, None, None, None] == block[None, None, :, None]
+    return tl.sum(tl.where(is_on, tl.reshape(matrix, [NUM, SIZE, NUM, SIZE]), 0.0), 2)
 
-    What couples the parts, X, has a fourth power of 0, so `(1 - X)^-1 = (1 + X) (1 + X^2)`.
+
+@triton.jit
+@no_type_check
+def _from_diagonal(blocks, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the matrix that has blocks on its diagonal, and is 0 elsewhere."""
+    NUM: tl.constexpr = CHUNK // SIZE
+    block = tl.arange(0, NUM)
+    is_on = block[:, None, None, None] == block[None, None, :, None]
+    return tl.reshape(tl.where(is_on, blocks[:, :, None, :], 0.0), [CHUNK, CHUNK])
+
+
+@triton.jit
+@no_type_check
+def _join_blocks(inverse, coupling, PRECISION: tl.constexpr):
+    """Return the inverse of what four blocks on a diagonal are with what couples them; their own inverses are there.
+
+    What couples them, X, has a fourth power of 0, so `(1 - X)^-1 = (1 + X) (1 + X^2)`.
     """
-    at = tl.arange(0, CHUNK)
-    is_coupled = at[:, None] // (4 * PART) == at[None, :] // (4 * PART)
-    is_coupled &= at[:, None] // PART != at[None, :] // PART
-    coupled = tl.dot(inverse, tl.where(is_coupled, system, 0.0), input_precision=PRECISION)
+    coupled = tl.dot(inverse, coupling, input_precision=PRECISION)
     inverse += tl.dot(tl.dot(coupled, coupled, input_precision=PRECISION), inverse, input_precision=PRECISION)
     return inverse + tl.dot(coupled, inverse, input_precision=PRECISION)
 
@@ -526,16 +548,20 @@ def _join_blocks(inverse, system, PART: tl.constexpr, PRECISION: tl.constexpr, C
 def _invert(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
     """Return the inverse of 1 minus a matrix that is 0 on and above its diagonal.
 
-    In blocks of 4, 16 and 64 rows, one after the other: powers of the whole matrix would grow too large.
+    In blocks of 4, 16 and 64 rows, one after the other: powers of the whole matrix would grow too large. Up to 16 rows,
+    only the blocks on the diagonal are multiplied.
     """
-    at = tl.arange(0, CHUNK)
-    coupled = tl.where(at[:, None] // 4 == at[None, :] // 4, system, 0.0)
-    inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0) + coupled
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    blocks = _on_diagonal(system, 16, CHUNK)
+    coupled = tl.where(i // 4 == j // 4, blocks, 0.0)
     squared = tl.dot(coupled, coupled, input_precision=PRECISION)
+    inverse = tl.where(i == j, 1.0, 0.0) + coupled
     inverse += squared + tl.dot(squared, coupled, input_precision=PRECISION)
-    inverse = _join_blocks(inverse, system, 4, PRECISION, CHUNK)
+    inverse = _from_diagonal(_join_blocks(inverse, blocks - coupled, PRECISION), 16, CHUNK)
     if CHUNK > 16:
-        inverse = _join_blocks(inverse, system, 16, PRECISION, CHUNK)
+        at = tl.arange(0, CHUNK)
+        coupling = tl.where(at[:, None] // 16 != at[None, :] // 16, system, 0.0)
+        inverse = _join_blocks(inverse, coupling, PRECISION)
     return inverse
 
 
@@ -625,7 +651,7 @@ def _within_kernel(
             queries, keys, of_channels, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
         )
     else:
-        between, from_start, to_end = _between(of_decays, row, in_chunk, log_decay_strides[0], CHUNK)
+        between, from_start, to_end = _between(of_decays, row, first, length, log_decay_strides[0], CHUNK)
         tl.store(decays + own_row * 2, from_start, in_chunk)
         tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
