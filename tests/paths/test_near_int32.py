@@ -257,10 +257,10 @@ def test_states_at_the_last_positions(kernel, length, block_size):
 
 @pytest.mark.parametrize("path", ["chunked_prefill", "differential"])
 @pytest.mark.parametrize("rows", [1, 20], ids=["decode", "chunk"])
-def test_columns_of_a_table_that_are_far_apart(path, rows, tmp_path, device):
+def test_columns_of_a_table_that_are_far_apart(path, rows, device):
     """The third lies 2**31 entries after the first."""
     inputs = build(Case("one", ((rows, 40),), heads=(4, 2), head_size=16), device=device)
-    table = far_apart(tmp_path, (1, 3), (1, 2**30), torch.int32, device)
+    table = far_apart((1, 3), (1, 2**30), torch.int32, device)
     table.copy_(inputs.batch.block_table[:, :3])
     far = replace(inputs, batch=replace(inputs.batch, block_table=table))
     attention = differential if path == "differential" else plain(path)
@@ -269,8 +269,8 @@ def test_columns_of_a_table_that_are_far_apart(path, rows, tmp_path, device):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_elements_of_a_head_that_are_far_apart_are_written(tmp_path, device):
-    cache = far_apart(tmp_path, (2, 2, 1, 17), (4, 2, 1, 2**27), torch.float16, device)
+def test_elements_of_a_head_that_are_far_apart_are_written(device):
+    cache = far_apart((2, 2, 1, 17), (4, 2, 1, 2**27), torch.float16, device)
     key, value, other = torch.randn(3, 2, 2, 17, device=device).half()
     key, value, other = key[:, :1], value[:, :1], other[:, :, None].clone()
     with fastattn.use_kernel("triton"):
