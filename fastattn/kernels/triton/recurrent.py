@@ -51,6 +51,7 @@ ALIGNED = 16  # elements, multiples of which the compiler knows as such
 FEW = 16  # tokens, up to which sequences go token by token
 BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
 TOKENS_WARPS = 1
+FEW_PROGRAMS = 8  # of a multiprocessor; if there are no more, each takes half as many values
 CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk; twice as many where not all programs run at once
 CHUNKS_WARPS = 4
 COLUMNS = 64  # of keys or values that such a program holds at a time
@@ -96,8 +97,8 @@ def recurrent(
         "PAD_K": _pad(key_head_size),
         "DELTA": options.delta,
     }
-    block_v = BLOCK_V if by_token else _values_at_once(plan.batch.num_seqs * num_heads, query, value)
-    block_v = min(block_v, _pad(value_head_size))
+    values_of = _values_by_token if by_token else _values_at_once
+    block_v = min(values_of(plan.batch.num_seqs * num_heads, query, value), _pad(value_head_size))
     parts = triton.cdiv(value_head_size, block_v)
     arguments["PER_CHANNEL"] = per_channel
     if by_token:  # programs in the order of their parts in memory: a state is read as one piece
@@ -153,8 +154,15 @@ def _pitch(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
+def _values_by_token(num_states: int, query: Tensor, value: Tensor) -> int:
+    """Return how many values of a state are in one program that goes token by token."""
+    programs = num_states * triton.cdiv(value.shape[-1], BLOCK_V)
+    is_few = not INTERPRETED and programs <= FEW_PROGRAMS * devices.num_multiprocessors(query.device)
+    return BLOCK_V // 2 if is_few else BLOCK_V
+
+
 def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
-    """Return how many values of a state are in one program that goes chunk by chunk.
+    """Return how many are in one that goes chunk by chunk.
 
     Keys are read by every program of their state, so fewer are better, unless a multiprocessor is left without one.
     """
