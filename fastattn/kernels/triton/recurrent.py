@@ -155,9 +155,13 @@ def _pitch(size: int) -> int:
 
 
 def _values_by_token(num_states: int, query: Tensor, value: Tensor) -> int:
-    """Return how many values of a state are in one program that goes token by token."""
+    """Return how many values of a state are in one program that goes token by token.
+
+    With keys of fewer than 64 elements the bits would depend on it, and so on the number of requests.
+    """
     programs = num_states * triton.cdiv(value.shape[-1], BLOCK_V)
-    is_few = not INTERPRETED and programs <= FEW_PROGRAMS * devices.num_multiprocessors(query.device)
+    may_be_fewer = not INTERPRETED and _pad(query.shape[-1]) >= 64
+    is_few = may_be_fewer and programs <= FEW_PROGRAMS * devices.num_multiprocessors(query.device)
     return BLOCK_V // 2 if is_few else BLOCK_V
 
 
