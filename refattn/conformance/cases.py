@@ -174,5 +174,7 @@ def build(
 
 def poisoned(rows: int, heads: int, size: int, poison: Sequence[float] = POISON, *, first: int = 0) -> Tensor:
     """Fill rows with poison, another kind for each head and for the next row: `[rows, heads, size]`."""
+    if len(poison) == 1:
+        return torch.full((rows, heads, size), poison[0], dtype=torch.float32)
     turn = torch.arange(rows)[:, None] + torch.arange(heads) + first
     return torch.tensor(poison, dtype=torch.float32)[turn % len(poison)][..., None].repeat(1, 1, size)

@@ -254,7 +254,7 @@ class _Search:
         self.failures: dict[str, Broken] = {}  # by batch
         self.smallest: Example | None = None
         self.ends = math.inf
-        self.batches = st.composite(lambda draw: prop.draw(draw, kernel))()
+        self.batches = _batches(prop, kernel)
 
     def visit(self, marks: Sequence[Example]) -> Broken | None:
         """Try the landmarks until one fails, and make that one smaller as long as it does."""
@@ -428,6 +428,12 @@ class _Search:
         ]
         wrong = next((got for got in heads if any(not torch.equal(x, y) for x, y in zip(got, want, strict=True))), None)
         return ((), ()) if wrong is None else (_rows(want), _rows(wrong))
+
+
+@st.composite  # once, as hypothesis reads the source of what it makes a strategy of
+def _batches(draw: contract.Draw, prop: Property, kernel: Kernel) -> Example:
+    """Draw the batches of a property."""
+    return prop.draw(draw, kernel)
 
 
 def _nearly_alike(one: Answers, other: Answers) -> bool:

@@ -1,5 +1,6 @@
 """Attention once more, in steps that share no code with the reference: a mistake gets one of them wrong."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ class Attention(Formula, is_base=True):
         self.query = a["query"].double()
         self.batch = a["batch"]
         self.lens = example.lens
+        self.first_rows = tuple(itertools.accumulate((q for q, _ in self.lens), initial=0))
         left, right = a.get("window_size", (-1, -1))
         if "trees" in a:  # its window counts along a branch, and is in the mask of the tree
             self.window_of_tree, left = left, -1
@@ -107,16 +109,15 @@ class Attention(Formula, is_base=True):
         self.key_pool, self.value_pool = self._pools()
 
     def _pools(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values as rows of all slots `[slots, hk, d]`."""
+        """Return keys and values as rows of all slots `[slots, hk, d]`, in the type that they are stored in."""
         a = self.arguments
         if "cache" in a:  # latents
             rows = a["cache"].flatten(0, 1)
-            rows = (rows.double() if rows.is_floating_point() else self._unpacked(rows, a["latent_rank"]))[:, None]
+            rows = (rows if rows.is_floating_point() else self._unpacked(rows, a["latent_rank"]))[:, None]
             return rows[..., : self.example.head_size], rows[..., : a["latent_rank"]]
         if "key" in a:
-            return a["key"].double(), a["value"].double()
-        key, value = (a[name].to(torch.float64).flatten(0, 1) for name in ("key_cache", "value_cache"))
-        return key, value
+            return a["key"], a["value"]
+        return a["key_cache"].flatten(0, 1), a["value_cache"].flatten(0, 1)
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply codes of the sequence that is computed with their scales."""
@@ -181,7 +182,7 @@ class Attention(Formula, is_base=True):
         visible = self._visible(pos, j[None], s, q)
         if "trees" in self.arguments:
             visible = self._in_tree(visible, self.example.masks()[i])
-        rows = slice(sum(length for length, _ in self.lens[:i]), sum(length for length, _ in self.lens[: i + 1]))
+        rows = slice(self.first_rows[i], self.first_rows[i] + q)
         if "first_visible" in self.arguments:
             first, last = (self.arguments[name][rows, None] for name in ("first_visible", "last_visible"))
             visible = visible & self._in_interval(first, last, j[None])
@@ -215,9 +216,9 @@ class Attention(Formula, is_base=True):
         return torch.arange(self.lens[i][1])
 
     def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Load keys and values."""
+        """Load keys and values in float64."""
         slots = self._slots(i, j).clamp(0, len(self.key_pool) - 1)
-        return self.key_pool[slots], self.value_pool[slots]
+        return self.key_pool[slots].double(), self.value_pool[slots].double()
 
     def _slots(self, i: int, j: Tensor) -> Tensor:
         """Return where the keys lie."""
@@ -232,7 +233,8 @@ class Attention(Formula, is_base=True):
 
     def _grouped(self, x: Tensor) -> Tensor:
         """Repeat KV heads to one per query head, `[n, h, d]`."""
-        return x.repeat_interleave(self.query.shape[1] // x.shape[1], dim=1)
+        group = self.query.shape[1] // x.shape[1]
+        return x if group == 1 else x.repeat_interleave(group, dim=1)
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         """Return who may see whom, `[t, n]`."""
@@ -270,7 +272,7 @@ class Attention(Formula, is_base=True):
         weights = self._exp(masked - peak)
         total = weights.sum(-1, keepdim=True) + self._of_sinks(peak)
         out = self._product(weights, value, visible) / self._divisor(total, weights).transpose(0, 1)
-        empty = ~(total > 0) & ~total.isnan()
+        empty = total <= 0
         out = out.masked_fill(empty.transpose(0, 1), 0.0)
         lse = torch.where(empty, -INFINITY, total.log() + peak)
         return self._of_empty(out, self._log(lse, total, peak)[..., 0].T, visible, value)

@@ -45,7 +45,9 @@ class WholePoolTimesNan(Attention):
     """Every block of the pool is multiplied by a weight of 0: NaN in blocks of no sequence reaches the output."""
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return super()._product(weights, value, visible) + 0 * self._grouped(self.value_pool.sum(0, keepdim=True))
+        return super()._product(weights, value, visible) + 0 * self._grouped(
+            self.value_pool.double().sum(0, keepdim=True)
+        )
 
 
 class FiniteSentinel(Attention):

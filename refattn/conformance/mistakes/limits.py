@@ -35,7 +35,8 @@ class SlotsWrap(Attention):
         slots = self._wrapped(self._slots(i, j) + before, most) - before
         inside = ((slots >= 0) & (slots < len(self.key_pool)))[:, None, None]
         at = slots.clamp(0, len(self.key_pool) - 1)
-        return self.key_pool[at].masked_fill(~inside, 0.0), self.value_pool[at].masked_fill(~inside, 0.0)
+        key, value = (pool[at].double().masked_fill(~inside, 0.0) for pool in (self.key_pool, self.value_pool))
+        return key, value
 
     def _wrapped(self, slots: Tensor, most: int) -> Tensor:
         return self._cut(slots, most)

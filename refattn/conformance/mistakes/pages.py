@@ -101,7 +101,7 @@ class ValuesInOrder(Attention):
     """The block table is followed for keys, not for values."""
 
     def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
-        return super()._load(i, j)[0], self.value_pool[j.clamp(max=len(self.value_pool) - 1)]
+        return super()._load(i, j)[0], self.value_pool[j.clamp(max=len(self.value_pool) - 1)].double()
 
 
 class HeadsBeforeTokens(Attention):
