@@ -277,8 +277,8 @@ class OneAccumulator(TorchDispatchMode):
             return function(*arguments, **(options or {}))
         rows, columns = arguments
         total = rows.new_zeros(*rows.shape[:-1], columns.shape[-1])
-        for k in range(rows.shape[-1]):
-            total.addcmul_(rows[..., k : k + 1], columns[..., k : k + 1, :])
+        for row, column in zip(rows[..., None].unbind(-2), columns[..., None, :, :].unbind(-2), strict=True):
+            total.addcmul_(row, column)
         return total
 
 
