@@ -67,6 +67,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
+DEFINITION = re.compile(r" *(async def|class|def) ")
 SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "fastattn/**/*.c", "tests/**/*.py", "notebooks/exercises/**/*.py")
 
 
@@ -533,7 +534,7 @@ def places_in(path: Path) -> str:
     """Make the page of a source file with nothing but the places that links lead to."""
     if path.suffix != ".py":
         return ""
-    lines = sorted({node.lineno for node in definitions(path.read_text()).values()})
+    lines = (i for i, line in enumerate(path.read_text().splitlines(), 1) if DEFINITION.match(line))
     return "".join(f'<i id="__codelineno-0-{line}"></i>' for line in lines)
 
 
@@ -579,9 +580,12 @@ def definition(path: Path, name: str) -> ast.FunctionDef | ast.ClassDef:
 def definitions(source: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
     """Return the functions and classes of a file's text by their names; of a name the outermost, and the first."""
     found: dict[str, ast.FunctionDef | ast.ClassDef] = {}
-    for node in ast.walk(ast.parse(source)):
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.setdefault(node.name, node)
+        # Of a statement only those in it: expressions, most of a file, define nothing.
+        nodes += (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler | ast.match_case))
     return found
 
 

@@ -4,10 +4,8 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -18,6 +16,8 @@ from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 from py_mini_racer import MiniRacer
 
 from refattn.drawing import animation
@@ -169,13 +169,18 @@ class Html(HTMLParser):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> dict[Path, Html]:
-    """Build the site, of source files only what links lead to, and read all its pages."""
+    """Build the site, of source files only what links lead to, and read all its pages.
+
+    As `mkdocs build --strict`, but in this process, which has imported PyTorch already.
+    """
     folder = tmp_path_factory.mktemp("site")
-    # Without --quiet, which hides warnings from --strict.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    plain = os.environ | {"PLAIN_SOURCES": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLAIN_SOURCES", "1")
+        patch.chdir(ROOT)
+        config = load_config(strict=True, site_dir=str(folder))
+        config.plugins.on_startup(command="build", dirty=False)
+        build(config)  # which raises Abort if there was a warning; what was logged names it
+        config.plugins.on_shutdown()
     pages = {}
     for path in folder.rglob("*.html"):
         pages[path] = Html()
