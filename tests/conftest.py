@@ -47,6 +47,7 @@ def pytest_configure(config):
     os.environ["TWINATTN_TEST_DEVICE"] = config.getoption("--device")  # for the lists of parameters
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or processes that compile would import torch again
     for package in KERNELS_OF_TRANSFORMERS:  # our oracle is its own formula, and not their products in tf32
         sys.modules.setdefault(package, None)
     torch.manual_seed(0)
