@@ -2509,7 +2509,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             OUR_RECURRENT,
-            "    sums = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)",
+            "    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)",
             "    sums = tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :]",
         ),
     ),
