@@ -64,7 +64,7 @@ def has_to_attend_natively(problem: Problem) -> bool:
         or problem.dtype == torch.float64
     ):
         return False
-    if problem.positions or problem.intervals or problem.batch_invariant or problem.operation != "attend":
+    if problem.positions or problem.intervals or problem.batch_invariant:
         return False
     return problem.max_query_len * problem.num_heads <= 16 * problem.num_kv_heads
 

@@ -66,6 +66,21 @@ def test_each_width_of_vectors_and_each_number_of_rows(compiled, heads, monkeypa
 
 
 @needs_compiler
+@pytest.mark.parametrize("heads", [(2, 2), (8, 4), (6, 2), (20, 4)], ids=str)
+def test_pairs_of_each_width_of_vectors_and_each_number_of_rows(compiled, heads, monkeypatch):
+    """Rows of both halves meet in one tile; values of 20 elements end inside a vector."""
+    monkeypatch.setattr(attention, "library", lambda: compiled)
+    weights = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2)
+    for dtype, size in ((torch.float32, 64), (torch.bfloat16, 20), (torch.float16, 80)):
+        inputs = build(Case("pairs", DECODES.lens, heads=heads, head_size=size, padding_rows=2), dtype=dtype)
+        pools = inputs.key_cache, inputs.value_cache
+        cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
+        with fastattn.use_kernel("native"):
+            for options in ({}, dict(window_size=(1050, 0), sinks=torch.linspace(-2, 3, heads[0]))):
+                assert_twins_agree("differential", inputs.query, cache, inputs.batch, **weights, **options)
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_outputs_are_rounded_as_torch_rounds(dtype):
     """One key per sequence, so the output is its value, through float32 and back; every number of 16 bits."""

@@ -22,6 +22,7 @@ VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
 NEAR = "tests/paths/test_near_int32.py"
 NATIVE = "tests/kernels/test_native.py"
+PAIRS = "tests/paths/test_differential.py"
 PAGED = "tests/paths/test_chunked_prefill.py"
 CODES = "tests/paths/test_quantized.py"
 
@@ -66,6 +67,27 @@ AT_LARGE: list[Mutation] = [
         "*end = smallest(*end, position + call->right + 1);",
         "*end = smallest(*end, position + call->right);",
         NATIVE,
+    ),
+    planted(
+        "both halves of a pair meet the first keys in C",
+        IN_C,
+        "multiply(room->query + (r0 + r) * width, width, some, tile->keys[half] + from,",
+        "multiply(room->query + (r0 + r) * width, width, some, tile->keys[0] + from,",
+        PAIRS,
+    ),
+    planted(
+        "heads of the first half of a pair come first in C",
+        IN_C,
+        "return kv_head * group + row % of_half * call->halves + row / of_half;",
+        "return kv_head * group + row;",
+        PAIRS,
+    ),
+    planted(
+        "a query of a pair does not meet the second value in C",
+        IN_C,
+        "merged ? merged[half * part_width + c] / sum",
+        "merged ? merged[c] / sum",
+        PAIRS,
     ),
     planted(
         "C merges splits without their maxima",

@@ -40,5 +40,8 @@ KERNEL = Kernel(
     "native",
     unsupported_reason,
     attends=("pages", "quantized", "latents"),
-    functions={"attend": "fastattn.kernels.native.attention:attend"},
+    functions={
+        "attend": "fastattn.kernels.native.attention:attend",
+        "differential": "fastattn.kernels.native.attention:differential",
+    },
 )

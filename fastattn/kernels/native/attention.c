@@ -5,6 +5,9 @@
    through its keys in tiles: the scores of a tile, their running maximum and sum, and the weighted values, for up to ROWS
    query heads of the group at once, so that a key is loaded once for all of them. Then the splits of a query merge.
 
+   A differential head has two keys per token and two values, in halves of the pool that lie `apart`. Half of its rows meet
+   the first key and half the second, and all of them both values, which are then one value, twice as long.
+
    A key that no row of the call may see is not loaded, and one that only some rows may see meets no other row: such
    memory may hold NaN, and 0 * NaN is NaN.
 
@@ -39,7 +42,8 @@ typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_al
 enum { F32, BF16, F16, E4M3, E5M2, I8 };
 static const int SIZES[] = {4, 2, 2, 1, 1, 1};
 
-/* The fields are those of `Call` in attention.py. Strides are in elements. */
+/* The fields are those of `Call` in attention.py. Strides are in elements. `size` is that of a key, `value_size` of a value in
+   one half; an output has `halves` of them. */
 typedef struct {
     const void *query, *key, *value;
     const int32_t *first_rows, *seq_lens, *table; /* first_rows: [b + 1], where the rows of each sequence begin */
@@ -49,7 +53,8 @@ typedef struct {
     int64_t rows, seqs, heads, kv_heads, size, value_size, blocks, block_size, columns;
     int64_t query_strides[3], key_strides[4], value_strides[4], scale_strides[3], table_strides[2];
     int64_t left, right, splits, threads;
-    int32_t query_type, key_type, value_type, sqrt_distance;
+    int64_t halves, apart; /* 1; or 2, `apart` from one another: of keys, of values, and of the heads of queries, alternately */
+    int32_t query_type, key_type, value_type, out_type, sqrt_distance;
     float scale, softcap;
     int32_t failure; /* set to 1 if lengths and table do not go together, to 2 if memory is short */
 } Call;
@@ -315,7 +320,7 @@ static void add_values(float *sums, int64_t width, int rows, const float *factor
 
 /* The tokens of a tile: where their keys and values lie, and their scales. */
 typedef struct {
-    char *keys[TILE], *values[TILE];
+    char *keys[2][TILE], *values[2][TILE]; /* of either half */
     float key_scales[TILE];
     int64_t first, count;
 } Tile;
@@ -339,17 +344,22 @@ static void find_rows(const void *pool, int type, const int64_t *strides, int64_
 static int look_up(const Call *call, int64_t sequence, int64_t kv_head, int64_t first, int64_t end, char *room, Tile *tile) {
     tile->first = first;
     tile->count = end - first < TILE ? end - first : TILE;
-    char *value_room = room + TILE * call->size * SIZES[call->key_type];
+    int64_t key_bytes = SIZES[call->key_type], value_bytes = SIZES[call->value_type];
+    char *value_room = room + TILE * call->halves * call->size * key_bytes;
     for (int64_t j = 0; j < tile->count;) {
         int64_t column = (first + j) / call->block_size, place = (first + j) % call->block_size;
         int64_t block = call->table[sequence * call->table_strides[0] + column * call->table_strides[1]];
         int64_t count = call->block_size - place < tile->count - j ? call->block_size - place : tile->count - j;
         if (block < 0 || block >= call->blocks)
             return 0;
-        find_rows(call->key, call->key_type, call->key_strides, block, place, kv_head, call->size, count,
-                  room + j * call->size * SIZES[call->key_type], tile->keys + j);
-        find_rows(call->value, call->value_type, call->value_strides, block, place, kv_head, call->value_size, count,
-                  value_room + j * call->value_size * SIZES[call->value_type], tile->values + j);
+        for (int64_t half = 0; half < call->halves; ++half) {
+            const char *keys = (const char *)call->key + half * call->apart * key_bytes;
+            const char *values = (const char *)call->value + half * call->apart * value_bytes;
+            find_rows(keys, call->key_type, call->key_strides, block, place, kv_head, call->size, count,
+                      room + (half * TILE + j) * call->size * key_bytes, tile->keys[half] + j);
+            find_rows(values, call->value_type, call->value_strides, block, place, kv_head, call->value_size, count,
+                      value_room + (half * TILE + j) * call->value_size * value_bytes, tile->values[half] + j);
+        }
         for (int64_t k = 0; call->key_scale && k < count; ++k)
             tile->key_scales[j + k] = call->key_scale[block * call->scale_strides[0] +
                                                       (place + k) * call->scale_strides[1] + kv_head * call->scale_strides[2]];
@@ -359,7 +369,8 @@ static int look_up(const Call *call, int64_t sequence, int64_t kv_head, int64_t 
 }
 
 /* What options do to the scores of one row: the scale of each key, a softcap, ALiBi; the first key is `distance` before it. */
-static void apply_options(const Call *call, float *scores, int64_t count, const float *key_scales, int64_t head, int64_t distance) {
+static void apply_options(const Call *call, float *scores, int64_t count, const float *key_scales, int64_t head,
+                          int64_t distance) {
     for (int64_t j = 0; call->key_scale && j < count; ++j)
         scores[j] *= key_scales[j];
     for (int64_t j = 0; call->softcap > 0.f && j < count; ++j)
@@ -420,6 +431,12 @@ static void clip_to_window(const Call *call, int64_t position, int64_t *first, i
         *end = smallest(*end, position + call->right + 1);
 }
 
+/* The query head of a row of a KV head: rows of the first half come first, and heads of the halves alternate. */
+static int64_t head_of(const Call *call, int64_t kv_head, int64_t row) {
+    int64_t group = call->heads / call->kv_heads, of_half = group / call->halves;
+    return kv_head * group + row % of_half * call->halves + row / of_half;
+}
+
 /* Write some rows as floats, each `width` apart, and let `rows` point to them; meanwhile what is read next comes nearer. */
 static void as_float_rows(char **rows, int type, int64_t size, int64_t count, float *floats, int64_t width, char *const *next,
                           int64_t next_bytes) {
@@ -440,7 +457,8 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                            const Room *room) {
     int64_t group = call->heads / call->kv_heads, first_row = call->first_rows[sequence];
     int64_t queries = call->first_rows[sequence + 1] - first_row, length = call->seq_lens[sequence];
-    int64_t width = padded(call->size), value_width = padded(call->value_size);
+    int64_t of_half = group / call->halves, part_width = padded(call->value_size);
+    int64_t width = padded(call->size), value_width = call->halves * part_width;
     int64_t begin = split * SPLIT, stop = smallest(begin + SPLIT, length), seen_from = stop, seen_to = begin;
     for (int64_t i = 0; begin < stop && i < queries; ++i) {
         int64_t first = begin, end = stop;
@@ -457,7 +475,7 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
         for (int64_t g = 0; g < group; ++g) {
             float *row = room->query + (i * group + g) * width;
             const char *p = (const char *)call->query + ((first_row + i) * call->query_strides[0] +
-                            (kv_head * group + g) * call->query_strides[1]) * SIZES[call->query_type];
+                            head_of(call, kv_head, g) * call->query_strides[1]) * SIZES[call->query_type];
             int64_t apart = call->query_strides[2] * SIZES[call->query_type], c = 0;
             if (call->query_strides[2] == 1)
                 for (; c + LANES <= call->size; c += LANES) {
@@ -477,22 +495,26 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
     int64_t key_bytes = call->size * SIZES[call->key_type], value_bytes = call->value_size * SIZES[call->value_type];
     int many = queries * ((group + ROWS - 1) / ROWS) > 1; /* groups of rows: then keys become floats once for all */
     int key_type = many ? F32 : call->key_type, value_type = many ? F32 : call->value_type;
-    int share = call->key == call->value && call->key_type == call->value_type && call->value_size <= call->size &&
-                !memcmp(call->key_strides, call->value_strides, sizeof call->key_strides); /* of latents */
+    int share = call->halves == 1 && call->key == call->value && call->key_type == call->value_type &&
+                call->value_size <= call->size && /* of latents */
+                !memcmp(call->key_strides, call->value_strides, sizeof call->key_strides);
     if (!look_up(call, sequence, kv_head, seen_from, seen_to, room->copies[0], &tiles[0]))
         return -1;
     for (int number = 0; tiles[number].count > 0; number = !number) {
         Tile *tile = &tiles[number], *next = &tiles[!number];
         if (!look_up(call, sequence, kv_head, tile->first + tile->count, seen_to, room->copies[!number], next))
             return -1;
-        if (many && call->key_type != F32)
-            as_float_rows(tile->keys, call->key_type, call->size, tile->count, room->floats, width,
-                          share ? NULL : tile->values, value_bytes);
-        if (many && share)
-            memcpy(tile->values, tile->keys, sizeof tile->keys);
-        else if (many && call->value_type != F32)
-            as_float_rows(tile->values, call->value_type, call->value_size, tile->count, room->floats + TILE * width,
-                          value_width, NULL, 0);
+        for (int64_t half = 0; many && half < call->halves; ++half) {
+            float *floats = room->floats + half * TILE * (width + part_width);
+            if (call->key_type != F32)
+                as_float_rows(tile->keys[half], call->key_type, call->size, tile->count, floats, width,
+                              share ? NULL : tile->values[half], value_bytes);
+            if (share)
+                memcpy(tile->values[half], tile->keys[half], sizeof tile->keys[half]);
+            else if (call->value_type != F32)
+                as_float_rows(tile->values[half], call->value_type, call->value_size, tile->count, floats + TILE * width,
+                              part_width, NULL, 0);
+        }
         for (int64_t i = 0; i < queries; ++i) {
             int64_t position = length - queries + i, first = tile->first, end = tile->first + tile->count;
             clip_to_window(call, position, &first, &end);
@@ -503,15 +525,21 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                 int rows = (int)smallest(ROWS, group - g), is_first = i == 0 && g == 0;
                 int64_t r0 = i * group + g;
                 float factors[ROWS];
-                multiply(room->query + r0 * width, width, rows, tile->keys + from, num_keys, call->size, key_type,
-                         scores, is_first ? tile->values + from : NULL, value_bytes);
+                for (int r = 0, some; r < rows; r += some) { /* rows that meet the same keys */
+                    int64_t half = (g + r) / of_half;
+                    some = (int)smallest(rows - r, (half + 1) * of_half - g - r);
+                    multiply(room->query + (r0 + r) * width, width, some, tile->keys[half] + from, num_keys, call->size,
+                             key_type, scores + r, is_first ? tile->values[half] + from : NULL, value_bytes);
+                }
                 for (int r = 0; r < rows; ++r) {
-                    apply_options(call, scores[r], num_keys, tile->key_scales + from, kv_head * group + g + r, position - first);
+                    apply_options(call, scores[r], num_keys, tile->key_scales + from, head_of(call, kv_head, g + r),
+                                  position - first);
                     factors[r] = update_softmax(scores[r], num_keys, softmax + r0 + r);
                 }
-                add_values(sums + r0 * value_width, value_width, rows, factors, scores, tile->values + from, num_keys,
-                           call->value_size, value_type, is_first && next->count >= num_keys ? next->keys : NULL,
-                           key_bytes);
+                for (int64_t half = 0; half < call->halves; ++half)
+                    add_values(sums + r0 * value_width + half * part_width, value_width, rows, factors, scores,
+                               tile->values[half] + from, num_keys, call->value_size, value_type,
+                               is_first && next->count >= num_keys ? next->keys[half] : NULL, key_bytes);
             }
         }
     }
@@ -524,6 +552,7 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
 static void finish(const Call *call, int64_t row, int64_t head, int64_t splits, const int32_t *used, float *sums,
                    int64_t sums_apart, const Softmax *softmax, int64_t softmax_apart) {
     float max = call->sinks ? call->sinks[head] : -INFINITY, sum = 0.f, *merged = NULL;
+    int64_t part_width = padded(call->value_size), bytes = SIZES[call->out_type];
     int sees = 0;
     for (int64_t s = 0; s < splits; ++s)
         if (used[s] && softmax[s * softmax_apart].max > max)
@@ -534,7 +563,7 @@ static void finish(const Call *call, int64_t row, int64_t head, int64_t splits, 
             float factor = expf(softmax[s * softmax_apart].max - shift), *part = sums + s * sums_apart;
             sum += softmax[s * softmax_apart].sum * factor;
             sees |= softmax[s * softmax_apart].sees;
-            for (int64_t c = 0; c < call->value_size; ++c)
+            for (int64_t c = 0; c < call->halves * part_width; ++c)
                 part[c] = part[c] * factor + (merged ? merged[c] : 0.f);
             merged = part;
         }
@@ -542,13 +571,16 @@ static void finish(const Call *call, int64_t row, int64_t head, int64_t splits, 
         sum += expf(call->sinks[head] - shift);
     call->lse[row * call->heads + head] = sum == 0.f ? -INFINITY : shift + logf(sum);
     float nothing = sees ? NAN : 0.f; /* where all visible scores are -inf, their weights are 0 / 0 */
-    char *out = (char *)call->out + (row * call->heads + head) * call->value_size * SIZES[call->query_type];
-    for (int64_t c = 0; c < call->value_size; ++c)
-        store_one(out + c * SIZES[call->query_type], sum == 0.f ? nothing : merged ? merged[c] / sum : 0.f, call->query_type);
+    char *out = (char *)call->out + (row * call->heads + head) * call->halves * call->value_size * bytes;
+    for (int64_t half = 0; half < call->halves; ++half)
+        for (int64_t c = 0; c < call->value_size; ++c, out += bytes)
+            store_one(out, sum == 0.f ? nothing : merged ? merged[half * part_width + c] / sum : 0.f, call->out_type);
 }
 
 void attend(Call *call) {
-    int64_t group = call->heads / call->kv_heads, width = padded(call->size), value_width = padded(call->value_size);
+    int64_t group = call->heads / call->kv_heads, width = padded(call->size);
+    int64_t value_width = call->halves * padded(call->value_size);
+    int64_t out_bytes = call->halves * call->value_size * SIZES[call->out_type];
     int64_t rows = 0, pieces = call->seqs * call->kv_heads, splits = call->splits;
     size_t lengths = (size_t)call->seqs * sizeof(int32_t);
     int32_t *first_rows = malloc(lengths + sizeof(int32_t)), *seq_lens = malloc(lengths + 1);
@@ -577,8 +609,7 @@ void attend(Call *call) {
         return;
     }
     int64_t real = call->seqs ? call->first_rows[call->seqs] : 0, padding = (call->rows - real) * call->heads;
-    memset((char *)call->out + real * call->heads * call->value_size * SIZES[call->query_type], 0,
-           (size_t)(padding * call->value_size * SIZES[call->query_type]));
+    memset((char *)call->out + real * call->heads * out_bytes, 0, (size_t)(padding * out_bytes));
     for (int64_t i = real * call->heads; i < call->rows * call->heads; ++i)
         call->lse[i] = -INFINITY;
     float *sums = malloc((size_t)(pieces * splits * rows * value_width) * sizeof(float) + 1);
@@ -587,9 +618,10 @@ void attend(Call *call) {
     int short_of_memory = !sums || !softmax || !used;
 #pragma omp parallel num_threads(call->threads)
     {
-        size_t tile = (size_t)(TILE * (call->size * SIZES[call->key_type] + call->value_size * SIZES[call->value_type]));
+        int64_t token = call->size * SIZES[call->key_type] + call->value_size * SIZES[call->value_type];
+        size_t tile = (size_t)(TILE * call->halves * token);
         Room room = {.query = malloc((size_t)(rows * width) * sizeof(float) + 1), .copies = {malloc(tile + 1), malloc(tile + 1)},
-                     .floats = malloc((size_t)(TILE * (width + value_width)) * sizeof(float) + 1)};
+                     .floats = malloc((size_t)(TILE * (call->halves * width + value_width)) * sizeof(float) + 1)};
         if (!room.query || !room.copies[0] || !room.copies[1] || !room.floats)
 #pragma omp atomic write
             short_of_memory = 1;
@@ -613,7 +645,7 @@ void attend(Call *call) {
                 int64_t sequence = piece / call->kv_heads, kv_head = piece % call->kv_heads;
                 int64_t first_row = call->first_rows[sequence], queries = call->first_rows[sequence + 1] - first_row;
                 for (int64_t r = 0; r < queries * group; ++r)
-                    finish(call, first_row + r / group, kv_head * group + r % group, splits, used + piece * splits,
+                    finish(call, first_row + r / group, head_of(call, kv_head, r % group), splits, used + piece * splits,
                            sums + (piece * splits * rows + r) * value_width, rows * value_width,
                            softmax + piece * splits * rows + r, rows);
             }

@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.native.compiler import library
-from fastattn.kernels.problem import latent_scales
+from fastattn.kernels.problem import Subtraction, latent_scales
 from fastattn.kernels.replay import Replay, recorder
 from fastattn.kernels.torch_quantized import fold_scales
 from refattn.interface import (
@@ -43,8 +43,8 @@ class Call(ctypes.Structure):
         ("value_strides", c_int64 * 4),
         ("scale_strides", c_int64 * 3),
         ("table_strides", c_int64 * 2),
-        *((name, c_int64) for name in ("left", "right", "splits", "threads")),
-        *((name, c_int32) for name in ("query_type", "key_type", "value_type", "sqrt_distance")),
+        *((name, c_int64) for name in ("left", "right", "splits", "threads", "halves", "apart")),
+        *((name, c_int32) for name in ("query_type", "key_type", "value_type", "out_type", "sqrt_distance")),
         ("scale", c_float),
         ("softcap", c_float),
         ("failure", c_int32),
@@ -79,6 +79,25 @@ def attend(
     return answer.mul_(after).to(query.dtype), lse
 
 
+def differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    subtraction: Subtraction,
+    _: Float[Tensor, "t h d"] | None,
+) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
+    """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`. Every key and value is read once."""
+    key_cache, value_cache = cache[0]
+    call = _describe(query, key_cache, value_cache, plan, options)
+    call.halves, call.apart, call.out_type = 2, cache.stride(0), TYPES[torch.float32]
+    num_rows, num_heads, head_size = query.shape
+    out = query.new_empty(num_rows, num_heads, 2 * head_size, dtype=torch.float32)
+    answers, lse = _launch(call, query, key_cache, value_cache, out)
+    first, second = answers[:, ::2], answers[:, 1::2]
+    return subtraction.finish(first - subtraction.lambda_full.float() * second).to(query.dtype), lse
+
+
 def _pools(
     query: Float[Tensor, "t h d"], keys: Pages | QuantizedPages | Latents
 ) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Fp8Scales | Int8Scales | None]:
@@ -103,6 +122,7 @@ def _describe(
     """Describe a call, without the addresses that differ from layer to layer."""
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None
+    longest = min(batch.max_seq_len, table.shape[1] * key_cache.shape[1])
     slopes, sinks = (None if x is None else x.float().contiguous() for x in (options.alibi_slopes, options.sinks))
     call = Call(
         first_rows=batch.cu_seqlens_q.data_ptr(),
@@ -127,11 +147,13 @@ def _describe(
         table_strides=table.stride(),
         left=plan.window[0],
         right=plan.window[1],
-        splits=-(-batch.max_seq_len // SPLIT),
+        splits=-(-longest // SPLIT),
         threads=torch.get_num_threads(),
+        halves=1,
         query_type=TYPES[query.dtype],
         key_type=TYPES[key_cache.dtype],
         value_type=TYPES[value_cache.dtype],
+        out_type=TYPES[query.dtype],
         sqrt_distance=options.alibi_sqrt,
         scale=query.shape[2] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
         softcap=options.softcap,
@@ -145,8 +167,8 @@ def _launch(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    out: Float[Tensor, "t h out_size"] | None,
+) -> tuple[Float[Tensor, "t h out_size"], Float[Tensor, "t h"]]:
     """Call the library with the tensors of a layer."""
     num_rows, num_heads = query.shape[:2]
     if out is None:
