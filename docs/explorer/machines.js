@@ -237,8 +237,8 @@ var machines = [
  {
   "name": "Intel Xeon",
   "dtype": "float32",
-  "read": 23000000000.0,
-  "product": 257100000000.0,
+  "read": 28970000000.0,
+  "product": 318200000000.0,
   "points": [
    [
     "chunked_prefill/prefill-4096",
@@ -289,11 +289,6 @@ var machines = [
     "cascade/decode-16-prefix-4096-own-64",
     25.68,
     53530000000.0
-   ],
-   [
-    "differential/decode-16x4096",
-    1.499,
-    10930000000.0
    ],
    [
     "mla/decode-8x2048",
@@ -354,6 +349,11 @@ var machines = [
     "sliding_window/decode-4x65536-window-1024",
     1.992,
     19810000000.0
+   ],
+   [
+    "differential/decode-16x4096",
+    1.499,
+    21770000000.0
    ]
   ]
  }
