@@ -17,6 +17,7 @@ from refattn.conformance import assert_close
 from refattn.conformance.search.inputs import laid
 from refattn.interface import RecurrentOptions, StatePlan
 from tests.helpers.bad_input import MOST
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.states import (
     DEVICE,
     KERNELS,
@@ -567,10 +568,16 @@ def test_tensors_may_have_any_strides(kernel):
 
 
 @each_kernel
-@pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [(64, 32), (40, 24)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "per_channel", "dtype", "sizes"),
+    every_pair_on_cpu(
+        ["every-other", "expanded-size", "offset", "padded", "heads-last"],
+        [False, True],
+        [torch.float32, torch.bfloat16],
+        [(64, 32), (40, 24)],
+    ),
+    ids=str,
+)
 def test_rows_of_a_chunk_may_lie_in_any_way(kernel, rows, dtype, per_channel, sizes):
     """Where rows of 16 bits did not begin at multiples of 16 bytes, answers on Hopper were wrong, or none came."""
     if kernel == "triton" and DEVICE == "cpu":

@@ -119,6 +119,15 @@ def test_a_prefix_is_found_as_long_as_its_last_window_is_there(twin, device):
     assert outputs(engine, [prompt]) == [expected]
 
 
+def first_step(engine, model):
+    """Return a layer, the query, key and value of a token, and the step of a new request that has it alone."""
+    tokens = [torch.randn(1, heads, 1, 16, device=model.device) for heads in (6, 2, 2)]
+    request = engine.add([1])
+    engine.scheduler._start(request, [])
+    engine.scheduler._allocate_or_preempt(request, 1)
+    return model.model.layers[0].self_attn, tokens, engine.make_inputs(StepTokens.of({request: 1}))["step"]
+
+
 @pytest.mark.covers("D128")
 @pytest.mark.parametrize("twin", TWINS)
 def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch):
@@ -135,6 +144,8 @@ def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch
         free = replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4)
         engine = make_engine(llama, twin, batch_invariant=batch_invariant, machine=free)
         assert outputs(engine, PROMPTS) == expected
+        module, tokens, step = first_step(engine, llama)
+        engine.attend(module, *tokens, step=step, s_aux=torch.zeros(6, device=llama.device))  # with tensors among them
         assert set(seen) == {batch_invariant}
         assert (engine.counters.saved_key_reads == 0) == batch_invariant
         seen.clear()
@@ -162,17 +173,12 @@ def test_local_layers_plan_decodes_and_prefills_apart(twin, device, monkeypatch)
 def test_sinks_reach_the_path(llama, twin):
     """Sinks above every score leave nothing of the values."""
     engine = make_engine(llama, twin)
-    query, key, value = (torch.randn(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
-    request = engine.add([1])
-    engine.scheduler._start(request, [])
-    engine.scheduler._allocate_or_preempt(request, 1)
-    inputs = engine.make_inputs(StepTokens.of({request: 1}))
-    module, step = llama.model.layers[0].self_attn, inputs["step"]
+    module, tokens, step = first_step(engine, llama)
     sinks = torch.full((6,), 1e4, device=llama.device)
     for kernel in (None, "cpu") if llama.device.type == "cpu" else (None,):  # whose decodes are not the default's
         with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
-            plain = engine.attend(module, query, key, value, step=step)
-            sunk = engine.attend(module, query, key, value, step=step, s_aux=sinks)
+            plain = engine.attend(module, *tokens, step=step)
+            sunk = engine.attend(module, *tokens, step=step, s_aux=sinks)
         assert plain.abs().max() > 0.1
         assert sunk.abs().max() == 0
 

@@ -416,6 +416,11 @@ MUTATIONS: list[Mutation] = [
             "alibi_slopes, s_aux, self.batch_invariant)",
             "alibi_slopes, s_aux, False)",
         ),
+        (
+            "refattn/serving/engine.py",
+            "_plain_options(scale, softcap or 0.0, self.batch_invariant)",
+            "_plain_options(scale, softcap or 0.0, False)",
+        ),
     ),
     *breaks(
         "E177",
