@@ -1683,6 +1683,19 @@ MUTATIONS: list[Mutation] = [
                 "*(*tokens.seq_lens, *[1 for _ in unused]),",
             ),
         ),
+        (
+            GRAPHS,
+            (
+                "memory = torch.zeros(sum(sizes), dtype=torch.int32,",
+                "out=self.cu_seqlens_q).clamp_(max=count)",
+                "mine[:count], mine[count:] = given, 0",
+            ),
+            (
+                "memory = torch.full((sum(sizes),), 25, dtype=torch.int32,",
+                "out=self.cu_seqlens_q)",
+                "mine[:count], mine[count:] = given, 1",
+            ),
+        ),
     ),
     *breaks(
         "B69",
