@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,6 +78,17 @@ def hopper(monkeypatch):
 
 
 # --- the choice ---
+
+
+@pytest.mark.covers("B58")
+@pytest.mark.usefixtures("hopper")
+def test_no_package_is_given_the_root_of_the_distance():
+    """Only flash-attn takes slopes at all, and it multiplies the distance itself."""
+    slopes = ON_GPU._replace(keys="rows", block_size=None, alibi=True)
+    assert dispatch.unsupported_reason("fa2", slopes) is None
+    for name in ("fa2", "fa3", "fa4", "torch_flash"):
+        reason = dispatch.unsupported_reason(name, slopes._replace(alibi_sqrt=True))
+        assert reason is not None and re.search("ALiBi|distance", reason), f"{name}: {reason}"
 
 
 def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):

@@ -277,19 +277,6 @@ def test_our_own_kernel_takes_the_root_where_it_takes_the_distance(path, device)
     assert not torch.allclose(by_distance, expected, rtol=0.05, atol=0.05, equal_nan=True)
 
 
-@pytest.mark.covers("B58")
-@pytest.mark.parametrize(
-    ("kernel", "path"),
-    [
-        *((kernel, path) for kernel in ("fa2", "fa3", "fa4") for path in ("dense", "chunked_prefill")),
-        *(("torch_flash", "dense"), ("flash_mla", "mla")),
-    ],
-)
-def test_a_kernel_without_the_root_refuses_it(kernel, path):
-    with fastattn.use_kernel(kernel), pytest.raises(NotImplementedError, match=f"{kernel}: "):
-        PATHS[path]("fastattn", build(CASE), alibi_slopes=BIAS, alibi_sqrt=True)
-
-
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_a_root_without_slopes_is_named():
     with pytest.raises(ValueError, match="alibi_sqrt: expected alibi_slopes with it, got none"):

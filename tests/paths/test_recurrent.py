@@ -290,7 +290,7 @@ def beside_idle_sequences(kernel, length, entry, per_channel, drafts):
     return out, convolve(kernel, inputs, weight, last, lengths(lens, contexts), **tables), states, last
 
 
-@pytest.mark.covers("R202", "R205")
+@pytest.mark.covers("R202")
 @each_computer
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
 @pytest.mark.parametrize(("length", "drafts"), [(2, False), (2, True), (20, False)], ids=["few", "drafts", "prompt"])

@@ -202,7 +202,6 @@ def test_slots_for_decodes_ahead_are_there_where_some_are_launched(qwen, capture
     assert make_engine(qwen, "fastattn", **sizes).scheduler.states.num_slots == 6
 
 
-@pytest.mark.covers("R212")
 def test_additions_are_captured(captured, device):
     model = make_hybrid("bamba", device)
     engine = captured(model, max_num_batched_tokens=9)

@@ -113,7 +113,11 @@ def test_local_chunks_over_a_translated_table(twin, device):
     path, block_size, chunk_size = importlib.import_module(f"{twin}.local"), 2, 8
     query, key, value = torch.randn(3, 30, 2, 8, device=device)
     small, full = (refattn.kv_cache.allocate(n, block_size, 2, 8, device=device) for n in (9, 15))
-    pool, blocks, done = WindowPool(9, 15, window_size=(chunk_size - 1, 0), block_size=block_size), list(range(15)), 0
+    pool, blocks, done = (
+        WindowPool(9, 15, window_size=(chunk_size - 1, 0), block_size=block_size),
+        [*range(15)][::-1],
+        0,
+    )
     for count in (10, 5, *[1] * 9, 6):
         before = set(pool.free)
         pool.hold("a", count, done + count, blocks)

@@ -73,6 +73,16 @@ MUTATIONS: list[Mutation] = [
         ("fastattn/kv_cache.py", "    dispatch.copy_blocks(caches, pairs)", "    return"),
     ),
     *breaks(
+        "B49",
+        "the layers of a block are apart",
+        ("refattn/kv_cache.py", '"n layers two p hk d" if layout', '"layers n two p hk d" if layout'),
+        (
+            "fastattn/kv_cache.py",
+            "by_layer = pool.permute(1, 2, 0, 3, 4, 5)",
+            "by_layer = pool.permute(1, 2, 0, 3, 4, 5).contiguous()",
+        ),
+    ),
+    *breaks(
         "A3",
         "a block is copied onto itself",
         (
@@ -376,6 +386,15 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "B58",
+        "flash-attn is given the root of the distance",
+        (
+            "fastattn/kernels/flash/fa2.py",
+            "    if problem.alibi_sqrt:",
+            "    if problem.alibi_sqrt and not problem.alibi:",
+        ),
+    ),
+    *breaks(
+        "B58",
         "ALiBi grows with the distance itself",
         ("refattn/masks.py", "(distance.to(dtype).sqrt() if sqrt else distance)", "distance"),
         (
@@ -416,6 +435,10 @@ MUTATIONS: list[Mutation] = [
             "alibi_slopes, s_aux, self.batch_invariant)",
             "alibi_slopes, s_aux, False)",
         ),
+    ),
+    *breaks(
+        "D128",
+        "batch invariance does not reach layers without slopes and sinks",
         (
             "refattn/serving/engine.py",
             "_plain_options(scale, softcap or 0.0, self.batch_invariant)",
@@ -1683,6 +1706,10 @@ MUTATIONS: list[Mutation] = [
                 "*(*tokens.seq_lens, *[1 for _ in unused]),",
             ),
         ),
+    ),
+    *breaks(
+        "A45 D169",
+        "padding rows of a decode ahead have a token",
         (
             GRAPHS,
             (
@@ -1751,6 +1778,15 @@ MUTATIONS: list[Mutation] = [
         "A14",
         "FlashAttention-4 goes first over pages of any size",
         (DISPATCH, "and problem.block_size == FA3_PAGE:", "and problem.block_size == 0:"),
+    ),
+    *breaks(
+        "D129",
+        "FlashAttention-4 does not see the newest key",
+        (
+            "fastattn/kernels/flash/fa4.py",
+            "where = dict(seqused_k=side_by_side(batch.seq_lens), page_table",
+            "where = dict(seqused_k=side_by_side(batch.seq_lens - 1), page_table",
+        ),
     ),
     *breaks(
         "D129",
@@ -2254,6 +2290,15 @@ MUTATIONS: list[Mutation] = [
             "fastattn/context_parallel.py",
             "if rank == group.rank:\n            _put(states, plan.state_indices, is_written, last)",
             "if not rank:\n            _put(states, plan.state_indices, is_written, last)",
+        ),
+    ),
+    *breaks(
+        "R213",
+        "a process gets the maps of the others in another order",
+        (
+            "refattn/interface/parallel.py",
+            "torch.cat(parts.view(self.size, *part.shape).unbind(), dim)",
+            "torch.cat(parts.view(self.size, *part.shape).flip(0).unbind(), dim)",
         ),
     ),
     *in_both(
