@@ -543,7 +543,7 @@ def test_rows_have_names_of_their_own(device_type, quick):
 
 
 FEW = 8  # sequences; with more it takes long, and their contenders are those of other rows
-ROWS = [row for row in _cuda(256) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
+ROWS = [row for row in _cuda(128) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
 ROWS = [row for row in ROWS if not (isinstance(row.work, States) and row.work.num_seqs > FEW)]
 
 

@@ -602,7 +602,7 @@ def test_the_command_tries_and_counts_and_writes_and_its_processes_need_no_typer
 def test_our_triton_kernels_are_searched_without_a_gpu_where_the_interpreter_runs(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert command.kernels_to_try("cpu", ()) == [None, "cpu", "triton"]
-    search = Search("merge", command.twin([None, "triton"]), seed=1, longest=8)
+    search = Search("merge", command.twin([None, "triton"]), seed=2, longest=40)
     for _ in search.run(workloads=8):
         pass
     assert {"default", "triton"} == {asked for asked, _, _ in search.calls} and not search.findings
