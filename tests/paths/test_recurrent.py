@@ -593,6 +593,18 @@ def test_rows_of_a_chunk_may_lie_in_any_way(kernel, rows, dtype, per_channel, si
     assert torch.equal(states, dense)
 
 
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_a_decode_has_the_bits_that_it_has_alone():
+    """On a GPU a program has fewer values where there are few of them, and the sums of each are the same."""
+    count, size = (24, 128) if DEVICE == "cuda" else (3, 16)
+    step, states = draw(count, h=2, hv=4, dk=size, dv=size), draw_states(count, 4, size, size)
+    alone = states[:1].clone()
+    together = attend("triton", step, states, lengths([1] * count, [5] * count), state_indices=ints(list(range(count))))
+    first = Step(*(x[:1] for x in step))
+    assert torch.equal(attend("triton", first, alone, lengths([1], [5]), state_indices=ints([0])), together[:1])
+    assert torch.equal(alone, states[:1])
+
+
 @settings(max_examples=15)
 @given(st.data())
 def test_twins_agree_on_drawn_steps(data):
