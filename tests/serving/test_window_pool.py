@@ -113,11 +113,8 @@ def test_local_chunks_over_a_translated_table(twin, device):
     path, block_size, chunk_size = importlib.import_module(f"{twin}.local"), 2, 8
     query, key, value = torch.randn(3, 30, 2, 8, device=device)
     small, full = (refattn.kv_cache.allocate(n, block_size, 2, 8, device=device) for n in (9, 15))
-    pool, blocks, done = (
-        WindowPool(9, 15, window_size=(chunk_size - 1, 0), block_size=block_size),
-        [*range(15)][::-1],
-        0,
-    )
+    pool = WindowPool(9, 15, window_size=(chunk_size - 1, 0), block_size=block_size)
+    blocks, done = [*range(15)][::-1], 0  # not in the order in which the small pool gives its own
     for count in (10, 5, *[1] * 9, 6):
         before = set(pool.free)
         pool.hold("a", count, done + count, blocks)

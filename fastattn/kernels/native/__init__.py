@@ -1,7 +1,8 @@
 """Our own C for the CPU: decodes that read pages where they lie, compiled at the first call if there is a C compiler.
 
 ATen's FlashAttention takes keys at one stride, so the kernel `cpu` copies them out of their pages, which takes longer
-than attending to them. This one loads a key once for up to four query heads that share it.
+than attending to them. This one loads a key once for up to four query heads that share it, and of a differential head
+both keys and both values once.
 """
 
 import torch
