@@ -483,8 +483,8 @@ def test_twins_of_deepseeks_size_agree(kernel, heads, kind, device):
     case = Case("real", lens, heads=(heads, 1), block_size=64, padding_rows=2)
     given = in_codes(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes)
     with kernel.asked_for():
-        hold(given, sizes, **filled({}, heads, device))
-        hold(given, sizes, **filled(OPTIONS["invariant"], heads, device))
+        for options in ("plain", "sinks", "invariant"):
+            hold(given, sizes, **filled(OPTIONS[options], heads, device))
 
 
 # --- writing ---

@@ -20,6 +20,7 @@ Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import no_type_check
 
 import torch
@@ -51,6 +52,7 @@ from fastattn.kernels.gpu.quantized import (
 from fastattn.kernels.gpu.tile import CHANGING, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import recorder, recording
+from fastattn.kernels.triton import latents_hopper
 from fastattn.kernels.triton.tuning import share_sm, tune
 from refattn.interface import (
     AttentionOptions,
@@ -181,10 +183,12 @@ def attend_levels(
     spare = spare_stages(query, shared, codes, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
+    launch_level = partial(launch_attention, shared=shared, tree=tree)
+    is_plain = shared and tree is None and len(levels) == 1
+    if is_plain and latents_hopper.takes(query, key, levels[0], options, tunings[0], codes):
+        launch_level = latents_hopper.launch
     if num_parts == 1 and not options.batch_invariant:
-        launch = launch_attention(
-            query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
-        )
+        launch = launch_level(query, key, value, levels[0], options, tunings[0], out, lse, codes=codes)
         _record(out, [(launch, 0)], 1, None, options)
         return out, lse
 
@@ -194,7 +198,7 @@ def attend_levels(
     launches, first = [], 0
     for level, tuning in zip(levels, tunings, strict=True):
         pays = codes.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
-        launch = launch_attention(
+        launch = launch_level(
             query,
             key,
             in_pairs(value) if pays and not are_pairs(value) else value,
@@ -205,9 +209,7 @@ def attend_levels(
             part_lses[first:] if first else part_lses,
             overlap=overlap,
             after=first > 0,
-            shared=shared,
             codes=codes,
-            tree=tree,
         )
         launches.append((launch, first))
         first += tuning.most_splits
