@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, gradients, mistakes, oracle, vacuous
+from refattn.conformance import Example, claims, contract, gradients, landmarks, mistakes, oracle, vacuous
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -59,6 +59,7 @@ def test_enough_is_planted():
 def test_a_right_kernel_is_not_blamed(monkeypatch):
     """By hand; also where its outputs, and so delta, are rounded to bfloat16."""
     monkeypatch.setattr(backward_by_hand, "TILE", 128)  # which is faster
+    monkeypatch.setattr(landmarks, "PAST_8_BITS", 2**5 + 5)
 
     @claims(heads=((1, 1), (4, 2)), head_sizes=((64, 64),))  # fewer than by default
     @functools.wraps(backward_by_hand.dense)

@@ -35,15 +35,17 @@ def no_shrinking(monkeypatch):
 def test_a_mistake_past_a_size_is_found_and_named(name, monkeypatch):
     mistake, prop, old, new, limits = PAST_A_SIZE[name]
     is_large = name.endswith("-bits")  # which takes time
+    numbers = dict(TILE=512, SPLIT=2048) if is_large else {}
     monkeypatch.setattr(checking, "SHRINKING", 0.0 if is_large else 1.0)
     monkeypatch.setattr(checking, "EVIDENCE", 1 if is_large else 4)
     monkeypatch.setattr(checking, "REPEATS", 1 if is_large else 3)
-    report = check(claims(**limits)(plant("paged", old, new)), "chunked_prefill", examples=3, only=[prop], **FLOAT32)
+    kernel = claims(**limits)(plant("paged", old, new, **numbers))
+    report = check(kernel, "chunked_prefill", examples=3, only=[prop], **FLOAT32)
     assert [name for name, _ in report.failures[0].mistakes][:1] == [mistake]
     example = checking.parse_example(report.failures[0].example)
     with pytest.raises(Broken):
-        checking.reproduce(plant("paged", old, new), prop, example)
-    checking.reproduce(by_hand.paged, prop, example)
+        checking.reproduce(kernel, prop, example)
+    checking.reproduce(plant("paged", old, old, **numbers), prop, example)
 
 
 @pytest.mark.parametrize("name", UNNAMED)

@@ -63,6 +63,7 @@ def test_only_attention_on_the_clock_of_the_device_is_drawn(tmp_path):
 
 def test_the_picture_is_the_same_every_time_and_its_text_names_the_machines(tmp_path):
     drawn = written(tmp_path, RUN | {"rows": [row("chunked_prefill/decode-1x4096", 0.01)]})
-    assert drawn._repr_svg_() == drawn._repr_svg_()
-    assert "a machine, float32" in drawn._repr_svg_()
+    picture = drawn._repr_svg_()
+    assert picture == drawn._repr_svg_()
+    assert "a machine, float32" in picture
     assert repr(drawn).startswith("a machine, float32: ridge at 50 operations per byte; 1 rows, at ")
