@@ -47,6 +47,7 @@ BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache", "cascade_of_prefixes
 BLAMED_OTHERWISE = ("padding-writes-last",)
 
 
+TILES = dict(TILE=64, SPLIT=256)  # with which a kernel by hand is faster
 PATIENCE = {name: getattr(checking, name) for name in ("SHRINKING", "EVIDENCE", "REPEATS")}
 
 
@@ -55,8 +56,16 @@ def no_shrinking(monkeypatch):
     """Take less time than a person would give it."""
     monkeypatch.setattr(checking, "SHRINKING", 0.0)
     monkeypatch.setattr(checking, "EVIDENCE", 4)
-    monkeypatch.setattr(checking, "REPEATS", 3)
+    monkeypatch.setattr(checking, "REPEATS", 2)
     monkeypatch.setattr(landmarks, "PAST_16_BITS", 2**9 + 9)  # test_conformance_sizes.py asks for as many as there are
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Ask for fewer sequences, and let kernels by hand take more keys at a time."""
+    monkeypatch.setattr(landmarks, "PAST_8_BITS", 2**5 + 5)
+    for name, number in TILES.items():
+        monkeypatch.setattr(by_hand, name, number)
 
 
 @pytest.fixture
@@ -93,6 +102,7 @@ def test_the_page_says_how_many_mistakes_are_known_and_found():
 
 
 @pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.usefixtures("quick")
 def test_no_complaint(name):
     """Two right kernels of each path, in all types; on the same batches, which the reference need answer only once."""
     path, tried = BY_HAND[name], []
@@ -177,6 +187,7 @@ def test_a_decode_over_states_is_asked_for_one_token_of_each():
     }
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_reference_of_a_path_passes_its_own_contract():
     report = check("refattn.chunked_prefill", examples=1, dtypes=[torch.float32])
     assert not report.failures, as_text(report)
@@ -302,8 +313,9 @@ def failed(report):
     return [finding.property for finding in report.failures]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_wrong_lse_is_one_finding():
-    report = check(plant("paged", *BASE_TWO), "chunked_prefill", examples=2, dtypes=[torch.float32])
+    report = check(plant("paged", *BASE_TWO, **TILES), "chunked_prefill", examples=2, dtypes=[torch.float32])
     assert failed(report) == ["lse"]
     without = {finding.property for finding in report.findings if finding.without_lse}
     assert without == {x.name for x in contract.of_path("chunked_prefill") if x.compares_lse} - {
@@ -318,9 +330,10 @@ def test_a_wrong_lse_is_one_finding():
     )
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_wrong_lse_hides_no_wrong_output():
     """The window is too long, and what it should hide is seen."""
-    kernel = plant("paged", (BASE_TWO[0], WINDOW[1]), (BASE_TWO[1], WINDOW[2]))
+    kernel = plant("paged", (BASE_TWO[0], WINDOW[1]), (BASE_TWO[1], WINDOW[2]), **TILES)
     report = check(kernel, "chunked_prefill", examples=2, dtypes=[torch.float32])
     assert failed(report) == ["window", "lse", "outside the window"]
     assert report.failures[2].mistakes[0][0] == "window-one-too-many"  # of all that let NaN in, what was found before
@@ -375,6 +388,7 @@ def test_two_properties_ask_all_shapes_and_the_others_two():
 # --- what is asked of a kernel ---
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_a_kernel_does_not_claim_is_listed():
     @claims(dtypes=(torch.float32,), block_sizes=(16,), not_claimed={"nan": "its documentation says so"})
     def small(query, key_cache, value_cache, batch):
@@ -482,7 +496,7 @@ def stranger(tmp_path, monkeypatch):
     ("function", "outcome", "detail"), [("dies", "crashed", "SIGABRT"), ("hangs", "hung", "no answer in")]
 )
 def test_a_kernel_that_takes_its_process_with_it(stranger, function, outcome, detail):
-    asked = dict(examples=8, dtypes=["float32"], only=["answer"], patience=4.0)  # after its first line; 60 before it
+    asked = dict(examples=8, dtypes=["float32"], only=["answer"], patience=2.5)  # after its first line; 60 before it
     report = check_apart(f"stranger:{function}", "merge", **asked)
     (finding,) = report.failures
     assert finding.outcome == outcome and detail in finding.detail
