@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -85,10 +85,20 @@ def to_the_end():
     Translator.to_the_end = False
 
 
-def untidied():
-    """Leave out what tidies the code up behind the last pass that lays out memory and can refuse an operation."""
-    names = ("add_canonicalizer", "add_cse", "add_symbol_dce")
-    return mock.patch.multiple(passes.common, **dict.fromkeys(names, lambda *_: None))
+AFTER_LAYOUT = {
+    passes.common: ("add_canonicalizer", "add_cse", "add_symbol_dce"),
+    passes.convert: ("add_nvvm_to_llvm",),
+    nvidia.nvidia.passes.ttnvgpuir: ("add_nvgpu_to_llvm", "add_warp_specialize_to_llvm"),
+}
+
+
+@contextmanager
+def unfinished():
+    """Leave out what tidies the code up, and what comes behind the last pass that lays out memory."""
+    with ExitStack() as stack:
+        for kind, names in AFTER_LAYOUT.items():
+            stack.enter_context(mock.patch.multiple(kind, **dict.fromkeys(names, lambda *_: None)))
+        yield
 
 
 def cut_short(backend=None, stages=None, options=None, language=None, capability=None):
@@ -99,7 +109,7 @@ def cut_short(backend=None, stages=None, options=None, language=None, capability
 
     def lay_out(module, metadata):
         try:
-            with nullcontext() if Translator.to_the_end else untidied():
+            with nullcontext() if Translator.to_the_end else unfinished():
                 return whole(module, metadata)
         except Done:
             metadata.update(shared=module.get_int_attr("ttg.shared"), name="")
@@ -249,7 +259,7 @@ def launch_all(gpu, largest):
     with to_the_end():
         attention.attend_levels(query, keys, keys, [prefix, plan(1, 256, num_seqs=64)], plain)
         # Decodes, of products of 8 rows and of 16.
-        for head_size, query_len in some((64, 1), (128, 1), (256, 1), (128, 4), last=2):
+        for head_size, query_len in some((64, 1), (128, 1), (128, 4), (256, 1)):
             query, keys = torch.zeros(2 * query_len, 8, head_size, dtype=half), pool(2, head_size, half)
             attention.attend(query, keys, keys, plan(query_len), plain)
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
