@@ -204,10 +204,10 @@ def test_an_operator_is_its_path(name, arguments, keywords):
 
 
 def flattened(name, arguments, keywords, monkeypatch, suffix=""):
-    """Return the operator that a function calls, and what with."""
+    """Return the operator that a function calls, and what with, before it writes."""
     operator, seen = getattr(torch.ops.fastattn, name + suffix), []
     with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.fastattn, name + suffix, lambda *flat: seen.append(flat) or operator(*flat))
+        patch.setattr(torch.ops.fastattn, name + suffix, lambda *flat: seen.append(memory(flat)) or operator(*flat))
         getattr(ops, name)(*memory(arguments), **memory(keywords))
     return operator, seen[0]
 
