@@ -1,6 +1,7 @@
 """Cascade attention: shared prefixes attended once, level by level."""
 
 import dataclasses
+import importlib
 from functools import partial
 from types import ModuleType
 
@@ -20,8 +21,9 @@ from fastattn.kernels.triton import attention as triton_attention
 from refattn.interface import Batch, CascadePlan, Plan, Prefix
 from refattn.metadata import make_batch
 from tests.helpers.batches import Case, assert_same_masks, attend, build, masks_by_hand, read_masks
-from tests.helpers.kernels_present import each_kernel
+from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import per_head
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.shared_prefixes import SHARED
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
@@ -109,15 +111,20 @@ def test_every_query_sees_the_keys_up_to_its_position_once(twin, sharing, device
     assert_same_masks(read_masks(attention, case, device=device), masks_by_hand(case, lambda i, j: j <= i))
 
 
-@each_twin
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("name", ["tree", "three-levels", "prefills-and-decodes", "silent-and-empty"])
-def test_windows_stand_at_absolute_positions(twin, window, name, device):
+@pytest.mark.parametrize(
+    ("window", "name", "package"),
+    every_pair_on_cpu(
+        WINDOWS, ["tree", "three-levels", "prefills-and-decodes", "silent-and-empty"], ["refattn", "fastattn"]
+    ),
+    ids=str,
+)
+def test_windows_stand_at_absolute_positions(window, name, package, device):
     """The sequences of a group have other lengths, so each sees other keys of what they share."""
     case, prefixes = SHARED[name]
 
     def attention(*tensors, **options):
         step = share(*tensors, prefixes)
+        twin = importlib.import_module(f"{package}.cascade")
         return attend(twin, *step.tensors, prefixes=step.prefixes, window_size=window, **options)
 
     masks = read_masks(attention, case, device=device)
@@ -175,11 +182,11 @@ def test_split_equals_whole(sharing, options, device):
 # --- the twin against the reference ---
 
 
-@each_kernel
-@each_sharing
-@pytest.mark.parametrize("options", ["plain", "everything-in-a-window"])
-def test_twins_agree(sharing, options, kernel, device):
-    step = lay_out(sharing, device=device, dtype=kernel.dtypes[0])
+@pytest.mark.parametrize(
+    ("sharing", "kernel", "options"), every_pair_on_cpu(SHARED, PRESENT, ["plain", "everything-in-a-window"]), ids=str
+)
+def test_twins_agree(sharing, kernel, options, device):
+    step = lay_out(SHARED[sharing], device=device, dtype=kernel.dtypes[0])
     options = filled(OPTIONS[options], step, device)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "cascade", *step.tensors, **options)

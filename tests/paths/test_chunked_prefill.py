@@ -1,6 +1,7 @@
 """Prefill chunks and decodes in one batch over the paged cache."""
 
 import dataclasses
+import importlib
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -229,11 +230,18 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
         assert torch.equal(out, whole[begin:end])
 
 
-@pytest.mark.parametrize("options", INVARIANT)
-@pytest.mark.parametrize(("of", "junk"), [("key", torch.nan), ("value", torch.nan), ("value", -torch.inf)])
-@pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "cpu"])
-def test_rows_do_not_change_with_what_is_broken_in_another_token_of_their_chunk(twin, of, junk, options):
+@pytest.mark.parametrize(
+    ("package", "broken", "options"),
+    every_pair_on_cpu(
+        ["refattn", "fastattn"],
+        [("key", torch.nan), ("value", torch.nan), ("value", -torch.inf)],
+        INVARIANT,
+    ),
+    ids=str,
+)
+def test_rows_do_not_change_with_what_is_broken_in_another_token_of_their_chunk(package, broken, options):
     """Not a bit of the rows from which it is hidden, as they are without it; who sees it says so."""
+    (of, junk), twin = broken, importlib.import_module(f"{package}.chunked_prefill")
     case = Case("broken", ((90, 90), (20, 31)), heads=(4, 2))
     inputs = build(case)
     filled = per_head(INVARIANT[options], case, "cpu") | dict(batch_invariant=True, return_lse=True)
@@ -476,9 +484,10 @@ def test_layers_of_one_plan(planned, over, kernel, device):
 # --- where the CPU kernel cuts ---
 
 
-@pytest.mark.parametrize("options", ["plain", "window", "window-of-one", "alibi", "sinks"])
-@pytest.mark.parametrize("columns", [1, 2, 5])
-@pytest.mark.parametrize("threads", [1, 2, 20, 50])
+@pytest.mark.parametrize(
+    ("threads", "columns", "options"),
+    every_pair_on_cpu([1, 2, 20, 50], [1, 2, 5], ["plain", "window", "window-of-one", "alibi", "sinks"]),
+)
 def test_decodes_of_any_groups_and_runs_through_a_buffer_of_any_size(threads, columns, options, monkeypatch):
     """Shorter sequences see nothing in the last columns or runs, where longer ones do; some end with a block."""
     case = Case("buffer", ((1, 90), (1, 65), (1, 64), (1, 83), (1, 61), (1, 80)), heads=(4, 2))
@@ -539,13 +548,14 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize("options", ["plain", "window", "alibi", "sinks", "softcap", "scale"])
-@pytest.mark.parametrize("most", [1, 2**9, 2**20], ids=str)
-@pytest.mark.parametrize("lens", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize(
+    ("lens", "most", "options"),
+    every_pair_on_cpu(PROMPTS, [1, 2**9, 2**20], ["plain", "window", "alibi", "sinks", "softcap", "scale"]),
+)
 def test_short_prompts_in_one_call(lens, most, options, monkeypatch):
     """Shorter ones are padded with rows, whose answers nobody sees, and with keys that lie behind their last query."""
     monkeypatch.setattr(cpu, "BUFFER", most)
-    case = Case("prompts", lens, heads=(4, 2), padding_rows=2)
+    case = Case("prompts", PROMPTS[lens], heads=(4, 2), padding_rows=2)
     assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(OPTIONS[options], case, "cpu"))
 
 
@@ -568,15 +578,21 @@ EDGES = OPTIONS | {
     "right-window": dict(causal=False, window_size=(-1, 3)),
     "invariant": dict(batch_invariant=True, window_size=(70, 0), sinks=True),
 }
+HARD_EDGES = "plain", "two-sided-window", "everything", "invariant"  # together they take every branch
 
 
-@pytest.mark.parametrize("options", EDGES.values(), ids=EDGES)
-@pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
-def test_queries_and_keys_on_either_side_of_the_end_of_a_tile(sizes, options, monkeypatch):
-    for name, size in sizes.items():
+@pytest.mark.parametrize(
+    ("tiles", "options"),
+    [
+        *(("odd", options) for options in EDGES),
+        *((tiles, options) for tiles in TILES if tiles != "odd" for options in HARD_EDGES),
+    ],
+)
+def test_queries_and_keys_on_either_side_of_the_end_of_a_tile(tiles, options, monkeypatch):
+    for name, size in TILES[tiles].items():
         monkeypatch.setattr(cpu, name, size)
     case = Case("edges", ((65, 129), (64, 128), (66, 65), (2, 130), (13, 13), (1, 66)), heads=(4, 2))
-    assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(options, case, "cpu"))
+    assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(EDGES[options], case, "cpu"))
 
 
 @pytest.mark.parametrize("options", ["alibi", "softcap", "window"])

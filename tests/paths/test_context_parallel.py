@@ -18,7 +18,7 @@ from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptio
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build, masks_by_hand
 from tests.helpers.kernels_present import PRESENT
-from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.pairs import every_pair, every_pair_on_cpu
 from tests.helpers.ranks import (
     Channels,
     attend_on_all,
@@ -74,6 +74,7 @@ CASES = [  # sequences shorter than the ranks are many, without a context, witho
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_package = pytest.mark.parametrize("package", PACKAGES)
+each_pair = pytest.mark.parametrize(("package", "case", "spec"), every_pair_on_cpu(PACKAGES, CASES, SPECS), ids=str)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_shard = pytest.mark.parametrize("num_ranks, interleave", [(1, 1), (2, 1), (2, 16), (3, 2), (4, 5)])
 
@@ -82,16 +83,12 @@ each_shard = pytest.mark.parametrize("num_ranks, interleave", [(1, 1), (2, 1), (
 
 
 @pytest.mark.covers("B87", "B181")
-@each_package
-@each_case
-@each_spec
+@each_pair
 def test_mask(spec, case, package, device):
     spec.check_mask(package, case, device=device)
 
 
-@each_package
-@each_case
-@each_spec
+@each_pair
 def test_poison(spec, case, package, device):
     dtype = torch.float16 if device == "cuda" else torch.float32
     with fastattn.use_kernel("triton" if device == "cuda" else "cpu"):
@@ -578,11 +575,12 @@ CUTS = {  # where the part of each rank ends, in each sequence
 
 
 @pytest.mark.covers("R213")
-@each_package
-@pytest.mark.parametrize("num_ranks", CUTS)
-@pytest.mark.parametrize("options", [RecurrentOptions(), RecurrentOptions(0.7, delta=False)], ids=["delta", "plain"])
-@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
-def test_any_cut_into_ranks_is_the_whole(package, num_ranks, options, per_channel):
+@pytest.mark.parametrize(
+    ("num_ranks", "package", "options", "per_channel"),
+    every_pair(CUTS, PACKAGES, [RecurrentOptions(), RecurrentOptions(0.7, delta=False)], [False, True]),
+    ids=str,
+)
+def test_any_cut_into_ranks_is_the_whole(num_ranks, package, options, per_channel):
     """In float64, with gates of 0 and saturated ones; free slots and those of sequences that begin hold NaN."""
     batch, step = lengths((20, 0, 9, 1), (3, 5, 0, 2)), draw(30, per_channel=per_channel).to(torch.float64)
     cuts = [*CUTS[num_ranks], [1] * num_ranks]

@@ -8,8 +8,9 @@ import torch
 
 import fastattn
 from tests.helpers.batches import Case, build
-from tests.helpers.every_path import CASE, LENS, PATHS, each_package, each_path, lay_out
+from tests.helpers.every_path import CASE, LENS, PATHS, each_package, lay_out
 from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.strides import STRIDES
 from tests.helpers.tolerance import assert_close
 
@@ -70,9 +71,7 @@ def test_scores_below_any_mask_are_scores(package, path, kernel, device):
     torch.testing.assert_close(lse.double(), plain_lse.double() + score, rtol=0, atol=off)
 
 
-@each_package
-@each_path
-@pytest.mark.parametrize("sink", [1e4, 89.0, -1e4])
+@pytest.mark.parametrize(("path", "package", "sink"), every_pair_on_cpu(PATHS, BOTH, [1e4, 89.0, -1e4]))
 def test_a_sink_far_from_every_score(path, package, sink, device):
     """Far above them the keys have no weight that float32 knows; far below, the sink has none."""
     inputs = lay_out(path, device)
@@ -113,9 +112,9 @@ def test_padding_sequences_change_nothing(path, package, device):
         assert package == "fastattn" or torch.equal(one[:rows], other)
 
 
-@each_package
-@each_path
-@pytest.mark.parametrize("name", ["plain", "softcap-and-slopes", "invariant"])
+@pytest.mark.parametrize(
+    ("path", "package", "name"), every_pair_on_cpu(PATHS, BOTH, ["plain", "softcap-and-slopes", "invariant"])
+)
 def test_another_default_device_changes_nothing(path, package, name, device):
     """A process may make its tensors elsewhere; what a path makes for itself is where its arguments are."""
     inputs = lay_out(path, device)

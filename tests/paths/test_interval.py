@@ -26,6 +26,7 @@ from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, CascadePlan, Intervals, Pages, Plan, Rows, TreePlan
 from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, ragged_cases, read_masks
 from tests.helpers.kernels_present import each_kernel
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 TWINS = [refattn.interval, fastattn.interval]
@@ -483,9 +484,9 @@ EXTENDED = {
 
 
 @pytest.mark.covers("F192")
-@pytest.mark.parametrize("options", EXTENDED.values(), ids=EXTENDED)
-@pytest.mark.parametrize("over_rows", [False, True], ids=["pages", "rows"])
-@pytest.mark.parametrize("rule", ["spans", "prefix"])
+@pytest.mark.parametrize(
+    ("rule", "over_rows", "options"), every_pair_on_cpu(["spans", "prefix"], [False, True], EXTENDED)
+)
 def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options, device):
     """Any kernel up to each query, ours after it: one softmax, sinks counted once, other rows left alone."""
     pytest.importorskip("triton")
@@ -494,7 +495,9 @@ def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options,
     lens = ((6, 70), (80, 80), (5, 3), (0, 9), (1, 40))
     case = Case("extended", tuple((s, s) for _, s in lens) if over_rows else lens, heads=(4, 2), padding_rows=3)
     given = build(case, dtype=torch.float16, device=device)
-    options = AttentionOptions(**{name: x.to(device) if name == "sinks" else x for name, x in options.items()})
+    options = AttentionOptions(
+        **{name: x.to(device) if name == "sinks" else x for name, x in EXTENDED[options].items()}
+    )
     seen = []
 
     def up_to(query, keys, plan, options, out):

@@ -17,7 +17,8 @@ import torch
 from refattn.interface import Batch, Prefix
 from refattn.interface.ambient import computing_in
 from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, attend, build, poisoned
-from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.strides import STRIDES
 from tests.helpers.tolerance import assert_close, assert_matches_reference, assert_twins_agree
 
@@ -267,10 +268,12 @@ def test_scores_of_minus_infinity(path, twin, device):
 # --- tensors of any strides ---
 
 
-@each_kernel
-@pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES)
-@pytest.mark.parametrize("path", ["chunked_prefill", "dense", "differential"])
-def test_tensors_of_any_strides(path, change, kernel, device):
+@pytest.mark.parametrize(
+    ("change", "path", "kernel"),
+    every_pair_on_cpu(STRIDES, ["chunked_prefill", "dense", "differential"], PRESENT),
+    ids=str,
+)
+def test_tensors_of_any_strides(change, path, kernel, device):
     """Queries, keys and values; a block table whose columns lie apart."""
     case = Case("strides", ((3, 20), (1, 5), (1, 7)), heads=(4, 2))
     inputs = build(case, dtype=kernel.dtypes[0], device=device, poison=HARMLESS)
@@ -281,7 +284,7 @@ def test_tensors_of_any_strides(path, change, kernel, device):
         options = DIFFERENTIAL | dict(lambda_full=DIFFERENTIAL["lambda_full"].to(device))
     table = torch.stack([batch.block_table, torch.full_like(batch.block_table, 10**6)], dim=-1)[..., 0]
     assert table.stride(1) == 2
-    arguments = *(change(x) for x in (query, *pools)), replace(batch, block_table=table)
+    arguments = *(STRIDES[change](x) for x in (query, *pools)), replace(batch, block_table=table)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, path, *arguments, **options)
 

@@ -125,12 +125,17 @@ def attend_at_the_end(path, window, query_lens, device):
     return module.attention(*tensors[:-1], plan, return_lse=True)
 
 
-@pytest.mark.parametrize("query_lens", [(1, 1), (3, 20)], ids=["decodes", "chunks"])
-@pytest.mark.parametrize("window", [(100, 0), (100, 7), (100, MOST)], ids=str)
 @pytest.mark.parametrize(
-    ("path", "by"), [("chunked_prefill", "triton"), ("sliding_window", "triton"), ("sliding_window", "fastattn")]
+    ("called", "window", "query_lens"),
+    every_pair_on_cpu(
+        [("chunked_prefill", "triton"), ("sliding_window", "triton"), ("sliding_window", "fastattn")],
+        [(100, 0), (100, 7), (100, MOST)],
+        [(1, 1), (3, 20)],
+    ),
+    ids=str,
 )
-def test_a_window_at_the_end_of_as_many_keys(path, by, window, query_lens, device, monkeypatch):
+def test_a_window_at_the_end_of_as_many_keys(called, window, query_lens, device, monkeypatch):
+    path, by = called
     monkeypatch.setattr(triton_attention, "tune", lambda *_: LaunchConfig(16, 16, 4, 2, 1, 1))
     expected = attend_at_the_end("refattn.sliding_window", window, query_lens, device)
     with fastattn.use_kernel("triton") if by == "triton" else nullcontext():

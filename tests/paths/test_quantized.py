@@ -35,6 +35,7 @@ from tests.helpers.batches import (
     read_masks,
 )
 from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.pairs import every_pair
 from tests.helpers.specs import CHUNK, LEFT, ODD, is_causal
 from tests.helpers.stored import (
     E4M3,
@@ -97,11 +98,10 @@ def test_mask(package, case, kind, plan):
     assert_same_masks(read_masks(attention, case), masks_by_hand(case, SEES[plan]))
 
 
-@each_package
-@each_odd
-@each_pair
-def test_poison(package, case, kind, plan):
+@pytest.mark.parametrize(("package", "case", "pair"), every_pair(["refattn", "fastattn"], ODD, PAIRS), ids=str)
+def test_poison(package, case, pair):
     """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    plan, kind = pair
     mixed, arguments = path_of(package, plan)
     answers = []
     for poison in (HARMLESS, POISON):
@@ -247,9 +247,9 @@ def test_twins(case, kind, plan):
 
 
 @pytest.mark.covers("B92")
-@each_kind
-@pytest.mark.parametrize("case", FEW, ids=str)
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+@pytest.mark.parametrize(
+    ("kind", "case", "options"), every_pair(KINDS, FEW, [name for name in OPTIONS if name != "plain"]), ids=str
+)
 def test_twins_with_options(case, kind, options):
     options = per_head(OPTIONS[options], case, "cpu")
     plan = "window" if options.pop("window_size", None) else "causal"
@@ -257,9 +257,9 @@ def test_twins_with_options(case, kind, options):
     assert_twins_agree_over_codes(store(case, kind), plan, **options)
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("spread", [False, True], ids=["dense", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "spread"), every_pair(KINDS, [torch.bfloat16, torch.float16], [False, True]), ids=str
+)
 def test_twins_of_half_types_over_padded_pools(kind, dtype, spread):
     """Page strides that are not the product of the sizes, of the pools and of the scales beside them."""
     case = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 65), (0, 9), (5, 2)), heads=(6, 3), padding_rows=2)

@@ -237,12 +237,12 @@ def test_memory_that_nobody_may_see_changes_no_bit(kernel):
     vLLM 57720: a prompt of one token was computed from what the slot held before. vLLM 37728: the entries of a finished
     request were reached by a sequence without tokens. TensorRT-LLM 13278: padding shared the slot of a live request.
     """
-    clean = poisoned(kernel, 0.5)
-    for poison in (torch.nan, 1e4):
-        for before, after in zip(clean, poisoned(kernel, poison), strict=True):
+    clean, spoilt = poisoned(kernel, 0.5), poisoned(kernel, torch.nan)
+    for answers in (spoilt, poisoned(kernel, 1e4)):
+        for before, after in zip(clean, answers, strict=True):
             used = [1, 4, 5, 6] if len(before) == 8 else slice(None)
             assert torch.equal(before[used], after[used])
-    out, mixed, states, last = poisoned(kernel, torch.nan)
+    out, mixed, states, last = spoilt
     assert not out[[11, 12, 13, 35, 36]].any() and not mixed[[11, 12, 13, 35, 36]].any()
     assert out.isfinite().all() and mixed.isfinite().all()
     assert states[[0, 2, 3, 7]].isnan().all() and last[[0, 2, 3, 7]].isnan().all(), "a free slot was written"
@@ -567,10 +567,10 @@ def test_tensors_may_have_any_strides(kernel):
     assert pool[1::2].isnan().all()
 
 
-@each_kernel
 @pytest.mark.parametrize(
-    ("rows", "per_channel", "dtype", "sizes"),
+    ("kernel", "rows", "per_channel", "dtype", "sizes"),
     every_pair_on_cpu(
+        KERNELS,
         ["every-other", "expanded-size", "offset", "padded", "heads-last"],
         [False, True],
         [torch.float32, torch.bfloat16],

@@ -23,6 +23,7 @@ from refattn.interface import AttentionOptions, Fp8Scales, Intervals
 from refattn.metadata import make_batch
 from tests.helpers.batches import GARBAGE, HARMLESS, POISON, Case, build
 from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS, each_kernel
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.stored import decoded
 from tests.helpers.tolerance import assert_close, assert_matches_reference
 
@@ -215,9 +216,11 @@ def test_scores_under_other_masks(kernel, mask, device):
 
 @pytest.mark.covers("F196")
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
-@pytest.mark.parametrize("lens", [CASE.lens, ((1, 70), (0, 9), (1, 33), (1, 1), (1, 0))], ids=["chunks", "decodes"])
-@pytest.mark.parametrize("mask", [None, (9, 0)], ids=["causal", "window"])
-@pytest.mark.parametrize("page", [8, 32])
+@pytest.mark.parametrize(
+    ("lens", "mask", "page"),
+    every_pair_on_cpu([CASE.lens, ((1, 70), (0, 9), (1, 33), (1, 1), (1, 0))], [None, (9, 0)], [8, 32]),
+    ids=str,
+)
 def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, device):
     """As with long contexts: steps that nobody sees before and after those that are scored, and fewer at the end.
 

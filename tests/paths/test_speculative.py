@@ -256,9 +256,9 @@ def seen_by(trees, queries):
     return [{k for node in range(len(t) - min(queries, len(t)), len(t)) for k in path_to(t, node)} for t in trees]
 
 
-@pytest.mark.parametrize("kernel", [None, *PRESENT], ids=lambda kernel: kernel.name if kernel else "reference")
-@pytest.mark.parametrize("queries", [2, 200])
-@pytest.mark.parametrize("window", [-1, 0, 4])
+@pytest.mark.parametrize(
+    ("kernel", "queries", "window"), every_pair_on_cpu([None, *PRESENT], [2, 200], [-1, 0, 4]), ids=str
+)
 def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
     """Slots of rejected drafts, blocks nobody owns, keys before a window, nodes among them; other branches."""
     trees = [(-1, 0, 0, 1, 2, 2), draw_tree(66, 5), (-1,), (-1, -1, 0, 1, 1)]
@@ -517,14 +517,14 @@ def planned_by_the_reference(window, queries, device):
     return batch, trees, entries(plan), places.tolist()
 
 
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
-@pytest.mark.parametrize("window", [-1, 0, 9, 40])
-@pytest.mark.parametrize("queries", [None, 2])
-def test_twins_plan_alike(triton, window, queries, device):
+@pytest.mark.parametrize(
+    ("kernel", "window", "queries"), every_pair_on_cpu(["torch", "triton"], [-1, 0, 9, 40], [None, 2])
+)
+def test_twins_plan_alike(kernel, window, queries, device):
     batch, trees, expected, places = planned_by_the_reference(window, queries, device)
     theirs = fastattn.speculative.make_trees(PLANNED, device=device)
     assert torch.equal(trees.parents, theirs.parents) and torch.equal(trees.lens, theirs.lens)
-    with fastattn.use_kernel("triton" if triton else "torch"):
+    with fastattn.use_kernel(kernel):
         plan = fastattn.speculative.plan(batch, block_size=16, trees=trees, window_size=(window, 0))
         found = fastattn.speculative.positions(batch, trees, int(batch.cu_seqlens_q[-1]) + 3).tolist()
     assert entries(plan) == expected

@@ -342,7 +342,7 @@ CUTS = {
 def test_over_codes_no_answer_depends_on_how_a_prompt_was_cut(deepseek, kind, twin):
     """Nor on preemption, after which an answer is a prompt, or on drafts, which are new tokens beside others."""
     draw = random.Random(4)
-    prompts = [[draw.randrange(30) for _ in range(draw.randint(34, 48))] for _ in range(6)]
+    prompts = [[draw.randrange(30) for _ in range(draw.randint(34, 48))] for _ in range(4)]
     whole = make_engine(deepseek, twin, kv_cache_dtype=kind, num_blocks=256, max_num_batched_tokens=1024)
     expected = outputs(whole, prompts)
     for name, sizes in CUTS.items():
