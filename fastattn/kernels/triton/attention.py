@@ -18,7 +18,7 @@ part in which a query sees nothing changes nothing.
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import no_type_check
@@ -183,7 +183,7 @@ def attend_levels(
     spare = spare_stages(query, shared, codes, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
-    launch_level = partial(launch_attention, shared=shared, tree=tree)
+    launch_level: Callable[..., Launch] = partial(launch_attention, shared=shared, tree=tree)
     is_plain = shared and tree is None and len(levels) == 1
     if is_plain and latents_hopper.takes(query, key, levels[0], options, tunings[0], codes):
         launch_level = latents_hopper.launch
