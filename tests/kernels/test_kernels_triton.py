@@ -35,12 +35,14 @@ from fastattn.kernels.gpu import attention_kernel
 from fastattn.kernels.gpu import fixup as gpu_adapt
 from fastattn.kernels.gpu import recompute as gpu_repair
 from fastattn.kernels.gpu.fixup import empty_output, fix_up
+from fastattn.kernels.gpu.quantized import NO_CODES, Codes
 from fastattn.kernels.gpu.tile import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
+from fastattn.kernels.triton import latents_hopper
 from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
@@ -225,6 +227,45 @@ def test_few_latents_have_tiles_of_few_rows(seqs, heads, keys, rows, monkeypatch
     plan = refattn.mla.plan(make_batch([1] * seqs, [keys] * seqs, [[0] * (keys // 64)] * seqs), block_size=64)
     chosen = triton_tuning.tune(query, pool, pool[..., :512], plan, AttentionOptions(), 1152, shared=True)
     assert chosen.block_m == rows
+
+
+NOBODY = torch.zeros(2).int()
+LATENTS = {  # whether the kernel takes them, and what they are but 128 heads of 576 numbers in bfloat16, causal
+    "numbers": (True, {}),
+    "codes": (True, dict(codes=Codes("e4m3"), stored=torch.uint8, row=640)),
+    "sinks": (True, dict(options=AttentionOptions(sinks=torch.zeros(128)))),
+    "packed": (False, dict(codes=Codes("e4m3", groups=torch.ones(1)), stored=torch.uint8, row=640)),
+    "rounded-queries": (False, dict(codes=Codes("e4m3", rounds_query=True), stored=torch.uint8, row=640)),
+    "int8": (False, dict(codes=Codes("int8"), stored=torch.int8, row=640)),
+    "another-type": (False, dict(stored=torch.float16)),
+    "rows-that-are-not-aligned": (False, dict(row=584)),
+    "elements-apart": (False, dict(row=1152, step=2)),
+    "other-sizes": (False, dict(size=320)),
+    "few-rows": (False, dict(rows=16)),
+    "batch-invariant": (False, dict(run=2048)),
+    "a-window": (False, dict(plan=dict(window_size=(8, 0)))),
+    "intervals": (False, dict(plan=dict(causal=False, first_visible=NOBODY, last_visible=NOBODY))),
+    "positions": (False, dict(plan=dict(positions=NOBODY))),
+    "softcap": (False, dict(options=AttentionOptions(softcap=5.0))),
+    "alibi": (False, dict(options=AttentionOptions(alibi_slopes=torch.ones(128)))),
+    "another-gpu": (False, dict(capability=(10, 0))),
+    "a-later-triton": (False, dict(version="3.10.0")),
+}
+
+
+@pytest.mark.parametrize(("taken", "changed"), LATENTS.values(), ids=LATENTS)
+def test_which_latents_are_for_warps_with_roles(taken, changed, monkeypatch):
+    """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""
+    monkeypatch.setattr(latents_hopper, "INTERPRETED", False)
+    monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(latents_hopper.triton, "__version__", changed.get("version", "3.7.1"))
+    size, stored = changed.get("size", 576), changed.get("stored", torch.bfloat16)
+    query = torch.zeros(2, 128, size, dtype=torch.bfloat16)
+    pool = torch.zeros(3, 64, 1, changed.get("row", size), dtype=stored)[..., :: changed.get("step", 1)]
+    plan = Plan(make_batch([1] * 2, [70] * 2, [[0, 1], [2, 1]]), 64, **changed.get("plan", {}))
+    tuning = LaunchConfig(changed.get("rows", 64), 64, 8, 2, 1, 1, run=changed.get("run", 0))
+    options, codes = changed.get("options", AttentionOptions()), changed.get("codes", NO_CODES)
+    assert latents_hopper.takes(query, pool[..., :size], plan, options, tuning, codes) is taken
 
 
 @pytest.mark.parametrize("name", ["mixed", "heads-first", "narrow-values", "wide-values", "head-size-256"])

@@ -27,6 +27,7 @@ PAGED = "tests/paths/test_chunked_prefill.py"
 CODES = "tests/paths/test_quantized.py"
 
 TILE = "fastattn/kernels/gpu/tile.py"
+ROLES = "fastattn/kernels/triton/latents_hopper.py"
 IN_C = "fastattn/kernels/native/attention.c"
 CALL_OF_C = "fastattn/kernels/native/attention.py"
 TABLES = "fastattn/kernels/triton/metadata.py"
@@ -53,6 +54,10 @@ def planted(name: str, file: str, old: Text, new: Text, *tests: str) -> Mutation
 
 
 AT_LARGE: list[Mutation] = [
+    # --- which latents are for warps with roles ---
+    planted("latents in a window, too", ROLES, "plan.window[0] < 0 and plan", "plan", TRITON),
+    planted("latents of a capped score, too", ROLES, "options.softcap == 0 and options", "options", TRITON),
+    planted("latents of rows anywhere, too", ROLES, "last == 1 and all(", "last == 1 or all(", TRITON),
     # --- the kernel in C ---
     planted(
         "a window in C shows one key more",
