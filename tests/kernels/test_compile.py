@@ -44,7 +44,8 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
     if not every_launch and gpu != "sm_90":
         pytest.skip("two minutes for each GPU: make compile")
     launched = launches(gpu, *([] if every_launch else ["--largest"]))
-    assert {launch["kernel"] for launch in launched} == our_kernels()
+    of_hopper = {name for name in our_kernels() if ".latents_hopper." in name}
+    assert {launch["kernel"] for launch in launched} == our_kernels() - (set() if gpu == "sm_90" else of_hopper)
     assert not [launch for launch in launched if launch["shared"] > launch["room"]], "more shared memory than there is"
     assert not [launch for launch in launched if launch["columns"] > 512], "more tensor memory than there is"
     decodes = [launch for launch in launched if "registers" in launch and launch["tile"].get("BLOCK_M", 0) <= 16]
@@ -56,6 +57,8 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
         x for x in launched if "registers" in x and x["tile"].get("VALUES_IN_KEYS") and x["tile"]["BLOCK_M"] == 64
     ]
     assert over_latents and not [x for x in over_latents if x["spilled"] > 256], "more than what lies beside the loop"
+    with_roles = [launch for launch in launched if "registers" in launch and launch["kernel"] in of_hopper]
+    assert with_roles and not [x for x in with_roles if x["spilled"] > 64], "more than what lies beside the loop"
     of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("MASK_WORDS")]
     assert of_trees and not [launch for launch in of_trees if launch["spilled"]], "the mask of a tree in memory"
     if gpu == "sm_90":

@@ -14,7 +14,7 @@ in registers: 64 rows of 512 numbers in float32 fill half of all registers. Trit
 warps do what, so this one is written in Gluon, Triton's language a floor below, where layouts and barriers are written
 out. Gluon has no interpreter.
 
-64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 330 in bfloat16; the other kernel takes 573 and 477
+64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 351 in bfloat16; the other kernel takes 574 and 478
 (NVIDIA H200). Reading queries from shared memory takes the products of scores half as long again as they need: their
 rows are only 32 keys long for each group.
 
