@@ -244,6 +244,8 @@ LATENTS = {  # whether the kernel takes them, and what they are but 128 heads of
     "few-rows": (False, dict(rows=16)),
     "batch-invariant": (False, dict(run=2048)),
     "a-window": (False, dict(plan=dict(window_size=(8, 0)))),
+    "later-keys": (False, dict(plan=dict(causal=False, window_size=(-1, 2**31 - 1)))),
+    "all-keys": (False, dict(plan=dict(causal=False))),
     "intervals": (False, dict(plan=dict(causal=False, first_visible=NOBODY, last_visible=NOBODY))),
     "positions": (False, dict(plan=dict(positions=NOBODY))),
     "softcap": (False, dict(options=AttentionOptions(softcap=5.0))),

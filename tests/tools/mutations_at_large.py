@@ -55,7 +55,7 @@ def planted(name: str, file: str, old: Text, new: Text, *tests: str) -> Mutation
 
 AT_LARGE: list[Mutation] = [
     # --- which latents are for warps with roles ---
-    planted("latents in a window, too", ROLES, "plan.window[0] < 0 and plan", "plan", TRITON),
+    planted("latents in a window, too", ROLES, "plan.window == (-1, 0) and plan", "plan", TRITON),
     planted("latents of a capped score, too", ROLES, "options.softcap == 0 and options", "options", TRITON),
     planted("latents of rows anywhere, too", ROLES, "last == 1 and all(", "last == 1 or all(", TRITON),
     # --- the kernel in C ---

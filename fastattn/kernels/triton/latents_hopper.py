@@ -15,8 +15,7 @@ warps do what, so this one is written in Gluon, Triton's language a floor below,
 out. Gluon has no interpreter.
 
 64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 351 in bfloat16; the other kernel takes 574 and 478
-(NVIDIA H200). Reading queries from shared memory takes the products of scores half as long again as they need: their
-rows are only 32 keys long for each group.
+(NVIDIA H200). What was tried is on docs/paths/mla.md.
 
 Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier"; DeepSeek's FlashMLA, which
     divides the columns of the output among two groups of warps as well.
@@ -69,7 +68,7 @@ def takes(
     codes: Codes,
 ) -> bool:
     """Return whether this kernel computes a level of attention over latents, as `attend_levels` has tuned it."""
-    plain_mask = plan.window[0] < 0 and plan.first_visible is None and not uses_positions(plan, options)
+    is_causal = plan.window == (-1, 0) and plan.first_visible is None and not uses_positions(plan, options)
     plain_scores = options.softcap == 0 and options.alibi_slopes is None
     if codes.kind:
         stored = codes.kind in REGISTERS and codes.groups is None and not codes.rounds_query
@@ -83,7 +82,7 @@ def takes(
         and devices.capability(query.device) == (9, 0)
         and (query.itemsize, query.shape[2], tuning.block_m) == (2, RANK + ROPE, LATENT_64.block_m)
         and not tuning.run
-        and plain_mask
+        and is_causal
         and plain_scores
         and stored
         and aligned
@@ -121,7 +120,7 @@ def launch(
         after: never, as there is one level.
     """
     batch, num_heads = plan.batch, query.shape[1]
-    table, right = batch.block_table, plan.window[1]
+    table = batch.block_table
     assert table is not None  # a plan over pages has checked it
     query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = batch.max_query_len * num_heads <= tuning.block_m
@@ -148,7 +147,6 @@ def launch(
             num_tokens=query.shape[0],
             num_seqs=batch.num_seqs,
             splits=tuning.splits,
-            right=right,
             NUM_HEADS=num_heads,
             RANK=RANK,
             ROPE=ROPE,
@@ -159,7 +157,6 @@ def launch(
             ONE_TILE=one_tile,
             SPLIT=overlap is not None,
             BALANCE=tuning.most_splits > tuning.splits,
-            RIGHT=right >= 0,
             CODES=codes.kind,
             REGISTERS=REGISTERS[codes.kind],
         ),
@@ -352,7 +349,6 @@ def _attend_kernel(
     num_seqs,
     splits,
     scale,
-    right,
     query_number,  # of codes; but for these numbers latents have no scales
     value_number,
     query_scales,
@@ -369,7 +365,6 @@ def _attend_kernel(
     ONE_TILE: gl.constexpr,
     SPLIT: gl.constexpr,
     BALANCE: gl.constexpr,
-    RIGHT: gl.constexpr,
     CODES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -392,13 +387,12 @@ def _attend_kernel(
         return
     first_place = (split.to(gl.int64) * num_tokens + first_query) * NUM_HEADS
     seq_len = gl.load(seq_lens + sequence)
-    of_last = seq_len - num_rows // NUM_HEADS + right  # the last key that the sequence's first query sees
+    context = seq_len - num_rows // NUM_HEADS  # the last key that the sequence's first query sees
 
     # Which keys: those that some row sees, and of them the run of this split.
-    first_key, last_key = tile * 0, seq_len
-    if RIGHT:
-        last_row = gl.minimum(first_row + BLOCK_M, num_rows) - 1
-        last_key = gl.maximum(gl.minimum(seq_len, of_last + last_row // NUM_HEADS + 1), 0)
+    first_key = tile * 0
+    last_row = gl.minimum(first_row + BLOCK_M, num_rows) - 1
+    last_key = gl.maximum(context + last_row // NUM_HEADS + 1, 0)
     if SPLIT:
         steps = gl.cdiv(last_key, BLOCK_N)
         if BALANCE:
@@ -442,13 +436,11 @@ def _attend_kernel(
     fence_async_shared()
 
     of_scores = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
-    last_of_rows = of_scores * 0 + last_key - 1
-    if RIGHT:
-        last_of_rows = gl.minimum(last_of_rows, of_last + of_scores // NUM_HEADS)
+    last_of_rows = gl.minimum(context + of_scores // NUM_HEADS, last_key - 1)
     factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (scale * LOG2E)
     table = block_table + sequence.to(gl.int64) * table_row_stride
     slots = keys, rope_keys, full, empty
-    # Triton 3.6 leaves what the third group is told in the shared memory that `factor` has come through, at once.
+    # Triton 3.6 stores the arguments of the third group where `factor` was exchanged, and waits for nobody to read it.
     tl.debug_barrier()
     acc, row_max, row_sum = gl.warp_specialize(
         [
