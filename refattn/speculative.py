@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn import chunked_prefill, masks
+from refattn import chunked_prefill, masks, sliding_window
 from refattn.attention import attend_to
 from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
 from refattn.interface.call import check_plan
@@ -157,14 +157,12 @@ def plan(
                 ancestors[i, node, other // WORD] |= 1 << other % WORD if other % WORD < WORD - 1 else -(1 << WORD - 1)
 
     query_lens, lens = batch.query_lens.tolist(), trees.lens.tolist()
-    firsts, seq_lens, tables = [], [], []
-    for nodes, seq_len, blocks in zip(lens, batch.seq_lens.tolist(), block_table.tolist(), strict=True):
-        cut = 0 if left < 0 else max(0, seq_len - nodes - left) // block_size  # blocks that not even the root sees
-        firsts.append(cut * block_size)
-        seq_lens.append(seq_len - cut * block_size)
-        tables.append(blocks[cut : -(-seq_len // block_size)])
+    # The blocks that not even the root sees are cut off, as for a window of all nodes.
+    all_nodes = make_batch(lens, batch.seq_lens.tolist(), block_table.tolist(), device=batch.device)
+    trimmed = sliding_window.plan(all_nodes, window_size=(left, 0), block_size=block_size)
+    seq_lens, tables = trimmed.batch.seq_lens.tolist(), trimmed.batch.block_table.tolist()
+    first_keys = None if left < 0 else trimmed.first_keys
     where = positions(batch, trees, sum(query_lens)).int()
-    first_keys = None if left < 0 else torch.tensor(firsts, dtype=torch.int32, device=batch.device)
 
     def level(keys: list[int]) -> Plan:
         sequences = make_batch(query_lens, keys, tables, device=batch.device)
