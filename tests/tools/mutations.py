@@ -1437,8 +1437,8 @@ MUTATIONS: list[Mutation] = [
         "no block is cut off",
         (
             "refattn/speculative.py",
-            "cut = 0 if left < 0 else max(0, seq_len - nodes - left) // block_size",
-            "cut = 0",
+            "sliding_window.plan(all_nodes, window_size=(left, 0)",
+            "sliding_window.plan(all_nodes, window_size=(-1, 0)",
         ),
         (
             "fastattn/speculative.py",
