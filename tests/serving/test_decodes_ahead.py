@@ -17,10 +17,18 @@ from fastattn.kernels.device import on_gpu
 from fastattn.serving import CudaGraphs
 from fastattn.serving.decode_rows import DecodeRows
 from refattn.serving import CPU, NGram, SamplingParams
-from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, Watched, assert_nothing_is_held, make_engine, outputs
+from tests.helpers import engines
+from tests.helpers.engines import MODELS, SYSTEM, Watched, assert_nothing_is_held, make_engine
 from tests.helpers.tiny_models import make_llama, make_model
 
+# Longer than elsewhere, so that several launches are ahead, and prompts wait for others.
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42, 43, 44]]
+GREEDY = SamplingParams(max_tokens=9)
 LONG = [SamplingParams(max_tokens=count, temperature=0.7 * (count % 2), seed=count) for count in range(6, 12)]
+
+
+def outputs(engine, prompts, sampling=GREEDY):
+    return engines.outputs(engine, prompts, sampling)
 
 
 @pytest.fixture(scope="module")

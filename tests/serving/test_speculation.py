@@ -18,6 +18,7 @@ from tests.helpers.tiny_models import make_model
 CHAIN = NGram(max_drafts=4)
 TREE = NGram(max_drafts=3, max_branches=3, max_ngram=2)
 KINDS = {"chain": CHAIN, "tree": TREE}
+LONG = SamplingParams(max_tokens=9)  # long enough to repeat itself
 REPEATING = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 4, 9, 3], [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], PROMPTS[0]]
 
 
@@ -128,9 +129,9 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
             make_engine(model, twin, speculation=Wild(max_branches=2))
         wild = NGram(max_drafts=3)
     sizes = dict(max_num_batched_tokens=13, num_blocks=30)
-    expected = outputs(make_engine(model, twin, **sizes), REPEATING)
+    expected = outputs(make_engine(model, twin, **sizes), REPEATING, LONG)
     engine = make_engine(model, twin, **sizes, speculation=wild)
-    assert outputs(engine, REPEATING) == expected
+    assert outputs(engine, REPEATING, LONG) == expected
     assert engine.counters.drafted_tokens > 0
     assert_nothing_is_held(engine)
 
@@ -141,16 +142,16 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
 )
 def test_trees_move_in_a_window_pool_that_has_given_blocks_back(llama, kind, kv_cache_dtype, twin, device):
     """Every accepted token moves, as wrong ones come first, in a pool without the blocks that left the window."""
-    model, sampling = make_model(*MODELS[kind], device), SamplingParams(max_tokens=14)
+    model, sampling = make_model(*MODELS[kind], device), SamplingParams(max_tokens=10)
     sizes = dict(max_num_seqs=3, max_num_batched_tokens=24, kv_cache_dtype=kv_cache_dtype)
     plain = make_engine(model, twin, **sizes)
-    whole = [request.tokens for request in plain.generate(PROMPTS, sampling)]
+    whole = [request.tokens for request in plain.generate(PROMPTS[:4], sampling)]
     drafts = Oracle(max_drafts=3, max_branches=2)
     object.__setattr__(drafts, "answers", whole)
     engine = make_engine(model, twin, **sizes, speculation=drafts)
     assert engine.window_pools, "the pool is not smaller: nothing is given back"
-    answers = engine.generate(PROMPTS, sampling)
-    assert [request.error for request in answers] == [None] * len(PROMPTS)
+    answers = engine.generate(PROMPTS[:4], sampling)
+    assert [request.error for request in answers] == [None] * len(answers)
     assert [request.tokens for request in answers] == whole
     assert engine.counters.accepted_tokens > 20
     assert_nothing_is_held(engine)
@@ -266,14 +267,14 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypa
 def test_recorded_verifications_change_nothing(llama, layers, kind, monkeypatch, device):
     """Steps with drafts come from the buffers of a recording; on a CPU it runs the step itself."""
     model = llama if layers == "plain" else make_model(*MODELS[layers], device)
-    expected = outputs(make_engine(model, "fastattn"), REPEATING)
+    expected = outputs(make_engine(model, "fastattn"), REPEATING, LONG)
     runner = CudaGraphs()
     if device != "cuda":
         monkeypatch.setattr(CudaGraphs, "can_record", staticmethod(lambda engine: True))
         monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
     monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
     engine = make_engine(model, "fastattn", runner=runner, speculation=KINDS[kind])
-    assert outputs(engine, REPEATING) == expected
+    assert outputs(engine, REPEATING, LONG) == expected
     assert engine.counters.drafted_tokens > 0
     shapes = list(runner._steps)
     assert any(1 < shape.queries < 8 for shape in shapes), "no verification was recorded"
