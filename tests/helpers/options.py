@@ -60,15 +60,15 @@ SMALL = [case for case in CASES if max(s for _, s in case.lens) < 300]
 def each_kernel_case_and_option(all_options, some_options=("plain", "everything")):
     """Parametrize with each kernel, case and option; on a CPU all options with the cases `all_options`.
 
-    With the others there are those that hold most of them, and of the rest, where kernels are not interpreted, every
-    fourth, so that each option meets cases of every kind.
+    With the others there are those that hold most of them, one of these in turn where a kernel is interpreted, and of
+    the rest, where kernels are not, every eighth, so that each option meets cases of several kinds.
     """
     on_gpu = os.environ["TWINATTN_TEST_DEVICE"] != "cpu"
-    some = {*some_options}
 
     def is_chosen(kernel, i, name, j):
-        is_next = not kernel.is_interpreted and (i + j) % 4 == 0
-        return on_gpu or CASES[i].name in all_options or name in some or is_next
+        is_next = not kernel.is_interpreted and (i + j) % 8 == 0
+        is_in_turn = name == some_options[i % len(some_options)] if kernel.is_interpreted else name in some_options
+        return on_gpu or CASES[i].name in all_options or is_in_turn or is_next
 
     return pytest.mark.parametrize(
         ("kernel", "case", "options"),

@@ -97,9 +97,9 @@ def fix_up_lse(lse):
 
 def of_heads(t, per_channel=False):
     """Return the shapes of the tokens of a step, and of states of 5 values and 4 keys."""
-    decay = (t, 6, 4) if per_channel else (t, 6)
-    queries = dict(query=(t, 3, 4), key=(t, 3, 4), value=(t, 6, 5), out=(t, 6, 5))
-    return queries | dict(log_decay=decay, beta=(t, 6), states=(12, 6, 5, 4))
+    decay = (t, 4, 4) if per_channel else (t, 4)
+    queries = dict(query=(t, 2, 4), key=(t, 2, 4), value=(t, 4, 5), out=(t, 4, 5))
+    return queries | dict(log_decay=decay, beta=(t, 4), states=(12, 4, 5, 4))
 
 
 def of_channels(t):

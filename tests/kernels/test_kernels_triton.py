@@ -131,7 +131,7 @@ def assert_agrees(path, *arguments, **options):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_layers_of_a_step_are_launched_alike(splits, device):
     """The first layer prepares the launches, and others replay them with their own tensors and numbers per head."""
-    case = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(2, 1), padding_rows=1)
+    case = Case("layers", ((2, 20), (1, 40), (0, 9)), heads=(2, 1), padding_rows=1)
     lay_out = partial(build, case, device=device, poison=(0.5,))
     first = lay_out()
     _, key_cache, _, plan, _ = given(*first.tensors)

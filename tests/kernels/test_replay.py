@@ -39,8 +39,8 @@ from tests.helpers.kernels_present import PRESENT  # which quickens the interpre
 from tests.helpers.pairs import every_pair
 from tests.helpers.stored import apart, store
 
-CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
-SHARED = Case("shared", ((2, 40), (1, 60), (1, 39)), heads=(4, 2), padding_rows=1)
+CASE = Case("layers", ((2, 20), (1, 40), (0, 9)), heads=(4, 2), padding_rows=1)
+SHARED = Case("shared", ((2, 20), (1, 40), (1, 19)), heads=(4, 2), padding_rows=1)
 TREES = [(-1, 0), (-1,), ()]
 OPTIONS = dict(softmax_scale=0.2)  # latents have no default
 NUMBERS = {x.name: x.default for x in fields(AttentionOptions) if x.name not in ("alibi_slopes", "sinks")}

@@ -292,7 +292,7 @@ def test_a_sink_is_counted_once(twin, sink, device):
 @each_twin
 def test_padding_rows_have_no_sink(twin, device):
     step = lay_out(SHARED["prefills-and-decodes"], device=device)
-    sinks = torch.zeros(4, device=device)
+    sinks = torch.zeros(2, device=device)
     out, lse = attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
     assert not out[-3:].any() and (lse[-3:] == -torch.inf).all()
 
@@ -365,7 +365,8 @@ def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
                 key_cache[place], value_cache[place] = junk, junk
         assert not all(seen.values())
         assert all(torch.equal(*pair) for pair in zip(before, call(), strict=True))
-        assert_twins_agree("cascade", *step.tensors, prefixes=step.prefixes, window_size=(left, 0))
+        its_window = dict(prefixes=step.prefixes, window_size=(left, 0))
+        assert_twins_agree("cascade", *step.tensors, again=not kernel.is_interpreted, **its_window)
 
     with kernel.asked_for():
         kernel.check(assert_unchanged)

@@ -15,7 +15,7 @@ from refattn.metadata import make_batch
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 
-H, HK, D = 8, 4, 8
+H, HK, D = 4, 2, 8
 RANK, ROPE = 16, 8
 P = 4  # tokens in a block
 QUERY_LENS, SEQ_LENS = [3, 1, 4, 2], [14, 11, 9, 2]

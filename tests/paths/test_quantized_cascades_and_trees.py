@@ -243,9 +243,10 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
 # --- the twins ---
 
 
-def hold(step: Step, stored: Stored, **options: Any) -> None:
+def hold(kernel: Kernel, step: Step, stored: Stored, **options: Any) -> None:
     arguments = dict(step.arguments(str(stored.query.device)), **options, scales=stored.scales)
-    assert_twins_agree(partial(over_codes, path=step.path), *stored.in_bytes, **arguments)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, partial(over_codes, path=step.path), *stored.in_bytes, **arguments)
 
 
 @each_kernel
@@ -260,8 +261,7 @@ def hold(step: Step, stored: Stored, **options: Any) -> None:
 def test_twins(kernel, name, kind, device):
     step = STEPS[name]
     for dtype in kernel.dtypes[:1] if kernel.is_interpreted else kernel.dtypes:
-        with kernel.asked_for():
-            hold(step, step.store(kind, dtype=dtype, device=device))
+        hold(kernel, step, step.store(kind, dtype=dtype, device=device))
 
 
 @each_kernel
@@ -275,8 +275,7 @@ def test_twins(kernel, name, kind, device):
 def test_twins_with_options(kernel, name, kind, options, device):
     step, left = STEPS[name], LEFT if "window_size" in OPTIONS[options] else -1
     stored = step.store(kind, left=left, dtype=kernel.dtypes[0], device=device, spread=True)
-    with kernel.asked_for():
-        hold(step, stored, **per_head(OPTIONS[options], step.case, device))
+    hold(kernel, step, stored, **per_head(OPTIONS[options], step.case, device))
 
 
 @each_kernel
@@ -287,8 +286,7 @@ def test_twins_with_options(kernel, name, kind, options, device):
 )
 def test_scales_of_fp8(kernel, per, round_query, name, device):
     stored = STEPS[name].store("e4m3", per=per, round_query=round_query, dtype=kernel.dtypes[0], device=device)
-    with kernel.asked_for():
-        hold(STEPS[name], stored)
+    hold(kernel, STEPS[name], stored)
 
 
 @each_kernel
@@ -435,15 +433,15 @@ BAD = {
     "plan: expected a Plan, a CascadePlan or a TreePlan, got list": lambda arguments: dict(
         plan=list(arguments["plan"].levels)
     ),
-    "scales.key: expected a number or float32 [hk=3], as a group of a cascade is of several sequences, got float32 [6, "
-    "3]": per_sequence(key=torch.ones(6, 3)),
-    "scales.value: expected a number or float32 [hk=3], as a group of a cascade is of": per_sequence(
-        value=torch.ones(6, 3)
+    "scales.key: expected a number or float32 [hk=2], as a group of a cascade is of several sequences, got float32 [6, "
+    "2]": per_sequence(key=torch.ones(6, 2)),
+    "scales.value: expected a number or float32 [hk=2], as a group of a cascade is of": per_sequence(
+        value=torch.ones(6, 2)
     ),
-    "scales.query: expected a number or float32 [hk=3], as a group of a cascade is of": per_sequence(
-        query=torch.ones(6, 3)
+    "scales.query: expected a number or float32 [hk=2], as a group of a cascade is of": per_sequence(
+        query=torch.ones(6, 2)
     ),
-    "scales.key: expected a number or float32 [hk=3] or [b=6, hk=3], got float32 [2]": per_sequence(key=torch.ones(2)),
+    "scales.key: expected a number or float32 [hk=2] or [b=6, hk=2], got float32 [3]": per_sequence(key=torch.ones(3)),
     "key_cache: expected at least": lambda arguments: dict(
         key_cache=arguments["key_cache"][:2], value_cache=arguments["value_cache"][:2]
     ),

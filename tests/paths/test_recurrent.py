@@ -209,13 +209,13 @@ def test_gradients_of_the_reference_and_no_backward_pass_of_the_twin():
 def poisoned(kernel, poison):
     """Return the outputs and the states of a step in which all that may not be read holds poison."""
     batch = lengths((11, 3, 0, 1, 20), (0, 5, 9, 0, 30))  # then two rows of padding
-    step = draw(37)
+    step = draw(37, h=1, hv=2)
     nobody = [*range(11, 14), 35, 36]  # sequence 1 is padding
     for x in step:
         x[nobody] = poison
     inputs = torch.randn(37, 7, generator=torch.Generator().manual_seed(3))
     inputs[nobody] = poison
-    states, last = draw_states(8), torch.randn(8, 3, 7, generator=torch.Generator().manual_seed(4))
+    states, last = draw_states(8, 2), torch.randn(8, 3, 7, generator=torch.Generator().manual_seed(4))
     free = [0, 2, 3, 4, 6, 7]
     states[free], last[free] = poison, poison  # 6 and 4 belong to sequences that have no state yet
     tables = dict(
@@ -270,10 +270,10 @@ def test_a_sequence_without_tokens_has_no_chunk(kernel, per_channel):
     assert_twins_agree(kernel, step, draw_states(3), lengths((17, 0, 20), (1, 1, 0)), **tables)
 
 
-def beside_idle_sequences(kernel, length, entry, per_channel, drafts):
-    """Return the outputs and the states of a step in which sequences without new tokens have an entry everywhere."""
+def beside_idle_sequences(kernel, length, entries, per_channel, drafts):
+    """Return the outputs and the states of a step in which each sequence without new tokens has an entry everywhere."""
     lens, contexts = (0, length, 0, 1, 0), (9, 3, 0, 15, 40)
-    step, states = draw(length + 1, per_channel=per_channel), draw_states(12)
+    step, states = draw(length + 1, h=1, hv=2, per_channel=per_channel), draw_states(12, 2)
     inputs, weight, last = torch.randn(length + 1, 5), torch.randn(5, 4), torch.randn(12, 3, 5)
     columns = dict(
         state_indices=ints([[4, 5], [0, 1], [6, 7], [2, 3], [9, 9]]),
@@ -281,7 +281,7 @@ def beside_idle_sequences(kernel, length, entry, per_channel, drafts):
         num_accepted=ints([1, 2, 1, 2, 1]),
     )
     for table in columns.values():
-        table[[0, 2, 4]] = entry
+        table[[0, 2, 4]] = ints(entries).view(-1, *[1] * (table.ndim - 1))
     if not drafts:
         columns["state_indices"] = columns["state_indices"][:, 0].contiguous()
         del columns["num_accepted"]
@@ -297,12 +297,12 @@ def beside_idle_sequences(kernel, length, entry, per_channel, drafts):
 def test_entries_of_a_sequence_without_tokens_may_be_anything(kernel, length, drafts, per_channel):
     """None of them is followed, neither a slot nor the column of a draft that was accepted."""
     torch.manual_seed(0)
-    expected = beside_idle_sequences(kernel, length, -1, per_channel, drafts)
+    expected = beside_idle_sequences(kernel, length, (-1, -1, -1), per_channel, drafts)
     assert expected[0].any(-1).all() and expected[1].any(-1).all()
-    for entry in (MOST, 12, -MOST - 1):
+    for entries in ((MOST, 12, -MOST - 1), (-MOST - 1, MOST, 12)):
         torch.manual_seed(0)
-        for one, other in zip(beside_idle_sequences(kernel, length, entry, per_channel, drafts), expected, strict=True):
-            assert torch.equal(one, other)
+        answers = beside_idle_sequences(kernel, length, entries, per_channel, drafts)
+        assert all(map(torch.equal, answers, expected))
 
 
 @pytest.mark.covers("R203")
@@ -321,7 +321,7 @@ def test_nan_reaches_the_tokens_after_it_and_none_before(kernel, name, per_chann
 
 @each_computer
 def test_slots_may_be_permuted(kernel):
-    batch, step, states = lengths((20, 1, 4), (0, 7, 2)), draw(25), draw_states(5)
+    batch, step, states = lengths((20, 1, 4), (0, 7, 2)), draw(25, h=1, hv=2), draw_states(5, 2)
     permuted = states[[4, 2, 0, 1, 3]].clone()  # slot s is now where it stands in the list
     answers = [
         attend(kernel, step, pool, batch, state_indices=ints(slots))
@@ -401,7 +401,7 @@ def test_rejected_drafts_are_rolled_back(kernel):
     transformers 49036: cropping a cache left the drafts in the state. vLLM 53912: with drafts, what a prefix hit began
     from was the state of another token.
     """
-    step, inputs, weight = draw(12), torch.randn(12, 5), torch.randn(5, 4)
+    step, inputs, weight = draw(12, h=1, hv=2), torch.randn(12, 5), torch.randn(5, 4)
 
     def compute(tokens, pools, batch, **tables):
         out = attend(kernel, step.rows(tokens), pools[0], batch, **tables)
@@ -409,7 +409,7 @@ def test_rejected_drafts_are_rolled_back(kernel):
 
     columns = ints([[2, 5, 3], [1, 0, 6]])
     for accepted in (1, 2, 3):
-        pools = draw_states(8), torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(2))
+        pools = draw_states(8, 2), torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(2))
         alone = [pool.clone() for pool in pools]
         # Two sequences verify three tokens each; the second begins after two accepted ones of the step before.
         verified = compute(
@@ -444,8 +444,8 @@ def test_a_checkpoint_at_a_blocks_end_is_where_another_request_begins(kernel):
     modular 6681: a prefix hit skipped tokens whose state nobody had. vLLM 53142: the column was that of blocks of
     another size.
     """
-    step, inputs, weight = draw(45), torch.randn(45, 5), torch.randn(5, 4)
-    pools = draw_states(6), torch.randn(6, 3, 5)
+    step, inputs, weight = draw(45, h=1, hv=2), torch.randn(45, 5), torch.randn(5, 4)
+    pools = draw_states(6, 2), torch.randn(6, 3, 5)
     kept = dict(state_indices=ints([0]), block_size=16)
     for rows, slots in ((slice(0, 21), [4, -1]), (slice(21, 45), [1, 3])):  # in two steps, cut inside a block
         batch = lengths([rows.stop - rows.start], [rows.start])
@@ -453,12 +453,12 @@ def test_a_checkpoint_at_a_blocks_end_is_where_another_request_begins(kernel):
         attend(kernel, step.rows(rows), pools[0], batch, **tables)
         convolve(kernel, inputs[rows], weight, pools[1], batch, **tables)
     for slot, length in ((4, 16), (3, 32), (0, 45)):
-        alone = torch.zeros(1, 4, 6, 8), torch.zeros(1, 3, 5)
+        alone = torch.zeros(1, 2, 6, 8), torch.zeros(1, 3, 5)
         attend(kernel, step.rows(slice(0, length)), alone[0], lengths([length], [0]), state_indices=ints([0]))
         torch.testing.assert_close(pools[0][slot], alone[0][0], atol=1e-5, rtol=1e-5)
         assert torch.equal(pools[1][slot], inputs[length - 3 : length])
     # The column of the first block is not read in the second step, in which that block does not end.
-    untouched = draw_states(6)
+    untouched = draw_states(6, 2)
     assert torch.equal(pools[0][[1, 2, 5]], untouched[[1, 2, 5]])
 
 

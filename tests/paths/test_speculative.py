@@ -89,7 +89,8 @@ def test_large_trees(kernel, heads, device):
     """Of 64 nodes and more, whose masks are words of 64 bits, one or several; as tiles of 16 rows, 64 and 128."""
 
     def check():
-        for trees in ([draw_tree(3, 0)], LARGE[1:3], LARGE[3:] if heads == (4, 1) else LARGE[:1]):
+        few = (LARGE[3:4] + LARGE[5:],) if heads == (4, 1) else (LARGE[1:3], LARGE[4:5])
+        for trees in ([draw_tree(3, 0)], *few):
             check_masks(fastattn.speculative, trees, device, contexts=(40, 3, 64), heads=heads)
 
     with kernel.asked_for():
@@ -418,7 +419,7 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
             dict(heads=(3, 3), head_size=96, value_head_size=64, block_size=24, layout="HND"),
         ),
     }[shape]
-    case = case_of(trees, contexts=(130, 300, 0, 5), **sizes)
+    case = case_of(trees, contexts=(70, 140, 0, 5), **sizes)
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     made, options = fastattn.speculative.make_trees(trees, device=device), options_of(name, case.heads[0], device)
     with kernel.asked_for():
@@ -504,7 +505,7 @@ def entries(plan: TreePlan) -> dict[str, object]:
     return held
 
 
-PLANNED = [SMALL[i] for i in range(0, len(SMALL), 5)] + LARGE
+PLANNED = [SMALL[i] for i in range(0, len(SMALL), 15)] + LARGE[1:]
 
 
 @functools.cache
