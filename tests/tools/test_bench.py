@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -15,6 +16,8 @@ from functools import partial
 import pytest
 import torch
 from rich.console import Console
+from torch.multiprocessing import start_processes
+from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
 import fastattn.sliding_window
@@ -23,7 +26,7 @@ from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
-from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report, selection
+from fastattn.tools.bench import Bench, in_rows, measure, peers, ranks, reading, report, selection
 from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, _cuda, rows
@@ -43,6 +46,7 @@ from fastattn.tools.bench.work import (
 from fastattn.tools.cli import main
 from refattn import attention, chunked_prefill, kv_cache, masks
 from refattn.conformance import attend
+from refattn.conformance.libraries import pytorch
 from tests.helpers import gpu_package_doubles
 
 CPU = torch.device("cpu")
@@ -547,8 +551,15 @@ ROWS = [row for row in _cuda(128) if row.path != "engine" and len(getattr(row.wo
 ROWS = [row for row in ROWS if not (isinstance(row.work, States) and row.work.num_seqs > FEW)]
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Let the processes of the ranks be forks of one that has imported PyTorch, once for all, as in their own tests."""
+    multiprocessing.set_forkserver_preload([ranks.__name__])
+    monkeypatch.setattr(ranks, "spawn", partial(start_processes, start_method="forkserver"))
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.name.endswith("-graph")], ids=str)
-def test_contenders_of_a_gpu_fit_their_rows(row, fa3_library, monkeypatch):
+def test_contenders_of_a_gpu_fit_their_rows(row, fa3_library, forked_ranks, monkeypatch):
     """In small, on a CPU, with doubles of the packages that need a GPU."""
     gpu_package_doubles.install(monkeypatch)
     inputs = row.work.draw(CPU, torch.float32, seed=0)
@@ -563,6 +574,7 @@ def test_contenders_of_a_gpu_fit_their_rows(row, fa3_library, monkeypatch):
 
 def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "all_cores", torch.get_num_threads)  # other tests keep the threads that they have
+    monkeypatch.setattr(pytorch, "flex", lambda: flex_attention)  # not compiled, which takes longer than all the rest
     fastattn.tools.bench.run("cpu", ["decode-1x", "kv_cache"], out=tmp_path, quick=True)
     fastattn.tools.bench.run("cpu", ["kv_cache"], out=tmp_path, quick=True)
     (file,) = tmp_path.glob("*.json")

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import runpy
+import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass, field
@@ -16,10 +17,13 @@ from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import pytest
+import torch
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from py_mini_racer import MiniRacer
 
+from fastattn.tools import search
+from refattn.conformance import isolate
 from refattn.drawing import animation
 
 ROOT = Path(__file__).parent.parent.parent
@@ -113,9 +117,41 @@ def test_the_other_twin_can_be_imported_instead(page, monkeypatch):
     run_python(page, blocks, monkeypatch)
 
 
+def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run `python -m` with some arguments in this process, and return the exit status."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", arguments)
+        try:
+            runpy.run_module(arguments[0], run_name="__main__")
+        except SystemExit as ended:
+            return ended.code or 0
+    return 0
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Let a kernel be checked, and a path be searched, in this process; each would start one that imports PyTorch."""
+
+    class Process:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            assert command[:2] == [sys.executable, "-m"]
+            self.returncode = run_module(command[2:], monkeypatch)
+
+        def poll(self) -> int:
+            return self.returncode
+
+        wait = poll
+
+    threads = torch.get_num_threads()
+    for module in (isolate, search):  # what they run in it, test_kit.py and test_search.py do in processes
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=subprocess.DEVNULL))
+    yield
+    torch.set_num_threads(threads)
+
+
 @each_page
 @pytest.mark.filterwarnings("ignore:.*prior to execution of")  # runpy's: the module was imported before
-def test_commands_on_a_page_exist(page, monkeypatch, shapes_unchecked):
+def test_commands_on_a_page_exist(page, monkeypatch, shapes_unchecked, in_this_process):
     """Those of Python are run in this process, which has imported PyTorch already."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
@@ -130,11 +166,7 @@ def test_commands_on_a_page_exist(page, monkeypatch, shapes_unchecked):
                 assert command[1] in MAKE_TARGETS, f"{page.name}:{block.line} has no such target: {line}"
             elif command and command[0] == "python":
                 assert command[1] == "-m", line
-                monkeypatch.setattr(sys, "argv", command[2:])
-                try:
-                    runpy.run_module(command[2], run_name="__main__")
-                except SystemExit as ended:
-                    assert not ended.code, line
+                assert run_module(command[2:], monkeypatch) == 0, line
 
 
 # --- the site ---
