@@ -1,6 +1,7 @@
 """The batches that every path is tested with, as test parameters: those of `refattn.conformance`, and drawn ones."""
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from refattn.conformance import (
@@ -33,12 +34,15 @@ __all__ = [
     "build",
     "each_case",
     "masks_by_hand",
+    "of_batches",
     "poisoned",
     "ragged_cases",
     "read_masks",
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
+# Of drawn batches half as many as of numbers: each is a call of both twins.
+of_batches = settings(max_examples=settings.default.max_examples // 2)
 
 
 @st.composite

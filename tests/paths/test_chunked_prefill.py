@@ -36,6 +36,7 @@ from tests.helpers.batches import (
     build,
     each_case,
     masks_by_hand,
+    of_batches,
     ragged_cases,
     read_masks,
 )
@@ -157,6 +158,7 @@ def test_twins_agree_in_every_type(options, kernel, device):
             kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **filled)
 
 
+@of_batches
 @given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_twins_agree_on_drawn_batches(case, options, seed, device):
     inputs = build(case, device=device, seed=seed)
@@ -210,6 +212,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     assert_matches_reference(*answer, partial(attend, refattn.chunked_prefill), *inputs.tensors, **filled)
 
 
+@of_batches
 @given(case=ragged_cases(), options=st.sampled_from(list(INVARIANT)), seed=st.integers(0, 2**16))
 def test_rows_of_drawn_batches_do_not_change(case, options, seed):
     inputs = build(case, seed=seed)

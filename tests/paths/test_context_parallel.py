@@ -547,8 +547,7 @@ def check_processes(num_ranks, backend, calls, folder, folded=()):
 
 
 @pytest.mark.covers("B88", "R213")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_processes_of_torch_distributed(num_ranks, tmp_path):
+def test_processes_of_torch_distributed(tmp_path, num_ranks=4):
     """Of keys on several ranks, and of the last two calls tokens, which are folded into states, or convolved."""
     batch, cuts, tables = lengths((20, 0, 9), (3, 5, 0)), CUTS[num_ranks], dict(state_indices=ints([2, 1, 0]))
     channels, weights, inputs = draw_channels(29)

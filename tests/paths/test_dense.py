@@ -22,6 +22,7 @@ from tests.helpers.batches import (
     build,
     each_case,
     masks_by_hand,
+    of_batches,
     ragged_cases,
     read_masks,
 )
@@ -132,6 +133,7 @@ def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call,
     assert (calls == [len(lens)]) == is_one_call
 
 
+@of_batches
 @given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_twins_agree_on_drawn_batches(case, options, seed, device):
     inputs = build(case, device=device, seed=seed)

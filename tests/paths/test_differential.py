@@ -30,6 +30,7 @@ from tests.helpers.batches import (
     attend,
     build,
     masks_by_hand,
+    of_batches,
     ragged_cases,
     read_masks,
 )
@@ -393,6 +394,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
                 assert torch.equal(whole[first:last], part)
 
 
+@of_batches
 @given(case=ragged_cases(head_sizes=(64, 96)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_twins_agree_on_drawn_batches(case, options, seed, device):
     case = in_pairs(case)
@@ -584,6 +586,7 @@ def test_twins_agree_over_rows(options, kernel, device):
         kernel.check(hold)
 
 
+@of_batches
 @given(case=ragged_cases(head_sizes=(64,)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_twins_agree_over_rows_of_drawn_batches(case, options, seed, device):
     case = in_pairs(case)

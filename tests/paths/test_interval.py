@@ -24,7 +24,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, CascadePlan, Intervals, Pages, Plan, Rows, TreePlan
-from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, ragged_cases, read_masks
+from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, of_batches, ragged_cases, read_masks
 from tests.helpers.kernels_present import each_kernel
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
@@ -241,6 +241,7 @@ def test_keys_that_are_split_over_programs_agree(kernel, device):
         kernel.check(assert_twins_agree, "interval", *inputs.tensors, **intervals._asdict())
 
 
+@of_batches
 @given(case=ragged_cases(head_sizes=(64,)), seed=st.integers(0, 9))
 def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
     inputs = build(case)

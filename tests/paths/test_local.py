@@ -22,6 +22,7 @@ from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.interface import Batch, Plan
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
+    CASES,
     GARBAGE,
     Case,
     Paged,
@@ -30,6 +31,7 @@ from tests.helpers.batches import (
     build,
     each_case,
     masks_by_hand,
+    of_batches,
     ragged_cases,
     read_masks,
 )
@@ -257,6 +259,7 @@ def test_one_launch_makes_the_same_virtual_batches(case, blocks, device):
     assert all(torch.equal(*pair) for pair in zip(launched, by_torch, strict=True))
 
 
+@of_batches
 @given(case=ragged_cases(), blocks=st.integers(1, 5))
 def test_one_launch_makes_the_same_tables_on_drawn_batches(case, blocks, device):
     batch, p = build(case, device=device).batch, case.block_size
@@ -420,8 +423,11 @@ def test_twins_agree_with_a_window_in_a_chunk(case, kernel, device):
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, window_size=(11, 0), **options)
 
 
-@each_kernel
-@each_case
+@pytest.mark.parametrize(
+    ("kernel", "case"),  # every second one where the kernel is interpreted: `test_chunked_prefill` has all
+    [(kernel, case) for kernel in PRESENT for i, case in enumerate(CASES) if not kernel.is_interpreted or i % 2 == 1],
+    ids=str,
+)
 def test_twins_agree_on_the_shared_list(case, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():
@@ -438,6 +444,7 @@ def test_twins_agree_in_every_type(kernel, device):
             kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=48, **options)
 
 
+@of_batches
 @given(
     case=ragged_cases(),
     blocks=st.integers(1, 4),

@@ -31,6 +31,7 @@ from tests.helpers.batches import (
     attend,
     build,
     masks_by_hand,
+    of_batches,
     ragged_cases,
     read_masks,
 )
@@ -66,12 +67,11 @@ FEW = [ODD[0], ODD[1]]
 PAIRS = [("causal", kind) for kind in KINDS] + [
     (plan, kind) for plan in SEES if plan != "causal" for kind in ("e4m3", "int8")
 ]
-each_pair = pytest.mark.parametrize(("plan", "kind"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+each_of_odd = pytest.mark.parametrize(("case", "kind", "plan"), every_pair(ODD, KINDS, SEES), ids=str)
 each_twin = pytest.mark.parametrize("twin", [refattn.quantized, fastattn.quantized], ids=["ref", "fast"])
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_format = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-each_odd = pytest.mark.parametrize("case", ODD, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +83,9 @@ def only_on_cpu(device):
 # --- who sees whom, and memory that nobody may see ---
 
 
-@each_package
-@each_odd
-@each_pair
+@pytest.mark.parametrize(
+    ("package", "case", "kind", "plan"), every_pair(["refattn", "fastattn"], ODD, KINDS, SEES), ids=str
+)
 def test_mask(package, case, kind, plan):
     """Values of 1 as codes under scales other than 1, so that a value that is read without its scale shows, too."""
     case = replace(case, head_size=64, value_head_size=64)
@@ -115,17 +115,16 @@ def test_poison(package, case, pair):
 
 
 @pytest.mark.covers("B95")
-@each_pair
-@each_odd
+@each_of_odd
 def test_formula(case, kind, plan):
     stored = store(replace(case, head_size=16, value_head_size=24), kind, dtype=torch.float64)
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
 @pytest.mark.covers("A18", "A21", "A23", "B51")
-@pytest.mark.parametrize("per", ["number", "head", "sequence"])
-@pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
-@each_kind
+@pytest.mark.parametrize(
+    ("kind", "per", "round_query"), every_pair(KINDS, ["number", "head", "sequence"], [False, True]), ids=str
+)
 def test_scales(kind, per, round_query):
     case = Case("scales", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), heads=(6, 3), head_size=16, padding_rows=2)
     stored = store(case, kind, dtype=torch.float64, per=per, round_query=round_query)
@@ -158,10 +157,11 @@ def with_query_in_fp8(stored: Stored) -> tuple[torch.Tensor, Stored]:
 
 
 @pytest.mark.covers("B180")
-@each_package
-@each_format
-@pytest.mark.parametrize("per", ["number", "head", "sequence"])
-@pytest.mark.parametrize("plan", ["causal", "window", "local"])
+@pytest.mark.parametrize(
+    ("package", "kind", "per", "plan"),
+    every_pair(["refattn", "fastattn"], [E4M3, E5M2], ["number", "head", "sequence"], ["causal", "window", "local"]),
+    ids=str,
+)
 def test_queries_in_fp8_are_what_their_codes_stand_for(package, kind, per, plan):
     """By hand in float64; the layer has quantised them, and nothing rounds them again."""
     name = next(name for name, dtype in KINDS.items() if dtype == kind)
@@ -240,8 +240,7 @@ def test_bad_queries_in_fp8_are_named(package, message, change):
 
 
 @pytest.mark.covers("A22", "B93")
-@each_pair
-@each_odd
+@each_of_odd
 def test_twins(case, kind, plan):
     assert_twins_agree_over_codes(store(case, kind), plan)
 
@@ -267,6 +266,7 @@ def test_twins_of_half_types_over_padded_pools(kind, dtype, spread):
     assert_twins_agree_over_codes(store(case, kind, dtype=dtype, spread=spread), "local", sinks=torch.randn(6))
 
 
+@of_batches
 @given(case=ragged_cases(head_sizes=(16, 64)), kind=st.sampled_from(list(KINDS)), plan=st.sampled_from(list(SEES)))
 def test_twins_of_drawn_batches(case, kind, plan):
     case = replace(case, block_size=16 if plan == "local" else case.block_size)

@@ -293,7 +293,8 @@ def test_scales_of_fp8(kernel, per, round_query, name, device):
 @pytest.mark.parametrize("kind", SOME)
 def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
     """What a kernel keeps in the plan of a step serves the scales of any layer, and no plan without trees."""
-    step = STEPS["trees"]
+    trees = [(-1, 0, 0, 1, 2, 2), (), (-1, 0, 1)]
+    step = Step("speculative", case_of(trees, contexts=(17, 40, 33), heads=(4, 2)), trees)
     stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
     scales = stored.scales
     if isinstance(scales, Fp8Scales):

@@ -17,7 +17,7 @@ import refattn.dense
 import refattn.mla
 from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch, slot_mapping
-from tests.helpers.batches import HARMLESS, POISON, Case, masks_by_hand, ragged_cases
+from tests.helpers.batches import HARMLESS, POISON, Case, masks_by_hand, of_batches, ragged_cases
 from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS
 from tests.helpers.latents import (
     EVEN,
@@ -296,6 +296,7 @@ def test_prefills_over_pools_with_gaps(device):
     assert_matches_reference(out, lse, by_reference(prefill, **fixed), *arguments, **options)
 
 
+@of_batches
 @drawn(case=ragged_cases(), kind=st.sampled_from(list(KINDS.values())), options=st.sampled_from(list(OPTIONS)))
 def test_twins_agree_on_drawn_batches(case, kind, options):
     hold(in_codes(case, kind), **filled(OPTIONS[options], case.heads[0], "cpu"))
