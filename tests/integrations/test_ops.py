@@ -115,6 +115,8 @@ def calls():
         quantized.write(*tokens, *caches, slots, scales=scales)
         plan = quantized.plan(batch, block_size=P)
         yield "quantized", (query, *caches, plan, AttentionOptions(softcap=3.0)), dict(scales=scales)
+        if isinstance(scales, Fp8Scales):  # they cross by themselves, whatever the plan
+            continue
         yield "quantized", (draw(5, 4, 16), *caches, levels, OPTIONS), dict(scales=scales)
         tree_plan = speculative.plan(drafts, block_size=P, trees=trees)
         yield "quantized", (draw(11, 4, 16), *caches, tree_plan, OPTIONS), dict(scales=scales)
@@ -219,7 +221,7 @@ def test_opcheck(name, arguments, keywords, monkeypatch):
     over_fp8 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e5m2 for x in flat)
     checks = ("test_autograd_registration", "test_faketensor")
     checks = checks if over_fp8 else ("test_schema", *checks)  # which multiplies arguments, and torch no fp8
-    if arguments is FIRST[name]:  # of others no shape follows otherwise, and `test_one_graph` traces them
+    if arguments is FIRST[name] and name not in PLANNED:  # those are traced by `test_one_graph_for_all_steps`
         checks += ("test_aot_dispatch_dynamic",)
     results = torch.library.opcheck(operator.default, flat, test_utils=checks)
     assert set(results.values()) == {"SUCCESS"} and len(results) == len(checks)
@@ -316,9 +318,9 @@ def steps(name, count, seed=0):
 def test_one_graph_for_all_steps(name, shapes_unchecked):
     """Of a prepared plan nothing is compiled for; with tokens marked as what changes, no step is compiled anew."""
     torch._dynamo.reset()
-    graphs = CompileCounterWithBackend("eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(getattr(ops, name), fullgraph=True, backend=graphs)
-    for _, tensors, others, keywords in steps(name, 20):
+    for _, tensors, others, keywords in steps(name, 12):
         for x in tensors:
             mark_unbacked(x, 0)
         prepared = [ops.prepare(x) if type(x) in PREPARED else x for x in memory(others)]

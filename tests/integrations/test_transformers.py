@@ -74,7 +74,7 @@ def outputs(model, name):
         for padding in PADDINGS:
             mask = padded(padding).to(device)
             logits.append(model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()])
-        greedy = dict(attention_mask=padded("left").to(device), max_new_tokens=6, do_sample=False)
+        greedy = dict(attention_mask=padded("left").to(device), max_new_tokens=4, do_sample=False)
         words = [model.generate(tokens, **greedy, **cache) for cache in ({}, dict(cache_implementation="static"))]
     return torch.cat(logits), torch.stack(words)
 
@@ -615,15 +615,16 @@ def test_a_real_model_gives_the_words_of_eager(calls):
 # --- continuous batching ---
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_continuous_batching_gives_the_tokens_of_eager(family, device, calls):
+@pytest.mark.parametrize(("family", "twins"), [("llama", TWINS), ("gemma2", TWINS[:1]), ("gpt_oss", TWINS[1:])])
+def test_continuous_batching_gives_the_tokens_of_eager(family, twins, device, calls):
+    """What a layer is asked for is the same for either twin: one has windows and a softcap, one windows and sinks."""
     model = make_family(family, device, **CHANGES.get(family, {}))
     model.generation_config.eos_token_id = 10**6
-    greedy = dict(max_new_tokens=6, do_sample=False)
+    greedy = dict(max_new_tokens=4, do_sample=False)
     prompts = [TOKENS.flatten()[:n].tolist() for n in (5, 19, 3)]
     expected = [model.generate(torch.tensor([p], device=device), **greedy)[0, len(p) :].tolist() for p in prompts]
     small = dict(page_size=8, num_blocks=48, max_batch_tokens=12, max_requests_per_batch=8, use_async_batching=False)
-    for twin in TWINS:
+    for twin in twins:
         integration.use_in_generate_batch(model, twin)
         config = GenerationConfig(**greedy, eos_token_id=10**6, pad_token_id=0)
         batching = ContinuousBatchingConfig(**small, use_cuda_graph=False)

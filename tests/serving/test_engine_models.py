@@ -5,6 +5,7 @@ tokens have to be those that the model computes for each prompt alone.
 """
 
 import importlib
+import itertools
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -198,14 +199,13 @@ def test_a_model_that_no_engine_runs_is_what_it_was(device):
     assert answers[0] == answers[1] == [int(expected[0].argmax())]
 
 
-@pytest.mark.parametrize("family", VERIFIED)
-def test_a_verified_family_has_the_logits_of_transformers(family, device, monkeypatch):
+@pytest.mark.parametrize(("family", "twin"), [*zip(VERIFIED, itertools.cycle(TWINS), strict=False)])
+def test_a_verified_family_has_the_logits_of_transformers(family, twin, device, monkeypatch):
+    """Each by one twin: what a family is, is the engine's affair; `test_layers.py` has every layer of both."""
     model = make_family(family, device, **CHANGES.get(family, {}))
     expected = eager_logits(model)
-    size = float(expected.std())
-    for twin in TWINS:
-        logits = engine_logits(model, monkeypatch, twin)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * size, msg=lambda text, twin=twin: twin + text)
+    logits = engine_logits(model, monkeypatch, twin)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
 
 
 def test_the_changes_are_of_verified_families():
