@@ -4,6 +4,7 @@ A kernel that gives the same answer as one of them, on the same inputs, has prob
 then shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
 
     formula       the steps, and who is entered into the list of the known
+    where         conditions on a call, without which a mistake does not show
     masks         who may see whom          splits, cascade     partial outputs
     pages         where the keys are        hidden              memory that no query may see
     scores        scale, cap, ALiBi         trees, latents, quantized, packed, differential, merge, writes

@@ -590,6 +590,8 @@ def by_autograd(kind: type[Attention]) -> type[Formula]:
     """Return the gradients of attention that has a mistake already in its forward."""
 
     class OfForward(Formula, is_base=True):
+        may_show = kind.may_show
+
         def answers(self) -> Answers:
             def attention(given: Arguments) -> tuple[Any, ...]:
                 return tuple(kind(self.example, given, self.variant).answers().values())

@@ -8,6 +8,7 @@ from typing import Any
 
 from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import Attention
+from refattn.conformance.mistakes.where import given, not_causal
 
 
 def _lose_scale(of: Attention) -> None:
@@ -47,6 +48,13 @@ WHERE: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "BesideASoftcap": ("Softcap", "where there is a softcap", lambda of: bool(of.softcap)),
     "BesideAScale": ("Scale", "where a scale is given", lambda of: of.arguments.get("softmax_scale") is not None),
 }
+OPTIONS = {
+    "Alibi": "alibi_slopes",
+    "Sinks": "sinks",
+    "Softcap": "softcap",
+    "Scale": "softmax_scale",
+    "Window": "window_size",
+}
 
 
 class Beside(Attention, is_base=True):
@@ -64,5 +72,6 @@ class Beside(Attention, is_base=True):
 for lost, (what, lose) in LOST.items():
     for where, (other, in_words, is_there) in WHERE.items():
         if lost != other:
-            body = dict(__doc__=f"{what} {in_words}.", __module__=__name__)
+            shows = given(OPTIONS[lost]) & (given(OPTIONS[other]) if other else not_causal)
+            body = dict(__doc__=f"{what} {in_words}.", __module__=__name__, where=shows)
             type(f"{lost}Lost{where}", (Beside,), body | dict(lose=staticmethod(lose), is_there=staticmethod(is_there)))

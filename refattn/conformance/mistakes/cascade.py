@@ -9,11 +9,14 @@ from torch import Tensor
 
 from refattn.conformance.mistakes.formula import Attention
 from refattn.conformance.mistakes.splits import Split
+from refattn.conformance.mistakes.where import given, with_prefixes
 from refattn.interface import Prefix
 
 
 class OverPrefixes(Attention, is_base=True):
     """A base: it knows the prefixes of each sequence."""
+
+    where = with_prefixes
 
     paths: tuple[str, ...] = ("cascade",)
 
@@ -78,6 +81,8 @@ class KeysBetweenPrefixesLost(OverPrefixes):
 class WindowIgnoredInSharedLevel(OverPrefixes):
     """The window is ignored in the level of shared keys: all of them are seen."""
 
+    where = with_prefixes & given("window_size")
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         shared = self.mask._replace(left=-1).visible(pos, j, s) & (j < self._shared(self.sequence))
         return super()._visible(pos, j, s, q) | shared
@@ -85,6 +90,8 @@ class WindowIgnoredInSharedLevel(OverPrefixes):
 
 class SinksOfEveryLevel(OverPrefixes):
     """The sink is counted in the level of shared keys, and again in that of the sequence's own."""
+
+    where = with_prefixes & given("sinks")
 
     def _of_sinks(self, peak: Tensor) -> Tensor | float:
         return (1 + len(self._ends(self.sequence))) * super()._of_sinks(peak)

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.mistakes.formula import INFINITY, Attention
+from refattn.conformance.mistakes.where import with_blind_queries
 
 
 class EmptyIsNan(Attention):
     """A query that sees no key returns NaN: 0 / 0."""
+
+    where = with_blind_queries
 
     def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         nothing = ~visible.any(-1)
@@ -21,6 +24,8 @@ class EmptyIsNan(Attention):
 
 class EmptyIsMean(Attention):
     """A query that sees no key returns the mean of all values: a softmax over equal scores."""
+
+    where = with_blind_queries
 
     variants: Sequence[Any] = ("sequence",)
 
@@ -34,6 +39,8 @@ class EmptyIsMean(Attention):
 class EmptyLse(Attention):
     """A query that sees no key returns an LSE that is not -inf, which a merge then counts."""
 
+    where = with_blind_queries
+
     variants: Sequence[Any] = (0.0, INFINITY, -1e30, -1e9, -1e4, -1e5, -3.4028234663852886e38)
 
     def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,6 +49,8 @@ class EmptyLse(Attention):
 
 class EmptyUnwritten(Attention):
     """Rows of a sequence without keys are not written: they hold what was in memory before."""
+
+    where = with_blind_queries
 
     def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (out, lse) if visible.shape[-1] else (out * torch.nan, lse * torch.nan)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.example import Answers, Arguments, Example
+from refattn.conformance.mistakes.where import Where, anywhere, causal, has
 
 SPLITS = (16, 32, 64, 128, 256, 512)  # tokens that a kernel may take at a time
 INFINITY = math.inf
@@ -51,13 +52,15 @@ class Formula:
     """The base of all mistakes.
 
     `variants` are unknown numbers that a mistake depends on; all of them are tried. `past` says what there must be many
-    of, for it to show: "sequences", "rows" of queries or keys.
+    of, for it to show: "sequences", "rows" of queries or keys. `where` is a condition on a call, without which it does
+    not show.
     """
 
     variants: Sequence[Any] = (None,)
     past: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     option: str = ""  # without which the mistake does not show
+    where: Where = anywhere
 
     def __init_subclass__(cls, is_base: bool = False) -> None:
         """Enter a mistake into `KNOWN`; a base is none."""
@@ -72,10 +75,7 @@ class Formula:
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return False if the answers of a call are surely right in spite of the mistake: they need not be computed."""
-        given = arguments.get(cls.option)
-        return not cls.option or (
-            given is not None if isinstance(given, Tensor) else given not in (None, 0.0, (-1, -1))
-        )
+        return (not cls.option or has(arguments, cls.option)) and cls.where(example, arguments)
 
     def answers(self) -> Answers:
         """Compute the answers."""
@@ -101,8 +101,7 @@ class Attention(Formula, is_base=True):
         left, right = a.get("window_size", (-1, -1))
         if "trees" in a:  # its window counts along a branch, and is in the mask of the tree
             self.window_of_tree, left = left, -1
-        says_itself = "first_visible" in a or "positions" in a  # who may see whom
-        self.mask = Mask(a.get("causal", not says_itself), left, right, a.get("chunk_size", 0))
+        self.mask = Mask(causal(example, a), left, right, a.get("chunk_size", 0))
         scale = a.get("softmax_scale")
         self.scale = example.head_size**-0.5 if scale is None else scale
         self.softcap, self.slopes, self.sinks = a.get("softcap", 0.0), a.get("alibi_slopes"), a.get("sinks")

@@ -9,10 +9,13 @@ from torch import Tensor
 from refattn.conformance.example import Answers
 from refattn.conformance.mistakes.formula import INFINITY, Attention
 from refattn.conformance.mistakes.masks import PastTheEnd
+from refattn.conformance.mistakes.where import padded, with_nan
 
 
 class HiddenTimesNan(Attention):
     """Values that a window or a chunk hides are multiplied by a weight of 0: NaN there reaches the output."""
+
+    where = with_nan
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return self._weighted(weights, value)
@@ -20,6 +23,8 @@ class HiddenTimesNan(Attention):
 
 class ZeroTimesNan(PastTheEnd):
     """Values past a sequence's end are multiplied by a weight of 0: NaN and infinity there reach the output as NaN."""
+
+    where = with_nan
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return Attention._visible(self, pos, j, s, q)
@@ -30,6 +35,8 @@ class ZeroTimesNan(PastTheEnd):
 
 class MaskAdded(PastTheEnd):
     """The mask is added to the scores: a NaN or infinite key past a sequence's end makes a score of NaN."""
+
+    where = with_nan
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return Attention._visible(self, pos, j, s, q)
@@ -43,6 +50,8 @@ class MaskAdded(PastTheEnd):
 
 class WholePoolTimesNan(Attention):
     """Every block of the pool is multiplied by a weight of 0: NaN in blocks of no sequence reaches the output."""
+
+    where = with_nan
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return super()._product(weights, value, visible) + 0 * self._grouped(
@@ -65,6 +74,8 @@ class FiniteSentinel(Attention):
 class PaddingComputed(Attention):
     """Rows after the last sequence are computed as if they belonged to it."""
 
+    where = padded
+
     def answers(self) -> Answers:
         """Compute the answers."""
         answers = super().answers()
@@ -80,6 +91,8 @@ class PaddingComputed(Attention):
 class PaddingUnwritten(Attention):
     """Rows after the last sequence are not written: they hold what was in memory before."""
 
+    where = padded
+
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out[self.example.num_tokens :] = torch.nan
         lse[self.example.num_tokens :] = self.variant
@@ -91,6 +104,8 @@ class PaddingUnwritten(Attention):
 class NanHidden(Attention):
     """NaN is turned into a number, so that a broken model looks like a working one."""
 
+    where = with_nan
+
     variants: Sequence[Any] = (0.0,)
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +114,8 @@ class NanHidden(Attention):
 
 class NanKeySkipped(Attention):
     """A key whose score is NaN is left out of the sum, as if no query saw it."""
+
+    where = with_nan
 
     def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
         return super()._hide(scores, visible).nan_to_num(-INFINITY, posinf=INFINITY, neginf=-INFINITY)

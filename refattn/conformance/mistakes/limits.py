@@ -116,6 +116,11 @@ class PaddingPastATile(Attention):
 
     variants: Sequence[Any] = SIZES
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many."""
+        return len(arguments["query"]) > example.num_tokens + int(variant)
+
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         first = self.example.num_tokens + self.variant
         out[first:], lse[first:] = torch.nan, torch.nan

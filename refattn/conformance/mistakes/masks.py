@@ -8,10 +8,21 @@ from torch import Tensor
 
 from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import Attention
+from refattn.conformance.mistakes.where import (
+    causal,
+    given,
+    not_causal,
+    of_unlike_lengths,
+    of_unlike_queries,
+    several_queries,
+    with_context,
+)
 
 
 class CausalTopLeft(Attention):
     """The causal mask is aligned top-left: query i is at position i instead of seq_len - query_len + i."""
+
+    where = with_context
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q)
@@ -20,6 +31,8 @@ class CausalTopLeft(Attention):
 class CausalPadded(Attention):
     """Queries are aligned to the longest sequence of the batch (max_seq_len), not to their own seq_len."""
 
+    where = of_unlike_lengths
+
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q) + max(s for _, s in self.lens) - q
 
@@ -27,12 +40,16 @@ class CausalPadded(Attention):
 class CausalMaxQuery(Attention):
     """Queries are at seq_len - max_query_len + i: the batch's longest query length instead of their own."""
 
+    where = of_unlike_queries
+
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q) + s - max(q for q, _ in self.lens)
 
 
 class CausalSeesNext(Attention):
     """The causal mask shows one key too many: j <= i + 1 instead of j <= i."""
+
+    where = several_queries
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) | (super()._visible(pos + 1, j, s, q) & (j == pos + 1))
@@ -48,6 +65,8 @@ class CausalHidesItself(Attention):
 class CausalIgnored(Attention):
     """There is no causal mask: each query sees later keys too."""
 
+    where = several_queries
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         later = (j > pos) & (j < s) & self.mask.causal
         return super()._visible(pos, j, s, q) | later
@@ -55,6 +74,8 @@ class CausalIgnored(Attention):
 
 class CausalAlways(Attention):
     """causal=False is ignored: later keys are hidden."""
+
+    where = not_causal
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         seen = super()._visible(pos, j, s, q)
@@ -139,12 +160,16 @@ class WindowRightIgnored(Attention):
 class WindowRightZero(Attention):
     """The right side of the window is taken as 0: no later key is seen."""
 
+    where = not_causal
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j <= pos)
 
 
 class WindowRightBeatsCausal(Attention):
     """The right side of the window shows later keys, although the mask is causal."""
+
+    where = given("window_size") & causal
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         mask = self.mask
@@ -247,6 +272,8 @@ class PastTheEnd(Attention):
 class EverybodyLongest(Attention):
     """All sequences are treated as if they were as long as the longest: max_seq_len instead of seq_lens."""
 
+    where = of_unlike_lengths
+
     def _keys(self, i: int) -> Tensor:
         return torch.arange(max(s for _, s in self.lens))
 
@@ -256,6 +283,8 @@ class EverybodyLongest(Attention):
 
 class LengthsOfNeighbour(Attention):
     """seq_lens is read one sequence off: each sequence has the length of the one before."""
+
+    where = of_unlike_lengths
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)

@@ -8,12 +8,26 @@ from torch import Tensor
 
 from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import Attention, as_contiguous, with_strides
+from refattn.conformance.mistakes.where import (
+    after_a_fork,
+    by_several_tables,
+    in_groups,
+    in_pages,
+    in_several_blocks,
+    in_unlike_layouts,
+    of_several_kv_heads,
+    with_gaps,
+    with_gaps_between_rows,
+    with_gaps_in_rows,
+)
 
 # --- where the keys are ---
 
 
 class TableIgnored(Attention):
     """The block table is ignored: blocks are read in the order in which they lie in the pool."""
+
+    where = in_pages
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         return column
@@ -22,6 +36,8 @@ class TableIgnored(Attention):
 class TableOfFirst(Attention):
     """Every sequence reads the first row of the block table."""
 
+    where = by_several_tables
+
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         return super()._blocks(0, column)
 
@@ -29,12 +45,16 @@ class TableOfFirst(Attention):
 class TableOneColumnLate(Attention):
     """The block table is read one column late."""
 
+    where = in_pages
+
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         return super()._blocks(i, column + 1)
 
 
 class TableWithoutPadding(Attention):
     """Rows of the block table are assumed to be as wide as the longest sequence needs, whatever the stride is."""
+
+    where = by_several_tables
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         p = self.example.block_size
@@ -62,6 +82,8 @@ class LastBlockDropped(Attention):
 class FirstBlockOnly(Attention):
     """Only the first block of the table is followed: later keys come from the same block again."""
 
+    where = in_several_blocks
+
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         return super()._blocks(i, column * 0)
 
@@ -77,6 +99,8 @@ class ValuesAreKeys(Attention):
 class ValuesByStridesOfKeys(Attention):
     """Values are read by the strides of the keys, which may lie in memory in another way."""
 
+    where = in_unlike_layouts
+
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         words = ("key", "value") if "key" in arguments else ("key_cache", "value_cache")
         key, value = (arguments[word] for word in words)
@@ -85,6 +109,8 @@ class ValuesByStridesOfKeys(Attention):
 
 class PrefixTakenTooLong(Attention):
     """A sequence that has the first block of an earlier one is taken to share more with it: its context, or all."""
+
+    where = after_a_fork
 
     variants: Sequence[Any] = tuple((which, what) for which in ("before", "first") for what in ("context", "full"))
 
@@ -107,6 +133,8 @@ class ValuesInOrder(Attention):
 class HeadsBeforeTokens(Attention):
     """Pages are read as [n, hk, p, d], where they are [n, p, hk, d]."""
 
+    where = of_several_kv_heads
+
     def _pools(self) -> tuple[Tensor, Tensor]:
         p = self.example.block_size
         key, value = (
@@ -118,6 +146,8 @@ class HeadsBeforeTokens(Attention):
 
 class RowPadded(Attention):
     """A row of keys is read as one of a rounder size, whose last elements are multiplied by 0: NaN there is not."""
+
+    where = with_gaps_between_rows
 
     def _products(self, query: Tensor, key: Tensor) -> Tensor:
         return super()._products(query, key) + 0 * self._past_the_row().sum()
@@ -131,6 +161,8 @@ class RowPadded(Attention):
 
 class StridesAssumed(Attention):
     """A tensor is assumed to be contiguous: its strides are ignored."""
+
+    where = with_gaps
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         words = variant or ("query", "key", "value", "key_cache", "value_cache", "cache")
@@ -148,6 +180,8 @@ class StridesAssumed(Attention):
 
 class LastStrideAssumed(Attention):
     """The elements of a row are assumed to be contiguous: the last stride is ignored."""
+
+    where = with_gaps_in_rows
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         words = variant or ("query", "key", "value", "key_cache", "value_cache", "cache")
@@ -167,12 +201,16 @@ class LastStrideAssumed(Attention):
 class GroupsInterleaved(Attention):
     """Query head h reads key head h % hk, where it is h // (heads / key heads)."""
 
+    where = in_groups
+
     def _grouped(self, x: Tensor) -> Tensor:
         return x.repeat(1, self.query.shape[1] // x.shape[1], 1)
 
 
 class FirstKeyHead(Attention):
     """All query heads read key head 0."""
+
+    where = of_several_kv_heads
 
     def _grouped(self, x: Tensor) -> Tensor:
         return x[:, :1].expand(-1, self.query.shape[1], -1)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import Attention
+from refattn.conformance.mistakes.where import given
 
 
 class KeyScaleIgnored(Attention):
@@ -122,6 +123,8 @@ class KeyScaleAfterSoftcap(Attention):
 
 class SinksUnderKeyScale(Attention):
     """The sinks are multiplied by the scale of the keys."""
+
+    where = given("sinks")
 
     paths: tuple[str, ...] = ("quantized",)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import INFINITY, Attention
+from refattn.conformance.mistakes.where import given, not_causal, of_another_scale, under_a_scale_below_0
 
 
 class ScaleMissing(Attention):
@@ -20,6 +21,8 @@ class ScaleMissing(Attention):
 class ScaleFixed(Attention):
     """The given scale is ignored: it is always head_size ** -0.5."""
 
+    where = given("softmax_scale")
+
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
         self.scale = example.head_size**-0.5
@@ -27,6 +30,8 @@ class ScaleFixed(Attention):
 
 class ScaleOfValue(Attention):
     """The scale is computed from the head size of the values."""
+
+    where = of_another_scale
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -44,6 +49,8 @@ class ScaleTwice(Attention):
 class ScaleZeroIsDefault(Attention):
     """A scale of 0 is treated as no scale (`scale or default`)."""
 
+    where = given("softmax_scale")
+
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
         self.scale = self.scale or example.head_size**-0.5
@@ -51,6 +58,8 @@ class ScaleZeroIsDefault(Attention):
 
 class ScaleNegativePeak(Attention):
     """The maximum is taken before the scale: under a negative scale it is the smallest score, and exp overflows."""
+
+    where = under_a_scale_below_0
 
     def _peak(self, masked: Tensor) -> Tensor:
         if self.scale >= 0:
@@ -142,6 +151,8 @@ class AlibiAdded(Attention):
 class AlibiSigned(Attention):
     """The ALiBi distance has a sign: later keys, seen where the mask is not causal, get a bonus."""
 
+    where = given("alibi_slopes") & not_causal
+
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return pos - j
 
@@ -157,6 +168,8 @@ class AlibiRelative(Attention):
 
 class AlibiFromWindow(Attention):
     """Under a window ALiBi counts from its first key, not from the query: the weights are right, the LSE is off."""
+
+    where = given("alibi_slopes") & given("window_size")
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return super()._distance(pos, j) - max(0, self.mask.left)

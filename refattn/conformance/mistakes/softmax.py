@@ -9,6 +9,7 @@ from torch import Tensor
 
 from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import INFINITY, SPLITS, Attention
+from refattn.conformance.mistakes.where import given, rounded
 
 # --- softmax ---
 
@@ -158,6 +159,8 @@ class SinksNotShifted(Attention):
 class SinksNotInMaximum(Attention):
     """The maximum is that of the scores alone: exp of a sink far above them overflows."""
 
+    where = given("sinks")
+
     def _peak(self, masked: Tensor) -> Tensor:
         sinks, self.sinks = self.sinks, None
         peak = super()._peak(masked)
@@ -202,6 +205,8 @@ class LseWithoutMaximum(Attention):
 
 class LseRounded(Attention):
     """The log-sum-exp is rounded to the type of the query, and then called float32."""
+
+    where = rounded
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse.to(self.arguments["query"].dtype).double()

@@ -19,9 +19,10 @@ class Split(Attention, is_base=True):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second split."""
-        return variant is None or max(s for _, s in example.lens) > (
+        is_split = variant is None or max(s for _, s in example.lens) > (
             variant[0] if isinstance(variant, tuple) else variant
         )
+        return is_split and super().may_show(example, arguments, variant)
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         sizes = range(0, max(1, visible.shape[-1]), self.variant)

@@ -275,6 +275,11 @@ class StateBetweenChunksLost(State):
 
     variants = (16, 32, 64, 128)
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: int) -> bool:
+        """Return whether there is a second chunk."""
+        return any(q > variant for q, _ in example.lens)
+
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
         self.token, self.before = 0, super()._begin(slots, accepted, has_state)
         return self.before

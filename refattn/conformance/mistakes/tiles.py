@@ -9,6 +9,7 @@ from torch import Tensor
 
 from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes.formula import INFINITY, Attention
+from refattn.conformance.mistakes.where import given, in_odd_groups, written_into_a_view
 
 SIZES = (16, 32, 64, 128, 256)
 COUNTS = (4, 8, 16, 32, 64, 128, 256)
@@ -165,6 +166,8 @@ class SequencesPastACount(PastACount):
 class GroupsOfPowersOfTwo(Attention):
     """The number of query heads per KV head is rounded to a power of two: groups of 3 or 7 read a wrong KV head."""
 
+    where = in_odd_groups
+
     variants: Sequence[Any] = ("up", "down")
 
     def _grouped(self, x: Tensor) -> Tensor:
@@ -184,8 +187,8 @@ class InSplits(Attention, is_base=True):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there is a decode over so many keys."""
-        return any(q == 1 and s > variant for q, s in example.lens)
+        """Return whether there is a decode over so many keys, and what is left out."""
+        return any(q == 1 and s > variant for q, s in example.lens) and super().may_show(example, arguments, variant)
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         before = self.mask, self.scale, self.softcap, self.slopes, self.sinks
@@ -204,12 +207,16 @@ class InSplits(Attention, is_base=True):
 class SoftcapIgnoredInSplits(InSplits):
     """The softcap is left out in decodes whose keys are split."""
 
+    where = given("softcap")
+
     def _forget(self) -> None:
         self.softcap = 0.0
 
 
 class WindowIgnoredInSplits(InSplits):
     """The window is ignored in decodes whose keys are split."""
+
+    where = given("window_size")
 
     def _forget(self) -> None:
         self.mask = self.mask._replace(left=-1)
@@ -218,6 +225,8 @@ class WindowIgnoredInSplits(InSplits):
 class SinksIgnoredInSplits(InSplits):
     """The sinks are left out in decodes whose keys are split."""
 
+    where = given("sinks")
+
     def _forget(self) -> None:
         self.sinks = None
 
@@ -225,12 +234,16 @@ class SinksIgnoredInSplits(InSplits):
 class AlibiIgnoredInSplits(InSplits):
     """ALiBi is left out in decodes whose keys are split."""
 
+    where = given("alibi_slopes")
+
     def _forget(self) -> None:
         self.slopes = None
 
 
 class ScaleFixedInSplits(InSplits):
     """The given scale is ignored in decodes whose keys are split."""
+
+    where = given("softmax_scale")
 
     def _forget(self) -> None:
         self.scale = self.example.head_size**-0.5
@@ -255,6 +268,8 @@ class AlibiFromSplit(Attention):
 
 class OutStridesAssumed(Attention):
     """out= is written as if it were contiguous: its strides are ignored."""
+
+    where = written_into_a_view
 
     def answers(self) -> Answers:
         """Compute the answers, and write them side by side."""

@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import Attention
+from refattn.conformance.mistakes.where import given, has, most_nodes, of_growing_trees
 
 
 class TreeIgnored(Attention):
@@ -41,6 +43,8 @@ class WindowOverTree(Attention, is_base=True):
 class WindowBySlot(WindowOverTree):
     """The window counts slots, and not positions along a branch: siblings push the keys before them out."""
 
+    where = given("window_size")
+
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
         (t, s), left = mask.shape, self.window_of_tree
         in_window = torch.arange(s) >= torch.arange(s - t, s)[:, None] - left
@@ -50,6 +54,8 @@ class WindowBySlot(WindowOverTree):
 class WindowIgnored(WindowOverTree):
     """The window is ignored: a query sees keys before it."""
 
+    where = given("window_size")
+
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
         return super()._in_tree(visible, self._related())
 
@@ -58,6 +64,11 @@ class AncestorsInOneWord(WindowOverTree):
     """The ancestors of a node are bits of one word: nodes past its end are taken for others, or are lost."""
 
     variants = tuple((bits, how) for bits in (32, 64) for how in ("wrap", "wrap, and later nodes too", "are lost"))
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: tuple[int, str]) -> bool:
+        """Return whether there are more nodes than bits, or a window, which counts them, too."""
+        return most_nodes(example) > variant[0] or has(arguments, "window_size")
 
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
         bits, how = self.variant
@@ -81,6 +92,11 @@ class BranchPastACount(WindowOverTree):
 
     variants = (4, 8, 16, 32, 64)
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: int) -> bool:
+        """Return whether a branch may have so many steps."""
+        return most_nodes(example) > variant
+
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
         depths: list[int] = []
         for parent in self.example.parents(self.sequence):
@@ -94,6 +110,8 @@ class BranchPastACount(WindowOverTree):
 class TreeOfTheQueries(WindowOverTree):
     """The tree is taken to begin with the first query row: nodes before it are seen by all."""
 
+    where = of_growing_trees
+
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
         (t, s), seen = mask.shape, mask.clone()
         seen[:, s - len(self.example.parents(self.sequence)) : s - t] = True
@@ -102,6 +120,8 @@ class TreeOfTheQueries(WindowOverTree):
 
 class AlibiBySlot(Attention):
     """ALiBi counts slots, and not positions along a branch."""
+
+    where = given("alibi_slopes")
 
     paths: tuple[str, ...] = ("speculative",)
 
