@@ -164,10 +164,20 @@ def test_a_type_that_nobody_has_is_a_bad_argument(capsys):
         check("fastattn.merge", dtypes=[torch.float64], only=["answer"])
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "window_size": (5, 0)}], ids=["plain", "options"])
-def test_what_may_not_show_does_not(options):
+@pytest.mark.parametrize(
+    ("lens", "heads", "options"),
+    [
+        (((3, 20), (1, 33)), (2, 1), {}),
+        (((3, 20), (1, 33)), (2, 1), {"sinks": True, "window_size": (5, 0)}),
+        (((5, 5), (5, 5)), (6, 2), {"causal": False, "window_size": (2, 1), "alibi_slopes": True, "softcap": 2.0}),
+        (((1, 3), (0, 3), (1, 18)), (4, 4), {"sinks": True, "softmax_scale": 0.3}),
+        (((4, 2),), (4, 2), {"alibi_slopes": True}),
+    ],
+    ids=["plain", "options", "not-causal", "decodes", "blind"],
+)
+def test_what_may_not_show_does_not(lens, heads, options):
     """Such mistakes are not computed when a failure is named; the others are the smaller part."""
-    example = Example("chunked_prefill", ((3, 20), (1, 33)), (2, 1), options=options)
+    example = Example("chunked_prefill", lens, heads, options=options)
     arguments = example.tensors(torch.float32)
     right = mistakes.without_mistake(example.path).answers(example, arguments)
     known = list(mistakes.of_path(example.path))

@@ -68,7 +68,7 @@ class ScaleNegativePeak(Attention):
         return low.masked_fill(low == INFINITY, 0.0)
 
     def _exp(self, x: Tensor) -> Tensor:
-        return x.float().exp().double()
+        return x.float().exp().double() if self.scale < 0 else super()._exp(x)
 
 
 class SoftcapIgnored(Attention):
