@@ -104,14 +104,18 @@ def test_the_page_says_how_many_mistakes_are_known_and_found():
 @pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.usefixtures("quick")
 def test_no_complaint(name):
-    """Two right kernels of each path, in all types; on the same batches, which the reference need answer only once."""
+    """Two right kernels of each path: one in all types, and our twin in float32, as the tests of paths have the others.
+
+    They meet the same batches, which the reference need answer only once.
+    """
     path, tried = BY_HAND[name], []
     of_sparse = {"select": ":select", "sparse_latents": ":latent_attention", "packed_latents": ":latent_attention"}
     function = of_sparse.get(path, "")
     twin = f"fastattn.{'sparse' if function else path}{function}"
     # a cascade with one prefix is asked alone: the twin is asked beside the one with several
     for target, examples in ((getattr(by_hand, name), 2), (twin, 1))[: 1 if name == "cascade" else 2]:
-        report = check(target, path, examples=examples)
+        in_types = dict(dtypes=[torch.float32]) if target == twin else {}
+        report = check(target, path, examples=examples, **in_types)
         assert not report.failures, as_text(report)
         tried += [finding.examples for finding in report.findings]
     assert sum(tried) > (100 if PATHS[path].attends else 20)  # a thousand of all paths
