@@ -37,7 +37,7 @@ lab: $(VENV)/.notebooks $(VENV)/.model  ## the notebooks in JupyterLab, which op
 	$(BIN)/python -m jupyter lab notebooks/01_ragged_batch.ipynb $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 compile: $(VENV)/.test  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 -o faulthandler_timeout=0 $(ARGS)

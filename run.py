@@ -34,7 +34,6 @@ TASKS = {  # of each its extras, and its command
     "exercises": (("exercises",), ("-m", "refattn.exercises")),
     "lab": (("notebooks", "model"), ("-m", "jupyter", "lab", "notebooks/01_ragged_batch.ipynb")),
 }
-RARE = r"site-packages/.*/(tests|testing/_internal)/|site-packages/transformers/models/(?!auto/|__init__)"
 NEEDS_LINUX = ("test",)  # half of the tests are of our GPU kernels, in Triton's interpreter
 
 
@@ -57,14 +56,16 @@ def main(arguments: list[str]) -> int:
     for extra in extras:
         if not is_installed(extra):
             install(extra)
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if name == "test" else {})
+    of_tests = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}  # what is imported is compiled once
+    environment = os.environ | (of_tests if name == "test" else {})
     return subprocess.run([PYTHON, *command, *rest], env=environment, check=False).returncode
 
 
 def install(extra: str) -> None:
     """Install the package with an extra, or the model; what was installed leaves a stamp, `.venv/.EXTRA`.
 
-    An environment is made if there is none. One whose Python is too old, or gone, is named and left as it is.
+    An environment is made if there is none. One whose Python is too old, or gone, is named and left as it is. Nothing
+    is compiled beforehand: Python does so where a file is imported first, and two thirds of them never are.
     """
     pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pip += ["-c", CONSTRAINTS] if CONSTRAINTS else []
@@ -83,23 +84,7 @@ def install(extra: str) -> None:
     status = subprocess.run(command, check=False).returncode  # no walrus: older Pythons read this file, too, and say so
     if status:
         sys.exit(status)
-    if extra != "model":
-        compile_packages()
     (FOLDER / f".{extra}").touch()
-
-
-def compile_packages() -> None:
-    """Compile on several cores what pip would on one, but for a third that hardly anybody imports.
-
-    These are the tests of packages and the models of transformers. A file that is no Python, as some packages have, is
-    left as it is.
-    """
-    cores = min(8, os.cpu_count() or 1)
-    compiling = (
-        "import compileall, re, sysconfig; "
-        f"compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers={cores}, rx=re.compile({RARE!r}))"
-    )
-    subprocess.run([PYTHON, "-c", compiling], check=False)
 
 
 def is_installed(extra: str) -> bool:
