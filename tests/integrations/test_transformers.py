@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastattn.dense
 import refattn.dense
@@ -613,6 +615,49 @@ def test_a_real_model_gives_the_words_of_eager(calls):
 
 
 # --- continuous batching ---
+
+OF_A_LAYER = {
+    "plain": {},
+    "scale": dict(scaling=0.9),
+    "softcap": dict(softcap=0.5),
+    "window": dict(sliding_window=2),
+    "sinks": dict(s_aux=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "all": dict(scaling=0.9, softcap=0.5, sliding_window=3, s_aux=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("asked", OF_A_LAYER)
+@pytest.mark.parametrize("twin", TWINS)
+def test_what_a_layer_of_generate_batch_fixes_reaches_it(twin, asked, device):
+    """By the formula, as the tokens of a small model stay the same where a softcap is lost."""
+    layer = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in OF_A_LAYER[asked].items()}
+    query, key, value = (torch.randn(1, heads, n, 8, device=device) for heads, n in ((4, 5), (2, 9), (2, 9)))
+    lens = [(2, 5), (3, 4)]  # new tokens and keys of two sequences
+    step = dict(
+        cu_seq_lens_q=torch.tensor([0, 2, 5], device=device),
+        cu_seq_lens_k=torch.tensor([0, 5, 9], device=device),
+        max_length_q=3,
+        max_length_k=5,
+    )
+    cache = SimpleNamespace(update=lambda **_: (key, value))  # it returns the keys of the step, old ones too
+    attend = ALL_ATTENTION_FUNCTIONS[integration.PAGED_PREFIX + twin]
+    module = SimpleNamespace(layer_idx=0)
+    out, _ = attend(module, query, key[:, :, :5], value[:, :, :5], None, cache=cache, **layer, **step)
+
+    cap, window, sinks = layer.get("softcap"), layer.get("sliding_window", 9), layer.get("s_aux")
+    rows, first_query, first_key = [], 0, 0
+    for new, total in lens:
+        q = query[0, :, first_query : first_query + new].double()
+        k, v = (x[0, :, first_key : first_key + total].double().repeat_interleave(2, 0) for x in (key, value))
+        scores = q @ k.mT * layer.get("scaling", 8**-0.5)
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        behind = torch.arange(total - new, total)[:, None] - torch.arange(total)
+        scores = scores.masked_fill(((behind < 0) | (behind >= window)).to(device), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, new, 1)], -1)
+        rows.append((scores.softmax(-1)[..., :total] @ v).transpose(0, 1))
+        first_query, first_key = first_query + new, first_key + total
+    torch.testing.assert_close(out[0].double(), torch.cat(rows), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "twins"), [("llama", TWINS), ("gemma2", TWINS[:1]), ("gpt_oss", TWINS[1:])])

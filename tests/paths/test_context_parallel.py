@@ -547,8 +547,9 @@ def check_processes(num_ranks, backend, calls, folder, folded=()):
 
 
 @pytest.mark.covers("B88", "R213")
-def test_processes_of_torch_distributed(tmp_path, num_ranks=4):
+def test_processes_of_torch_distributed(tmp_path):
     """Of keys on several ranks, and of the last two calls tokens, which are folded into states, or convolved."""
+    num_ranks = 4
     batch, cuts, tables = lengths((20, 0, 9), (3, 5, 0)), CUTS[num_ranks], dict(state_indices=ints([2, 1, 0]))
     channels, weights, inputs = draw_channels(29)
     calls = (

@@ -785,6 +785,13 @@ AT_LARGE: list[Mutation] = [
         "the rest of a mask is left out", HUGGING, "        part = part.rest\n", "        part = None\n", TRANSFORMERS
     ),
     planted(
+        "the softcap of generate_batch is lost",
+        HUGGING,
+        "slice(None))\n    options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)",
+        "slice(None))\n    options = AttentionOptions(scaling, sinks=s_aux)",
+        TRANSFORMERS,
+    ),
+    planted(
         "dropout is passed over",
         HUGGING,
         '        if name in ("dropout", "output_attentions"):\n            if value:\n',

@@ -42,7 +42,7 @@ def test_a_test_that_does_not_end_fails(tmp_path):
     (tmp_path / "test_planted.py").write_text(PLANTED)
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path]
     plugins = ["-p", "pytest_timeout", "-p", "xdist", "-p", "no:cacheprovider"]  # no others, which take long to import
-    limits = ["-o", "timeout=0.3", "-o", "faulthandler_timeout=0.6"]
+    limits = ["-o", "timeout=0.4", "-o", "faulthandler_timeout=0.9"]
     run = subprocess.run(
         [*command, *plugins, *limits, "-n", "1", "-q"],
         cwd=tmp_path,
