@@ -160,6 +160,7 @@ def plan(
     # The blocks that not even the root sees are cut off, as for a window of all nodes.
     all_nodes = make_batch(lens, batch.seq_lens.tolist(), block_table.tolist(), device=batch.device)
     trimmed = sliding_window.plan(all_nodes, window_size=(left, 0), block_size=block_size)
+    assert trimmed.batch.block_table is not None  # as that of the batch, which has been checked
     seq_lens, tables = trimmed.batch.seq_lens.tolist(), trimmed.batch.block_table.tolist()
     first_keys = None if left < 0 else trimmed.first_keys
     where = positions(batch, trees, sum(query_lens)).int()
