@@ -65,7 +65,7 @@ def install(extra: str) -> None:
     """Install the package with an extra, or the model; what was installed leaves a stamp, `.venv/.EXTRA`.
 
     An environment is made if there is none. One whose Python is too old, or gone, is named and left as it is. Nothing
-    is compiled beforehand: Python does so where a file is imported first, and two thirds of them never are.
+    is compiled beforehand: Python does so where a file is imported first, and most of them never are.
     """
     pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pip += ["-c", CONSTRAINTS] if CONSTRAINTS else []
