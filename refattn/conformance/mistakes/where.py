@@ -201,6 +201,19 @@ def with_nan(example: Example, arguments: Arguments) -> bool:
     return any(x.itemsize == 1 or not x.isfinite().all() for x in _rows(arguments))
 
 
+@Where
+def rounded(example: Example, arguments: Arguments) -> bool:
+    """Return whether queries have another type than a log-sum-exp."""
+    return bool(arguments["query"].itemsize != 4)
+
+
+@Where
+def written_into_a_view(example: Example, arguments: Arguments) -> bool:
+    """Return whether there is memory for the output, with gaps."""
+    out: Any = arguments.get("out")
+    return out is not None and not out.is_contiguous()
+
+
 # --- trees and prefixes ---
 
 
@@ -219,16 +232,3 @@ def of_growing_trees(example: Example, arguments: Arguments) -> bool:
 def most_nodes(example: Example) -> int:
     """Return how many nodes the largest tree has."""
     return max(map(example.nodes, range(len(example.lens))), default=0)
-
-
-@Where
-def rounded(example: Example, arguments: Arguments) -> bool:
-    """Return whether queries have another type than a log-sum-exp."""
-    return bool(arguments["query"].itemsize != 4)
-
-
-@Where
-def written_into_a_view(example: Example, arguments: Arguments) -> bool:
-    """Return whether there is memory for the output, with gaps."""
-    out: Any = arguments.get("out")
-    return out is not None and not out.is_contiguous()
