@@ -102,7 +102,7 @@ MODULES = {
     "native": "fastattn.kernels.native",
     "cpu": "fastattn.kernels.cpu",
     "torch": "fastattn.kernels.torch_ops",
-    "plain": "fastattn.kernels.plain",
+    "plain": "fastattn.kernels.torch_ops.attention",
     "triton": "fastattn.kernels.triton",
     "fa4": "fastattn.kernels.flash.fa4",
     "fa3": "fastattn.kernels.flash.fa3",
@@ -689,7 +689,7 @@ def write_packed(
 def read_packed(
     rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
 ) -> Float[Tensor, "*rows d"]:
-    """Read packed rows as numbers of a type; see `torch_ops.read_packed`."""
+    """Read packed rows as numbers of a type; see `torch_ops.cache`."""
     kernel = choose(Problem("read_packed", rows.device, dtype))
     numbers: Tensor = kernel.read_packed(rows, latent_rank, rope_size, dtype)
     return numbers
@@ -743,7 +743,7 @@ def cut_chunks(
 def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
-    """Find the depths and the ancestors of nodes, and the positions of query rows; see `torch_ops.draw_trees`."""
+    """Find the depths and the ancestors of nodes, and the positions of query rows; see `speculative.plan`."""
     return choose(Problem("draw_trees", batch.device, torch.int32)).draw_trees(batch, trees, num_tokens)
 
 

@@ -19,7 +19,7 @@ the search for failing batches needs the extra `conformance`.
     packed       rows of bytes for latents                          states           slots of layers that keep a state
 """
 
-from refattn.conformance.call import attend, prepare
+from refattn.conformance.call import plan_and_attend, prepare
 from refattn.conformance.cases import CASES, HARMLESS, POISON, Case, Paged, build, poisoned
 from refattn.conformance.example import Example
 from refattn.conformance.kernel import claims
@@ -41,7 +41,7 @@ __all__ = [
     "assert_close",
     "assert_matches_reference",
     "assert_same_masks",
-    "attend",
+    "plan_and_attend",
     "build",
     "claims",
     "masks_by_hand",

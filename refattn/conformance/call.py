@@ -42,6 +42,6 @@ def prepare(
     return partial(attention, *tensors, path.plan(batch, **planned), options, **arguments)
 
 
-def attend(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Any:
+def plan_and_attend(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Any:
     """Plan a step and attend in one layer of it; the arguments are those of `prepare`."""
     return prepare(path, *tensors_and_batch, **arguments)()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from refattn.conformance import gradients, packed
 from refattn.conformance import states as of_states
-from refattn.conformance.call import attend
+from refattn.conformance.call import plan_and_attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
 from refattn.conformance.oracle import sight
 from refattn.conformance.tolerance import WIDER, on_cpu
@@ -267,7 +267,7 @@ def _expected(path: "Path", example: Example, arguments: Arguments) -> tuple[Ans
             out, lse = path.module.merge(**arguments)
         else:
             of_pages = dict(block_size=example.block_size) if path.pools else {}
-            out, lse = attend(path.module, function=path.function, **arguments, **of_pages, return_lse=True)
+            out, lse = plan_and_attend(path.module, function=path.function, **arguments, **of_pages, return_lse=True)
         return {"out": out, "lse": lse}
 
     dtype = (arguments["outs"][0] if path.function == "merge" else arguments["query"]).dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from refattn import dense
 from refattn.conformance import oracle
-from refattn.conformance.call import attend
+from refattn.conformance.call import plan_and_attend
 from refattn.conformance.tolerance import WIDER, bound, distance
 from refattn.conformance.workload import Workload
 from refattn.interface.ambient import computing_in
@@ -86,7 +86,7 @@ def differentiate(
 
 def forward(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the output of the reference and its log-sum-exp."""
-    answer: tuple[Tensor, Tensor] = attend(
+    answer: tuple[Tensor, Tensor] = plan_and_attend(
         dense, **{name: x for name, x in arguments.items() if name not in OURS}, return_lse=True
     )
     return answer

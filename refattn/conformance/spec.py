@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from refattn.conformance import oracle
-from refattn.conformance.call import attend
+from refattn.conformance.call import plan_and_attend
 from refattn.conformance.cases import FINITE_POISON, HARMLESS, POISON, Case, Paged, build
 from refattn.conformance.oracle import Sight
 from refattn.conformance.readout import assert_same_masks, masks_by_hand, read_masks
@@ -57,7 +57,7 @@ class PathSpec:
 
     def call(self, package: str, *tensors: Any, **options: Any) -> Any:
         """Plan and attend with the path of a package."""
-        return attend(self.module(package), *tensors, **{**self.arguments, **options})
+        return plan_and_attend(self.module(package), *tensors, **{**self.arguments, **options})
 
     def check_mask(self, package: str, case: Case, *, device: str = "cpu") -> None:
         """Read the mask out, and compare it with the rule.

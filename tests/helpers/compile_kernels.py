@@ -224,7 +224,7 @@ def launch_all(gpu, largest):
         merge,
         metadata,
         sampling,
-        selection,
+        sparse,
     )
 
     attend_levels = attention.attend_levels
@@ -407,13 +407,13 @@ def launch_all(gpu, largest):
     metadata.draw_trees(batch(96), trees, 192)
     for held, kind in some((half, half), (torch.uint8, torch.float8_e4m3fn), (torch.uint8, half), last=2):
         index, size = torch.zeros(64, 16, 132 if held == torch.uint8 else 128, dtype=held), torch.zeros(3, 128)
-        selection.write_index(size.to(half), index, torch.arange(3))
+        sparse.write_index(size.to(half), index, torch.arange(3))
         of_heads = torch.zeros(2, 64, 128).to(kind), torch.zeros(2, 64)
-        scores = selection.score_index(*of_heads, index, plan(1))
-    selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
-    selection.select(scores, 2048)
-    selection.select(torch.zeros(2, 131072), 2048)  # by their candidates
-    for look_up in (selection.plan_selected, selection.selected_slots):
+        scores = sparse.score_index(*of_heads, index, plan(1))
+    sparse.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
+    sparse.select(scores, 2048)
+    sparse.select(torch.zeros(2, 131072), 2048)  # by their candidates
+    for look_up in (sparse.plan_selected, sparse.selected_slots):
         look_up(batch(1), torch.zeros(2, 2048, dtype=torch.int32), block_size=16)
     settings = torch.ones(3, 2, dtype=torch.float64)
     for kind in some(torch.float64, torch.float32, half):

@@ -11,7 +11,7 @@ import torch
 
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
 from refattn.interface.ambient import without_autocast
-from tests.helpers.batches import Case, attend, build
+from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.ranks import attend_on_all
 
 LENS = ((3, 40), (1, 70), (20, 52))  # all three share 32 keys in the cascade
@@ -24,7 +24,7 @@ def plain(path: str, **arguments: Any) -> Callable[..., Any]:
 
     def call(package: str, inputs: Any, **options: Any) -> Any:
         tensors = inputs.rows if path == "dense" else inputs.tensors
-        return attend(importlib.import_module(f"{package}.{path}"), *tensors, **arguments, **options)
+        return plan_and_attend(importlib.import_module(f"{package}.{path}"), *tensors, **arguments, **options)
 
     return call
 
@@ -35,7 +35,7 @@ def cascade(package: str, inputs: Any, **options: Any) -> Any:
     table[:, :2] = table[0, :2].clone()
     batch = replace(inputs.batch, block_table=table)
     path = importlib.import_module(f"{package}.cascade")
-    return attend(path, *inputs.tensors[:3], batch, prefixes=[Prefix(0, batch.num_seqs, 32)], **options)
+    return plan_and_attend(path, *inputs.tensors[:3], batch, prefixes=[Prefix(0, batch.num_seqs, 32)], **options)
 
 
 def differential(package: str, inputs: Any, **options: Any) -> Any:
@@ -45,14 +45,14 @@ def differential(package: str, inputs: Any, **options: Any) -> Any:
     cache = stack([stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
     path = importlib.import_module(f"{package}.differential")
     fixed = dict(lambda_full=torch.tensor(0.35, dtype=torch.float32, device=cache.device), lambda_init=0.2)
-    return attend(path, inputs.query, cache, inputs.batch, **fixed, **options)
+    return plan_and_attend(path, inputs.query, cache, inputs.batch, **fixed, **options)
 
 
 def latents(package: str, inputs: Any, **options: Any) -> Any:
     """Absorbed queries over the keys of the first head."""
     path = importlib.import_module(f"{package}.mla")
     cache, fixed = inputs.key_cache[:, :, 0], dict(latent_rank=48, softmax_scale=0.1)
-    return attend(path, inputs.query, cache, inputs.batch, block_size=16, **fixed, **options)
+    return plan_and_attend(path, inputs.query, cache, inputs.batch, block_size=16, **fixed, **options)
 
 
 def latent_trees(package: str, inputs: Any, **options: Any) -> Any:
@@ -61,7 +61,7 @@ def latent_trees(package: str, inputs: Any, **options: Any) -> Any:
     mixed = SimpleNamespace(plan=path.plan, attention=mla.attention)
     cache, fixed = inputs.key_cache[:, :, 0], dict(latent_rank=48, softmax_scale=0.1)
     forest = chains(path, inputs)
-    return attend(mixed, inputs.query, cache, inputs.batch, block_size=16, trees=forest, **fixed, **options)
+    return plan_and_attend(mixed, inputs.query, cache, inputs.batch, block_size=16, trees=forest, **fixed, **options)
 
 
 def latent_prefill(package: str, inputs: Any, *, return_lse: bool = False, out: Any = None, **options: Any) -> Any:
@@ -97,7 +97,7 @@ def quantized(kind: str) -> Callable[..., Any]:
             sizes, on = (pools[0].shape[:3], (2, 64)), pools[0].device
             scales = Int8Scales(*(torch.full(size, 0.1, dtype=torch.float32, device=on) for size in sizes))
             codes = [(pool / 0.1).round().to(torch.int8) for pool in pools]
-        return attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
+        return plan_and_attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
 
     return call
 
@@ -105,7 +105,7 @@ def quantized(kind: str) -> Callable[..., Any]:
 def trees(package: str, inputs: Any, **options: Any) -> Any:
     """The new tokens as trees without a branch, which see what causal chunks see."""
     path = importlib.import_module(f"{package}.speculative")
-    return attend(path, *inputs.tensors, trees=chains(path, inputs), **options)
+    return plan_and_attend(path, *inputs.tensors, trees=chains(path, inputs), **options)
 
 
 def chains(path: Any, inputs: Any) -> Any:
@@ -129,7 +129,7 @@ def sparse(package: str, inputs: Any, **options: Any) -> Any:
             rows.append(seen + [-1] * (64 - len(seen)))
     rows += [[-1] * 64] * (len(inputs.query) - len(rows))
     positions = torch.tensor(rows, dtype=torch.int32, device=inputs.query.device)
-    return attend(path, *inputs.tensors, positions=positions, **options)
+    return plan_and_attend(path, *inputs.tensors, positions=positions, **options)
 
 
 PATHS = {

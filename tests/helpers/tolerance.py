@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from refattn.conformance import assert_close, assert_matches_reference, attend
+from refattn.conformance import assert_close, assert_matches_reference, plan_and_attend
 
 __all__ = ["assert_close", "assert_matches_reference", "assert_twins_agree"]
 
@@ -24,16 +24,16 @@ def assert_twins_agree(
         path(package) if callable(path) else importlib.import_module(f"{package}.{path}")
         for package in ("fastattn", "refattn")
     )
-    out, lse = attend(twin, *tensors_and_batch, **arguments, return_lse=True)
+    out, lse = plan_and_attend(twin, *tensors_and_batch, **arguments, return_lse=True)
 
     def attend_by_reference(*tensors_and_batch: Any, **arguments: Any) -> Any:
-        return attend(reference, *tensors_and_batch, **arguments)
+        return plan_and_attend(reference, *tensors_and_batch, **arguments)
 
     assert_matches_reference(out, lse, attend_by_reference, *tensors_and_batch, **arguments)
     if not again:
         return
-    alone = attend(twin, *tensors_and_batch, **arguments)
+    alone = plan_and_attend(twin, *tensors_and_batch, **arguments)
     assert torch.equal(alone, out), "the output without return_lse is another one"
     memory = torch.full_like(out, torch.nan)
-    assert attend(twin, *tensors_and_batch, **arguments, out=memory) is memory
+    assert plan_and_attend(twin, *tensors_and_batch, **arguments, out=memory) is memory
     assert torch.equal(memory, out), "the output in memory that was given is another one"

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from refattn import chunked_prefill, dense, metadata, quantized
-from refattn.conformance import HARMLESS, Case, attend, build
+from refattn.conformance import HARMLESS, Case, build, plan_and_attend
 from refattn.interface import AttentionOptions, Fp8Scales
 from tests.helpers import vllm_doubles
 from tests.helpers.tolerance import assert_matches_reference
@@ -79,11 +79,11 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
     assert answer is output and (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
     rows = slice(0, inputs.batch.num_tokens)
     of_ours = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in of_ours.items()}
-    lse = attend(chunked_prefill, *inputs.tensors, softmax_scale=0.2, **of_ours, return_lse=True)[1]
+    lse = plan_and_attend(chunked_prefill, *inputs.tensors, softmax_scale=0.2, **of_ours, return_lse=True)[1]
     assert_matches_reference(
         output[rows],
         lse[rows],
-        partial(attend, chunked_prefill),
+        partial(plan_and_attend, chunked_prefill),
         inputs.query[rows],
         *inputs.tensors[1:],
         softmax_scale=0.2,
@@ -135,8 +135,8 @@ def test_a_layer_over_fp8_gives_what_the_reference_gives(backend, variant, layou
     pools = [x.transpose(1, 2) for x in pool.split(32, dim=-1)]
     arguments = (inputs.query[rows], *pools, inputs.batch)
     options = dict(softmax_scale=0.2, **of_ours, scales=Fp8Scales(0.37, 2.3, format=kind))
-    lse = attend(quantized, *arguments, **options, return_lse=True)[1]
-    assert_matches_reference(output[rows], lse, partial(attend, quantized), *arguments, **options)
+    lse = plan_and_attend(quantized, *arguments, **options, return_lse=True)[1]
+    assert_matches_reference(output[rows], lse, partial(plan_and_attend, quantized), *arguments, **options)
 
 
 @each_fp8

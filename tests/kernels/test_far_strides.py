@@ -23,7 +23,7 @@ from fastattn.kernels.gpu.fixup import fix_up
 from fastattn.kernels.gpu.quantized import Codes
 from fastattn.kernels.triton import fused_layers
 from fastattn.kernels.triton.merge import merge
-from fastattn.kernels.triton.selection import _in_float16
+from fastattn.kernels.triton.sparse import _in_float16
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 from refattn.metadata import make_batch
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)

@@ -41,7 +41,7 @@ from fastattn.kernels.triton import differential as triton_differential
 from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.interface import AttentionOptions, CascadePlan, Pages, Pairs, Plan, Rows
-from tests.helpers.batches import Case, attend, build
+from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import PRESENT, Kernel, each_kernel, has_to_compute
 from tests.helpers.options import given, per_head
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
@@ -61,7 +61,7 @@ ON_GPU = Problem(
     num_seqs=2,
     window=(-1, 0),
 )
-by_pages, by_rows = partial(attend, refattn.chunked_prefill), partial(attend, refattn.dense)
+by_pages, by_rows = partial(plan_and_attend, refattn.chunked_prefill), partial(plan_and_attend, refattn.dense)
 
 
 @pytest.fixture
@@ -464,8 +464,9 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
 
 
 MAY_IMPORT = {
-    "cpu": {"fastattn.kernels.torch_ops", "fastattn.kernels.torch_quantized"},
-    "native": {"fastattn.kernels.torch_quantized"},
+    "cpu": {"fastattn.kernels.torch_ops.merge", "fastattn.kernels.torch_ops.quantized"},
+    "native": {"fastattn.kernels.torch_ops.quantized"},
+    "torch_ops": set(),
     "gpu": set(),
     "triton": {"fastattn.kernels.gpu"},
     "flash": {"fastattn.kernels.gpu"},
@@ -511,17 +512,6 @@ def test_what_all_kernels_share_imports_no_kernel():
         "replay.py": ("refattn.interface",),
         "device.py": (),
         "kernel.py": ("fastattn.kernels.problem",),
-        "torch_ops.py": ("refattn.interface", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
-        "torch_recurrent.py": ("refattn.interface",),
-        "torch_quantized.py": ("refattn.interface", "fastattn.kernels.problem"),
-        "torch_sampling.py": (),
-        "torch_selection.py": ("refattn.interface", "fastattn.kernels.problem"),
-        "plain.py": (
-            "refattn.interface",
-            "fastattn.kernels.kernel",
-            "fastattn.kernels.problem",
-            "fastattn.kernels.torch_ops",
-        ),
         "dispatch.py": (
             *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
             *("fastattn.kernels.device", "fastattn.kernels.kernel"),
@@ -593,8 +583,8 @@ def test_a_split_differential_of_an_odd_head_size(splits, asked, device, monkeyp
     weight = torch.linspace(0.5, 2.0, 96, device=device)[::2]  # with a stride
     options = per_head(options, case, device) | learned | dict(norm_weight=weight)
     with fastattn.use_kernel("triton"):
-        out, lse = attend(fastattn.differential, *arguments, **options, return_lse=True)
-    assert_matches_reference(out, lse, partial(attend, refattn.differential), *arguments, **options)
+        out, lse = plan_and_attend(fastattn.differential, *arguments, **options, return_lse=True)
+    assert_matches_reference(out, lse, partial(plan_and_attend, refattn.differential), *arguments, **options)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -803,7 +793,7 @@ def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_cho
 
     def ask(**options):
         with fastattn.use_kernel("cpu"):
-            attend(fastattn.chunked_prefill, *inputs.tensors, **options)
+            plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **options)
 
     kernel = Kernel("cpu", (torch.float32,))
     kernel.check(ask)

@@ -19,7 +19,7 @@ from fastattn.kernels.native import attention, compiler
 from refattn.conformance import Case
 from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch
-from tests.helpers.batches import attend, build
+from tests.helpers.batches import build, plan_and_attend
 from tests.helpers.tolerance import assert_twins_agree
 
 COMPILED = not isinstance(compiler.library(), str)
@@ -139,7 +139,7 @@ def test_no_bit_depends_on_the_number_of_threads(monkeypatch):
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         with fastattn.use_kernel("native"):
-            answers.append(attend(chunked_prefill, *inputs.tensors))
+            answers.append(plan_and_attend(chunked_prefill, *inputs.tensors))
     assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
@@ -223,14 +223,14 @@ def found_nothing(monkeypatch, tmp_path, forget_choices):
 def test_without_a_compiler_another_kernel_computes_and_this_one_says_why(monkeypatch, found_nothing):
     monkeypatch.setattr(compiler.shutil, "which", lambda _: None)
     inputs = build(DECODES)
-    out = attend(chunked_prefill, *inputs.tensors)
+    out = plan_and_attend(chunked_prefill, *inputs.tensors)
     with fastattn.use_kernel("cpu"):
-        assert torch.equal(out, attend(chunked_prefill, *inputs.tensors))
+        assert torch.equal(out, plan_and_attend(chunked_prefill, *inputs.tensors))
     with (
         fastattn.use_kernel("native"),
         pytest.raises(NotImplementedError, match=r"native: found no C compiler \(cc, gcc, clang\)"),
     ):
-        attend(chunked_prefill, *inputs.tensors)
+        plan_and_attend(chunked_prefill, *inputs.tensors)
 
 
 def test_a_compiler_that_fails_is_a_reason(monkeypatch, found_nothing):

@@ -20,7 +20,7 @@ from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.triton import attention as triton_attention
 from refattn.interface import Batch, CascadePlan, Plan, Prefix
 from refattn.metadata import make_batch
-from tests.helpers.batches import Case, assert_same_masks, attend, build, masks_by_hand, of_batches, read_masks
+from tests.helpers.batches import Case, assert_same_masks, build, masks_by_hand, of_batches, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import per_head
 from tests.helpers.pairs import every_pair_on_cpu
@@ -106,7 +106,7 @@ def test_every_query_sees_the_keys_up_to_its_position_once(twin, sharing, device
 
     def attention(*tensors, **options):
         step = share(*tensors, sharing[1])
-        return attend(twin, *step.tensors, prefixes=step.prefixes, **options)
+        return plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, **options)
 
     assert_same_masks(read_masks(attention, case, device=device), masks_by_hand(case, lambda i, j: j <= i))
 
@@ -125,7 +125,7 @@ def test_windows_stand_at_absolute_positions(window, name, package, device):
     def attention(*tensors, **options):
         step = share(*tensors, prefixes)
         twin = importlib.import_module(f"{package}.cascade")
-        return attend(twin, *step.tensors, prefixes=step.prefixes, window_size=window, **options)
+        return plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, window_size=window, **options)
 
     masks = read_masks(attention, case, device=device)
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and (window[0] < 0 or i - window[0] <= j)))
@@ -142,7 +142,7 @@ def test_reference_equals_torch_sdpa_with_a_mask(sharing, device):
     h, p = query.shape[1], key_cache.shape[1]
     slopes = torch.tensor([2.0 ** -(i + 1) for i in range(h)], dtype=torch.float64, device=device)
     options = dict(prefixes=step.prefixes, window_size=(50, 0), softmax_scale=0.3)
-    out = attend(refattn.cascade, *step.tensors, **options, alibi_slopes=slopes)
+    out = plan_and_attend(refattn.cascade, *step.tensors, **options, alibi_slopes=slopes)
     row = 0
     for query_len, seq_len, blocks in zip(*step.requests, strict=True):
         key, value = (
@@ -179,9 +179,9 @@ def test_split_equals_whole(sharing, options, device):
     """With levels and without: the same answer and the same LSE, so every sink is counted once."""
     step = lay_out(sharing, device=device, dtype=torch.float64)
     options = filled(options, step, device)
-    split = attend(refattn.cascade, *step.tensors, **options, return_lse=True)
+    split = plan_and_attend(refattn.cascade, *step.tensors, **options, return_lse=True)
     del options["prefixes"]
-    whole = attend(refattn.chunked_prefill, *step.tensors, **options, return_lse=True)
+    whole = plan_and_attend(refattn.chunked_prefill, *step.tensors, **options, return_lse=True)
     for one, other in zip(split, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -246,8 +246,8 @@ def test_a_long_prefix_and_a_short_suffix(kernel, device):
     step = lay_out(sharing, device=device, dtype=kernel.dtypes[0])
 
     def assert_equals_no_cascade():
-        out, lse = attend(fastattn.cascade, *step.tensors, prefixes=step.prefixes, return_lse=True)
-        assert_matches_reference(out, lse, partial(attend, refattn.chunked_prefill), *step.tensors)
+        out, lse = plan_and_attend(fastattn.cascade, *step.tensors, prefixes=step.prefixes, return_lse=True)
+        assert_matches_reference(out, lse, partial(plan_and_attend, refattn.chunked_prefill), *step.tensors)
 
     with kernel.asked_for():
         kernel.check(assert_equals_no_cascade)
@@ -293,15 +293,15 @@ def test_caches_and_queries_with_padded_strides(kernel, device):
 def test_a_sink_is_counted_once(twin, sink, device):
     step = lay_out(SHARED["three-levels"], device=device)
     sinks = torch.full((4,), sink, device=device)
-    out, lse = attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
-    assert_matches_reference(out, lse, partial(attend, refattn.chunked_prefill), *step.tensors, sinks=sinks)
+    out, lse = plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
+    assert_matches_reference(out, lse, partial(plan_and_attend, refattn.chunked_prefill), *step.tensors, sinks=sinks)
 
 
 @each_twin
 def test_padding_rows_have_no_sink(twin, device):
     step = lay_out(SHARED["prefills-and-decodes"], device=device)
     sinks = torch.zeros(2, device=device)
-    out, lse = attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
+    out, lse = plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
     assert not out[-3:].any() and (lse[-3:] == -torch.inf).all()
 
 
@@ -319,7 +319,7 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
 
     def assert_read_again():
         out, lse = fastattn.cascade.attention(*tensors, plan, return_lse=True)
-        assert_matches_reference(out, lse, partial(attend, refattn.chunked_prefill), *tensors, batch)
+        assert_matches_reference(out, lse, partial(plan_and_attend, refattn.chunked_prefill), *tensors, batch)
 
     for _ in range(2):
         with kernel.asked_for():
@@ -350,7 +350,7 @@ def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
     left = 30
 
     def call():
-        return attend(
+        return plan_and_attend(
             fastattn.cascade,
             query,
             key_cache,
@@ -405,7 +405,7 @@ def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkey
 
     monkeypatch.setattr(dispatch, "choose", note_problem)
     monkeypatch.setattr(dispatch, "compute", note_plan)
-    attend(fastattn.cascade, *step.tensors, **filled(options, step, device))
+    plan_and_attend(fastattn.cascade, *step.tensors, **filled(options, step, device))
     (plan,) = given
     *shared, own = (problem for problem in asked if problem.keys == "pages" and problem.levels == 1)
     firsts = ([0] * 6, [32, 32, 32, 0, 48, 48])
@@ -455,8 +455,8 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
         for plans, attends in ((refattn.cascade, fastattn.cascade), (fastattn.cascade, refattn.cascade)):
             mixed = ModuleType("mixed")
             mixed.plan, mixed.attention = plans.plan, attends.attention
-            out, lse = attend(mixed, *step.tensors, **options, return_lse=True)
-            assert_matches_reference(out, lse, partial(attend, refattn.cascade), *step.tensors, **options)
+            out, lse = plan_and_attend(mixed, *step.tensors, **options, return_lse=True)
+            assert_matches_reference(out, lse, partial(plan_and_attend, refattn.cascade), *step.tensors, **options)
 
     with kernel.asked_for():
         kernel.check(assert_served)
@@ -687,11 +687,11 @@ def test_bad_tensors_and_options_are_named(twin):
     step = lay_out(SHARED["one-prefix"])
     query, key_cache, value_cache, batch = step.tensors
     with pytest.raises(ValueError, match="key_cache: expected float32"):
-        attend(twin, query, key_cache.half(), value_cache, batch, prefixes=step.prefixes)
+        plan_and_attend(twin, query, key_cache.half(), value_cache, batch, prefixes=step.prefixes)
     with pytest.raises(ValueError, match="softcap: expected"):
-        attend(twin, *step.tensors, prefixes=step.prefixes, softcap=-1.0)
+        plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, softcap=-1.0)
     with pytest.raises(ValueError, match=r"sinks: expected floating point \[h=8\]"):
-        attend(twin, *step.tensors, prefixes=step.prefixes, sinks=torch.zeros(3))
+        plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
         twin.find_prefixes([1], [1], [[0]], block_size=0)
     with pytest.raises(ValueError, match="block_tables: expected 1 rows"):

@@ -32,11 +32,11 @@ from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     Case,
     assert_same_masks,
-    attend,
     build,
     each_case,
     masks_by_hand,
     of_batches,
+    plan_and_attend,
     ragged_cases,
     read_masks,
 )
@@ -56,7 +56,9 @@ each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.c
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_every_query_sees_the_keys_up_to_its_position(twin, case, device):
     case = Case(**{**case.__dict__, "head_size": 64, "value_head_size": 64})
-    assert_same_masks(read_masks(partial(attend, twin), case, device=device), masks_by_hand(case, lambda i, j: j <= i))
+    assert_same_masks(
+        read_masks(partial(plan_and_attend, twin), case, device=device), masks_by_hand(case, lambda i, j: j <= i)
+    )
 
 
 @each_twin
@@ -69,7 +71,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
     def sees(i, j):
         return (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
 
-    masks = read_masks(partial(attend, twin), case, device=device, window_size=window, causal=causal)
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, window_size=window, causal=causal)
     assert_same_masks(masks, masks_by_hand(case, sees))
 
 
@@ -77,7 +79,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
 @each_twin
 def test_a_softcap_does_not_unmask(twin, device):
     case = Case("softcap", ((10, 17), (1, 9), (6, 6)), heads=(2, 1))
-    masks = read_masks(partial(attend, twin), case, device=device, softcap=1.0, window_size=(3, 0))
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, softcap=1.0, window_size=(3, 0))
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: i - 3 <= j <= i))
 
 
@@ -88,7 +90,7 @@ def test_a_softcap_does_not_unmask(twin, device):
 @each_case
 def test_reference_equals_torch_sdpa_with_a_mask(case, device):
     inputs = build(case, device=device, dtype=torch.float64)
-    out = attend(refattn.chunked_prefill, *inputs.tensors)
+    out = plan_and_attend(refattn.chunked_prefill, *inputs.tensors)
     row = 0
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         mine = out[row : row + q]
@@ -119,7 +121,7 @@ def test_reference_equals_a_sum_by_hand():
         scores.append(cap * math.tanh(scale * dot / cap) - slope * (2 - j))
     total = sum(math.exp(score) for score in scores) + math.exp(sink)
     expected = [sum(math.exp(s) * float(inputs.values[0][j, 0, c]) for j, s in enumerate(scores)) for c in range(2)]
-    out, lse = attend(
+    out, lse = plan_and_attend(
         refattn.chunked_prefill,
         *inputs.tensors,
         softmax_scale=scale,
@@ -206,10 +208,10 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     case = Case("company", lens, heads=(9, 3), padding_rows=2)
     inputs = build(case, device=device)
     filled = per_head(options, case, device) | dict(batch_invariant=True, return_lse=True)
-    answer = attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
-    assert_rows_do_not_change(partial(attend, fastattn.chunked_prefill), inputs, case, filled, answer)
+    answer = plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
+    assert_rows_do_not_change(partial(plan_and_attend, fastattn.chunked_prefill), inputs, case, filled, answer)
     filled.pop("return_lse")
-    assert_matches_reference(*answer, partial(attend, refattn.chunked_prefill), *inputs.tensors, **filled)
+    assert_matches_reference(*answer, partial(plan_and_attend, refattn.chunked_prefill), *inputs.tensors, **filled)
 
 
 @of_batches
@@ -217,8 +219,8 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
 def test_rows_of_drawn_batches_do_not_change(case, options, seed):
     inputs = build(case, seed=seed)
     filled = per_head(INVARIANT[options], case, "cpu") | dict(batch_invariant=True, return_lse=True)
-    answer = attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
-    assert_rows_do_not_change(partial(attend, fastattn.chunked_prefill), inputs, case, filled, answer)
+    answer = plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
+    assert_rows_do_not_change(partial(plan_and_attend, fastattn.chunked_prefill), inputs, case, filled, answer)
 
 
 @pytest.mark.parametrize("options", ["plain", "window", "softcap"])
@@ -227,10 +229,10 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
     case = Case("chunks", ((90, 90),), heads=(9, 3))
     inputs = build(case, device=device)
     filled = per_head(INVARIANT[options], case, device) | dict(batch_invariant=True)
-    whole = attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
+    whole = plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
     for begin, end in ((0, 37), (37, 38), (38, 90)):
         chunk = only(inputs.batch, 0, end - begin, end)
-        out = attend(
+        out = plan_and_attend(
             fastattn.chunked_prefill, inputs.query[begin:end], inputs.key_cache, inputs.value_cache, chunk, **filled
         )
         assert torch.equal(out, whole[begin:end])
@@ -251,11 +253,11 @@ def test_rows_do_not_change_with_what_is_broken_in_another_token_of_their_chunk(
     case = Case("broken", ((90, 90), (20, 31)), heads=(4, 2))
     inputs = build(case)
     filled = per_head(INVARIANT[options], case, "cpu") | dict(batch_invariant=True, return_lse=True)
-    clean = attend(twin, *inputs.tensors, **filled)
+    clean = plan_and_attend(twin, *inputs.tensors, **filled)
     pool = inputs.key_cache if of == "key" else inputs.value_cache
     for i, j in ((0, 40), (1, 29)):
         pool[inputs.batch.block_table[i, j // 16], j % 16, :, 3] = junk
-    out, lse = attend(twin, *inputs.tensors, **filled)
+    out, lse = plan_and_attend(twin, *inputs.tensors, **filled)
     left, right = filled.get("window_size", (-1, -1))
     window = left, 0 if filled.get("causal", True) else right
     see = [masks.window(q, s, window)[:, j] for (q, s), j in zip(case.lens, (40, 29), strict=True)]
@@ -292,7 +294,7 @@ def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_si
                 cache[inputs.batch.block_table[i, j // 16], j % 16] = float(j)
     query = query.float()[:, None, None].expand(-1, 2, 128)[..., ::2]
     options = dict(batch_invariant=True, window_size=window_size)
-    attend(fastattn.chunked_prefill, query, inputs.key_cache, inputs.value_cache, inputs.batch, **options)
+    plan_and_attend(fastattn.chunked_prefill, query, inputs.key_cache, inputs.value_cache, inputs.batch, **options)
     assert set(range(1, 17)) | {89} | set(range(170, 200)) <= set(torch.cat(seen).tolist())
 
 
@@ -306,10 +308,10 @@ def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(head_siz
     case = Case("company", ((1, 130), (5, 71), (3, 2), (7, 7)), heads=(6, 3), head_size=head_size)
     inputs = build(case, device=device)
     filled = per_head(options, case, device) | dict(batch_invariant=True, return_lse=True)
-    answer = attend(refattn.chunked_prefill, *inputs.tensors, **filled)
-    assert_rows_do_not_change(partial(attend, refattn.chunked_prefill), inputs, case, filled, answer)
+    answer = plan_and_attend(refattn.chunked_prefill, *inputs.tensors, **filled)
+    assert_rows_do_not_change(partial(plan_and_attend, refattn.chunked_prefill), inputs, case, filled, answer)
     filled.pop("batch_invariant")
-    for one, other in zip(attend(refattn.chunked_prefill, *inputs.tensors, **filled), answer, strict=True):
+    for one, other in zip(plan_and_attend(refattn.chunked_prefill, *inputs.tensors, **filled), answer, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -319,12 +321,12 @@ def test_rows_of_the_reference_do_not_change_with_the_rows_before_them(head_size
     lens = ((3, 5), (7, 7), (1, 90), (6, 21))
     inputs = build(Case("rows", lens, heads=(4, 2), head_size=head_size), device=device)
     query, key, value, batch = inputs.rows
-    answer = attend(refattn.dense, query, key, value, batch, batch_invariant=True, return_lse=True)
+    answer = plan_and_attend(refattn.dense, query, key, value, batch, batch_invariant=True, return_lse=True)
     for i, ((q0, q1), (k0, k1)) in enumerate(zip(batch.query_rows(), batch.key_rows(), strict=True)):
         for first in {q0, (q0 + q1) // 2}:
             tensors = query[first:q1].clone(), key[k0:k1].clone(), value[k0:k1].clone()
             alone = only(batch, i, q1 - first, k1 - k0)
-            again = attend(refattn.dense, *tensors, alone, batch_invariant=True, return_lse=True)
+            again = plan_and_attend(refattn.dense, *tensors, alone, batch_invariant=True, return_lse=True)
             for one, other in zip(again, answer, strict=True):
                 assert torch.equal(one, other[first:q1])
 
@@ -481,7 +483,7 @@ def test_layers_of_one_plan(planned, over, kernel, device):
 
     def assert_right(tensors, options):
         answer = twin.attention(*tensors, plan, AttentionOptions(**options), return_lse=True)
-        assert_matches_reference(*answer, partial(attend, reference), *tensors, batch, **planned, **options)
+        assert_matches_reference(*answer, partial(plan_and_attend, reference), *tensors, batch, **planned, **options)
 
     with kernel.asked_for():
         for heads, options in LAYERS:
@@ -514,7 +516,7 @@ def test_a_long_decode_is_cut_into_runs_if_it_has_fewer_heads_than_there_are_thr
             cpu, "FLASH", lambda *args, **options: calls.append(args[1].shape) or flash(*args, **options)
         )
         with fastattn.use_kernel("cpu"):
-            attend(fastattn.chunked_prefill, *build(Case("runs", lens, heads=(4, 2))).tensors)
+            plan_and_attend(fastattn.chunked_prefill, *build(Case("runs", lens, heads=(4, 2))).tensors)
         return calls
 
     flash, run = cpu.FLASH, cpu_schedule.RUN
@@ -546,7 +548,9 @@ def test_layers_of_one_plan_may_have_values_of_other_sizes():
     for size in (64, 32, 64):
         values = value_cache[..., :size].contiguous()
         answer = fastattn.chunked_prefill.attention(query, key_cache, values, plan, return_lse=True)
-        assert_matches_reference(*answer, partial(attend, refattn.chunked_prefill), query, key_cache, values, batch)
+        assert_matches_reference(
+            *answer, partial(plan_and_attend, refattn.chunked_prefill), query, key_cache, values, batch
+        )
 
 
 PROMPTS = {
@@ -571,7 +575,7 @@ def test_how_many_calls_prompts_need(monkeypatch):
     calls, flash = [], cpu.FLASH
     monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(args[0].shape) or flash(*args, **options))
     lens = ((30, 30), (1, 40), (20, 20), (200, 200), (300, 300), (1, 41))
-    attend(fastattn.chunked_prefill, *build(Case("prompts", lens, heads=(4, 2))).tensors)
+    plan_and_attend(fastattn.chunked_prefill, *build(Case("prompts", lens, heads=(4, 2))).tensors)
     assert calls == [(2, 2, 2, 64), (1, 4, 200, 64), (2, 4, 30, 64), (1, 4, 300, 64)]
 
 
@@ -732,7 +736,7 @@ def test_bad_input_is_named(twin, message, change, device):
     inputs = build(Case("small", ((2, 5), (1, 20))), device=device)
     good = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache, batch=inputs.batch)
     with pytest.raises(ValueError, match=message):
-        attend(twin, **change(good))
+        plan_and_attend(twin, **change(good))
 
 
 @each_twin
@@ -743,24 +747,24 @@ def test_a_block_outside_the_pool_is_named(twin):
     with pytest.raises(
         ValueError, match="key_cache: expected at least 100 blocks, as the block table leads to block 99"
     ):
-        attend(twin, *inputs.tensors)
+        plan_and_attend(twin, *inputs.tensors)
     inputs.batch.block_table[1, 1] = -1
     with pytest.raises(ValueError, match="expected entries of at least 0 for the blocks that sequence 1 uses, got -1"):
-        attend(twin, *inputs.tensors)
+        plan_and_attend(twin, *inputs.tensors)
 
 
 @pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
 def test_what_was_written_to_is_checked_by_the_next_plan(twin):
     inputs = build(Case("decodes", ((1, 20), (1, 9))))
-    attend(twin, *inputs.tensors)
+    plan_and_attend(twin, *inputs.tensors)
     kept = inputs.batch.block_table.clone()
     inputs.batch.block_table[1, 0] = 10**6
     with pytest.raises(ValueError, match="key_cache: expected at least 1000001 blocks"):
-        attend(twin, *inputs.tensors)
+        plan_and_attend(twin, *inputs.tensors)
     inputs.batch.block_table.copy_(kept)
     inputs.batch.seq_lens[0] = 10**6
     with pytest.raises(ValueError, match="max_seq_len: expected at least 1000000"):
-        attend(twin, *inputs.tensors)
+        plan_and_attend(twin, *inputs.tensors)
 
 
 def test_a_kernel_without_memory_says_what_helps(monkeypatch):
@@ -770,4 +774,4 @@ def test_a_kernel_without_memory_says_what_helps(monkeypatch):
     )
     helps = r"query: .* max_num_batched_tokens.*num_blocks\). CUDA .* 9 GiB"
     with fastattn.use_kernel("cpu"), pytest.raises(torch.OutOfMemoryError, match=helps):
-        attend(fastattn.chunked_prefill, *inputs.tensors)
+        plan_and_attend(fastattn.chunked_prefill, *inputs.tensors)

@@ -13,7 +13,7 @@ import fastattn.context_parallel
 import refattn.context_parallel
 import refattn.recurrent
 from refattn import chunked_prefill, metadata
-from refattn.conformance import PathSpec, attend
+from refattn.conformance import PathSpec, plan_and_attend
 from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build, masks_by_hand
@@ -197,7 +197,7 @@ def test_the_answer_is_that_of_one_machine(kind, num_ranks, interleave):
     if kind in ("sinks", "everything"):
         options["sinks"] = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64)
     tensors = build(case, dtype=torch.float64).tensors
-    whole = attend(chunked_prefill, *tensors, **options, return_lse=True)
+    whole = plan_and_attend(chunked_prefill, *tensors, **options, return_lse=True)
     parts = attend_on_all("refattn", num_ranks, *tensors, interleave=interleave, **options, return_lse=True)
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)

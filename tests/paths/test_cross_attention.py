@@ -14,7 +14,7 @@ import refattn.kv_cache
 import refattn.metadata
 from refattn import chunked_prefill, dense, quantized
 from refattn.conformance import assert_same_masks, read_masks
-from tests.helpers.batches import Case, attend, build
+from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import each_kernel
 from tests.helpers.stored import E4M3, E5M2, store
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
@@ -76,7 +76,7 @@ def test_every_query_sees_its_whole_encoder(package, device):
 
     def call(query, key_cache, value_cache, batch, **options):
         whole = cross_batch(TWINS[package], inputs)
-        return attend(path, query, key_cache, value_cache, whole, causal=False, **options)
+        return plan_and_attend(path, query, key_cache, value_cache, whole, causal=False, **options)
 
     inputs = build(CASE, device=device)
     masks = read_masks(call, CASE, device=device)
@@ -86,10 +86,10 @@ def test_every_query_sees_its_whole_encoder(package, device):
 def test_pages_change_nothing(device):
     """The same encoders in rows and in pages: the reference answers alike, and as torch's own attention does."""
     inputs = build(CASE, dtype=torch.float64, device=device)
-    out, lse = attend(
+    out, lse = plan_and_attend(
         chunked_prefill, *inputs.tensors[:3], cross_batch(refattn.metadata, inputs), causal=False, return_lse=True
     )
-    assert torch.equal(out, attend(dense, *inputs.rows, causal=False))
+    assert torch.equal(out, plan_and_attend(dense, *inputs.rows, causal=False))
     for (q0, q1), key, value, (_, s) in zip(
         inputs.batch.query_rows(), inputs.keys, inputs.values, CASE.lens, strict=True
     ):
@@ -119,8 +119,8 @@ def test_twins_agree_over_codes(kind, options, device):
     batch = cross_batch(fastattn.metadata, stored)
     pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
     options = options | dict(causal=False, scales=stored.scales)
-    out, lse = attend(fastattn.quantized, stored.query, *pools, batch, **options, return_lse=True)
-    assert_matches_reference(out, lse, partial(attend, quantized), stored.query, *pools, batch, **options)
+    out, lse = plan_and_attend(fastattn.quantized, stored.query, *pools, batch, **options, return_lse=True)
+    assert_matches_reference(out, lse, partial(plan_and_attend, quantized), stored.query, *pools, batch, **options)
 
 
 # --- the encoder's tokens before the decoder's, in one row ---
@@ -145,8 +145,8 @@ def test_encoder_tokens_before_those_of_the_decoder(twin, device):
             torch.cat([part(x, e) for x, e in zip(kind, ENCODER_LENS, strict=True)])
             for kind in (inputs.keys, inputs.values)
         ]
-        expected = attend(dense, query, *rows, batch, causal=causal)
-        assert torch.equal(attend(chunked_prefill, query, *pools, batch, causal=causal), expected)
+        expected = plan_and_attend(dense, query, *rows, batch, causal=causal)
+        assert torch.equal(plan_and_attend(chunked_prefill, query, *pools, batch, causal=causal), expected)
 
 
 def test_twins_split_alike(device):

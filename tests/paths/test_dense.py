@@ -18,11 +18,11 @@ from tests.helpers.batches import (
     CASES,
     Case,
     assert_same_masks,
-    attend,
     build,
     each_case,
     masks_by_hand,
     of_batches,
+    plan_and_attend,
     ragged_cases,
     read_masks,
 )
@@ -39,7 +39,7 @@ each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_masks(twin, causal, case, device):
     case = Case(**{**case.__dict__, "head_size": 64, "value_head_size": 64})
-    masks = read_masks(partial(attend, twin), case, paged=False, device=device, causal=causal)
+    masks = read_masks(partial(plan_and_attend, twin), case, paged=False, device=device, causal=causal)
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i or not causal))
 
 
@@ -49,7 +49,9 @@ def test_masks(twin, causal, case, device):
 def test_an_encoder_window_counts_both_sides(twin, window, device):
     case = Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(2, 1))
     left, right = window
-    masks = read_masks(partial(attend, twin), case, paged=False, device=device, window_size=window, causal=False)
+    masks = read_masks(
+        partial(plan_and_attend, twin), case, paged=False, device=device, window_size=window, causal=False
+    )
     sees = masks_by_hand(case, lambda i, j: (left < 0 or j >= i - left) and (right < 0 or j <= i + right))
     assert_same_masks(masks, sees)
 
@@ -60,7 +62,7 @@ def test_cross_attention_over_encoders_of_different_lengths(twin, device):
     """Several decoder tokens each, and one encoder of length 0, whose queries see nothing."""
     case = Case("cross", ((3, 11), (1, 0), (2, 40), (4, 1)), heads=(4, 2))
     inputs = build(case, device=device)
-    out, lse = attend(twin, *inputs.rows, causal=False, return_lse=True)
+    out, lse = plan_and_attend(twin, *inputs.rows, causal=False, return_lse=True)
     row = 0
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         mine = slice(row, row + q)
@@ -81,7 +83,9 @@ def test_cross_attention_over_encoders_of_different_lengths(twin, device):
 def test_the_cache_changes_nothing(case, device):
     """The same tokens in a pool and in plain rows answer alike, to the bit."""
     inputs = build(case, device=device)
-    assert torch.equal(attend(refattn.dense, *inputs.rows), attend(refattn.chunked_prefill, *inputs.tensors))
+    assert torch.equal(
+        plan_and_attend(refattn.dense, *inputs.rows), plan_and_attend(refattn.chunked_prefill, *inputs.tensors)
+    )
 
 
 @pytest.mark.covers("A7", "B61")
@@ -129,7 +133,7 @@ def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call,
     assert_twins_agree("dense", *tensors, batch, **arguments)
     calls, flash = [], cpu.FLASH
     monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(len(args[0])) or flash(*args, **options))
-    attend(fastattn.dense, *tensors, batch, **arguments)
+    plan_and_attend(fastattn.dense, *tensors, batch, **arguments)
     assert (calls == [len(lens)]) == is_one_call
 
 
@@ -159,11 +163,11 @@ def test_bad_input_is_named(twin):
     inputs = build(Case("small", ((2, 5), (1, 20))))
     query, key, value, batch = inputs.rows
     with pytest.raises(ValueError, match="key: expected at least the 25 rows that seq_lens adds up to, got 24"):
-        attend(twin, query, key[:24], value[:24], batch)
+        plan_and_attend(twin, query, key[:24], value[:24], batch)
     with pytest.raises(ValueError, match=r"value: expected float32 \[s=25, hk=2, dv\], got float32 \[24, 2, 64\]"):
-        attend(twin, query, key, value[:24], batch)
+        plan_and_attend(twin, query, key, value[:24], batch)
     with pytest.raises(ValueError, match="query: expected at least 3 rows, where cu_seqlens_q ends, got t=2"):
-        attend(twin, query[:2], key, value, batch)
+        plan_and_attend(twin, query[:2], key, value, batch)
 
 
 def test_the_shared_list_is_used():

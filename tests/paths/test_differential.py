@@ -27,10 +27,10 @@ from tests.helpers.batches import (
     POISON,
     Case,
     assert_same_masks,
-    attend,
     build,
     masks_by_hand,
     of_batches,
+    plan_and_attend,
     ragged_cases,
     read_masks,
 )
@@ -113,7 +113,7 @@ def softmaxes_read_out(twin, weight_of_second: float):
         values = value_cache.chunk(2, dim=-1)
         cache = torch.stack([torch.stack(pair) for pair in zip(keys, values, strict=True)])
         weight = torch.tensor(-weight_of_second, device=query.device)
-        out, lse = attend(
+        out, lse = plan_and_attend(
             twin,
             repeat(query, "t pairs d -> t (pairs two) d", two=2),
             cache,
@@ -209,7 +209,7 @@ def of_formula(case: Case, device) -> dict:
 def test_reference_equals_torch_sdpa_and_a_formula(case, device):
     case = in_pairs(case)
     arguments, inputs = lay_out(case, device=device, dtype=torch.float64)
-    out = attend(refattn.differential, *arguments, **of_formula(case, device))
+    out = plan_and_attend(refattn.differential, *arguments, **of_formula(case, device))
     assert_is_by_formula(out, inputs.query, inputs.keys, inputs.values, case)
 
 
@@ -232,7 +232,7 @@ def test_reference_equals_a_sum_by_hand():
     weights = [maps[0][j] - lambda_full * maps[1][j] for j in (0, 1)]
     difference = [weights[0] * values[0][c] + weights[1] * values[1][c] for c in range(4)]
     root = math.sqrt(sum(x * x for x in difference) / 4 + eps)
-    out, lse = attend(
+    out, lse = plan_and_attend(
         refattn.differential,
         *arguments,
         lambda_full=torch.tensor(lambda_full, dtype=torch.float64),
@@ -289,7 +289,7 @@ def test_equals_the_eager_attention_of_diffllama(twin, lens, device):
         slots = refattn.metadata.slot_mapping(batch, seq_len, block_size=16)
         twin.write(key, value, cache, slots)
         batch = refattn.metadata.make_batch([query_len], [seq_len], [[2, 1]], device=device)
-        out = attend(
+        out = plan_and_attend(
             twin,
             query[-query_len:],
             cache,
@@ -311,7 +311,7 @@ def test_the_norm_comes_after_the_subtraction_and_over_both_halves(twin, device)
     (query, cache, batch), _ = lay_out(case, device=device)
     for weight in (0.1, 0.9, 2.0):
         lambda_full = torch.tensor(weight, device=device)
-        out = attend(twin, query, cache, batch, lambda_full=lambda_full, lambda_init=0.3, norm_eps=1e-12)
+        out = plan_and_attend(twin, query, cache, batch, lambda_full=lambda_full, lambda_init=0.3, norm_eps=1e-12)
         pairs = rearrange(out, "t (pairs two) d -> t pairs (two d)", two=2).square().mean(-1)
         torch.testing.assert_close(pairs, torch.full_like(pairs, 0.7**2), rtol=1e-5, atol=0)
         heads = out.square().mean(-1)
@@ -325,7 +325,7 @@ def test_what_both_softmaxes_weigh_alike_cancels(twin, device):
     (query, cache, batch), _ = lay_out(case, device=device)
     query = query[:, :1].repeat(1, 2, 1)
     cache[1, 0] = cache[0, 0]
-    out, lse = attend(
+    out, lse = plan_and_attend(
         twin, query, cache, batch, lambda_full=torch.tensor(1.0, device=device), lambda_init=0.2, return_lse=True
     )
     torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-3)
@@ -384,12 +384,14 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
     (query, cache, batch), _ = lay_out(case, device=device)
     options = filled(OPTIONS["norm"], case, device) | dict(batch_invariant=True, return_lse=True)
     with kernel.asked_for():
-        together = attend(fastattn.differential, query, cache, batch, **options)
+        together = plan_and_attend(fastattn.differential, query, cache, batch, **options)
         for i, (first, last) in enumerate(batch.query_rows()):
             lens = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, last - first], [case.lens[i][1]])]
             alone = Batch(*lens, batch.block_table[i : i + 1], last - first, case.lens[i][1])
             for whole, part in zip(
-                together, attend(fastattn.differential, query[first:last], cache, alone, **options), strict=True
+                together,
+                plan_and_attend(fastattn.differential, query[first:last], cache, alone, **options),
+                strict=True,
             ):
                 assert torch.equal(whole[first:last], part)
 
@@ -511,7 +513,7 @@ def test_layers_of_one_plan(planned, device):
         answer = fastattn.differential.attention(
             query, cache, plan, AttentionOptions(**fixed), **given, return_lse=True
         )
-        reference = partial(attend, refattn.differential)
+        reference = partial(plan_and_attend, refattn.differential)
         assert_matches_reference(*answer, reference, query, cache, batch, **planned, **fixed, **given)
 
 
@@ -524,13 +526,13 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
     twins = refattn.differential, fastattn.differential
 
     def by_reference(*arguments, **options):
-        return attend(refattn.differential, *arguments, **options)
+        return plan_and_attend(refattn.differential, *arguments, **options)
 
     def assert_served():
         for plans, attends in (twins, twins[::-1]):
             mixed = ModuleType("mixed")
             mixed.plan, mixed.attention = plans.plan, attends.attention
-            out, lse = attend(mixed, *arguments, **options, return_lse=True)
+            out, lse = plan_and_attend(mixed, *arguments, **options, return_lse=True)
             assert_matches_reference(out, lse, by_reference, *arguments, **options)
 
     with kernel.asked_for():
@@ -560,7 +562,7 @@ def test_rows_are_attended_to_by_the_formula(case, package):
     """As a server measures its memory before there is a cache."""
     case = in_pairs(case)
     arguments, inputs = lay_out_rows(case, dtype=torch.float64)
-    out = attend(over_rows(package), *arguments, **of_formula(case, "cpu"))
+    out = plan_and_attend(over_rows(package), *arguments, **of_formula(case, "cpu"))
     assert_is_by_formula(out, inputs.query, inputs.keys, inputs.values, case)
 
 
@@ -574,7 +576,7 @@ def test_twins_agree_over_rows(options, kernel, device):
     case = Case("mixed", ((20, 40), (1, 70), (0, 9), (5, 0), (10, 17), (3, 2)), heads=(8, 4), padding_rows=3)
     options, dtype = filled(OPTIONS[options], case, device), kernel.dtypes[0]
     arguments, _ = lay_out_rows(case, device=device, dtype=dtype)
-    reference, fast = (partial(attend, over_rows(package)) for package in ("refattn", "fastattn"))
+    reference, fast = (partial(plan_and_attend, over_rows(package)) for package in ("refattn", "fastattn"))
 
     def hold():
         out, lse = fast(*arguments, **options, return_lse=True)
@@ -592,8 +594,8 @@ def test_twins_agree_over_rows_of_drawn_batches(case, options, seed, device):
     case = in_pairs(case)
     arguments, _ = lay_out_rows(case, device=device, seed=seed)
     options = filled(OPTIONS[options], case, device)
-    answer = attend(over_rows("fastattn"), *arguments, **options, return_lse=True)
-    assert_matches_reference(*answer, partial(attend, over_rows("refattn")), *arguments, **options)
+    answer = plan_and_attend(over_rows("fastattn"), *arguments, **options, return_lse=True)
+    assert_matches_reference(*answer, partial(plan_and_attend, over_rows("refattn")), *arguments, **options)
 
 
 @each_twin
@@ -607,7 +609,7 @@ def test_layers_of_one_plan_over_rows(twin):
         (query, rows, batch), _ = lay_out_rows(Case("rows", lens, heads=heads))
         rows = torch.cat([rows, torch.full_like(rows[:, :, :more], torch.nan)], dim=2)
         out = path.attention(query, rows, plan, **LAMBDA)
-        torch.testing.assert_close(out, attend(reference, query, rows, batch, **LAMBDA), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, plan_and_attend(reference, query, rows, batch, **LAMBDA), rtol=1e-5, atol=1e-5)
 
 
 @each_twin
@@ -697,7 +699,7 @@ def test_codes_are_attended_to_by_the_formula(package, kind, per):
     arguments, scales, keys, values = coded(case, kind, per=per, dtype=torch.float64)
     path = importlib.import_module(f"{package}.differential")
     for cache in (arguments[1], arguments[1].view(torch.uint8)):
-        out = attend(path, arguments[0], cache, arguments[2], **of_formula(case, "cpu"), scales=scales)
+        out = plan_and_attend(path, arguments[0], cache, arguments[2], **of_formula(case, "cpu"), scales=scales)
         assert_is_by_formula(out, arguments[0], keys, values, case)
 
 
@@ -730,7 +732,9 @@ def test_no_bit_depends_on_codes_that_nobody_may_see(twin, device):
     answers = []
     for poison in (POISON, HARMLESS):
         arguments, scales, *_ = coded(MIXED_CODES, "e5m2", device=device, poison=poison)
-        answers.append(attend(twin, *arguments, **filled({}, MIXED_CODES, device), scales=scales, return_lse=True))
+        answers.append(
+            plan_and_attend(twin, *arguments, **filled({}, MIXED_CODES, device), scales=scales, return_lse=True)
+        )
     for poisoned, harmless in zip(*answers, strict=True):
         assert torch.equal(poisoned, harmless)
 
@@ -784,7 +788,7 @@ def test_bad_scales_are_named(twin, message, change):
     """Of a write, too, before a half is written."""
     (query, cache, batch), *_ = coded(MIXED_CODES, "e4m3")
     with pytest.raises(ValueError, match=message):
-        attend(twin, query, cache, batch, **LAMBDA, **change({}))
+        plan_and_attend(twin, query, cache, batch, **LAMBDA, **change({}))
     empty, tokens = twin.allocate(2, 4, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(2, 4, 8)
     with pytest.raises(ValueError, match=message.replace("cache: expected float32", "key: expected float8_e4m3fn")):
         twin.write(tokens, tokens, empty, torch.arange(2), **change({}))
@@ -819,7 +823,7 @@ def test_blocks_are_copied_and_swapped_in_all_four_pools(twin, moves, device):
     """Copy a sequence's blocks inside the pool, swap it out to a smaller one and back: the same answer to the bit."""
     case = Case("moved", ((1, 40), (9, 30)), heads=(4, 2))
     (query, cache, batch), _ = lay_out(case, device=device)
-    before = attend(twin, query, cache, batch, **filled({}, case, device))
+    before = plan_and_attend(twin, query, cache, batch, **filled({}, case, device))
     n, blocks = cache.shape[2], batch.block_table[0, :3].tolist()
 
     cache = torch.cat([cache, torch.full_like(cache[:, :, :4], torch.nan)], dim=2)
@@ -828,14 +832,14 @@ def test_blocks_are_copied_and_swapped_in_all_four_pools(twin, moves, device):
     moved = batch.block_table.clone()
     moved[0, :3] = torch.tensor([n, n + 1, n + 2])
     batch = dataclasses.replace(batch, block_table=moved)
-    assert torch.equal(attend(twin, query, cache, batch, **filled({}, case, device)), before)
+    assert torch.equal(plan_and_attend(twin, query, cache, batch, **filled({}, case, device)), before)
 
     host = torch.full((2, 2, 3, *cache.shape[3:]), torch.nan)
     out_and_back = torch.tensor([[n + i, 2 - i] for i in range(3)])
     moves.swap_blocks(twin.pools(cache), twin.pools(host), out_and_back)
     cache[:, :, n : n + 3] = torch.nan
     moves.swap_blocks(twin.pools(host), twin.pools(cache), out_and_back.flip(1))
-    assert torch.equal(attend(twin, query, cache, batch, **filled({}, case, device)), before)
+    assert torch.equal(plan_and_attend(twin, query, cache, batch, **filled({}, case, device)), before)
 
 
 @each_twin
@@ -885,7 +889,7 @@ def test_bad_input_is_named(twin, message, change):
     (query, cache, batch), _ = lay_out(Case("small", ((2, 5), (1, 20)), heads=(4, 2)))
     good = dict(query=query, cache=cache, batch=batch, **LAMBDA)
     with pytest.raises(ValueError, match=message):
-        attend(twin, **change(good))
+        plan_and_attend(twin, **change(good))
 
 
 BAD_WRITE = {

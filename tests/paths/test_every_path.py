@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from refattn.conformance import prepare
-from tests.helpers.batches import attend, build
+from tests.helpers.batches import build, plan_and_attend
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.specs import ODD, SPECS
@@ -73,13 +73,13 @@ def test_a_plan_of_one_twin_serves_the_other(spec, case, kernel, device):
     reference, twin = (spec.module(package) for package in ("refattn", "fastattn"))
 
     def by_reference(*tensors, **options):
-        return attend(reference, *tensors, **options)
+        return plan_and_attend(reference, *tensors, **options)
 
     def assert_served():
         for plans, attends in ((reference, twin), (twin, reference)):
             mixed = ModuleType("mixed")
             mixed.plan, mixed.attention = plans.plan, attends.attention
-            out, lse = attend(mixed, *tensors, **spec.arguments, return_lse=True)
+            out, lse = plan_and_attend(mixed, *tensors, **spec.arguments, return_lse=True)
             assert_matches_reference(out, lse, by_reference, *tensors, **spec.arguments)
 
     with kernel.asked_for():

@@ -18,7 +18,7 @@ import refattn.mla
 import refattn.quantized
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix, simulate_ranks
 from refattn.metadata import make_batch
-from tests.helpers.batches import POISON, Case, Paged, attend, build
+from tests.helpers.batches import POISON, Case, Paged, build, plan_and_attend
 from tests.helpers.ranks import attend_on_all
 from tests.helpers.stored import KINDS, store
 
@@ -56,7 +56,7 @@ def over_pages(name: str, **planned: Any) -> Call:
 
     def call(package: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
         path = importlib.import_module(f"{package}.{name}")
-        return attend(path, query, key_cache, value_cache, inputs.batch, **planned, **options)
+        return plan_and_attend(path, query, key_cache, value_cache, inputs.batch, **planned, **options)
 
     tensors = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache)
     return Call(call, tensors, windowed="window_size" not in planned)
@@ -66,7 +66,7 @@ def over_rows() -> Call:
     query, key, value, batch = laid_out().rows
 
     def call(package: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        return attend(importlib.import_module(f"{package}.dense"), query, key, value, batch, **options)
+        return plan_and_attend(importlib.import_module(f"{package}.dense"), query, key, value, batch, **options)
 
     return Call(call, dict(query=query, key=key, value=value))
 
@@ -80,7 +80,7 @@ def cascade() -> Call:
     def call(package: str, *, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
         path = importlib.import_module(f"{package}.cascade")
         prefixes = [Prefix(0, 2, 8)]
-        return attend(path, query, key_cache, value_cache, inputs.batch, prefixes=prefixes, **options)
+        return plan_and_attend(path, query, key_cache, value_cache, inputs.batch, prefixes=prefixes, **options)
 
     return Call(call, made.tensors)
 
@@ -92,7 +92,7 @@ def trees() -> Call:
     def call(package: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
         path = importlib.import_module(f"{package}.speculative")
         forest = path.make_trees(PARENTS)
-        return attend(path, query, key_cache, value_cache, inputs.batch, trees=forest, **options)
+        return plan_and_attend(path, query, key_cache, value_cache, inputs.batch, trees=forest, **options)
 
     return Call(call, dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache))
 
@@ -105,7 +105,7 @@ def differential(norm: bool) -> Call:
 
     def call(package: str, query: Tensor, cache: Tensor, **more: Any) -> Any:
         path = importlib.import_module(f"{package}.differential")
-        return attend(path, query, cache, inputs.batch, lambda_init=0.2, **more)
+        return plan_and_attend(path, query, cache, inputs.batch, lambda_init=0.2, **more)
 
     return Call(
         call, dict(query=inputs.query, cache=cache, lambda_full=torch.tensor(0.35, dtype=torch.float64), **more)
@@ -119,10 +119,10 @@ def latents(of_trees: bool) -> Call:
     def call(package: str, query: Tensor, cache: Tensor, **options: Any) -> Any:
         mla, path = (importlib.import_module(f"{package}.{name}") for name in ("mla", "speculative"))
         if not of_trees:
-            return attend(mla, query, cache, inputs.batch, **fixed, **options)
+            return plan_and_attend(mla, query, cache, inputs.batch, **fixed, **options)
         mixed = SimpleNamespace(plan=path.plan, attention=mla.attention)
         forest = path.make_trees(PARENTS)
-        return attend(mixed, query, cache, inputs.batch, trees=forest, **fixed, **options)
+        return plan_and_attend(mixed, query, cache, inputs.batch, trees=forest, **fixed, **options)
 
     return Call(call, dict(query=inputs.query, cache=inputs.key_cache[:, :, 0]), windowed=of_trees)
 
@@ -174,7 +174,7 @@ def written() -> Call:
         slots = metadata.slot_mapping(inputs.batch, len(query), block_size=CASE.block_size)
         pools = key_cache.clone(), inputs.value_cache.clone()
         kv_cache.write(key, value, *pools, slots)
-        return attend(path, query, *pools, inputs.batch, **options)
+        return plan_and_attend(path, query, *pools, inputs.batch, **options)
 
     new = {}
     for name, cache in (("key", inputs.key_cache), ("value", inputs.value_cache)):
@@ -324,7 +324,7 @@ def test_gradients_through_codes(kind):
     def answer(given: dict[str, Tensor]) -> Tensor:
         scales = replace(stored.scales, **{name: x for name, x in given.items() if name != "the query"})
         tensors = given.get("the query", stored.query), *stored.tensors[1:]
-        out, lse = attend(refattn.quantized, *tensors, window_size=(5, 0), scales=scales, return_lse=True)
+        out, lse = plan_and_attend(refattn.quantized, *tensors, window_size=(5, 0), scales=scales, return_lse=True)
         return out.sin().sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
 
     leaves = leaves_of(given)
@@ -343,7 +343,7 @@ def test_rounding_refuses_gradients_by_name():
     stored = store(CASE, "e4m3", per="head")
     wanting = stored.query.requires_grad_()
     with pytest.raises(NotImplementedError, match="^query: requires_grad, but rounding to codes has no gradient"):
-        attend(refattn.quantized, *stored.tensors, scales=stored.scales)
+        plan_and_attend(refattn.quantized, *stored.tensors, scales=stored.scales)
     new = torch.zeros(3, 2, 6, requires_grad=True)
     scales, slots = Fp8Scales(1.0, 1.0), torch.arange(3)
     pools = refattn.kv_cache.allocate(2, 4, 2, 6, dtype=torch.float8_e4m3fn)
@@ -353,7 +353,7 @@ def test_rounding_refuses_gradients_by_name():
     with pytest.raises(NotImplementedError, match="^rope_key: requires_grad, but rounding"):
         refattn.mla.write(new.detach()[:, 0, :4], new[:, 0, 4:], codes, slots)
     with torch.no_grad():
-        attend(refattn.quantized, wanting, *stored.tensors[1:], scales=stored.scales)
+        plan_and_attend(refattn.quantized, wanting, *stored.tensors[1:], scales=stored.scales)
         refattn.quantized.write(new, new, *pools, slots, scales=scales)
         refattn.mla.write(new[:, 0, :4], new[:, 0, 4:], codes, slots)
 
@@ -369,9 +369,9 @@ def test_memory_to_write_to_requires_no_gradient(package):
         importlib.import_module(f"{package}.{name}") for name in ("chunked_prefill", "kv_cache", "mla")
     )
     with pytest.raises(ValueError, match="^out: expected memory that requires no gradient"):
-        attend(path, *inputs.tensors, out=leaf)
+        plan_and_attend(path, *inputs.tensors, out=leaf)
     with torch.no_grad():
-        assert attend(path, *inputs.tensors, out=leaf) is leaf
+        assert plan_and_attend(path, *inputs.tensors, out=leaf) is leaf
     key, slots, pairs = torch.zeros(3, 2, 6), torch.arange(3), torch.tensor([[0, 1]])
     pool, leaf = torch.zeros(2, 2, 4, 2, 6), torch.zeros(2, 2, 4, 2, 6, requires_grad=True)
     expected = "expected memory to write to, got a leaf that requires a gradient"

@@ -24,7 +24,17 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, CascadePlan, Intervals, Pages, Plan, Rows, TreePlan
-from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, of_batches, ragged_cases, read_masks
+from tests.helpers.batches import (
+    CASES,
+    HARMLESS,
+    POISON,
+    Case,
+    build,
+    of_batches,
+    plan_and_attend,
+    ragged_cases,
+    read_masks,
+)
 from tests.helpers.kernels_present import each_kernel
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
@@ -167,7 +177,7 @@ def test_each_kernel_keeps_to_the_intervals(kernel, rule, device):
 
 def check_mask(twin, rule, case, device):
     def attention(*tensors, **options):
-        return attend(twin, *tensors, **intervals_of(rule, twin, case, tensors[-1])._asdict(), **options)
+        return plan_and_attend(twin, *tensors, **intervals_of(rule, twin, case, tensors[-1])._asdict(), **options)
 
     read = read_masks(attention, replace(case, head_size=64), device=device)
     for mask, expected, (q, s) in zip(read, masks_of(rule, case), case.lens, strict=True):
@@ -183,7 +193,7 @@ def test_the_reference_is_the_formula_in_float64():
     inputs = build(case, dtype=torch.float64)
     intervals = drawn(inputs.batch, 14)
     sinks = torch.linspace(-1, 1, 4)
-    out, lse = attend(refattn.interval, *inputs.tensors, **intervals._asdict(), sinks=sinks, return_lse=True)
+    out, lse = plan_and_attend(refattn.interval, *inputs.tensors, **intervals._asdict(), sinks=sinks, return_lse=True)
     row = 0
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         for r in range(row, row + q):
@@ -207,9 +217,11 @@ def test_the_reference_is_the_formula_in_float64():
 def test_a_window_and_a_causal_mask_are_intervals(twin, device):
     inputs = build(SOME[0], device=device)
     for window_size in ((-1, -1), (30, 0)):
-        plain = attend(refattn.chunked_prefill, *inputs.tensors, window_size=window_size)
+        plain = plan_and_attend(refattn.chunked_prefill, *inputs.tensors, window_size=window_size)
         intervals = twin.causal(inputs.batch, len(inputs.query), window_size=window_size)
-        torch.testing.assert_close(attend(twin, *inputs.tensors, **intervals._asdict()), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            plan_and_attend(twin, *inputs.tensors, **intervals._asdict()), plain, rtol=1e-5, atol=1e-5
+        )
 
 
 OPTIONS = {
@@ -296,10 +308,10 @@ def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
         with kernel.asked_for():
             kernel.check(
                 lambda tensors=tensors, batch=batch, intervals=intervals: answers.append(
-                    attend(fastattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
+                    plan_and_attend(fastattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
                 )
             )
-        reference = attend(refattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
+        reference = plan_and_attend(refattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
         assert all(x.isfinite().all() for x in (reference[0], reference[1][:43]))
     if answers:
         assert all(map(torch.equal, *answers))
@@ -312,7 +324,9 @@ def test_a_query_with_an_empty_interval_sees_nothing(twin, device):
     last = torch.tensor([2, -1, -(2**31), -5, 0], dtype=torch.int32, device=device)
     sinks = torch.randn(4, device=device)
     for options, expected in (({}, torch.full((4,), -math.inf)), (dict(sinks=sinks), sinks.cpu())):
-        out, lse = attend(twin, *inputs.tensors, **Intervals(first, last)._asdict(), **options, return_lse=True)
+        out, lse = plan_and_attend(
+            twin, *inputs.tensors, **Intervals(first, last)._asdict(), **options, return_lse=True
+        )
         assert not out.any()
         # A GPU takes sinks to base 2 and back: half an ulp for the product, two for its division.
         rounding = 3 * torch.finfo(torch.float32).eps
@@ -384,10 +398,10 @@ def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
     def hold():
         batch = inputs.batch
         intervals = fastattn.interval.image_spans(batch, **spans, num_tokens=46)
-        out = attend(fastattn.interval, *inputs.tensors, **intervals._asdict(), batch_invariant=True)
+        out = plan_and_attend(fastattn.interval, *inputs.tensors, **intervals._asdict(), batch_invariant=True)
         alone = refattn.metadata.make_batch([40], [90], [batch.block_table[1].tolist()], device=device)
         mine = Intervals(*(x[5:45] for x in intervals))
-        row = attend(
+        row = plan_and_attend(
             fastattn.interval, inputs.query[5:45], *inputs.tensors[1:3], alone, **mine._asdict(), batch_invariant=True
         )
         assert torch.equal(row, out[5:45])
@@ -412,7 +426,7 @@ def test_rows_without_a_cache(device):
     for twin, dense in ((refattn.interval, refattn.dense), (fastattn.interval, fastattn.dense)):
         intervals = intervals_of("spans", twin, SOME[1], inputs.batch)
         plan = twin.plan(inputs.batch, **intervals._asdict())
-        expected = attend(refattn.interval, *inputs.tensors, **intervals._asdict())
+        expected = plan_and_attend(refattn.interval, *inputs.tensors, **intervals._asdict())
         torch.testing.assert_close(dense.attention(*inputs.rows[:3], plan), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -491,7 +505,7 @@ EXTENDED = {
 def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options, device):
     """Any kernel up to each query, ours after it: one softmax, sinks counted once, other rows left alone."""
     pytest.importorskip("triton")
-    from fastattn.kernels.flash.intervals import attend_up_to_and_after
+    from fastattn.kernels.flash.interval import attend_up_to_and_after
 
     lens = ((6, 70), (80, 80), (5, 3), (0, 9), (1, 40))
     case = Case("extended", tuple((s, s) for _, s in lens) if over_rows else lens, heads=(4, 2), padding_rows=3)

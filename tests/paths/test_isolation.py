@@ -16,7 +16,7 @@ import torch
 
 from refattn.interface import Batch, Prefix
 from refattn.interface.ambient import computing_in
-from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, attend, build, poisoned
+from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, build, plan_and_attend, poisoned
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.strides import STRIDES
@@ -83,7 +83,7 @@ class Twin:
 
     def call(self, path: str, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         package = "refattn" if self.kernel is None else "fastattn"
-        return attend(importlib.import_module(f"{package}.{path}"), *arguments, **options, return_lse=True)
+        return plan_and_attend(importlib.import_module(f"{package}.{path}"), *arguments, **options, return_lse=True)
 
     def check(self, assertion: Callable[[], None]) -> None:
         if self.kernel is None:
@@ -189,7 +189,7 @@ def test_no_bit_depends_on_what_nobody_may_see(name, twin, device):
         for one, other in zip(exact, twin.call(path, *others, **filled), strict=True):
             assert torch.equal(one, other)
         if twin.kernel is not None:
-            reference = partial(attend, importlib.import_module(f"refattn.{path}"))
+            reference = partial(plan_and_attend, importlib.import_module(f"refattn.{path}"))
             assert_matches_reference(*answer, reference, *others, **filled)
 
     twin.check(assert_isolated)

@@ -17,7 +17,8 @@ import refattn.chunked_prefill
 import refattn.local
 import refattn.masks
 import refattn.metadata
-from fastattn.kernels import dispatch, torch_ops
+from fastattn.kernels import dispatch
+from fastattn.kernels.torch_ops import metadata as torch_metadata
 from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.interface import Batch, Plan
 from tests.helpers.bad_input import BAD_INPUT
@@ -27,11 +28,11 @@ from tests.helpers.batches import (
     Case,
     Paged,
     assert_same_masks,
-    attend,
     build,
     each_case,
     masks_by_hand,
     of_batches,
+    plan_and_attend,
     ragged_cases,
     read_masks,
 )
@@ -101,7 +102,7 @@ def forget(inputs: Paged, chunk_size: int, block_size: int) -> Paged:
 @each_chunk_size
 def test_a_query_sees_its_own_chunk_up_to_itself(twin, case, chunk_size, device):
     case = replace(case, heads=(2, 1))
-    masks = read_masks(partial(attend, twin), case, device=device, chunk_size=chunk_size)
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, chunk_size=chunk_size)
     assert_same_masks(masks, masks_by_hand(case, sees(chunk_size)))
 
 
@@ -109,7 +110,7 @@ def test_a_query_sees_its_own_chunk_up_to_itself(twin, case, chunk_size, device)
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 64], ids=lambda size: f"chunk={size}")
 def test_odd_chunks_in_blocks_of_one(twin, chunk_size, device):
     case = Case("odd-chunks", ((4, 6), (10, 17), (5, 9), (1, 11), (1, 10), (3, 3)), heads=(2, 1), block_size=1)
-    masks = read_masks(partial(attend, twin), case, device=device, chunk_size=chunk_size)
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, chunk_size=chunk_size)
     assert_same_masks(masks, masks_by_hand(case, sees(chunk_size)))
 
 
@@ -117,7 +118,9 @@ def test_odd_chunks_in_blocks_of_one(twin, chunk_size, device):
 def test_a_sequence_one_longer_than_the_chunk(twin, device):
     """8193 tokens in chunks of 8192: the last token is alone (V#16209, S#5173)."""
     inputs = build(Case("long", ((2, 8193), (1, 8192), (3, 8194)), heads=(2, 1), block_size=64), device=device)
-    _, lse = attend(twin, torch.zeros_like(inputs.query), *inputs.tensors[1:], chunk_size=8192, return_lse=True)
+    _, lse = plan_and_attend(
+        twin, torch.zeros_like(inputs.query), *inputs.tensors[1:], chunk_size=8192, return_lse=True
+    )
     assert lse[:, 0].exp().tolist() == pytest.approx([8192, 1, 8192, 8192, 1, 2], rel=1e-5)
 
 
@@ -127,10 +130,12 @@ def test_a_sequence_one_longer_than_the_chunk(twin, device):
 def test_a_chunk_larger_than_every_sequence_is_causal_attention(twin, chunk_size, device):
     case = CHUNKED[2]
     inputs = build(case, device=device)
-    masks = read_masks(partial(attend, twin), replace(case, heads=(1, 1)), device=device, chunk_size=chunk_size)
+    masks = read_masks(
+        partial(plan_and_attend, twin), replace(case, heads=(1, 1)), device=device, chunk_size=chunk_size
+    )
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i))
-    out = attend(twin, *inputs.tensors, chunk_size=chunk_size)
-    torch.testing.assert_close(out, attend(refattn.chunked_prefill, *inputs.tensors), rtol=1e-5, atol=1e-5)
+    out = plan_and_attend(twin, *inputs.tensors, chunk_size=chunk_size)
+    torch.testing.assert_close(out, plan_and_attend(refattn.chunked_prefill, *inputs.tensors), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.covers("D132")
@@ -142,8 +147,8 @@ def test_chunks_that_are_over_are_never_read(twin, case, device):
     gone = forget(inputs, 32, case.block_size)
     for options in ({}, {"softcap": 2.0, "sinks": True}):
         filled = per_head(options, case, device)
-        expected = attend(twin, *inputs.tensors, chunk_size=32, return_lse=True, **filled)
-        out = attend(twin, *gone.tensors, chunk_size=32, return_lse=True, **filled)
+        expected = plan_and_attend(twin, *inputs.tensors, chunk_size=32, return_lse=True, **filled)
+        out = plan_and_attend(twin, *gone.tensors, chunk_size=32, return_lse=True, **filled)
         assert torch.equal(out[0], expected[0])
         assert torch.equal(out[1], expected[1])
 
@@ -232,8 +237,8 @@ def test_virtual_batches_made_once_serve_every_layer(twin, case, device):
     virtual = twin.plan(inputs.batch, chunk_size=32, block_size=case.block_size).batch
     again = twin.plan(virtual, chunk_size=32, block_size=case.block_size).batch
     assert real(again, case.block_size) == real(virtual, case.block_size)
-    out = attend(twin, *inputs.tensors[:3], virtual, chunk_size=32)
-    assert torch.equal(out, attend(twin, *inputs.tensors, chunk_size=32))
+    out = plan_and_attend(twin, *inputs.tensors[:3], virtual, chunk_size=32)
+    assert torch.equal(out, plan_and_attend(twin, *inputs.tensors, chunk_size=32))
 
 
 @given(case=ragged_cases(), blocks=st.integers(1, 5))
@@ -255,7 +260,7 @@ def test_one_launch_makes_the_same_virtual_batches(case, blocks, device):
     num_chunks = (max(batch.max_query_len, 1) + blocks * p - 2) // (blocks * p) + 1
     sizes = dict(block_size=p, num_chunks=num_chunks, columns=min(blocks, batch.block_table.shape[1]))
     launched = triton_metadata.cut_chunks(batch, blocks * p, **sizes)
-    by_torch = torch_ops.cut_chunks(batch, blocks * p, **sizes)
+    by_torch = torch_metadata.cut_chunks(batch, blocks * p, **sizes)
     assert all(torch.equal(*pair) for pair in zip(launched, by_torch, strict=True))
 
 
@@ -268,7 +273,7 @@ def test_one_launch_makes_the_same_tables_on_drawn_batches(case, blocks, device)
     pairs = [
         *zip(
             triton_metadata.cut_chunks(batch, blocks * p, **sizes),
-            torch_ops.cut_chunks(batch, blocks * p, **sizes),
+            torch_metadata.cut_chunks(batch, blocks * p, **sizes),
             strict=True,
         )
     ]
@@ -364,7 +369,7 @@ def test_reference_equals_torch_sdpa_with_a_mask_and_a_bias(case, chunk_size, de
     """With ALiBi as part of the mask, on absolute positions: a virtual sequence must not shift a distance."""
     inputs = build(case, device=device, dtype=torch.float64)
     slopes = torch.tensor([0.5 / (head + 1) for head in range(case.heads[0])], dtype=torch.float64, device=device)
-    out = attend(refattn.local, *inputs.tensors, chunk_size=chunk_size, alibi_slopes=slopes)
+    out = plan_and_attend(refattn.local, *inputs.tensors, chunk_size=chunk_size, alibi_slopes=slopes)
     row = 0
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         for position in range(s - q, s):
@@ -389,7 +394,7 @@ def test_attention_through_virtual_batches_equals_attention_under_the_chunk_mask
     """Each sequence whole, under the picture of `masks.chunk`, and causal attention that knows virtual ones only."""
     inputs = build(case, device=device, dtype=torch.float64)
     virtual = twin.plan(inputs.batch, chunk_size=chunk_size, block_size=case.block_size).batch
-    out, lse = attend(refattn.chunked_prefill, *inputs.tensors[:3], virtual, return_lse=True)
+    out, lse = plan_and_attend(refattn.chunked_prefill, *inputs.tensors[:3], virtual, return_lse=True)
     row = 0
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         rows = slice(row, row + q)
@@ -463,12 +468,14 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
     """Alone, a sequence may fit into one chunk; beside longer ones it is cut like them."""
     case = Case("company", ((1, 300), (1, 36), (30, 100), (1, 32), (4, 34), (20, 20)), heads=(4, 2))
     inputs = build(case, device=device)
-    together = attend(twin, *inputs.tensors, chunk_size=32, batch_invariant=True)
+    together = plan_and_attend(twin, *inputs.tensors, chunk_size=32, batch_invariant=True)
     for i, (first, last) in enumerate(pairwise(inputs.batch.cu_seqlens_q.tolist())):
         q, s = case.lens[i]
         blocks = inputs.batch.block_table[i, : -(-s // 16)].tolist()
         alone = refattn.metadata.make_batch([q], [s], [blocks], device=device)
-        out = attend(twin, inputs.query[first:last], *inputs.tensors[1:3], alone, chunk_size=32, batch_invariant=True)
+        out = plan_and_attend(
+            twin, inputs.query[first:last], *inputs.tensors[1:3], alone, chunk_size=32, batch_invariant=True
+        )
         assert torch.equal(out, together[first:last]), f"sequence {i} changed"
 
 
@@ -483,7 +490,7 @@ def test_batch_invariance_is_asked_of_the_kernel(monkeypatch, device):
     monkeypatch.setattr(dispatch, "compute", listen)
     inputs = build(Case("small", ((2, 5), (1, 40))), device=device)
     for batch_invariant in (True, False):
-        attend(fastattn.local, *inputs.tensors, chunk_size=32, batch_invariant=batch_invariant)
+        plan_and_attend(fastattn.local, *inputs.tensors, chunk_size=32, batch_invariant=batch_invariant)
     assert asked == [True, False]
 
 
@@ -501,7 +508,7 @@ def test_bad_input_is_named(twin, message, change, device):
     inputs = build(Case("small", ((2, 5), (1, 20))), device=device)
     good = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache, batch=inputs.batch)
     with pytest.raises(ValueError, match=message):
-        attend(twin, **change({"chunk_size": 16, **good}))
+        plan_and_attend(twin, **change({"chunk_size": 16, **good}))
 
 
 @each_twin
@@ -519,7 +526,7 @@ def test_bad_input_is_named(twin, message, change, device):
 def test_a_chunk_of_broken_blocks_is_named(twin, chunk_size, message):
     inputs = build(Case("small", ((2, 5), (1, 20))))
     with pytest.raises(ValueError, match=message):
-        attend(twin, *inputs.tensors, chunk_size=chunk_size)
+        plan_and_attend(twin, *inputs.tensors, chunk_size=chunk_size)
     with pytest.raises(ValueError, match=message):
         twin.plan(inputs.batch, chunk_size=chunk_size, block_size=16)
 
@@ -534,9 +541,9 @@ def test_a_table_that_does_not_fit_is_named(twin):
         short = replace(inputs.batch, block_table=inputs.batch.block_table[:, :2])
         twin.plan(short, chunk_size=16, block_size=16)
     inputs.batch.block_table[1, 0] = 99  # of a chunk that is over
-    attend(twin, *inputs.tensors, chunk_size=16)
+    plan_and_attend(twin, *inputs.tensors, chunk_size=16)
     inputs.batch.block_table[1, 2] = 99
     with pytest.raises(
         ValueError, match="key_cache: expected at least 100 blocks, as the block table leads to block 99"
     ):
-        attend(twin, *inputs.tensors, chunk_size=16)
+        plan_and_attend(twin, *inputs.tensors, chunk_size=16)

@@ -9,7 +9,7 @@ import torch
 
 import refattn.attention
 from refattn import masks
-from tests.helpers.batches import Case, attend, build
+from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import each_kernel
 
 PATHS = {  # where ALiBi is an option, with what each shows besides: a rule on positions
@@ -51,10 +51,12 @@ def call(package: str, path: str, inputs, slopes, **options):
     query, key_cache, value_cache, batch = inputs.tensors
     query, options = torch.zeros_like(query), {**options, "alibi_slopes": slopes, "return_lse": True}
     if name == "dense":
-        return attend(module, query, *inputs.rows[1:], **options)
+        return plan_and_attend(module, query, *inputs.rows[1:], **options)
     if name == "differential":
         cache = torch.stack([torch.stack([pool[:, :, :1], pool[:, :, 1:]]) for pool in (key_cache, value_cache)], 1)
-        return attend(module, query, cache, batch, lambda_full=query.new_tensor(0.5), lambda_init=0.2, **options)
+        return plan_and_attend(
+            module, query, cache, batch, lambda_full=query.new_tensor(0.5), lambda_init=0.2, **options
+        )
     if name == "cascade":
         table = batch.block_table.clone()
         table[1:3, :3] = table[1, :3].clone()  # 12 keys of sequences 1 and 2
@@ -63,7 +65,7 @@ def call(package: str, path: str, inputs, slopes, **options):
         prefixes = module.find_prefixes(*requests, block_size=4)
         assert prefixes == [(1, 3, 12)]
         options["prefixes"] = prefixes
-    return attend(module, query, key_cache, value_cache, batch, **options)
+    return plan_and_attend(module, query, key_cache, value_cache, batch, **options)
 
 
 # --- drawn by hand ---

@@ -28,10 +28,10 @@ from tests.helpers.batches import (
     POISON,
     Case,
     assert_same_masks,
-    attend,
     build,
     masks_by_hand,
     of_batches,
+    plan_and_attend,
     ragged_cases,
     read_masks,
 )
@@ -93,7 +93,7 @@ def test_mask(package, case, kind, plan):
 
     def attention(query, key_cache, value_cache, batch, **options):
         *pools, scales = in_codes(key_cache, value_cache, kind)
-        return attend(mixed, query, *pools, batch, **arguments, scales=scales, **options)
+        return plan_and_attend(mixed, query, *pools, batch, **arguments, scales=scales, **options)
 
     assert_same_masks(read_masks(attention, case), masks_by_hand(case, SEES[plan]))
 
@@ -106,7 +106,7 @@ def test_poison(package, case, pair):
     answers = []
     for poison in (HARMLESS, POISON):
         stored = store(case, kind, poison=poison)
-        answers.append(attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
+        answers.append(plan_and_attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
     for clean, dirty in zip(*answers, strict=True):
         assert torch.equal(clean, dirty)
 
@@ -135,7 +135,7 @@ def assert_is_by_hand(stored: Stored, case: Case, plan: str) -> None:
     expected = attended_by_hand(stored, masks_by_hand(case, SEES[plan]))
     for package in ("refattn", "fastattn"):
         mixed, arguments = path_of(package, plan)
-        answer = attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True)
+        answer = plan_and_attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True)
         for one, other in zip(answer, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -170,7 +170,7 @@ def test_queries_in_fp8_are_what_their_codes_stand_for(package, kind, per, plan)
     expected, expected_lse = attended_by_hand(numbers, masks_by_hand(FP8_QUERIES, SEES[plan]))
     mixed, arguments = path_of(package, plan)
     out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
-    call = partial(attend, mixed, codes, *stored.tensors[1:], **arguments, scales=stored.scales)
+    call = partial(plan_and_attend, mixed, codes, *stored.tensors[1:], **arguments, scales=stored.scales)
     answer, lse = call(return_lse=True, out=out)
     assert answer is out and lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -190,7 +190,7 @@ def test_a_layer_quantises_queries_as_attention_does(package, per):
     of_heads = torch.as_tensor(stored.scales.query).expand(3).repeat_interleave(2)[:, None]
     codes = (stored.query / of_heads).clamp(-448, 448).to(E4M3)
     for name, planned in (("quantized", {}), ("cascade", dict(prefixes=())), ("speculative", {})):
-        call = partial(attend, over_codes(package, name), **planned, scales=stored.scales, return_lse=True)
+        call = partial(plan_and_attend, over_codes(package, name), **planned, scales=stored.scales, return_lse=True)
         out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
         inside, outside = call(*stored.tensors), call(codes, *stored.tensors[1:], out=out)
         for one, other in zip(inside, outside, strict=True):
@@ -283,7 +283,7 @@ def test_scales_of_sequences_go_with_virtual_ones():
         for attends in ("refattn", "fastattn"):
             mixed, arguments = path_of(plans, "local")
             mixed.attention = importlib.import_module(f"{attends}.quantized").attention
-            out = attend(mixed, *stored.tensors, **arguments, scales=stored.scales)
+            out = plan_and_attend(mixed, *stored.tensors, **arguments, scales=stored.scales)
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -319,7 +319,7 @@ def test_decodes_and_prefills_agree(package, kind):
         case = Case("", ((s, s),), heads=(4, 2), head_size=32)
         stored = store(case, kind)
         one = make_batch([1], [s], [stored.batch.block_table[0, : -(-s // 16)].tolist()])
-        call = partial(attend, module, scales=stored.scales, return_lse=True)
+        call = partial(plan_and_attend, module, scales=stored.scales, return_lse=True)
         many = call(*stored.tensors)
         alone = call(stored.query[-1:], *stored.tensors[1:3], one)
         for row, rows in zip(alone, many, strict=True):
@@ -341,7 +341,7 @@ def test_128k_keys():
     value_cache.view(torch.uint8).copy_(torch.randint(0, 120, value_cache.shape))
     batch = make_batch([1], [n * p], [torch.randperm(n).tolist()])
     scales = Fp8Scales(0.3, 1.7)
-    out, lse = attend(
+    out, lse = plan_and_attend(
         fastattn.quantized, torch.zeros(1, 2, 16), key_cache, value_cache, batch, scales=scales, return_lse=True
     )
     expected = decoded(E4M3)[value_cache.view(torch.uint8).long()].mean((0, 1)) * 1.7
@@ -400,7 +400,9 @@ def test_every_code_is_read(twin, kind):
         (codes, codes.view(kind)), (None, "cpu") if twin is fastattn.quantized else (None,)
     ):
         with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
-            out, lse = attend(twin, query, cache, cache, batch, scales=Fp8Scales(0.5, 3.0, format=kind), **options)
+            out, lse = plan_and_attend(
+                twin, query, cache, cache, batch, scales=Fp8Scales(0.5, 3.0, format=kind), **options
+            )
         assert torch.equal(out[finite].flatten().double(), decoded(kind)[finite] * 3)
         assert torch.equal(lse[finite].flatten().double(), decoded(kind)[finite] / 4)
         assert out[~finite].isnan().all()
@@ -503,7 +505,7 @@ def test_what_is_no_number_comes_out_as_nan(twin, kind, of):
     value = tokens["value"].half() if kind == "int8-half" else tokens["value"]
     twin.write(tokens["key"], value, key_cache, value_cache, torch.arange(6), scales=scales)
     batch = make_batch([1, 1], [6, 3], [[0, 1], [0]])  # the second does not see that token, in its own last block
-    out = attend(twin, torch.randn(2, 4, 8), key_cache, value_cache, batch, scales=scales)
+    out = plan_and_attend(twin, torch.randn(2, 4, 8), key_cache, value_cache, batch, scales=scales)
     assert out[1].isfinite().all() and out[0, :2].isfinite().all()
     assert out[0, 2:, 5].isnan().all() == (of != "infinite key" or kind.startswith("int8"))
 
@@ -553,7 +555,7 @@ def test_copied_and_swapped_blocks_take_their_scales_along(twin, kind):
     key, value = torch.randn(8, 2, 8), torch.randn(8, 2, 8)
     value = value.half() if kind == "int8-half" else value
     twin.write(key, value, key_cache, value_cache, torch.arange(8), scales=scales)
-    call = partial(attend, twin, torch.randn(8, 4, 8), key_cache, value_cache, scales=scales)
+    call = partial(plan_and_attend, twin, torch.randn(8, 4, 8), key_cache, value_cache, scales=scales)
     before = call(make_batch([8], [8], [[0, 1]]))
     caches = [key_cache, value_cache, scales.key]
     cache.copy_blocks(caches, torch.tensor([[0, 3]]))
@@ -629,7 +631,7 @@ def test_the_error_of_an_answer_is_bounded_by_those_of_its_keys_and_values(kind)
     tokens = value.half() if kind == "int8-half" else value
     refattn.quantized.write(key, tokens, key_cache, value_cache, torch.arange(s), scales=scales)
     plain = build(Case("", ((s, s),)), keys=[key], values=[value])
-    out, lse = attend(
+    out, lse = plan_and_attend(
         fastattn.quantized,
         query,
         key_cache,
@@ -638,7 +640,7 @@ def test_the_error_of_an_answer_is_bounded_by_those_of_its_keys_and_values(kind)
         scales=scales,
         return_lse=True,
     )
-    exact, exact_lse = attend(
+    exact, exact_lse = plan_and_attend(
         importlib.import_module("refattn.chunked_prefill"), query, *plain.tensors[1:], return_lse=True
     )
     # Half a step, of the format or of 127 to the largest element of a row; of the query, too, for int8.
@@ -742,9 +744,9 @@ BAD_ATTENTION = {
 def test_bad_arguments_of_attention(twin, message):
     kind, bad = BAD_ATTENTION[message]
     arguments = good(kind)
-    attend(twin, **good(kind))
+    plan_and_attend(twin, **good(kind))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        attend(twin, **{**arguments, **bad})
+        plan_and_attend(twin, **{**arguments, **bad})
 
 
 @pytest.mark.parametrize("message", [message for message, (_, bad) in BAD_ATTENTION.items() if "block_size" not in bad])
@@ -931,7 +933,7 @@ def test_a_query_is_not_changed():
         stored = store(ODD[0], kind)
         before = stored.query.clone()
         for package in ("refattn", "fastattn"):
-            attend(path_of(package)[0], *stored.tensors, scales=stored.scales)
+            plan_and_attend(path_of(package)[0], *stored.tensors, scales=stored.scales)
         assert torch.equal(bits(stored.query), bits(before))
 
 

@@ -16,7 +16,7 @@ import refattn.chunked_prefill
 import refattn.quantized
 import refattn.speculative
 from refattn.interface import Accepted, Fp8Scales, Int8Scales, Prefix
-from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, attend, masks_by_hand, read_masks
+from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, masks_by_hand, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT, Kernel
 from tests.helpers.options import per_head
 from tests.helpers.shared_prefixes import SHARED
@@ -146,7 +146,7 @@ each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=[
 def call(package: str, step: Step, stored: Stored, **options: Any) -> Any:
     """Plan the step, attend over its codes, and return outputs and log-sum-exps."""
     arguments = step.arguments(str(stored.query.device))
-    return attend(
+    return plan_and_attend(
         over_codes(package, step.path), *stored.tensors, **arguments, **options, scales=stored.scales, return_lse=True
     )
 
@@ -173,7 +173,7 @@ def test_mask(who, step, kind, device):
         *pools, scales = in_codes(key_cache, value_cache, kind)
         arguments = step.arguments(device)
         # The first sequence of a prefix has the one-hot values of all.
-        return attend(
+        return plan_and_attend(
             over_codes(package, step.path), query, *pools, step.share(batch), **arguments, scales=scales, **options
         )
 
@@ -229,7 +229,7 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
     step = STEPS["cascade-tree"]
     stored = step.store(kind, left=LEFT if "window_size" in OPTIONS[options] else -1, dtype=torch.float64)
     options = per_head(OPTIONS[options], step.case, "cpu")
-    whole = attend(
+    whole = plan_and_attend(
         over_codes(package, "chunked_prefill"),
         *stored.tensors,
         **options,
@@ -323,7 +323,7 @@ def test_a_chain_answers_as_a_chunk_over_the_same_bytes(kernel, kind, device):
     step = Step("speculative", case, [range(-1, 4)] * 4)
     stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
     pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
-    chunk = partial(attend, over_codes("refattn", "chunked_prefill"))
+    chunk = partial(plan_and_attend, over_codes("refattn", "chunked_prefill"))
     with kernel.asked_for():
         answer = call("fastattn", step, stored)
     assert_matches_reference(*answer, chunk, stored.query, *pools, stored.batch, scales=stored.scales)
@@ -354,7 +354,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
             assert_matches_reference(
                 out,
                 lse,
-                partial(attend, over_codes("refattn", step.path)),
+                partial(plan_and_attend, over_codes("refattn", step.path)),
                 stored.query,
                 *pools,
                 stored.batch,
@@ -404,7 +404,7 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(w
         spoil(cache, masks_by_hand(after.case, lambda i, j: j <= i))
     with context:
         answers = [
-            attend(over_codes(package, after.path), *cache.tensors, scales=cache.scales, return_lse=True)
+            plan_and_attend(over_codes(package, after.path), *cache.tensors, scales=cache.scales, return_lse=True)
             for cache in (stored, in_order)
         ]
     for one, other in zip(*answers, strict=True):

@@ -23,7 +23,7 @@ from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu.quantized import codes_of
-from refattn.conformance import attend
+from refattn.conformance import plan_and_attend
 from refattn.interface import Fp8Scales, Int8Scales, Pages, Plan
 from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case
@@ -219,7 +219,7 @@ def test_poison(kind, plan, kernel, device):
     answers = []
 
     def answer(stored):
-        answers.append(attend(twin, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
+        answers.append(plan_and_attend(twin, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
 
     for poison in (HARMLESS, POISON):
         with kernel.asked_for():
@@ -247,8 +247,10 @@ def test_what_is_before_every_window_may_be_nan(kind, kernel, device):
                 stored.scales.key[place] = torch.nan
 
     def assert_right():
-        out, lse = attend(twin, *stored.in_bytes, **arguments, scales=stored.scales, return_lse=True)
-        assert_matches_reference(out, lse, partial(attend, reference), *clean, stored.batch, **arguments, scales=scales)
+        out, lse = plan_and_attend(twin, *stored.in_bytes, **arguments, scales=stored.scales, return_lse=True)
+        assert_matches_reference(
+            out, lse, partial(plan_and_attend, reference), *clean, stored.batch, **arguments, scales=scales
+        )
 
     with kernel.asked_for():
         kernel.check(assert_right)
@@ -268,7 +270,7 @@ def test_nan_that_a_query_sees_comes_out(kind, kernel, device):
             pytest.skip("leaves a split whose scores are NaN out of the sum")
         stored.scales.key[block, place, 1] = torch.nan
     with kernel.asked_for():
-        out = attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
+        out = plan_and_attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
     is_nan = out.isnan().any(-1)
     assert is_nan[17:40, 2:].all() and not is_nan[:, :2].any() and not is_nan[40:].any()
 
@@ -286,7 +288,7 @@ def test_layers_of_a_step_share_a_plan_and_no_scale(kind, kernel, device):
         for layer in (scales, replace(scales, **other), scales):
             shared = fastattn.quantized.attention(*stored.tensors[:3], plan, scales=layer)
             memory = torch.full_like(shared, torch.nan)
-            assert attend(fastattn.quantized, *stored.tensors, scales=layer, out=memory) is memory
+            assert plan_and_attend(fastattn.quantized, *stored.tensors, scales=layer, out=memory) is memory
             assert torch.equal(shared, memory)
 
 
@@ -309,7 +311,7 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, kernel, device
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         with kernel.asked_for():
-            return attend(fastattn.quantized, query, *pools, buffers, scales=scales, return_lse=True)
+            return plan_and_attend(fastattn.quantized, query, *pools, buffers, scales=scales, return_lse=True)
 
     replay = None
     for stored in stores:
@@ -324,6 +326,6 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, kernel, device
         replay = replay or record(step, device)
         out, lse = replay()
         on_host = {name: x.cpu() for name, x in vars(stored.scales).items() if isinstance(x, torch.Tensor)}
-        reference = partial(attend, refattn.quantized, scales=replace(stored.scales, **on_host))
+        reference = partial(plan_and_attend, refattn.quantized, scales=replace(stored.scales, **on_host))
         assert_matches_reference(out[:rows], lse[:rows], reference, *stored.in_bytes)
         assert not out[rows:].any(), "a padding row holds something"

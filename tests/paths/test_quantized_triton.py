@@ -18,7 +18,7 @@ import refattn.quantized
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
 from fastattn.kernels.replay import memo_of
-from refattn.conformance import assert_matches_reference, attend
+from refattn.conformance import assert_matches_reference, plan_and_attend
 from refattn.interface import Fp8Scales, Int8Scales
 from refattn.metadata import make_batch
 from tests.helpers import (
@@ -126,17 +126,17 @@ def test_queries_in_fp8(per, kind, dtype, device):
     stored = store(MIXED, "e4m3" if kind == E4M3 else "e5m2", dtype=dtype, per=per, device=device)
     codes = stored.query.float().to(kind)
     twin, out = over_codes("fastattn", "quantized"), torch.empty_like(stored.query)
-    answer = attend(twin, codes, *stored.tensors[1:], scales=stored.scales, return_lse=True, out=out)
+    answer = plan_and_attend(twin, codes, *stored.tensors[1:], scales=stored.scales, return_lse=True, out=out)
     assert answer[0] is out
 
     def by_reference(query, *others, **options):
         """In the type that the rule asks for: that of the memory for the outputs."""
         out = torch.empty(query.shape, dtype=query.dtype)
-        return attend(over_codes("refattn", "quantized"), codes.cpu(), *others, **options, out=out)
+        return plan_and_attend(over_codes("refattn", "quantized"), codes.cpu(), *others, **options, out=out)
 
     assert_matches_reference(*answer, by_reference, stored.query, *stored.tensors[1:], scales=stored.scales)
     if not ON_CPU and dtype == torch.bfloat16:
-        alone = attend(twin, codes, *stored.tensors[1:], scales=stored.scales)
+        alone = plan_and_attend(twin, codes, *stored.tensors[1:], scales=stored.scales)
         assert torch.equal(alone, out)
 
 
@@ -171,7 +171,7 @@ def test_poison(kind, plan, device):
     answers = []
     for poison in (HARMLESS, POISON):
         stored = store(ODD[0], kind, dtype=torch.float16, poison=poison, device=device)
-        answers.append(attend(twin, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
+        answers.append(plan_and_attend(twin, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
     for clean, dirty in zip(*answers, strict=True):
         assert torch.equal(clean, dirty)
 
@@ -197,7 +197,9 @@ def test_every_code_is_read(kind, rows, dtype, device):
         scales = Fp8Scales(0.5, 0.125, format=KINDS[kind])
     for first in range(0, 256, 256 if rows > 1 else 51):
         batch = make_batch([rows], [1], [[0]], device=device)
-        call = partial(attend, fastattn.quantized, query[first : first + rows], softmax_scale=0.25, causal=False)
+        call = partial(
+            plan_and_attend, fastattn.quantized, query[first : first + rows], softmax_scale=0.25, causal=False
+        )
         out, lse = call(key, value, batch, scales=scales, return_lse=True)
         expected = (numbers / 8).to(dtype).expand(rows, 256)
         unit = 0.0 if ON_CPU else torch.finfo(dtype).eps
@@ -225,9 +227,9 @@ def test_queries_of_any_size(of, dtype, device):
 def test_a_query_that_is_nan_comes_out_as_nan_alone(dtype, device):
     for kind in ("e4m3", "int8"):
         stored = store(MIXED, kind, dtype=dtype, device=device)
-        before = attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
+        before = plan_and_attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
         stored.query[4, 2, 7] = torch.nan
-        after = attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
+        after = plan_and_attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
         assert after[4, 2].isnan().all()
         after[4, 2] = before[4, 2]
         assert torch.equal(after[:-2], before[:-2])
@@ -248,7 +250,7 @@ def test_layers_of_a_step_have_scales_of_their_own(kind, device):
         layers += [Int8Scales(scales.key * 0.7, None if scales.value is None else scales.value * 1.9)]
         layers += [Int8Scales(apart(scales.key), scales.value)]
     plan = fastattn.quantized.plan(stored.batch, block_size=stored.key_cache.shape[1])
-    alone = [attend(fastattn.quantized, *stored.tensors, scales=scales) for scales in layers]
+    alone = [plan_and_attend(fastattn.quantized, *stored.tensors, scales=scales) for scales in layers]
     for scales, expected in zip(layers * 2, alone * 2, strict=True):
         assert torch.equal(fastattn.quantized.attention(*stored.tensors[:3], plan, scales=scales), expected)
     assert len(memo_of(plan).replays) >= len({type(x.key) for x in layers})
@@ -263,7 +265,7 @@ def test_decodes_and_prefills_agree_to_the_bit(kind, device, monkeypatch):
         rows = 40 if device == "cpu" else s
         case = Case("", ((rows, s), (3, 40)), heads=(2, 1), head_size=32)
         stored = store(case, kind, dtype=torch.float16, per="head", device=device)
-        call = partial(attend, fastattn.quantized, scales=stored.scales, return_lse=True, batch_invariant=True)
+        call = partial(plan_and_attend, fastattn.quantized, scales=stored.scales, return_lse=True, batch_invariant=True)
         table = stored.batch.block_table[0, : -(-s // 16)].tolist()
         many = call(*stored.tensors)
         for few in (1, 7):
@@ -414,7 +416,7 @@ def test_a_gpu_computes_decodes_by_our_kernel():
 def test_values_in_float64_are_refused(device):
     stored = store(MIXED, "int8-half", dtype=torch.float32, device=device)
     with pytest.raises(NotImplementedError, match="multiplies values of up to 32 bits, not those of float64"):
-        attend(
+        plan_and_attend(
             fastattn.quantized,
             stored.query,
             stored.key_cache,
@@ -430,7 +432,7 @@ def test_weights_rounded_to_fp8_would_break_the_tolerance():
     stored = store(case, "e4m3", dtype=torch.bfloat16, per="head", round_query=False)
     pools = [x.view(torch.uint8) for x in (stored.key_cache, stored.value_cache)]
     low, exact = (
-        attend(refattn.quantized, query, *pools, stored.batch, scales=stored.scales)
+        plan_and_attend(refattn.quantized, query, *pools, stored.batch, scales=stored.scales)
         for query in (stored.query, stored.query.float())
     )
     answers = {}

@@ -30,10 +30,10 @@ from tests.helpers.batches import (
     Case,
     Paged,
     assert_same_masks,
-    attend,
     build,
     masks_by_hand,
     of_batches,
+    plan_and_attend,
     ragged_cases,
     read_masks,
 )
@@ -108,7 +108,7 @@ def used(batch, block_size: int) -> list[list[int]]:
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
 def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
     case = Case("mixed", ((4, 6), (1, 70), (10, 57), (20, 20), (5, 2), (1, 49)), heads=(2, 1), padding_rows=2)
-    masks = read_masks(partial(attend, twin), case, device=device, window_size=window, causal=causal)
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, window_size=window, causal=causal)
     assert_same_masks(masks, masks_by_hand(case, sees(window, causal)))
 
 
@@ -117,7 +117,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
 @pytest.mark.parametrize("left", [0, 16, 17])
 def test_windows_deep_in_the_context(twin, case, left, device):
     case = replace(case, heads=(2, 1))
-    masks = read_masks(partial(attend, twin), case, device=device, window_size=(left, 0))
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, window_size=(left, 0))
     assert_same_masks(masks, masks_by_hand(case, sees((left, 0))))
 
 
@@ -127,7 +127,7 @@ def test_windows_deep_in_the_context(twin, case, left, device):
 def test_a_window_of_W_tokens_shows_exactly_W_keys(twin, tokens, device):
     """W = 1, and W of the sequence's length and above, included (V#3385, HF#39408, V#9679)."""
     inputs = build(Case("count", ((100, 100), (1, 100), (3, 100)), heads=(2, 1)), device=device)
-    _, lse = attend(
+    _, lse = plan_and_attend(
         twin, torch.zeros_like(inputs.query), *inputs.tensors[1:], window_size=(tokens - 1, 0), return_lse=True
     )
     positions = [*range(100), 99, 97, 98, 99]
@@ -139,7 +139,7 @@ def test_a_window_of_W_tokens_shows_exactly_W_keys(twin, tokens, device):
 def test_a_noncausal_window_over_long_keys(twin, device):
     """300 queries, 4096 keys, 333 to the left and all to the right (FI#4972)."""
     inputs = build(Case("long", ((300, 4096),), heads=(2, 1)), device=device)
-    _, lse = attend(
+    _, lse = plan_and_attend(
         twin, torch.zeros_like(inputs.query), *inputs.tensors[1:], causal=False, window_size=(333, -1), return_lse=True
     )
     assert lse[:, 1].exp().tolist() == pytest.approx([333 + 300 - i for i in range(300)], rel=1e-5)
@@ -150,7 +150,7 @@ def test_a_noncausal_window_over_long_keys(twin, device):
 def test_a_right_window_larger_than_a_sequence_with_more_queries_than_keys(twin, window, device):
     """No key is dropped (FA#895)."""
     case = Case("more-queries", ((39, 1), (5, 2), (5, 0), (7, 6)), heads=(2, 1))
-    masks = read_masks(partial(attend, twin), case, device=device, causal=False, window_size=window)
+    masks = read_masks(partial(plan_and_attend, twin), case, device=device, causal=False, window_size=window)
     assert_same_masks(masks, masks_by_hand(case, sees(window, causal=False)))
 
 
@@ -160,7 +160,7 @@ def test_a_right_window_larger_than_a_sequence_with_more_queries_than_keys(twin,
 def test_an_encoder_window_is_symmetric(dense, reach, device):
     case = Case("encoders", ((40, 40), (7, 7), (1, 1), (0, 0), (17, 17)), heads=(2, 1))
     masks = read_masks(
-        partial(attend, dense), case, paged=False, device=device, causal=False, window_size=(reach, reach)
+        partial(plan_and_attend, dense), case, paged=False, device=device, causal=False, window_size=(reach, reach)
     )
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: abs(i - j) <= reach))
     assert all(torch.equal(mask, mask.T) for mask in masks)
@@ -224,8 +224,8 @@ def test_blocks_that_fell_out_of_the_window_are_never_read(case, stale, package,
         gone = evict(inputs, left, block_size=case.block_size, stale=stale)
         for options in ({}, {"softcap": 2.0, "alibi_slopes": True}):
             filled = per_head(options, case, device)
-            expected = attend(twin, *inputs.tensors, window_size=(left, 0), return_lse=True, **filled)
-            out = attend(twin, *gone.tensors, window_size=(left, 0), return_lse=True, **filled)
+            expected = plan_and_attend(twin, *inputs.tensors, window_size=(left, 0), return_lse=True, **filled)
+            out = plan_and_attend(twin, *gone.tensors, window_size=(left, 0), return_lse=True, **filled)
             assert torch.equal(out[0], expected[0])
             assert torch.equal(out[1], expected[1])
 
@@ -273,8 +273,8 @@ def test_slots_of_new_tokens_stay_what_they_are(twin, case, device):
 def test_a_batch_trimmed_once_serves_every_layer(twin, case, device):
     inputs = build(case, device=device)
     trimmed = twin.plan(inputs.batch, window_size=(20, 0), block_size=case.block_size).batch
-    out = attend(twin, *inputs.tensors[:3], trimmed, window_size=(20, 0))
-    assert torch.equal(out, attend(twin, *inputs.tensors, window_size=(20, 0)))
+    out = plan_and_attend(twin, *inputs.tensors[:3], trimmed, window_size=(20, 0))
+    assert torch.equal(out, plan_and_attend(twin, *inputs.tensors, window_size=(20, 0)))
     again = twin.plan(trimmed, window_size=(20, 0), block_size=case.block_size).batch
     assert used(again, case.block_size) == used(trimmed, case.block_size)
     assert torch.equal(again.seq_lens, trimmed.seq_lens)
@@ -294,10 +294,10 @@ def test_layers_with_different_windows_share_one_batch(twin, device):
     inputs = build(case, device=device)
     table, seq_lens = inputs.batch.block_table.clone(), inputs.batch.seq_lens.clone()
     layers = [(20, 0), (-1, 0), (3, 0), (100, 0), (20, 0)]
-    together = [attend(twin, *inputs.tensors, window_size=window) for window in layers]
+    together = [plan_and_attend(twin, *inputs.tensors, window_size=window) for window in layers]
     for window, out in zip(layers, together, strict=True):
-        assert torch.equal(out, attend(twin, *build(case, device=device).tensors, window_size=window))
-        torch.testing.assert_close(out, attend(refattn.chunked_prefill, *inputs.tensors, window_size=window))
+        assert torch.equal(out, plan_and_attend(twin, *build(case, device=device).tensors, window_size=window))
+        torch.testing.assert_close(out, plan_and_attend(refattn.chunked_prefill, *inputs.tensors, window_size=window))
     assert torch.equal(inputs.batch.block_table, table)
     assert torch.equal(inputs.batch.seq_lens, seq_lens)
 
@@ -335,7 +335,9 @@ def test_reference_equals_torch_sdpa_with_a_mask_and_a_bias(case, window, device
     """With ALiBi as part of the mask, on absolute positions: trimming must not shift a distance."""
     inputs = build(case, device=device, dtype=torch.float64)
     slopes = torch.tensor([0.5 / (head + 1) for head in range(case.heads[0])], dtype=torch.float64, device=device)
-    out = attend(refattn.sliding_window, *inputs.tensors, window_size=window, causal=False, alibi_slopes=slopes)
+    out = plan_and_attend(
+        refattn.sliding_window, *inputs.tensors, window_size=window, causal=False, alibi_slopes=slopes
+    )
     row, left_right = 0, sees(window, causal=False)
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         for query_row in range(q):
@@ -362,8 +364,12 @@ def test_reference_equals_the_same_mask_without_trimming(case, device):
     inputs = build(case, device=device, dtype=torch.float64)
     options = per_head(dict(softcap=3.0, alibi_slopes=True, sinks=True), case, device)
     for window in ((0, 0), (40, 2)):
-        out, lse = attend(refattn.sliding_window, *inputs.tensors, window_size=window, return_lse=True, **options)
-        whole = attend(refattn.chunked_prefill, *inputs.tensors, window_size=window, return_lse=True, **options)
+        out, lse = plan_and_attend(
+            refattn.sliding_window, *inputs.tensors, window_size=window, return_lse=True, **options
+        )
+        whole = plan_and_attend(
+            refattn.chunked_prefill, *inputs.tensors, window_size=window, return_lse=True, **options
+        )
         torch.testing.assert_close(out, whole[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, whole[1], rtol=1e-12, atol=1e-12)
 
@@ -421,12 +427,12 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
     """Alone, a sequence that is not longer than its window is not trimmed; beside longer ones it is."""
     case = Case("company", ((1, 300), (1, 36), (30, 100), (1, 32), (4, 44), (1, 33)), heads=(4, 2))
     inputs = build(case, device=device)
-    together = attend(twin, *inputs.tensors, window_size=(31, 0), batch_invariant=True)
+    together = plan_and_attend(twin, *inputs.tensors, window_size=(31, 0), batch_invariant=True)
     rows = [0, *inputs.batch.cu_seqlens_q[1:].tolist()]
     for i, (first, last) in enumerate(pairwise(rows)):
         q, s = case.lens[i]
         batch = refattn.metadata.make_batch([q], [s], [used(inputs.batch, 16)[i]], device=device)
-        alone = attend(
+        alone = plan_and_attend(
             twin,
             inputs.query[first:last],
             inputs.key_cache,
@@ -450,7 +456,7 @@ def test_the_kernel_is_asked_for_invariance_and_given_the_trimmed_batch(monkeypa
     monkeypatch.setattr(dispatch, "compute", listen)
     inputs = build(Case("small", ((2, 5), (1, 90))), device=device)
     for batch_invariant in (True, False):
-        attend(fastattn.sliding_window, *inputs.tensors, window_size=(31, 0), batch_invariant=batch_invariant)
+        plan_and_attend(fastattn.sliding_window, *inputs.tensors, window_size=(31, 0), batch_invariant=batch_invariant)
     assert asked == [(True, [5, 42], 48), (False, [5, 42], 48)]
 
 
@@ -464,7 +470,7 @@ def test_bad_input_is_named(twin, message, change, device):
     inputs = build(Case("small", ((2, 5), (1, 20))), device=device)
     good = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache, batch=inputs.batch)
     with pytest.raises(ValueError, match=message):
-        attend(twin, **change({"window_size": (3, 0), **good}))
+        plan_and_attend(twin, **change({"window_size": (3, 0), **good}))
 
 
 @each_twin
@@ -472,12 +478,12 @@ def test_bad_input_is_named(twin, message, change, device):
 def test_a_block_outside_the_pool_is_named_if_a_query_sees_it(twin):
     inputs = build(Case("small", ((2, 5), (1, 40))))
     inputs.batch.block_table[1, 0] = 99  # out of the window
-    attend(twin, *inputs.tensors, window_size=(3, 0))
+    plan_and_attend(twin, *inputs.tensors, window_size=(3, 0))
     inputs.batch.block_table[1, 2] = 99
     with pytest.raises(
         ValueError, match="key_cache: expected at least 100 blocks, as the block table leads to block 99"
     ):
-        attend(twin, *inputs.tensors, window_size=(3, 0))
+        plan_and_attend(twin, *inputs.tensors, window_size=(3, 0))
 
 
 @each_twin

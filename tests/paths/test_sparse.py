@@ -172,13 +172,13 @@ def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dty
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 def test_queries_become_float16_and_their_weights_take_the_power_of_two(device):
     """What bfloat16 holds and float16 does not is divided out; in float32 here, which the interpreter has."""
-    from fastattn.kernels.triton import selection
+    from fastattn.kernels.triton import sparse as triton_sparse
 
     torch.manual_seed(0)
     query = (torch.randn(4, 3, 20) * torch.tensor([1.0, 1e-30, 1e30, 300.0])[:, None, None]).bfloat16().float()
     query[0, 1], query[3, 2, 5], query[3, 0, 7] = 0.0, math.inf, math.nan
     weights = torch.randn(4, 6)[:, ::2].half()
-    halves, of_halves = selection._in_float16(query.to(device)[..., :19], weights.to(device))
+    halves, of_halves = triton_sparse._in_float16(query.to(device)[..., :19], weights.to(device))
     assert halves.dtype == torch.float16 and of_halves.dtype == torch.float32 and halves.shape == (4, 3, 19)
     power = of_halves.cpu() / weights.float()
     assert torch.equal(power.frexp().mantissa, torch.full((4, 3), 0.5)) and power[0, 1] == 1.0
@@ -226,11 +226,11 @@ def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, d
 
     A step has keys of several blocks, or of one.
     """
-    from fastattn.kernels.triton import selection
+    from fastattn.kernels.triton import sparse as triton_sparse
 
-    monkeypatch.setattr(selection, "BLOCK_N", 16)
-    monkeypatch.setattr(selection, "STEPS", 3)
-    monkeypatch.setattr(selection, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(triton_sparse, "BLOCK_N", 16)
+    monkeypatch.setattr(triton_sparse, "STEPS", 3)
+    monkeypatch.setattr(triton_sparse, "multiprocessors", lambda device: 1)
     case, answers = Case("steps", lens, heads=(4, 2), block_size=page, padding_rows=2), []
     for poison in (HARMLESS, POISON):
         query, weights, pool, batch, _ = lay_out(case, poison=poison, device=device)
@@ -396,13 +396,13 @@ def in_splits(length):
 @pytest.fixture
 def short_splits(monkeypatch):
     """Rows of more than 64 scores are long ones, filtered by 32; nothing that is read is left from before."""
-    from fastattn.kernels.triton import selection
+    from fastattn.kernels.triton import sparse as triton_sparse
 
     sizes = dict(SHORT=64, SHORT_OF_MANY=64, EVERY=4, MOST_SAMPLED=64, SPARE=0, FILTER_BLOCK=32, CANDIDATE_BLOCK=64)
     for name, value in (sizes | dict(CANDIDATE_COLUMNS=8)).items():
-        monkeypatch.setattr(selection, name, value)
+        monkeypatch.setattr(triton_sparse, name, value)
     monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
-    return selection
+    return triton_sparse
 
 
 @pytest.mark.covers("F197")
@@ -509,10 +509,10 @@ def test_slots_and_the_plan_that_they_are(twin, device):
 def test_each_kernel_makes_the_plan_that_the_reference_makes(kernel, lens, monkeypatch, device):
     """From any strides, some sequences and keys at a time, with rows of padding and sequences without a query."""
     if kernel == "triton":
-        from fastattn.kernels.triton import selection
+        from fastattn.kernels.triton import sparse as triton_sparse
 
-        monkeypatch.setattr(selection, "BLOCK_SEQS", 2)
-        monkeypatch.setattr(selection, "BLOCK_KEYS", 4)
+        monkeypatch.setattr(triton_sparse, "BLOCK_SEQS", 2)
+        monkeypatch.setattr(triton_sparse, "BLOCK_KEYS", 4)
     case = Case("many", lens, heads=(4, 2), block_size=8, padding_rows=2)
     batch, positions = build(case, device=device).batch, drawn_positions(case, k=11)
     table = torch.full((batch.num_seqs, 2 * batch.block_table.shape[1]), GARBAGE[0], dtype=torch.int32, device=device)

@@ -23,7 +23,7 @@ from fastattn.kernels.problem import attention_problem
 from refattn import masks
 from refattn.interface import Accepted, AttentionOptions, Batch, Pages, Plan, TreePlan, Trees
 from refattn.metadata import make_batch
-from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, read_masks
+from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, build, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
@@ -60,7 +60,7 @@ def check_masks(twin, trees, device, *, window=-1, queries=None, contexts=CONTEX
     options = dict(trees=twin.make_trees(trees, device=device))
     if window >= 0:
         options["window_size"] = (window, 0)
-    read = read_masks(partial(attend, twin), case, device=device, **options)
+    read = read_masks(partial(plan_and_attend, twin), case, device=device, **options)
     assert_same_masks(read, masks_of_trees(case, trees, window))
 
 
@@ -139,10 +139,10 @@ def test_siblings_do_not_see_each_other(twin, device):
     """Whatever stands in a sibling, NaN too where a row is computed by itself, the others' answers are the same."""
     trees = twin.make_trees([(-1, 0, 0, 0)], device=device)
     inputs = build(Case("siblings", ((4, 21),)), device=device)
-    before = attend(twin, *inputs.tensors, trees=trees)
+    before = plan_and_attend(twin, *inputs.tensors, trees=trees)
     block, row = inputs.batch.block_table[0, 18 // 16], 18 % 16
     inputs.key_cache[block, row], inputs.value_cache[block, row] = 100.0, -100.0
-    after = attend(twin, *inputs.tensors, trees=trees)
+    after = plan_and_attend(twin, *inputs.tensors, trees=trees)
     assert torch.equal(before[[0, 2, 3]], after[[0, 2, 3]])
     assert not torch.equal(before[1], after[1])
 
@@ -280,10 +280,10 @@ def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
 
     def check():
         clean = lay_out(HARMLESS)
-        expected = attend(twin, *clean, **options, return_lse=True)
-        answer = attend(twin, *lay_out(POISON), **options, return_lse=True)
+        expected = plan_and_attend(twin, *clean, **options, return_lse=True)
+        answer = plan_and_attend(twin, *lay_out(POISON), **options, return_lse=True)
         if kernel is not None and kernel.recomputed:
-            assert_matches_reference(*answer, partial(attend, refattn.speculative), *clean, **options)
+            assert_matches_reference(*answer, partial(plan_and_attend, refattn.speculative), *clean, **options)
         else:
             assert all(map(torch.equal, answer, expected))
 
@@ -298,7 +298,7 @@ def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
 def test_nan_that_a_node_sees_comes_out(twin, device):
     inputs = build(Case("seeing", ((3, 20),)), device=device)
     inputs.key_cache[inputs.batch.block_table[0, 0], 5] = float("nan")
-    out = attend(twin, *inputs.tensors, trees=twin.make_trees([(-1, 0, 0)], device=device))
+    out = plan_and_attend(twin, *inputs.tensors, trees=twin.make_trees([(-1, 0, 0)], device=device))
     assert out.isnan().all()
 
 
@@ -335,7 +335,7 @@ def test_the_reference_is_softmax_over_branches(name):
     case = case_of(trees, heads=(4, 2), padding_rows=0)
     inputs, options = build(case, dtype=torch.float64), options_of(name, 4, "cpu")
     made = refattn.speculative.make_trees(trees)
-    out, lse = attend(refattn.speculative, *inputs.tensors, **options, trees=made, return_lse=True)
+    out, lse = plan_and_attend(refattn.speculative, *inputs.tensors, **options, trees=made, return_lse=True)
     left = options.get("window_size", (-1, -1))[0]
     row = 0
     for (q, s), parents, keys, values in zip(case.lens, trees, inputs.keys, inputs.values, strict=True):
@@ -364,8 +364,8 @@ def test_a_tree_that_is_a_chain_is_a_causal_chunk_to_the_bit(name):
     chains = [tuple(range(-1, n - 1)) for n in (1, 5, 16, 70, 3)]
     inputs, options = build(case_of(chains, heads=(4, 2))), options_of(name, 4, "cpu")
     trees = refattn.speculative.make_trees(chains)
-    as_tree = attend(refattn.speculative, *inputs.tensors, **options, trees=trees, return_lse=True)
-    as_chunk = attend(refattn.chunked_prefill, *inputs.tensors, **options, return_lse=True)
+    as_tree = plan_and_attend(refattn.speculative, *inputs.tensors, **options, trees=trees, return_lse=True)
+    as_chunk = plan_and_attend(refattn.chunked_prefill, *inputs.tensors, **options, return_lse=True)
     assert all(map(torch.equal, as_tree, as_chunk))
 
 
@@ -378,7 +378,7 @@ def test_without_trees_a_draft_is_a_chain_or_a_block(twin, device):
         plan = twin.plan(batch, block_size=16, causal=causal, window_size=window)
         assert isinstance(plan, Plan) and plan.window == (window[0], 0 if causal else window[1])
         out = twin.attention(inputs.query, inputs.key_cache, inputs.value_cache, plan)
-        expected = attend(refattn.chunked_prefill, *inputs.tensors, causal=causal, window_size=window)
+        expected = plan_and_attend(refattn.chunked_prefill, *inputs.tensors, causal=causal, window_size=window)
         torch.testing.assert_close(out, expected)
 
 
@@ -388,7 +388,7 @@ def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
     """Level by level, with the newest nodes as query rows; then the verification of all nodes at once."""
     parents = [-1, -1, -1, 0, 1, 1, 3, 4, 5]  # three branches, a top-k of 3
     inputs = build(Case("whole", ((9, 9 + 21),)), dtype=torch.float64)
-    whole = attend(
+    whole = plan_and_attend(
         refattn.speculative,
         *inputs.tensors,
         trees=refattn.speculative.make_trees([parents]),
@@ -399,7 +399,7 @@ def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
         trees = refattn.speculative.make_trees([parents[:nodes]])
         rows = slice(nodes - 3, nodes)
         tensors = (inputs.query[rows], inputs.key_cache, inputs.value_cache, batch)
-        out = attend(refattn.speculative, *tensors, trees=trees, window_size=(window, 0))
+        out = plan_and_attend(refattn.speculative, *tensors, trees=trees, window_size=(window, 0))
         torch.testing.assert_close(out, whole[rows])
 
 
@@ -425,7 +425,7 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     with kernel.asked_for():
         if "alibi_sqrt" in options and kernel.name == "fa3":  # of those that have trees, it alone has no root
             with pytest.raises(NotImplementedError, match="has no ALiBi|one head size"):
-                attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
+                plan_and_attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
             return
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made, **options)
 
@@ -460,7 +460,7 @@ def test_layers_that_follow_one_another_share_a_plan(kernel, device):
                     pool[first.batch.block_table[i, :blocks]] = mine[inputs.batch.block_table[i, :blocks]]
             answer = fastattn.speculative.attention(tensors[0], *pools, plan, return_lse=True)
             expected = (tensors[0], *pools, first.batch)
-            assert_matches_reference(*answer, partial(attend, refattn.speculative), *expected, trees=made)
+            assert_matches_reference(*answer, partial(plan_and_attend, refattn.speculative), *expected, trees=made)
 
     with kernel.asked_for():
         kernel.check(check)
@@ -815,8 +815,12 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(k
     query = inputs.query[path]
 
     def check():
-        answer = attend(fastattn.speculative, query, inputs.key_cache, inputs.value_cache, step, return_lse=True)
-        assert_matches_reference(*answer, partial(attend, refattn.chunked_prefill), query, *in_order.tensors[1:])
+        answer = plan_and_attend(
+            fastattn.speculative, query, inputs.key_cache, inputs.value_cache, step, return_lse=True
+        )
+        assert_matches_reference(
+            *answer, partial(plan_and_attend, refattn.chunked_prefill), query, *in_order.tensors[1:]
+        )
 
     with kernel.asked_for():
         kernel.check(check)

@@ -13,7 +13,7 @@ import fastattn.metadata
 import fastattn.speculative
 import refattn.metadata
 from refattn.interface import Batch, Fp8Scales, Trees
-from tests.helpers.batches import Case, attend, build
+from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.steps import ROOM, record
 from tests.helpers.stored import over_codes
 from tests.helpers.tolerance import assert_matches_reference
@@ -125,7 +125,7 @@ def check_steps(
     buffers = fastattn.metadata.make_buffers(5, device=device, **ROOM)
 
     def step() -> torch.Tensor:
-        return attend(module, query, *pools, buffers, **arguments)
+        return plan_and_attend(module, query, *pools, buffers, **arguments)
 
     replay = None
     for i, lens in enumerate(steps):
@@ -143,11 +143,11 @@ def check_steps(
         if scales is not None:  # as bytes, which a cast of the test leaves alone
             held = [pool.to(scales.format).view(torch.uint8) for pool in held]
         asked = (inputs.query, *held, inputs.batch)
-        _, lse = attend(reference, *asked, **{**arguments, **its_own}, return_lse=True)
+        _, lse = plan_and_attend(reference, *asked, **{**arguments, **its_own}, return_lse=True)
         assert_matches_reference(
             out[: len(inputs.query)],
             lse,
-            lambda *a, **o: attend(reference, *a, **o),
+            lambda *a, **o: plan_and_attend(reference, *a, **o),
             *asked,
             **{**arguments, **its_own},
         )

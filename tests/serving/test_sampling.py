@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from fastattn.kernels import torch_sampling, use_kernel
+from fastattn.kernels import use_kernel
+from fastattn.kernels.torch_ops import sampling as torch_sampling
 from fastattn.serving import sampling as twin
 from refattn.serving import sampling as reference
 from refattn.serving.sampling import SamplingParams, choose, sample, settings_of, uniforms

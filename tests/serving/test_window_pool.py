@@ -13,7 +13,7 @@ import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
 from refattn.serving.window_pool import WindowPool
-from tests.helpers.batches import STALE, attend
+from tests.helpers.batches import STALE, plan_and_attend
 
 
 def test_the_pool_of_the_docstring():
@@ -87,7 +87,9 @@ def test_a_small_pool_serves_long_sequences(block_size, device):
             for kind in range(3)
         )
         refattn.kv_cache.write(key, value, *caches, pool.translate_slots(slots))
-        out = attend(refattn.sliding_window, query, *caches, pool.translate_batch(batch), window_size=(left, 0))
+        out = plan_and_attend(
+            refattn.sliding_window, query, *caches, pool.translate_batch(batch), window_size=(left, 0)
+        )
         row = 0
         for name, count in step.items():
             _, keys, values = tokens[name]
@@ -126,8 +128,8 @@ def test_local_chunks_over_a_translated_table(twin, device):
         refattn.kv_cache.write(key[new], value[new], *full, slots)
         refattn.kv_cache.write(key[new], value[new], *small, pool.translate_slots(slots))
         sizes = dict(chunk_size=chunk_size)
-        expected = attend(path, query[new], *full, batch, **sizes)
-        assert torch.equal(attend(path, query[new], *small, pool.translate_batch(batch), **sizes), expected)
+        expected = plan_and_attend(path, query[new], *full, batch, **sizes)
+        assert torch.equal(plan_and_attend(path, query[new], *small, pool.translate_batch(batch), **sizes), expected)
         done += count
     assert done == len(query) and len(pool.free) > 0
 

@@ -35,11 +35,13 @@ def in_both(rows: str, name: str, file: str, old: Text, new: Text) -> list[Mutat
 
 
 CPU = "fastattn/kernels/cpu/"
-TORCH_QUANTIZED = "fastattn/kernels/torch_quantized.py"
-TORCH_OPS = "fastattn/kernels/torch_ops.py"
+TORCH_QUANTIZED = "fastattn/kernels/torch_ops/quantized.py"
+TORCH_CACHE = "fastattn/kernels/torch_ops/cache.py"
+TORCH_MERGE = "fastattn/kernels/torch_ops/merge.py"
+TORCH_METADATA = "fastattn/kernels/torch_ops/metadata.py"
 DISPATCH = "fastattn/kernels/dispatch.py"
 GRAPHS = "fastattn/serving/cuda_graphs.py"
-RECURRENT = "fastattn/kernels/torch_recurrent.py"
+RECURRENT = "fastattn/kernels/torch_ops/recurrent.py"
 OUR_RECURRENT = "fastattn/kernels/triton/recurrent.py"
 STATE_POOL, STATE_LAYERS = "refattn/serving/state_pool.py", "refattn/serving/state_layers.py"
 STATE_MODULES = "refattn/serving/state_modules.py"
@@ -110,7 +112,7 @@ MUTATIONS: list[Mutation] = [
         "a slot of -1 is the last one",
         ("refattn/kv_cache.py", "if slot == -1:", "if slot < -1:"),
         (
-            TORCH_OPS,
+            TORCH_CACHE,
             "        key, value, slot_mapping = key[real], value[real], slot_mapping[real]",
             "        slot_mapping = slot_mapping % key_cache.shape[:2].numel()",
         ),
@@ -373,7 +375,7 @@ MUTATIONS: list[Mutation] = [
             "return merge([out, torch.zeros_like(out)], [lse, lse_of_sinks])",
             "return merge([out], [lse])",
         ),
-        (TORCH_OPS, "return out, _log_add_exp(lse, sinks.expand_as(lse))", "return out, lse"),
+        (TORCH_MERGE, "return out, _log_add_exp(lse, sinks.expand_as(lse))", "return out, lse"),
     ),
     *breaks(
         "B57 D127",
@@ -530,7 +532,7 @@ MUTATIONS: list[Mutation] = [
             "result[row] = block + place[row] % block_size",
         ),
         (
-            TORCH_OPS,
+            TORCH_METADATA,
             "return (block * block_size + place % block_size).masked_fill(nowhere, -1)",
             "return (block + place % block_size).masked_fill(nowhere, -1)",
         ),
@@ -543,7 +545,7 @@ MUTATIONS: list[Mutation] = [
             "result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
             "result = torch.arange(num_tokens, dtype=torch.int64, device=batch.device)",
         ),
-        (TORCH_OPS, "    nowhere = padding | (place < 0)", "    nowhere = place < 0"),
+        (TORCH_METADATA, "    nowhere = padding | (place < 0)", "    nowhere = place < 0"),
     ),
     *breaks(
         "A42",
@@ -700,7 +702,7 @@ MUTATIONS: list[Mutation] = [
         "parts are weighed to the base of two",
         ("refattn/merge.py", "torch.exp(part_lse - ", "torch.exp2(part_lse - "),
         (
-            TORCH_OPS,
+            TORCH_MERGE,
             "part = part_out * torch.exp(part_lse - lse)[..., None]",
             "part = part_out * torch.exp2(part_lse - lse)[..., None]",
         ),
@@ -1334,7 +1336,7 @@ MUTATIONS: list[Mutation] = [
         "D130 D136 D190",
         "a chunk reads the blocks of the first",
         (
-            TORCH_OPS,
+            TORCH_METADATA,
             'used = rearrange(first_key // block_size, "b chunks -> b chunks 1")',
             'used = rearrange(0 * first_key // block_size, "b chunks -> b chunks 1")',
         ),
@@ -1366,7 +1368,7 @@ MUTATIONS: list[Mutation] = [
         "D132",
         "the table is read past its end",
         (
-            TORCH_OPS,
+            TORCH_METADATA,
             'used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns',
             'used = rearrange(used, "b chunks columns',
         ),
@@ -1483,7 +1485,7 @@ MUTATIONS: list[Mutation] = [
             "            visible[node, parent] = True",
         ),
         (
-            TORCH_OPS,
+            TORCH_METADATA,
             "        ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))",
             "        if _ == 0:\n"
             "            ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))",
@@ -1988,7 +1990,7 @@ MUTATIONS: list[Mutation] = [
             "        at_scale = (row + 1) * size + row * SCALE_BYTES",
         ),
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "(block, SCALE_BYTES, 1), first + p * size)",
             "(block, SCALE_BYTES, 1), first + size)",
         ),
@@ -1997,8 +1999,8 @@ MUTATIONS: list[Mutation] = [
         "F195",
         "a slot of -1 is written",
         ("refattn/sparse.py", "        if slot == -1:", "        if slot == -2:"),
-        ("fastattn/kernels/torch_selection.py", "    written = slot_mapping >= 0", "    written = slot_mapping >= -1"),
-        ("fastattn/kernels/triton/selection.py", "    is_written = slot >= 0", "    is_written = slot >= -1"),
+        ("fastattn/kernels/torch_ops/sparse.py", "    written = slot_mapping >= 0", "    written = slot_mapping >= -1"),
+        ("fastattn/kernels/triton/sparse.py", "    is_written = slot >= 0", "    is_written = slot >= -1"),
     ),
     *breaks(
         "F196",
@@ -2009,12 +2011,12 @@ MUTATIONS: list[Mutation] = [
             'einsum(weights[q0:q1].float(), products, "t h, t h s -> t s").relu()',
         ),
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "weights[q0 + row] @ (queries[q0 + row] @ key).relu_()",
             "(weights[q0 + row] @ (queries[q0 + row] @ key)).relu_()",
         ),
         (
-            "fastattn/kernels/triton/selection.py",
+            "fastattn/kernels/triton/sparse.py",
             "positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)",
             "positive = products",
         ),
@@ -2023,7 +2025,7 @@ MUTATIONS: list[Mutation] = [
         "F196",
         "the last head is left out of the sum",
         (
-            "fastattn/kernels/triton/selection.py",
+            "fastattn/kernels/triton/sparse.py",
             "    is_head = (heads < NUM_HEADS) & is_row",
             "    is_head = (heads < NUM_HEADS - 1) & is_row",
         ),
@@ -2042,12 +2044,12 @@ MUTATIONS: list[Mutation] = [
             "-numbers[j], -j))[:topk]",
         ),
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "at.cumsum(1) <= topk - above.sum(1, keepdim=True)",
             "at.flip(1).cumsum(1).flip(1) <= topk - above.sum(1, keepdim=True)",
         ),
         (
-            "fastattn/kernels/triton/selection.py",
+            "fastattn/kernels/triton/sparse.py",
             "(is_tie & (place <= wanted))",
             "(is_tie & (place > ties + (total >> 16) - wanted))",
         ),
@@ -2056,7 +2058,7 @@ MUTATIONS: list[Mutation] = [
         "F197",
         "a sample that misleads decides what is selected",
         (
-            "fastattn/kernels/triton/selection.py",
+            "fastattn/kernels/triton/sparse.py",
             "        are_all = (total >= topk) | (lowest",
             "        are_all = (total >= 0) | (lowest",
         ),
@@ -2065,12 +2067,12 @@ MUTATIONS: list[Mutation] = [
         "F197",
         "-0 is less than 0",
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "bits = numbers.masked_fill(numbers == 0, 0.0).view(torch.int32)",
             "bits = numbers.contiguous().view(torch.int32)",
         ),
         (
-            "fastattn/kernels/triton/selection.py",
+            "fastattn/kernels/triton/sparse.py",
             "tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)",
             "numbers.to(tl.int32, bitcast=True)",
         ),
@@ -2079,9 +2081,9 @@ MUTATIONS: list[Mutation] = [
         "F197",
         "what is no key is selected where there are too few",
         ("refattn/sparse.py", "if score != -torch.inf]", "if score == score]"),
-        ("fastattn/kernels/torch_selection.py", "is_key = numbers != -torch.inf", "is_key = numbers == numbers"),
+        ("fastattn/kernels/torch_ops/sparse.py", "is_key = numbers != -torch.inf", "is_key = numbers == numbers"),
         (
-            "fastattn/kernels/triton/selection.py",
+            "fastattn/kernels/triton/sparse.py",
             '        is_key = numbers != float("-inf")',
             "        is_key = j < width",
         ),
@@ -2091,7 +2093,7 @@ MUTATIONS: list[Mutation] = [
         "-1 is the last slot of the pool, and is followed",
         ("refattn/sparse.py", "                if j >= 0:", "                if j >= -1:"),
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "    is_key = (positions >= 0) & (pos",
             "    is_key = (positions >= -1) & (pos",
         ),
@@ -2100,7 +2102,7 @@ MUTATIONS: list[Mutation] = [
         "F198",
         "a position past the end is followed on a device",
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "(positions < batch.seq_lens[sequence][:, None])",
             "(positions < 2**31)",
         ),
@@ -2132,7 +2134,7 @@ MUTATIONS: list[Mutation] = [
         "F199",
         "a query sees what is left of another's list",
         (
-            "fastattn/kernels/torch_selection.py",
+            "fastattn/kernels/torch_ops/sparse.py",
             "    return rows, is_key.sum(1, dtype=torch.int32), table",
             "    return rows, (positions >= -1).sum(1, dtype=torch.int32), table",
         ),
@@ -2171,7 +2173,7 @@ MUTATIONS: list[Mutation] = [
             "groups * scales.to(wide)[..., None]",
             "groups * scales.to(wide).roll(1, -1)[..., None]",
         ),
-        (TORCH_OPS, "    scales[blocks, rows] = scale", "    scales[blocks, rows] = scale.roll(1, 1)"),
+        (TORCH_CACHE, "    scales[blocks, rows] = scale", "    scales[blocks, rows] = scale.roll(1, 1)"),
         (CPU + "dequantize.py", "mul_(scales.mul(256.0)", "mul_(scales.roll(1, -1).mul(256.0)"),
         (
             "fastattn/kernels/gpu/quantized.py",
@@ -2188,7 +2190,7 @@ MUTATIONS: list[Mutation] = [
         "F214",
         "zeros are divided by zero",
         ("refattn/keys.py", ".clamp(min=SMALLEST_SCALE)", ""),
-        (TORCH_OPS, ".clamp_(min=SMALLEST_SCALE)", ""),
+        (TORCH_CACHE, ".clamp_(min=SMALLEST_SCALE)", ""),
         (
             "fastattn/kernels/triton/cache.py",
             "tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)",

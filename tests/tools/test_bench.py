@@ -26,7 +26,7 @@ from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
-from fastattn.tools.bench import Bench, in_rows, measure, peers, ranks, reading, report, selection
+from fastattn.tools.bench import Bench, in_rows, measure, peers, ranks, reading, report, sparse
 from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, _cuda, rows
@@ -45,7 +45,7 @@ from fastattn.tools.bench.work import (
 )
 from fastattn.tools.cli import main
 from refattn import attention, chunked_prefill, kv_cache, masks
-from refattn.conformance import attend
+from refattn.conformance import plan_and_attend
 from refattn.conformance.libraries import pytorch
 from tests.helpers import gpu_package_doubles
 
@@ -188,7 +188,7 @@ def test_the_judge_rejects(mistake, dtype):
     batch = replace(inputs.batch, block_table=wrong) if mistake == "page" else inputs.batch
     left = 400 if mistake == "window" else 399
     tensors = inputs.query, inputs.key_cache, inputs.value_cache
-    out, lse = attend(chunked_prefill, *tensors, batch, window_size=(left, 0), return_lse=True)
+    out, lse = plan_and_attend(chunked_prefill, *tensors, batch, window_size=(left, 0), return_lse=True)
     if mistake == "unwritten":
         out[123, 0, 0] = torch.nan
     if mistake == "lse":
@@ -214,7 +214,7 @@ def test_the_judge_of_latents_rejects_another_scale():
 
 def test_the_judge_of_trees_rejects_a_chain():
     inputs = TREES.draw(CPU, torch.float32, seed=0)
-    out = attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
+    out = plan_and_attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
     with pytest.raises(WrongAnswerError, match="out"):
         TREES.judge(inputs)(out)
 
@@ -235,7 +235,7 @@ def test_the_floor_of_a_tree_counts_branches():
 def test_an_accepted_answer_is_not_left_in_memory():
     work = WORKS["causal"]
     inputs = work.draw(CPU, torch.float32, seed=0)
-    out = attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
+    out = plan_and_attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
     work.judge(inputs)(out)
     assert out.isnan().all()
 
@@ -256,23 +256,23 @@ def test_the_judge_of_a_cache_write_sees_every_element():
 
 def test_the_judges_of_a_selection_reject_another_choice_among_equal_scores():
     """And scores of one head too few, and attention to one key too many."""
-    best = selection.Selection(3, 200, 150)
+    best = sparse.Selection(3, 200, 150)
     inputs = best.draw(CPU, torch.float32, 0)
     with pytest.raises(WrongAnswerError, match="positions differ"):
-        best.judge(inputs)(199 - selection.select_twin().prepare((inputs[0].flip(1), 150))().flip(1))
-    index = selection.IndexScores(3, 100, num_heads=4, size=16, block_size=16)
+        best.judge(inputs)(199 - sparse.select_twin().prepare((inputs[0].flip(1), 150))().flip(1))
+    index = sparse.IndexScores(3, 100, num_heads=4, size=16, block_size=16)
     indexed = index.draw(CPU, torch.float32, 0)
     indexed.weights[:, 3] = 1.0
     judge = index.judge(indexed)
     indexed.weights[:, 3] = 0.0
     with pytest.raises(WrongAnswerError, match="scores"):
-        judge(selection.scores_twin().prepare(indexed)())
-    latents = selection.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16)
+        judge(sparse.scores_twin().prepare(indexed)())
+    latents = sparse.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16)
     selected = latents.draw(CPU, torch.float32, 0)
     judge = latents.judge(selected)
     selected.positions[:, 0] = -1
     with pytest.raises(WrongAnswerError, match="out"):
-        judge(selection.selected_twin().prepare(selected)())
+        judge(sparse.selected_twin().prepare(selected)())
 
 
 SIZES = dict(heads=(4, 2), head_size=16, block_size=16)
@@ -366,27 +366,27 @@ CONTENDERS = [
     (CacheWrite(32, 2, 8, 4), peers.write_twin()),
     (CacheWrite(32, 2, 8, 4), peers.write_index_put()),
     *(
-        (selection.Spans(lens=((64, 64),) * 2, heads=(4, 2), head_size=16, every=32, image=20), contender)
+        (sparse.Spans(lens=((64, 64),) * 2, heads=(4, 2), head_size=16, every=32, image=20), contender)
         for contender in (
-            *(selection.spans_twin(), selection.spans_twin("refattn"), selection.causal_call()),
+            *(sparse.spans_twin(), sparse.spans_twin("refattn"), sparse.causal_call()),
             peers.sdpa(masked=True),
         )
     ),
     *(
-        (selection.IndexScores(3, 100, num_heads=4, size=16, block_size=16), contender)
-        for contender in (selection.scores_twin(), selection.scores_twin("refattn"), selection.scores_einsum())
+        (sparse.IndexScores(3, 100, num_heads=4, size=16, block_size=16), contender)
+        for contender in (sparse.scores_twin(), sparse.scores_twin("refattn"), sparse.scores_einsum())
     ),
     *(
-        (selection.Selection(3, 200, 150), contender)
-        for contender in (selection.select_twin(), selection.select_twin("refattn"), selection.torch_topk())
+        (sparse.Selection(3, 200, 150), contender)
+        for contender in (sparse.select_twin(), sparse.select_twin("refattn"), sparse.torch_topk())
     ),
     *(
-        (selection.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16), contender)
-        for contender in (selection.selected_twin(), selection.selected_twin("refattn"), selection.gathered())
+        (sparse.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16), contender)
+        for contender in (sparse.selected_twin(), sparse.selected_twin("refattn"), sparse.gathered())
     ),
     *(
-        (selection.SelectedLatents(3, 200, 40, num_heads=4, rank=128, rope=8, block_size=16, packed=True), contender)
-        for contender in (selection.selected_twin(), selection.gathered(), selection.selected_flash_mla_packed())
+        (sparse.SelectedLatents(3, 200, 40, num_heads=4, rank=128, rope=8, block_size=16, packed=True), contender)
+        for contender in (sparse.selected_twin(), sparse.gathered(), sparse.selected_flash_mla_packed())
     ),
 ]
 
@@ -455,7 +455,7 @@ def test_a_layer_that_makes_tables_is_found(monkeypatch):
 
 def shifted(inputs, by):
     """A peer that answers too much, by a fixed amount."""
-    return attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch) + by
+    return plan_and_attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch) + by
 
 
 def broken(_):

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import varlen
 
 from refattn import chunked_prefill, metadata
-from refattn.conformance import CASES, Case, Example, Workload, attend, field, prepare
+from refattn.conformance import CASES, Case, Example, Workload, field, plan_and_attend, prepare
 from refattn.conformance.adapters import ADAPTERS
 
 
@@ -27,7 +27,7 @@ def test_the_block_size_is_that_of_the_cache():
 def test_a_block_size_that_is_given_asks_nothing_of_the_cache():
     query, key_cache, _, batch = inputs()
     with pytest.raises(ValueError, match="^value_cache: expected"):
-        attend(chunked_prefill, query, key_cache, None, batch, block_size=8)
+        plan_and_attend(chunked_prefill, query, key_cache, None, batch, block_size=8)
 
 
 def test_what_is_computed_prints_as_code():

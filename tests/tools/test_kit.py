@@ -473,7 +473,6 @@ def test_an_example_is_code():
 
 STRANGER = """
 import os, time
-from refattn.conformance import attend
 from refattn import merge as right
 
 def dies(outs, lses):

@@ -18,7 +18,7 @@ from onnx.reference.ops.op_attention import _compute_attention as onnx_attention
 
 from refattn import dense, masks
 from refattn.attention import attend
-from refattn.conformance import attend as call
+from refattn.conformance import plan_and_attend as call
 from refattn.metadata import make_batch
 
 

@@ -36,7 +36,7 @@ from fastattn.kernels.cpu.dequantize import Codes, read_blocks
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
 from fastattn.kernels.problem import compute_dtype, uses_positions
 from fastattn.kernels.replay import Replay
-from fastattn.kernels.torch_ops import add_sinks, merge
+from fastattn.kernels.torch_ops.merge import add_sinks, merge
 from refattn.interface import AttentionOptions, AttentionPlan, Pages, Plan, TreePlan
 
 TILE = 256  # queries of a masked tile

@@ -16,8 +16,8 @@ from fastattn.kernels.cpu.attention import paged
 from fastattn.kernels.cpu.attention import tree as attend_to_tree
 from fastattn.kernels.cpu.dequantize import Codes, PackedRows
 from fastattn.kernels.problem import compute_dtype
-from fastattn.kernels.torch_ops import merge
-from fastattn.kernels.torch_quantized import fold_scales, row_scale, to_fp8, to_int8
+from fastattn.kernels.torch_ops.merge import merge
+from fastattn.kernels.torch_ops.quantized import fold_scales, row_scale, to_fp8, to_int8
 from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, PackedLatents, TreePlan
 
 

@@ -82,7 +82,7 @@ def attend(
     """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
     (level,) = plan.levels
     if level.whole.extends_causal:
-        from fastattn.kernels.flash.intervals import attend_up_to_and_after
+        from fastattn.kernels.flash.interval import attend_up_to_and_after
 
         return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
     if isinstance(keys, QuantizedPages):

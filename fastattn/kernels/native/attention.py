@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Subtraction, latent_scales
 from fastattn.kernels.replay import Replay, recorder
-from fastattn.kernels.torch_quantized import fold_scales
+from fastattn.kernels.torch_ops.quantized import fold_scales
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,

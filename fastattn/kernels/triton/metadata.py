@@ -22,7 +22,7 @@ BLOCK_NODES = 64
 def cut_chunks(
     batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
-    """Cut each sequence into `num_chunks` virtual ones; see `fastattn.kernels.torch_ops.cut_chunks`.
+    """Cut each sequence into `num_chunks` virtual ones; see `fastattn.kernels.torch_ops.metadata.cut_chunks`.
 
     Args:
         batch: the lengths and the block table.
@@ -62,7 +62,7 @@ def cut_chunks(
 def trim(
     batch: Batch, left: int, *, block_size: int, columns: int
 ) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
-    """Cut off the blocks that no query sees; see `fastattn.kernels.torch_ops.trim`.
+    """Cut off the blocks that no query sees; see `fastattn.kernels.torch_ops.metadata.trim`.
 
     Args:
         batch: the lengths and the block table.
@@ -126,7 +126,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
 def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
-    """Find the depths, the ancestors and the positions of nodes; see `fastattn.kernels.torch_ops.draw_trees`.
+    """Find the depths, the ancestors and the positions of nodes; see `fastattn.kernels.torch_ops.metadata.draw_trees`.
 
     Every node goes up to its root by itself, so it takes as many steps as the deepest branch of its program has nodes.
 

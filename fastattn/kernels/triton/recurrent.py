@@ -10,8 +10,8 @@
 A program reads the lengths and the slots itself, so nothing depends on the host, and a captured graph replays with
 other lengths, slots and padding. Of prompts, one program more than there are sequences writes the zeros.
 
-As in `fastattn.kernels.torch_recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from each
-token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
+As in `fastattn.kernels.torch_ops.recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from
+each token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
 
 With a decay per channel, the weight of two tokens is a sum over channels, each with a product of decays of its own. The
 usual way divides: `(q[i] exp(g[i])) . (k[j] exp(-g[j]))`, with g the sum of logarithms since some token, and `exp(-g)`

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend
 
-from fastattn.tools.bench import generation, peers, selection
+from fastattn.tools.bench import generation, peers, sparse
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.ranks import ranks
@@ -469,74 +469,74 @@ def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
 def _selection_on_a_cpu(shrink: int) -> Iterator[Row]:
     """Intervals and selected keys, small."""
     length = 2048 // shrink
-    spans = selection.Spans(lens=((length, length),), heads=(8, 2), head_size=64, every=length // 4, image=length // 8)
-    contenders = selection.spans_twin(), selection.causal_call(), peers.aten_cpu_masked(), peers.sdpa(masked=True)
-    reference = selection.spans_twin("refattn")
+    spans = sparse.Spans(lens=((length, length),), heads=(8, 2), head_size=64, every=length // 4, image=length // 8)
+    contenders = sparse.spans_twin(), sparse.causal_call(), peers.aten_cpu_masked(), peers.sdpa(masked=True)
+    reference = sparse.spans_twin("refattn")
     yield _row(f"prefill-{length}-images", spans, *contenders, reference, aim="1.05 of a causal call")
-    index = selection.IndexScores(4, 8192 // shrink, num_heads=16)
+    index = sparse.IndexScores(4, 8192 // shrink, num_heads=16)
     yield Row(
         "sparse",
         f"scores-4x{index.seq_len}",
         index,
-        (selection.scores_twin(), selection.scores_einsum(), selection.scores_twin("refattn")),
+        (sparse.scores_twin(), sparse.scores_einsum(), sparse.scores_twin("refattn")),
     )
-    best = selection.Selection(4, 32768 // shrink, 2048 // shrink)
-    yield Row("sparse", f"select-4x{best.seq_len}", best, (selection.select_twin(), selection.torch_topk()))
+    best = sparse.Selection(4, 32768 // shrink, 2048 // shrink)
+    yield Row("sparse", f"select-4x{best.seq_len}", best, (sparse.select_twin(), sparse.torch_topk()))
     sizes: dict[str, Any] = dict(num_heads=16, rank=128, rope=32)
-    latents = selection.SelectedLatents(4, 16384 // shrink, 2048 // shrink, **sizes)
+    latents = sparse.SelectedLatents(4, 16384 // shrink, 2048 // shrink, **sizes)
     for work, name in ((latents, ""), (replace(latents, packed=True), "-packed")):
         yield Row(
             "sparse",
             f"decode-4x{latents.topk}-of-{latents.seq_len}{name}",
             work,
-            (selection.selected_twin(), selection.gathered()),
+            (sparse.selected_twin(), sparse.gathered()),
         )
 
 
 def _selection_of_a_server(shrink: int) -> Iterator[Row]:
     """Prompts with images of Gemma 3, and the layers of DeepSeek-V3.2."""
     length = 8192 // shrink
-    spans = selection.Spans(lens=((length, length),) * 2, every=length // 8, image=length // 32)
-    ours = selection.spans_twin(), selection.spans_twin(kernel="triton")
-    contenders = *ours, selection.causal_call(), peers.sdpa(masked=True)
+    spans = sparse.Spans(lens=((length, length),) * 2, every=length // 8, image=length // 32)
+    ours = sparse.spans_twin(), sparse.spans_twin(kernel="triton")
+    contenders = *ours, sparse.causal_call(), peers.sdpa(masked=True)
     yield _row(f"prefill-2x{length}-images", spans, *contenders, aim="at most 1.05 of a causal call")
     for b, aim in ((16, "at most 110 µs"), (1, "")):
-        index = selection.IndexScores(b, 131072 // shrink)
-        by_einsum = (selection.scores_einsum(),)
+        index = sparse.IndexScores(b, 131072 // shrink)
+        by_einsum = (sparse.scores_einsum(),)
         name = f"scores-{b}x{index.seq_len}"
-        yield Row("sparse", name, index, (selection.scores_twin(), *by_einsum), clock="graph", aim=aim)
+        yield Row("sparse", name, index, (sparse.scores_twin(), *by_einsum), clock="graph", aim=aim)
     for b, aim in ((1, "at most 40 µs"), (64, "at most 90 µs")):
-        best = selection.Selection(b, 131072 // shrink, 2048 // shrink)
+        best = sparse.Selection(b, 131072 // shrink, 2048 // shrink)
         name = f"select-{b}x{best.seq_len}"
-        both = selection.select_twin(), selection.torch_topk()
+        both = sparse.select_twin(), sparse.torch_topk()
         yield Row("sparse", name, best, both, clock="graph", aim=aim)
     for b in (1, 64, 256):
-        latents = selection.SelectedLatents(b, 32768 // shrink, 2048 // shrink)
+        latents = sparse.SelectedLatents(b, 32768 // shrink, 2048 // shrink)
         yield Row(
             "sparse",
             f"decode-{b}x{latents.topk}-of-{latents.seq_len}",
             latents,
-            (selection.selected_twin(), selection.gathered()),
+            (sparse.selected_twin(), sparse.gathered()),
             clock="graph",
             aim="within 1.4 of FlashMLA's sparse decode",
         )
     for b, aim in ((1, "FlashMLA's 17 µs"), (8, ""), (64, "FlashMLA's 91 µs")):
-        packed = selection.SelectedLatents(b, 131072 // shrink, 2048 // shrink, packed=True)
-        ours = selection.selected_twin(), selection.selected_twin(kernel="triton")
+        packed = sparse.SelectedLatents(b, 131072 // shrink, 2048 // shrink, packed=True)
+        ours = sparse.selected_twin(), sparse.selected_twin(kernel="triton")
         yield Row(
             "sparse",
             f"decode-{b}x{packed.topk}-of-{packed.seq_len}-packed",
             packed,
-            (*ours, selection.selected_flash_mla_packed()),
+            (*ours, sparse.selected_flash_mla_packed()),
             clock="graph",
             aim=aim,
         )
-    prompt = selection.SelectedLatents(1, 65536 // shrink, 2048 // shrink, query_len=4096 // shrink)
+    prompt = sparse.SelectedLatents(1, 65536 // shrink, 2048 // shrink, query_len=4096 // shrink)
     yield Row(
         "sparse",
         f"prefill-{prompt.tokens}x{prompt.topk}-of-{prompt.seq_len}",
         prompt,
-        (selection.selected_twin(), selection.selected_flash_mla()),
+        (sparse.selected_twin(), sparse.selected_flash_mla()),
         aim="at most FlashMLA's time",
     )
 

@@ -2,7 +2,7 @@
 
 One sequence after the other, a tile of queries at a time: the keys that some row of the tile sees are gathered, and two
 matrix products and a softmax answer it. So memory grows linearly with the keys. What goes with attention (merging, the
-cache, tables) is in `fastattn.kernels.torch_ops`.
+cache, tables) is beside it.
 
 Source: the formula of `refattn.attention`, which is tested against this.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, uses_positions
-from fastattn.kernels.torch_ops import add_sinks
+from fastattn.kernels.torch_ops.merge import add_sinks
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pages, Plan, Rows, TreePlan
 
 TILE = 256  # queries at a time

@@ -282,7 +282,7 @@ def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size:
 def plan_selected(
     batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
-    """Make a sequence of each query row, in one launch; see `fastattn.kernels.torch_selection.plan_selected`."""
+    """Make a sequence of each query row, in one launch; see `fastattn.kernels.torch_ops.sparse.plan_selected`."""
     t, k = positions.shape
     rows, seq_lens, table, sequences = (
         torch.empty(shape, dtype=torch.int32, device=batch.device) for shape in ((t + 1,), (t,), (t, k), (t,))

@@ -1,0 +1,34 @@
+"""Plain torch, on any device: what goes with attention (merging, the cache, tables), and attention as a last resort.
+
+Two kernels: `torch`, which has no attention, here, and `plain` in `attention`. Those of a CPU share `merge` and
+`quantized`.
+"""
+
+from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.problem import Problem
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel cannot compute a problem, or None: torch computes nearly all of these everywhere."""
+    if problem.operation in ("recurrent", "convolve", "score_index", "sample") and problem.device.type in (
+        "cuda",
+        "meta",
+    ):
+        return "reads the lengths on the host, for which a GPU would have to wait"
+    return None
+
+
+FUNCTIONS = {
+    "merge": ("merge", "add_sinks"),
+    "cache": ("write", "write_packed", "read_packed", "copy_blocks", "compact"),
+    "metadata": ("slot_mapping", "trim", "cut_chunks", "draw_trees"),
+    "sparse": ("write_index", "read_index", "score_index", "select", "selected_slots", "plan_selected"),
+    "recurrent": ("recurrent", "convolve"),
+    "sampling": ("sample",),
+}
+KERNEL = Kernel(
+    "torch",
+    unsupported_reason,
+    attends=(),
+    functions={name: f"{__name__}.{module}:{name}" for module, names in FUNCTIONS.items() for name in names},
+)

@@ -1,0 +1,43 @@
+"""Partial answers and sinks in plain torch, on any device; the kernels in torch merge their own parts by it."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Combine partial answers in one pass over their outputs; see `fastattn.merge.merge`."""
+    lse = lses[0]
+    for part_lse in lses[1:]:
+        lse = _log_add_exp(lse, part_lse)
+    total: Tensor | None = None
+    for part_out, part_lse in zip(outs, lses, strict=True):
+        # The output of a part that saw nothing may hold anything, NaN too, and 0 * NaN is NaN.
+        part = part_out * torch.exp(part_lse - lse)[..., None]
+        part.masked_fill_((part_lse == -torch.inf)[..., None], 0.0)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.to(outs[0].dtype), lse
+
+
+def add_sinks(
+    out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Add sinks to the softmax of answers that were computed without them; see `fastattn.merge.add_sinks`."""
+    sinks = sinks.to(lse.dtype)
+    share = torch.exp(sinks - lse).add_(1.0).reciprocal_()[..., None]  # exp(lse) / (exp(lse) + exp(sink))
+    out = (out * share).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
+    return out, _log_add_exp(lse, sinks.expand_as(lse))
+
+
+def _log_add_exp(first: Float[Tensor, "t h"], second: Float[Tensor, "t h"]) -> Float[Tensor, "t h"]:
+    """Return `log(exp(first) + exp(second))`, with the same bits wherever in the tensors the numbers stand.
+
+    `torch.logaddexp` and `torch.sigmoid` compute what is left after the last whole vector in another way.
+    """
+    gap = (first - second).abs_().masked_fill_(first == second, 0.0)  # two infinities have none
+    return torch.maximum(first, second) + gap.neg_().exp_().log1p_()
