@@ -214,10 +214,11 @@ def key_of(
         if address % ALIGNMENT or layouts is None:
             return None
         return (
-            *(asked_for, return_lse, storage, device),
-            *(query.dtype, query.shape, query.stride()),
-            *(key.dtype, key.shape, key.stride(), key.device),
-            *(value.dtype, value.shape, value.stride(), value.device),
+            asked_for,
+            return_lse,
+            (storage, device, query.dtype, query.shape, query.stride()),
+            (key.device, key.dtype, key.shape, key.stride()),
+            (value.device, value.dtype, value.shape, value.stride()),
             _numbers_of(options),
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             layouts,

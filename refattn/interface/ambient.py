@@ -60,7 +60,10 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 
 def is_autocast_enabled(device: torch.device) -> bool:
     """Return whether autocast would change what is computed on a device."""
-    return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    if kind in ("cpu", "cuda") and not torch._C._is_any_autocast_enabled():  # quicker, and not of an MPS device
+        return False
+    return kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
 
 
 def refuse_gradients(why: str, **arguments: Any) -> None:

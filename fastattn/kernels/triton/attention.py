@@ -60,8 +60,9 @@ from refattn.interface import (
     Keys,
     Latents,
     PackedLatents,
+    Pages,
     Plan,
-    QuantizedPages,
+    Rows,
     TreePlan,
 )
 from refattn.interface.packed import PACKED_FORMAT, packed_parts
@@ -260,6 +261,8 @@ def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Ten
     Latents are pages of one head, whose values are the first elements of its keys; where addresses alone are asked
     for, they are the pool as it is, where both begin. Of packed latents keys are the rotary keys alone.
     """
+    if isinstance(keys, (Pages, Rows)):
+        return *keys, NO_CODES
     if isinstance(keys, PackedLatents):
         parts = packed_parts(keys.cache[:, :, None], keys.latent_rank, query.shape[2] - keys.latent_rank)
         return parts.rope_key, parts.codes, Codes(FORMATS[PACKED_FORMAT], groups=parts.scales[:, :, 0])
@@ -270,10 +273,7 @@ def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Ten
             return keys.cache, keys.cache, codes
         pages = keys.cache[:, :, None, : query.shape[2]]
         return pages, pages[..., : keys.latent_rank], codes
-    if isinstance(keys, QuantizedPages):
-        return keys.key_cache, keys.value_cache, codes_of(keys.scales)
-    key, value = keys
-    return key, value, NO_CODES
+    return keys.key_cache, keys.value_cache, codes_of(keys.scales)
 
 
 def _record(
