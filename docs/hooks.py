@@ -50,6 +50,7 @@ from mkdocs.structure.pages import Page
 from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
+from fastattn.tools.bench import clocks
 from refattn import drawing
 from refattn.conformance import field
 from refattn.conformance.contract import ATTENDS, PROPERTIES, of_path
@@ -335,10 +336,10 @@ def in_short(rows: list[dict[str, Any]]) -> str:
         fastest = fastest_peer(row)
         references = [entry for entry in others if "median" in entry and entry["name"].startswith("refattn")]
         cells = [
-            f"`{row['workload']}`",
+            f"`{row['workload']}`{'' if clocks.has_ratios(row) else '<br>by events'}",
             duration(row["floor"]),
-            f"**{duration(twin['median'])}**" if "median" in twin else "—",
-            f"{duration(fastest['median'])}<br>{fastest['name']}" if fastest else "—",
+            f"**{duration(clocks.seconds(twin))}**" if "median" in twin else "—",
+            f"{duration(clocks.seconds(fastest))}<br>{fastest['name']}" if fastest else "—",
             duration(references[0]["median"]) if references else "—",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -375,7 +376,9 @@ def contenders(rows: list[dict[str, Any]]) -> str:
             if "median" in entry:
                 is_of_the_host = row.get("clock") == "host"  # which does not wait for what the floor is of
                 share = "" if is_of_the_host else f"{row['floor'] / entry['median']:.0%}"
-                numbers = [duration(entry["median"]), share, f"{entry['ratio']:.2f}"]
+                in_a_graph = f"<br>{duration(entry['graph']['median'])} in a graph" if "graph" in entry else ""
+                ratio = f"{entry['ratio']:.2f}" if "ratio" in entry else row["clock"] * (entry is row["contenders"][0])
+                numbers = [f"{duration(entry['median'])}{in_a_graph}", share, ratio]
             else:
                 reason = entry.get("error", row.get("error", ""))
                 numbers = ["wrong answer" if reason.startswith("WrongAnswer") else "did not run", "", ""]
@@ -394,9 +397,9 @@ def _when(run: dict[str, Any]) -> str:
 
 
 def _beside_peers(rows: list[dict[str, Any]]) -> str:
-    """Return the range of fastattn's time over that of the fastest peer, over the rows that have both."""
-    pairs = [(row["contenders"][0], fastest_peer(row)) for row in rows]
-    shares = [twin["median"] / peer["median"] for twin, peer in pairs if peer and "median" in twin]
+    """Return the range of fastattn's time over that of the fastest peer, over the rows whose clock allows it."""
+    pairs = [(row, fastest_peer(row)) for row in rows if clocks.has_ratios(row) and "median" in row["contenders"][0]]
+    shares = [1 / clocks.pair(row, peer).ratio for row, peer in pairs if peer]
     if not shares:
         return ""
     ends = dict.fromkeys(f"{share:.2f}" for share in (min(shares), max(shares)))

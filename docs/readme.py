@@ -10,7 +10,7 @@ from typing import Any
 import address
 import behind
 
-from fastattn.tools.bench import report, roofline
+from fastattn.tools.bench import clocks, report, roofline
 from refattn.conformance import field
 from refattn.drawing import animation
 from refattn.serving import demo_model
@@ -114,10 +114,19 @@ def load() -> str:
 
 def line(name: str, row: dict[str, Any], is_timed: bool) -> str:
     """Make the line of a row; with the time of the reference where others of the table have one."""
-    twin, peer = row["contenders"][0]["median"], fastest_peer(row)
-    cells = [name, row["path"].replace("_", " "), f"**{duration(twin)}**"]
-    cells += [peer["name"], duration(peer["median"]), f"{twin / peer['median']:.2f}"] if peer else ["", "", ""]
+    peer = fastest_peer(row)
+    pair = clocks.pair(row, peer or row["contenders"][0])
+    cells = [name, row["path"].replace("_", " "), f"**{duration(pair.ours)}**"]
+    cells += [peer["name"], duration(pair.its), share(row, peer)] if peer else ["", "", ""]
     return f"| {' | '.join([*cells, *[reference(row)] * is_timed])} |"
+
+
+def share(row: dict[str, Any], peer: dict[str, Any]) -> str:
+    """Return the time of fastattn over that of a peer, if one clock took both that counts no launches, or the clock."""
+    pair = clocks.pair(row, peer)
+    if not clocks.has_ratios(row):
+        return "by events"
+    return f"{1 / pair.ratio:.2f}{' by events' if pair.clock == 'events' else ''}"
 
 
 def reference(row: dict[str, Any]) -> str:
@@ -130,7 +139,9 @@ def fastest_peer(row: dict[str, Any]) -> dict[str, Any] | None:
     """Return the fastest contender of a row that is not ours, or None."""
     timed = [entry for entry in row["contenders"] if "median" in entry]
     peers = [entry for entry in timed if not entry["name"].startswith((*TWINS, "without", "plain", "a chain"))]
-    return min(peers, key=lambda entry: entry["median"], default=None)
+    if "median" not in row["contenders"][0]:
+        return min(peers, key=lambda entry: entry["median"], default=None)
+    return min(peers, key=lambda entry: clocks.pair(row, entry).ratio, default=None)
 
 
 def duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from rich.console import Console
 
-from fastattn.tools.bench import measure, report
+from fastattn.tools.bench import clocks, measure, report
 from fastattn.tools.bench.measure import Call, Ceilings, Timing
 from fastattn.tools.bench.peers import Contender
 from fastattn.tools.bench.rows import Row, rows
@@ -156,25 +156,46 @@ class Bench:
             if contender.name in timings:
                 with _failures_in(entry):  # once more: a plan keeps what its first call found, and later ones use it
                     judges[contender.name](in_rows(contender, calls[contender.name][0]()))
-                    entry.update(timings[contender.name]._asdict())
+                    entry.update(timings[contender.name]._asdict(), clock=record["clock"])
+            if "median" not in entry:
+                entry.pop("graph", None)
         twin = record["contenders"][0].get("median", math.nan)
         record["share_of_floor"] = None if math.isnan(twin) else record["floor"] / twin
         for entry in record["contenders"]:
             if "median" in entry and not math.isnan(twin):
-                entry["ratio"] = entry["median"] / twin
+                entry["ratio"] = clocks.pair(record, entry).ratio
 
     def _time(self, row: Row, record: dict[str, Any], calls: dict[str, Sequence[Call]]) -> dict[str, Timing]:
+        """Time the contenders of a row by one clock: if one cannot be captured, all by events."""
         if self.device.type == "cpu":
             return measure.take_turns(calls, seconds=0.05 if self.quick else SECONDS)
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS if row.clock in ("events", "graph") else 1):
-            for entry in record["contenders"]:
-                if entry["name"] in calls and "error" not in entry:
-                    with _failures_in(entry):
-                        samples[entry["name"]] += measure.on_gpu(
-                            calls[entry["name"]], clock=row.clock, milliseconds=MILLISECONDS
-                        )
-        return {name: measure.summarize(taken) for name, taken in samples.items() if taken}
+        entries = {entry["name"]: entry for entry in record["contenders"]}
+        timings, failed = _in_rounds(calls, row.clock)
+        if row.clock == "graph" and failed:
+            by_events, errors = _in_rounds(calls, "events")
+            if failed.keys() - errors:  # it works, but not in a graph
+                for name, timing in timings.items():
+                    entries[name]["graph"] = timing._asdict()
+                for name in failed.keys() - errors:
+                    entries[name]["uncaptured"] = failed[name]
+                record["clock"], timings = "events", by_events
+            failed = errors
+        for name, error in failed.items():
+            entries[name]["error"] = error
+        return {name: timing for name, timing in timings.items() if name not in failed}
+
+
+def _in_rounds(calls: dict[str, Sequence[Call]], clock: str) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time contenders on a GPU in turns; return the times, and of those that fail the error."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    failed: dict[str, dict[str, Any]] = {}
+    for _ in range(ROUNDS if clock in ("events", "graph") else 1):
+        for name, its_calls in calls.items():
+            if not failed.get(name):
+                with _failures_in(failed.setdefault(name, {})):
+                    samples[name] += measure.on_gpu(its_calls, clock=clock, milliseconds=MILLISECONDS)
+    errors = {name: found["error"] for name, found in failed.items() if found}
+    return {name: measure.summarize(taken) for name, taken in samples.items() if name not in errors}, errors
 
 
 def in_rows(contender: Contender, out: Any) -> Any:

@@ -1,9 +1,9 @@
 """Measure times and the ceilings of a machine, and describe the machine.
 
 On a CPU the contenders of a row take turns, call by call, so that whatever else the machine does slows all of them.
-On a GPU they take turns in rounds; each is timed with events (`triton.testing`), either call by call with the cache
-flushed in between, or as replays of a CUDA graph. If a row's inputs fit into the cache, calls alternate between several
-sets of inputs.
+On a GPU they take turns in rounds (`triton.testing`): as replays of a CUDA graph, or, if one of a row cannot be
+captured, call by call between events, with the cache flushed before each (`clocks`). If a row's inputs fit into the
+cache, calls alternate between several sets of inputs.
 """
 
 import math

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastattn.tools.bench import clocks
+
 OURS_ASKED_FOR = "fastattn, "  # how the name of a contender begins that is fastattn by a kernel that was asked for
 NOTABLY_FASTER = 0.98  # of the time of the chosen kernel
 NO_FLOOR = 1e-6  # seconds; below it a row is about launches, and the floor says nothing
@@ -55,12 +57,13 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
     table.add_column(f"{record['path']}  {record['workload']}", min_width=48, no_wrap=True)
     for column in ("time", "spread", "ratio", "of floor"):
         table.add_column(column, justify="right", min_width=8, no_wrap=True)
+    table.add_column("in a graph" if any("graph" in entry for entry in record["contenders"]) else "", justify="right")
     besides = {name for entry in record["contenders"] for name in ("peak_bytes", "launches") if name in entry}
     table.add_column("memory" if "peak_bytes" in besides else "launches" if besides else "", justify="right")
     table.add_column("", overflow="fold", style="red")
     for entry in record["contenders"]:
         if "median" not in entry:
-            table.add_row(entry["name"], "-", "", "", "", "", entry.get("error", record.get("error", "")))
+            table.add_row(entry["name"], "-", "", "", "", "", "", entry.get("error", record.get("error", "")))
             continue
         table.add_row(
             entry["name"],
@@ -68,11 +71,13 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
             f"{(entry['high'] - entry['low']) / entry['median']:.0%}",
             f"{entry['ratio']:.3g}" if "ratio" in entry else "",
             f"{record['floor'] / entry['median']:.1%}",
+            duration(entry["graph"]["median"]) if "graph" in entry else "",
             _besides(entry),
         )
     console.print(table)
     aim = f"; aim: {record['aim']}" if record["aim"] else ""
-    console.print(Text(f"floor {duration(record['floor'])}, by its {record['limit']}{aim}", style="dim"))
+    clock = ", timed by events, as one cannot be captured" if record.get("clock") == "events" else ""
+    console.print(Text(f"floor {duration(record['floor'])}, by its {record['limit']}{clock}{aim}", style="dim"))
     console.print()
 
 
@@ -124,7 +129,12 @@ def write(folder: Path, head: dict[str, Any], records: Sequence[dict[str, Any]],
 
     Returns:
         The JSON file. Its runs are listed by age, each with the rows that no later run has measured again.
+
+    Raises:
+        ValueError: if contenders of a row were timed by different clocks (`clocks.check`); nothing is written.
     """
+    for record in records:
+        clocks.check(record)
     folder.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", head["machine"]["name"].lower()).strip("-")
     file = folder / f"{head['device']}-{slug}{'-quick' if head['quick'] else ''}.json"
@@ -165,7 +175,7 @@ def draw(file: Path) -> Path:
         axes = figure.add_subplot()
         for family, (color, marker) in PEERS.items():
             points = [
-                (entry["median"] / record["floor"], -i)
+                (clocks.seconds(entry) / record["floor"], -i)
                 for i, record in enumerate(rows)
                 for entry in record["contenders"][1:]
                 if "median" in entry and entry["name"].startswith(family)
@@ -173,7 +183,7 @@ def draw(file: Path) -> Path:
             if points:
                 x, y = ([point[i] for point in points] for i in (0, 1))
                 axes.scatter(x, y, s=36, marker=marker, facecolors="none", edgecolors=color, label=family)
-        ours = [record["contenders"][0]["median"] for record in rows]
+        ours = [clocks.seconds(record["contenders"][0]) for record in rows]
         shares = [median / record["floor"] for median, record in zip(ours, rows, strict=True)]
         axes.scatter(shares, [-i for i in range(len(rows))], s=60, color=OURS, marker="D", label="fastattn", zorder=3)
         for i, median in enumerate(ours):
@@ -181,7 +191,7 @@ def draw(file: Path) -> Path:
         axes.axvline(1, color=INK, linewidth=1, linestyle="--")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_yticks([-i for i in range(len(rows))], [f"{record['path']}  {record['workload']}" for record in rows])
+        axes.set_yticks([-i for i in range(len(rows))], [_label(record) for record in rows])
         axes.set_xlabel("times the floor of the hardware (dashed), further left is faster; right: time of fastattn")
         axes.grid(axis="x", color=INK, alpha=0.25)
         axes.tick_params(which="both", colors=INK, length=0)
@@ -202,7 +212,12 @@ def _write_csv(file: Path, runs: Sequence[dict[str, Any]]) -> None:
                 about = (run["date"], run["machine"]["name"], run["dtype"], record["path"], record["workload"])
                 for entry in record["contenders"]:
                     values = (entry.get(field, "") for field in fields)
-                    lines.writerow((*about, record["clock"], record["floor"], entry["name"], *values))
+                    clock = entry.get("clock", record["clock"])
+                    lines.writerow((*about, clock, record["floor"], entry["name"], *values))
+
+
+def _label(record: dict[str, Any]) -> str:
+    return f"{record['path']}  {record['workload']}{'' if clocks.has_ratios(record) else ', by events'}"
 
 
 def _name(record: dict[str, Any]) -> tuple[str, str]:

@@ -43,7 +43,8 @@ class Row:
         name: the workload in short.
         work: what is computed.
         contenders: the twin first, then its peers.
-        clock: on CUDA, what is timed: see `measure.on_gpu`.
+        clock: on CUDA, what is timed: see `measure.on_gpu`. Of a "graph", the row is timed by events if some contender
+            cannot be captured.
         aim: what the twin should reach, in words.
         memory: measure the peak memory of a call too.
         launches: on CUDA, count what a call launches too.
@@ -53,7 +54,7 @@ class Row:
     name: str
     work: Work
     contenders: tuple[Contender, ...]
-    clock: str = "events"
+    clock: str = "graph"
     aim: str = ""
     memory: bool = False
     launches: bool = False
@@ -289,7 +290,6 @@ def _cuda(shrink: int) -> Iterator[Row]:
             f"decode-{b}x{decode.tokens}",
             decode,
             *(ours, *asked_for, peers.flashinfer_decode(), *both_fa3, peers.fa2(), peers.fa4(), peers.sdpa()),
-            clock="graph",
             aim=aim,
         )
     tokens = 16  # of each sequence, whatever the lengths are divided by
@@ -299,7 +299,6 @@ def _cuda(shrink: int) -> Iterator[Row]:
         decode,
         *(ours, *asked_for, *both_fa3, peers.flashinfer_prefill("fa2"), peers.flashinfer_prefill()),
         *(peers.fa2(), peers.fa4()),
-        clock="graph",
         aim="at most 515 µs",
     )
 
@@ -310,7 +309,6 @@ def _cuda(shrink: int) -> Iterator[Row]:
             f"tree-{b}x{keys}-drafts-{nodes}",
             drafts(((nodes, keys + nodes),) * b),
             *(ours, twin(kernel="triton"), twin(kernel="fa3"), peers.flashinfer_tree(), *map(peers.as_chain, chains)),
-            clock="graph",
             aim=aim,
         )
 
@@ -320,7 +318,6 @@ def _cuda(shrink: int) -> Iterator[Row]:
         f"decode-64x{decode.tokens}-window-{window}",
         decode,
         *(ours, *asked_for, peers.fa4(), *both_fa3, peers.fa2(), peers.flashinfer_decode()),
-        clock="graph",
         aim="at most 70 µs",
     )
     # Without FA3, whose windows of prefills are wrong, FlashInfer, which compiles for minutes before its first one, and
@@ -345,7 +342,6 @@ def _cuda(shrink: int) -> Iterator[Row]:
         f"decode-64x{decode.tokens}-chunk-{decode.chunk}",
         decode,
         *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks()),
-        clock="graph",
         aim="ahead of both",
     )
 
@@ -354,13 +350,12 @@ def _cuda(shrink: int) -> Iterator[Row]:
         f"decode-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
         cascade,
         *(ours, peers.fa4_cascade(), peers.flashinfer_cascade(), twin("chunked_prefill", name="without cascade")),
-        clock="graph",
         aim="at most 45 µs",
     )
 
     by_hand = peers.fa4_differential(wide=False), peers.fa4_differential(wide=True), peers.plain_attention()
     decode = work(*[(1, 8192)] * 64, heads=(32, 8), head_size=64, path="differential")
-    yield _row(f"decode-64x{decode.tokens}", decode, ours, *by_hand, clock="graph", aim="at most 270 µs")
+    yield _row(f"decode-64x{decode.tokens}", decode, ours, *by_hand, aim="at most 270 µs")
     prefill = work((8192, 8192), heads=(32, 32), head_size=64, path="differential")
     yield _row(f"prefill-{prefill.tokens}", prefill, ours, *by_hand, aim="at most 0.85 ms")
 
@@ -410,7 +405,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         kind = "decode" if query_len == 1 else f"prefill-{query_len}"
         name, aim = f"{kind}-{num_seqs}x{heads[0]}-heads", aims.get(num_seqs, "the best peer")
         contenders = states_twin(), states_fla(), states_attn_gym()
-        yield Row("recurrent", name, states, contenders, clock="graph" if query_len == 1 else "events", aim=aim)
+        yield Row("recurrent", name, states, contenders, aim=aim)
     yield from _engine_of_a_server(shrink)
 
 
@@ -428,7 +423,7 @@ def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
         decode = work(*[(1, length)] * b, stored=stored)
         by_hand = (peers.fa3_quantized(), peers.flashinfer_quantized()) if stored == "e4m3" else ()
         name = f"decode-{b}x{decode.tokens}-{'fp8' if stored == 'e4m3' else stored}"
-        yield _row(name, decode, ours, *by_hand, plain, clock="graph", aim=aim)
+        yield _row(name, decode, ours, *by_hand, plain, aim=aim)
     asked_for = [twin(kernel=kernel) for kernel in KERNELS]
     for name, b, query_len, seq_len, stored in (
         ("prefill", 2, 8192, 8192, "e4m3"),
@@ -447,13 +442,12 @@ def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
         )
     nodes, keys = 16, 8192 // shrink
     trees = replace(drafts(((nodes, keys + nodes),) * 64), path="quantized", plan_of="speculative", stored="e4m3")
-    yield _row(f"tree-64x{keys}-drafts-{nodes}-fp8", trees, ours, plain, clock="graph", aim="ahead of a plain cache")
+    yield _row(f"tree-64x{keys}-drafts-{nodes}-fp8", trees, ours, plain, aim="ahead of a plain cache")
     cascade = work(*[(1, 8192 + 256)] * 64, shared=8192, plan_of="cascade")
     yield _row(
         f"cascade-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}-fp8",
         cascade,
         *(ours, twin("quantized", name="without cascade"), plain),
-        clock="graph",
         aim="ahead of a plain cache",
     )
     write = QuantizedWrite(65536 // shrink)
@@ -504,12 +498,12 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
         index = sparse.IndexScores(b, 131072 // shrink)
         by_einsum = (sparse.scores_einsum(),)
         name = f"scores-{b}x{index.seq_len}"
-        yield Row("sparse", name, index, (sparse.scores_twin(), *by_einsum), clock="graph", aim=aim)
+        yield Row("sparse", name, index, (sparse.scores_twin(), *by_einsum), aim=aim)
     for b, aim in ((1, "at most 40 µs"), (64, "at most 90 µs")):
         best = sparse.Selection(b, 131072 // shrink, 2048 // shrink)
         name = f"select-{b}x{best.seq_len}"
         both = sparse.select_twin(), sparse.torch_topk()
-        yield Row("sparse", name, best, both, clock="graph", aim=aim)
+        yield Row("sparse", name, best, both, aim=aim)
     for b in (1, 64, 256):
         latents = sparse.SelectedLatents(b, 32768 // shrink, 2048 // shrink)
         yield Row(
@@ -517,7 +511,6 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
             f"decode-{b}x{latents.topk}-of-{latents.seq_len}",
             latents,
             (sparse.selected_twin(), sparse.gathered()),
-            clock="graph",
             aim="within 1.4 of FlashMLA's sparse decode",
         )
     for b, aim in ((1, "FlashMLA's 17 µs"), (8, ""), (64, "FlashMLA's 91 µs")):
@@ -528,7 +521,6 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
             f"decode-{b}x{packed.topk}-of-{packed.seq_len}-packed",
             packed,
             (*ours, sparse.selected_flash_mla_packed()),
-            clock="graph",
             aim=aim,
         )
     prompt = sparse.SelectedLatents(1, 65536 // shrink, 2048 // shrink, query_len=4096 // shrink)
@@ -554,7 +546,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     ):
         decode = latents(((1, length // shrink),) * b, heads=(heads, 1))
         name = f"decode-{b}x{decode.tokens}-heads-{heads}"
-        yield _row(name, decode, ours, *asked_for, *by_hand, clock="graph", aim=aim)
+        yield _row(name, decode, ours, *asked_for, *by_hand, aim=aim)
     plain = [peers.over_plain_cache(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
     in_fp8 = peers.twin_in_fp8(), peers.flash_mla_codes()
     for b, length, heads, aim in (
@@ -564,14 +556,13 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     ):
         decode = latents(((1, length // shrink),) * b, heads=(heads, 1), stored="e4m3")
         name = f"decode-{b}x{decode.tokens}-heads-{heads}-fp8"
-        yield _row(name, decode, ours, *in_fp8, *plain, clock="graph", aim=aim)
+        yield _row(name, decode, ours, *in_fp8, *plain, aim=aim)
     tokens = 2  # of each sequence, whatever the lengths are divided by
     decode = latents(((tokens, 8192 // shrink + tokens),) * 32)
     yield _row(
         f"decode-32x{decode.tokens}-tokens-{tokens}-heads-128",
         decode,
         *(ours, *asked_for, *by_hand),
-        clock="graph",
         aim="at most the best peer",
     )
     for b, nodes, heads in ((64, 4, 16), (32, 8, 128)):
@@ -580,7 +571,6 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             f"tree-{b}x{8192 // shrink}-drafts-{nodes}-heads-{heads}",
             latents(lens, heads=(heads, 1), plan_of="speculative", trees="rooted"),
             *(ours, *asked_for, *map(peers.as_chain, by_hand[:2])),
-            clock="graph",
             aim="the best peer's time for a chain",
         )
     made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128, path="dense")
