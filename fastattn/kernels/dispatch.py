@@ -132,21 +132,21 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     ours as for one of flash-attn-4.
 
     FlashAttention-3 lays the query heads of a group side by side: with 16 drafted tokens for each of 64 sequences of
-    8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4 0.66. From pages of its own tile it loads faster. It could split
+    8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4 0.67. From pages of its own tile it loads faster. It could split
     keys, too, but drops a split whose scores are NaN, so it is not asked to: with few queries it goes first only where
     there are tiles for most SMs, of about as many keys each.
 
     Over rows with a window flash-attn-4 (4.0.0b36) is the last resort: it hung an NVIDIA H200 within some hundred calls
     of 16384 queries and a window of 1024, twice. Over pages it never did.
 
-    Over latents FlashMLA is fastest where there are many heads: 64 decodes of 128 heads over 8192 keys take it 0.26 ms,
-    FlashAttention-3 0.29 and ours 0.54. With 16 heads ours is: 0.157, 0.165 and 0.147 ms; and 128 of 16 heads over 2048
-    keys 84, 93 and 79 us. Codes of latents are read by ours alone, unless a call lets FlashMLA round queries and
-    weights: 64 decodes of 128 heads over 8192 keys then take it 0.24 ms.
+    Over latents FlashMLA is fastest where there are many heads: 64 decodes of 128 heads over 8192 keys take it 270 us
+    and ours 351; FlashAttention-3 took 287. With 16 heads ours is: 158, 166 and 150 us; and 128 of 16 heads over 2048
+    keys 83, 93 and 79 us. Codes of latents are read by ours alone, unless a call lets FlashMLA round queries and
+    weights: 64 decodes of 128 heads over 8192 keys then take it 231 us.
 
     Of selected latents FlashMLA splits none: 16 queries of 128 heads over 2048 each take it 59 us and ours 64, 64 of
-    them 80 and 140, 8 of them 57 and 39. Of packed ones it splits them: one query takes it 26 us and ours 22, 8 of
-    them 36 and 49.
+    them 80 and 140, 8 of them 57 and 39 (9621fe0, 2026-11-23). Of packed ones it splits them: one query takes it 26 us
+    and ours 22, 8 of them 36 and 49.
 
     Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
     they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so
@@ -156,11 +156,12 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
     after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and 0.19.
-    FlashMLA and FlashAttention-3 do the same over latents: 64 trees of 4 nodes and 16 heads take 0.20, 0.21 and by ours
-    alone 0.33 ms, 32 of 8 nodes and 128 heads 1.05, 1.08 and 2.16.
+    FlashMLA and FlashAttention-3 do the same over latents: 64 trees of 4 nodes and 16 heads take 0.20, 0.20 and by ours
+    alone 0.45 ms, 32 of 8 nodes and 128 heads 1.08, 1.07 and 3.21.
 
-    Source: measured on an NVIDIA H200 against flash-attn-4, over prompts and chunks of 64 to 2048 tokens. What ours
-    takes for its few operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most.
+    Source: docs/results, measured on an NVIDIA H200 (tests/tools/test_numbers.py compares them). When ours is taken for
+    a prompt: against flash-attn-4, over prompts and chunks of 64 to 2048 tokens (aa92ef7, 2026-11-22). What ours takes
+    for its few operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most.
     """
     if problem.device.type == "cpu":
         return "native", "cpu", "torch", "triton"
@@ -193,7 +194,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     return "fa4", "fa3", "fa2", "torch_flash", "triton"
 
 
-FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
+FA3_PAGE = 128  # tokens in a page, of which prompts go to FlashAttention-3 first (a147b27, 2026-11-22, H200)
 ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
 FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
 SELECTED_FULL = 0.24  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first

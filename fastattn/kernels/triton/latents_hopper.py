@@ -15,7 +15,7 @@ warps do what, so this one is written in Gluon, Triton's language a floor below,
 out. Gluon has no interpreter.
 
 64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 351 in bfloat16; the other kernel takes 574 and 478
-(NVIDIA H200). What was tried is on docs/paths/mla.md.
+(NVIDIA H200, c8a3cc9, 2026-11-26). What was tried is on docs/paths/mla.md.
 
 Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier"; DeepSeek's FlashMLA, which
     divides the columns of the output among two groups of warps as well.

@@ -91,7 +91,7 @@ def _tune(
     As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
     about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss. One
     sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of codes of 8 bits, 70 us in
-    49 and 76 us in 66.
+    49 and 76 us in 66 (5e34b75, 2026-11-22).
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
@@ -120,8 +120,9 @@ def _tune_latents(
     """Choose how often to split the keys where each is a value, too, and how a program works then.
 
     A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
-    have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four. One query of 128 heads that
-    sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32 splits, 33 us in 8.
+    have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four (5e34b75, 2026-11-22). One
+    query of 128 heads that sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32
+    splits, 33 us in 8.
 
     Source: measured on an NVIDIA H200 with bfloat16, latents of 512 elements and rotary keys of 64. With 64 rows the
     compiler (Triton 3.6) lets both halves of a program compute the same scores, as it lays the warps of a product along
@@ -146,7 +147,7 @@ def share_sm(tuning: LaunchConfig, of_codes: bool = False) -> LaunchConfig:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
 
     A level of codes keeps all its splits: 64 decodes after a prefix of 8192 keys in fp8, with 256 of their own, take 46
-    us so, 50 us with 7 of 8 splits, and 57 us in tiles of 64 rows.
+    us so, 50 us with 7 of 8 splits, and 57 us in tiles of 64 rows (d99386b, 2026-11-24).
 
     Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
     8 warps with 168 registers per thread leave 4 warps 176; the compiler takes fewer by itself

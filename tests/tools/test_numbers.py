@@ -1,0 +1,119 @@
+"""A time on a page or in a docstring of `fastattn` is that of a result file, or carries the day or commit it is of."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tools.test_docs import FENCE
+
+ROOT = Path(__file__).parent.parent.parent
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+TIME = re.compile(r"(?<![\w.])\d[\d.,]*[ \u00a0]?(ms|us|µs|seconds?|minutes?|hours?)\b")
+DATED = re.compile(r"\b20\d\d-\d\d-\d\d\b|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b")
+MADE = re.compile(r"<!-- (\w+): made by.*?<!-- end of \1 -->", re.DOTALL)
+
+CUDA = "cuda-nvidia-h200"
+MLA, MLA_16, MLA_SHORT = (
+    f"mla/decode-{name}" for name in ("64x8192-heads-128", "64x8192-heads-16", "128x2048-heads-16")
+)
+TREES, LONG_TREES = "speculative/tree-64x8192-drafts-16", "speculative/tree-8x8192-drafts-64"
+PACKED = "sparse/decode-{}x2048-of-131072-packed"
+BY_KERNEL = [f"fastattn, {kernel}" for kernel in ("flash_mla", "fa3", "triton")]
+DISPATCH, KERNELS = "fastattn/kernels/dispatch.py", "docs/paths/kernels.md"
+HELD = [  # a sentence with # for its times, their unit, and the row and the contender of docs/results of each
+    (
+        *(DISPATCH, "us", "8192 keys take it # us and ours #"),
+        [(f"{MLA}-fp8", "fastattn, plain cache"), (f"{MLA}-fp8", "fastattn, triton, plain cache")],
+    ),
+    (DISPATCH, "us", "FlashAttention-3 took #", [(MLA, "fastattn, fa3")]),
+    (DISPATCH, "us", "With 16 heads ours is: #, # and # us", [(MLA_16, name) for name in BY_KERNEL]),
+    (DISPATCH, "us", "over 2048 keys #, # and # us", [(MLA_SHORT, name) for name in BY_KERNEL]),
+    (DISPATCH, "us", "then take it # us", [(f"{MLA}-fp8", "fastattn, queries and weights in fp8")]),
+    (
+        *(DISPATCH, "ms", "8192 keys it takes # ms, ours #, flash-attn-4 #"),
+        [
+            ("chunked_prefill/decode-64x8208-tokens-16", name)
+            for name in ("FA3, blocks of 16", "fastattn, triton", "FA4, blocks of 16")
+        ],
+    ),
+    (
+        *(DISPATCH, "us", "one query takes it # us and ours #, 8 of them # and #"),
+        [
+            (PACKED.format(b), name)
+            for b, name in ((1, "fastattn"), (1, BY_KERNEL[2]), (8, "fastattn"), (8, BY_KERNEL[2]))
+        ],
+    ),
+    (
+        *(DISPATCH, "ms", "8192 keys take # ms so and # by ours alone, 8 of 64 nodes # and #"),
+        [(row, name) for row in (TREES, LONG_TREES) for name in ("fastattn", "fastattn, triton")],
+    ),
+    (
+        *(DISPATCH, "ms", "16 heads take #, # and by ours alone # ms, 32 of 8 nodes and 128 heads #, # and #"),
+        [
+            (row, name)
+            for row in ("mla/tree-64x8192-drafts-4-heads-16", "mla/tree-32x8192-drafts-8-heads-128")
+            for name in BY_KERNEL
+        ],
+    ),
+    (
+        *(KERNELS, "µs", "128 heads our kernel takes # µs where FlashMLA takes #"),
+        [(f"{MLA}-fp8", "fastattn, triton, plain cache"), (f"{MLA}-fp8", "fastattn, plain cache")],
+    ),
+]
+MODELLED = {  # times that a model of a machine gives, which a test of their own computes
+    "docs/explorer/engine.md": "tests/tools/test_engine_played.py",
+}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "docs/proof/behind.toml"]
+MODULES = sorted((ROOT / "fastattn").rglob("*.py"))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def pattern(sentence: str) -> re.Pattern[str]:
+    return re.compile(r"(\d+(?:\.\d+)?)".join(map(re.escape, sentence.split("#"))))
+
+
+def paragraphs(file: Path) -> list[str]:
+    """Split what a page says, or the docstrings of a module: without code, and without tables made of results."""
+    text = file.read_text()
+    if file.suffix == ".py":
+        nodes = (
+            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        )
+        text = "\n\n".join(ast.get_docstring(node) or "" for node in nodes)
+    if file.suffix == ".toml":
+        text = text.replace("\n", "\n\n")
+    return [one_line(part) for part in re.split(r"\n\n", FENCE.sub("", MADE.sub("", text)))]
+
+
+@pytest.mark.parametrize(("file", "unit", "sentence", "sources"), HELD, ids=[sentence for *_, sentence, _ in HELD])
+def test_a_sentence_has_the_times_of_the_committed_results(file, unit, sentence, sources):
+    """To the digits that it shows, and so does one that was copied onto a page."""
+    runs = json.loads((ROOT / f"docs/results/{CUDA}.json").read_text())["runs"]
+    rows = {f"{row['path']}/{row['workload']}": row for run in runs for row in run["rows"]}
+    found = pattern(sentence).search(one_line((ROOT / file).read_text()))
+    assert found, f"{file} has no such sentence; change it here, too"
+    for said, (row, contender) in zip(found.groups(), sources, strict=True):
+        (entry,) = [entry for entry in rows[row]["contenders"] if entry["name"] == contender]
+        digits = len(said.partition(".")[2])
+        assert f"{entry['median'] / UNITS[unit]:.{digits}f}" == said, f"{row}, {contender}: {entry['median']}"
+
+
+@pytest.mark.parametrize("file", [*PAGES, *MODULES], ids=lambda file: str(file.relative_to(ROOT)))
+def test_each_time_is_held_or_dated(file):
+    """A paragraph with a time names its day or its commit, or a sentence of `HELD` has the time."""
+    name = str(file.relative_to(ROOT))
+    if name in MODELLED:
+        assert f'"{name}"' in (ROOT / MODELLED[name]).read_text()
+        return
+    for paragraph in paragraphs(file):
+        rest = paragraph
+        for of_file, _, sentence, _ in HELD:
+            if of_file == name:
+                rest = pattern(sentence).sub("", rest)
+        assert DATED.search(rest) or not TIME.search(rest), f"{name}: {TIME.search(rest)[0]}: {paragraph}"
