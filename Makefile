@@ -46,7 +46,7 @@ mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its t
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs $(JOBS) $(ARGS)
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py tests/integrations/vllm_names.py $(ARGS)
 
 families: $(VENV)/.test  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)

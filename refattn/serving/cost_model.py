@@ -175,7 +175,7 @@ def vllm_use_cascade(
     is_local: bool = False,
     num_ranks: int = 1,
 ) -> bool:
-    """Decide as vLLM does, for one prefix that all requests share; the engine takes `worthwhile_prefixes` instead.
+    """Decide as vLLM did while it had cascades, for one prefix that all share; the engine takes `worthwhile_prefixes`.
 
     Never for prefixes below 256 tokens, for fewer than 8 requests, nor with ALiBi, windows, chunks or context
     parallelism. Else always, if a request has several new tokens, or each KV head has one query head; a decode of
@@ -201,7 +201,7 @@ def vllm_use_cascade(
     Raises:
         ValueError: if a number is negative, or a size not positive.
 
-    Source: `use_cascade_attention` of vLLM's FlashAttention backend.
+    Source: `use_cascade_attention` of vLLM's FlashAttention backend, until it was removed (gone in 0.32).
     """
     check_requests(query_lens, query_lens, None)
     check_int("common_prefix_len", common_prefix_len)
