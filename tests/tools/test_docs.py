@@ -330,12 +330,6 @@ LINKED_FROM_FRONT = sorted(
 FILES_WITH_LINKS = [*FRONT, *LINKED_FROM_FRONT, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
-def test_the_reference_is_as_long_as_the_readme_says():
-    said = re.search(r"about ([\d,]+) lines with their docstrings", (ROOT / "README.md").read_text())[1]
-    lines = sum(len(file.read_text().splitlines()) for file in (ROOT / "refattn").glob("*.py"))
-    assert abs(lines - int(said.replace(",", ""))) <= 100
-
-
 @pytest.mark.parametrize("page", FILES_WITH_LINKS, ids=lambda page: page.name)
 def test_links_between_files_lead_somewhere(page):
     """What is read in the repository, and not on the site, links to files of the repository."""

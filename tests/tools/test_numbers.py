@@ -1,8 +1,9 @@
-"""A time on a page or in a docstring of `fastattn` is that of a result file, or carries the day or commit it is of."""
+"""What pages and docstrings say in numbers is so: times are of result files or carry their day, lines are counted."""
 
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,46 @@ def test_each_time_is_held_or_dated(file):
             if of_file == name:
                 rest = pattern(sentence).sub("", rest)
         assert DATED.search(rest) or not TIME.search(rest), f"{name}: {TIME.search(rest)[0]}: {paragraph}"
+
+
+def test_the_reference_is_as_long_as_the_readme_says():
+    """The files of the paths, and what they import of `refattn`: its interface, and nothing else."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = re.search(r"about ([\d,]+) lines with their docstrings; .*? are about ([\d,]+) more", text)
+    paths = set((ROOT / "refattn").glob("*.py"))
+    files, new = set(), paths
+    while new:
+        files |= new
+        new = {imported for file in new for imported in imported_by(file)} - files
+    assert {file.parent.name for file in files - paths} == {"interface"}
+    for some, count in zip((paths, files - paths), said.groups(), strict=True):
+        lines = sum(len(file.read_text().splitlines()) for file in some)
+        assert abs(lines - int(count.replace(",", ""))) <= 100, f"{lines} lines"
+
+
+def imported_by(file: Path) -> Iterator[Path]:
+    """Find the files of `refattn` that one of them imports."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("refattn"):
+            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                place = ROOT / name.replace(".", "/")
+                yield from (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.exists())
+
+
+def test_no_command_of_the_readme_needs_a_release_that_is_not_there():
+    """Until the changelog has a version, it comes from a clone or a wheel; what will be is said after that."""
+    if re.search(r"^## \[\d", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE):
+        return
+    install = (ROOT / "README.md").read_text().split("## Install")[1]
+    assert install.lstrip().startswith("There is no release yet.")
+    before, _, behind = install.partition("From the first release on")
+    assert "pip install twinattn" not in install and '"twinattn' not in before and behind.count('"twinattn') == 1
+
+
+def test_the_readme_counts_exercises_and_notebooks():
+    text = (ROOT / "README.md").read_text()
+    functions, bugs = re.search(r"\[(\d+) functions to write\].*?and (\d+) bugs", text, re.DOTALL).groups()
+    folder = ROOT / "notebooks/exercises"
+    assert len(list(folder.glob("[0-9]*.py"))) == int(functions)
+    assert len(list(folder.glob("puzzles/[0-9]*.py"))) == int(bugs)
+    assert len(list((ROOT / "notebooks").glob("*.ipynb"))) == 19 and "Most of the nineteen notebooks" in text
