@@ -22,10 +22,10 @@ HEAD = """\
 # Coverage
 
 > **The idea.** The project began with five attention backends of servers; what came later has a part of its own. Each
-> feature is a row here, either done, with the tests that prove it, or refused by name, with the reason. A test is named
-> here if it fails once the feature is broken: `make mutants` breaks each on purpose, by the edits in
-> [mutations.py](../../tests/tools/mutations.py), in the reference and in the twin. A test fails if a row loses its last
-> test, or an edit no longer finds its line.
+> feature that was found in them is a row here: done, with the tests that prove it; refused by name or out of scope,
+> with the reason; or open. A test is named here if it fails once the feature is broken: `make mutants` breaks each on
+> purpose, by the edits in [mutations.py](../../tests/tools/mutations.py), in the reference and in the twin. A test
+> fails if a row loses its last test, or an edit no longer finds its line.
 
 """
 

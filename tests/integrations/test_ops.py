@@ -236,6 +236,7 @@ def test_opcheck_of_prepared_plans(name, monkeypatch):
     assert set(torch.library.opcheck(operator.default, flat, test_utils=checks).values()) == {"SUCCESS"}
 
 
+@pytest.mark.covers("D192")
 @pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
 def test_one_graph(name, arguments, keywords, shapes_unchecked):
     torch._dynamo.reset()

@@ -124,6 +124,7 @@ def test_splits_merge():
             assert_twins_agree("chunked_prefill", *inputs.tensors, sinks=torch.tensor([-1e4, 0.0, 9.0, 90.0]))
 
 
+@pytest.mark.covers("B58")
 @needs_compiler
 @pytest.mark.parametrize("root", [False, True], ids=["alibi", "alibi-of-the-root"])
 def test_alibi(root):

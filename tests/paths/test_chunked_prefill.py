@@ -137,7 +137,7 @@ def test_reference_equals_a_sum_by_hand():
 # --- the twin against the reference ---
 
 
-@pytest.mark.covers("A8", "A10", "A11", "A12", "A26", "A27", "A28", "D121", "D122", "E177")
+@pytest.mark.covers("A8", "A10", "A11", "A12", "A26", "A27", "A28", "D121", "D122", "E177", "B183", "B184", "D188")
 @each_kernel_case_and_option(("mixed", "decodes-ragged"))
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])

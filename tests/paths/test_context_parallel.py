@@ -263,7 +263,7 @@ MASKED = {
 }
 
 
-@pytest.mark.covers("B182")
+@pytest.mark.covers("B182", "B220")
 @pytest.mark.parametrize(
     ("dealt", "kind", "package"),
     every_pair_on_cpu(

@@ -123,7 +123,7 @@ def drawn(batch, t, seed=0):
 # --- the masks ---
 
 
-@pytest.mark.covers("F191")
+@pytest.mark.covers("F218")
 @each_rule
 def test_intervals_are_the_mask_and_the_same_in_both_packages(rule):
     for case in cases_of(rule):
@@ -157,7 +157,7 @@ def test_spans_are_those_of_the_masks_of_transformers():
         assert seen == [int(first[i]) <= j <= int(last[i]) for j in range(12)]
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 @each_twin
 @pytest.mark.parametrize("rule", ["spans-in-a-window", "prefix"])
 def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
@@ -166,7 +166,7 @@ def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
         check_mask(twin, rule, case, device)
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 @each_kernel
 @each_rule
 def test_each_kernel_keeps_to_the_intervals(kernel, rule, device):
@@ -187,7 +187,7 @@ def check_mask(twin, rule, case, device):
 # --- the formula ---
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 def test_the_reference_is_the_formula_in_float64():
     case = Case("drawn", ((7, 20), (1, 9), (5, 5)), heads=(4, 2), head_size=8, padding_rows=1)
     inputs = build(case, dtype=torch.float64)
@@ -231,7 +231,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 @each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_drawn_intervals_agree_with_the_reference(kernel, options, device):
@@ -262,7 +262,7 @@ def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
         assert_twins_agree("interval", *inputs.tensors, again=False, **intervals._asdict())
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_right():
     """Runs of one interval, of growing ones, of empty ones, and of windows: one call each, where the CPU can."""
     case = Case("shapes", ((140, 160),), heads=(4, 2))
@@ -468,7 +468,7 @@ def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
 # --- intervals that extend a causal mask ---
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 @each_twin
 @pytest.mark.parametrize("rule", ["spans", "prefix", "causal"])
 def test_without_first_keys_each_query_sees_what_is_before_it(twin, rule, device):
@@ -498,7 +498,7 @@ EXTENDED = {
 }
 
 
-@pytest.mark.covers("F192")
+@pytest.mark.covers("F219")
 @pytest.mark.parametrize(
     ("rule", "over_rows", "options"), every_pair_on_cpu(["spans", "prefix"], [False, True], EXTENDED)
 )

@@ -292,7 +292,7 @@ def test_tensors_of_any_strides(change, path, kernel, device):
 # --- nobody to answer ---
 
 
-@pytest.mark.covers("A34", "B60")
+@pytest.mark.covers("A34", "B60", "D187")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 @pytest.mark.parametrize("path", ["chunked_prefill", "dense", "sliding_window", "local", "cascade", "differential"])
 def test_without_sequences_all_rows_are_padding(path, twin, device):

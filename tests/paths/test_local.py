@@ -96,7 +96,7 @@ def forget(inputs: Paged, chunk_size: int, block_size: int) -> Paged:
 # --- the mask, read out ---
 
 
-@pytest.mark.covers("D136")
+@pytest.mark.covers("D136", "D137")
 @each_twin
 @each_chunked
 @each_chunk_size

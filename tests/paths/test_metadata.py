@@ -26,7 +26,7 @@ def same(a, b) -> bool:
     )
 
 
-@pytest.mark.covers("A35")
+@pytest.mark.covers("A35", "A45")
 @each_twin
 def test_the_example_of_the_docstring(twin, device):
     batch = twin.make_batch([2, 1], [5, 7], [[9, 2], [4, 7]], device=device)

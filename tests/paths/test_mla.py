@@ -284,7 +284,7 @@ def test_equals_the_layers_of_deepseek(twin, config):
 # --- the twin against the reference ---
 
 
-@pytest.mark.covers("D127", "D154", "D155")
+@pytest.mark.covers("D127", "D154", "D155", "D222")
 @pytest.mark.parametrize(("kernel", "sizes", "case", "options"), list(twins_to_agree()))
 def test_twins_agree(kernel, sizes, case, options, device):
     given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=sizes)

@@ -83,7 +83,7 @@ def lay_out(name: str, kind: torch.dtype | None, *, window: int = -1, poison=POI
 # --- the mask, read out ---
 
 
-@pytest.mark.covers("D156")
+@pytest.mark.covers("D156", "D223")
 @each_reader
 @each_case
 @pytest.mark.parametrize("window", [-1, LEFT], ids=["all", "window"])

@@ -245,7 +245,7 @@ def test_twins(case, kind, plan):
     assert_twins_agree_over_codes(store(case, kind), plan)
 
 
-@pytest.mark.covers("B92")
+@pytest.mark.covers("B92", "B224")
 @pytest.mark.parametrize(
     ("kind", "case", "options"), every_pair(KINDS, FEW, [name for name in OPTIONS if name != "plain"]), ids=str
 )

@@ -239,6 +239,7 @@ def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel,
     assert_matches_reference(out, lse, partial(refattn.conformance.plan_and_attend, refattn.dense), *rows, **options)
 
 
+@pytest.mark.covers("D189")
 @pytest.mark.parametrize(
     ("kernel", "kind", "options"),
     [

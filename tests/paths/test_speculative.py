@@ -211,6 +211,7 @@ def test_all_steps_of_a_draft_are_planned_before_the_first(twin, triton, num_ste
             torch.testing.assert_close(out[:, 0].double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covers("D191")
 @pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [-1, 9])
 def test_twins_plan_drafts_alike(triton, window, device):

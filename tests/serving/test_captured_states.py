@@ -68,7 +68,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.covers("R209")
+@pytest.mark.covers("R209", "A44")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tokens_are_those_of_steps_launch_by_launch(qwen, captured, schedule):
     """Prompts in chunks beside decodes, and decodes ahead; the second time with what is there of the first."""

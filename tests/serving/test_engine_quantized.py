@@ -656,7 +656,7 @@ def test_pairs_of_int8_are_refused_at_once(pairs):
         Engine(pairs, **SIZES, kv_cache_dtype="int8")
 
 
-@pytest.mark.covers("A17")
+@pytest.mark.covers("A17", "B186")
 def test_a_type_that_is_not_there_is_named(models):
     with pytest.raises(
         ValueError, match=r"^kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, fp8_ds_mla, got 'fp8'"

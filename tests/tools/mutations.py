@@ -223,7 +223,7 @@ MUTATIONS: list[Mutation] = [
         (CPU + "differential.py", "hidden = hidden | (distance < -right)", "hidden = hidden | (distance < -right - 1)"),
     ),
     *breaks(
-        "A26 A27 D122",
+        "A26 A27 D122 D188",
         "queries are the first tokens of their sequence",
         (
             "refattn/masks.py",
@@ -318,7 +318,7 @@ MUTATIONS: list[Mutation] = [
         (CPU + "attention.py", "g=group) + bias\n", "g=group) + bias.clamp(min=-options.softcap)\n"),
     ),
     *breaks(
-        "A10",
+        "A10 B224 D222",
         "there is no cap",
         ("refattn/attention.py", "    if softcap:", "    if False:"),
         (CPU + "attention.py", "(q @ k).tanh_().mul_(options.softcap)", "(q @ k).mul_(options.softcap)"),
@@ -406,7 +406,53 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
-        "A34 B60",
+        "B58",
+        "in C ALiBi grows with the distance itself",
+        ("fastattn/kernels/native/attention.c", "(call->sqrt_distance ? sqrtf(far) : far)", "far"),
+    ),
+    *breaks(
+        "B183",
+        "blocks are of a multiple of 16 tokens",
+        (
+            "refattn/interface/contents.py",
+            "    check_sizes(block_size=block_size)\n    block_table = _table_of(batch)",
+            "    check_sizes(block_size=block_size // 16)\n    block_table = _table_of(batch)",
+        ),
+    ),
+    *in_both(
+        "B220",
+        "the context of a rank has no window",
+        "context_parallel.py",
+        "window_size=(0 if left >= 0 else -1, -1), positions=where)",
+        "window_size=(-1, -1))",
+    ),
+    *in_both(
+        "D189",
+        "latents in fp8 stand for twice as much",
+        "mla.py",
+        "latents_of(cache, latent_rank, cache_scale,",
+        "latents_of(cache, latent_rank, 2 * cache_scale,",
+    ),
+    *breaks(
+        "D191",
+        "parents of padding nodes are read",
+        (
+            TORCH_METADATA,
+            "above = torch.minimum(trees.parents.long(), node - 1).where(is_node, -1)",
+            "above = torch.minimum(trees.parents.long(), node - 1)",
+        ),
+    ),
+    *breaks(
+        "D192",
+        "a merge breaks the graph",
+        (
+            "fastattn/ops.py",
+            "    answer: tuple[Tensor, Tensor] = torch.ops.fastattn.merge(outs, lses)",
+            "    torch._dynamo.graph_break()\n    answer: tuple[Tensor, Tensor] = torch.ops.fastattn.merge(outs, lses)",
+        ),
+    ),
+    *breaks(
+        "A34 B60 D187",
         "padding rows are left unwritten",
         (
             "refattn/attention.py",
@@ -448,7 +494,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
-        "E177",
+        "E177 B184",
         "there is no log-sum-exp",
         (
             "refattn/attention.py",
@@ -1073,7 +1119,7 @@ MUTATIONS: list[Mutation] = [
         (CPU + "dequantize.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
     ),
     *breaks(
-        "A17",
+        "A17 B186",
         "a type that is not there passes",
         ("refattn/serving/layers.py", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
     ),
@@ -1397,6 +1443,15 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "D137",
+        "a query that begins inside a chunk has no virtual sequence for its end",
+        (
+            "fastattn/local.py",
+            "num_chunks = (max(longest_query, 1) + chunk_size - 2) // chunk_size + 1",
+            "num_chunks = -(-max(longest_query, 1) // chunk_size)",
+        ),
+    ),
+    *breaks(
         "D137 D138",
         "the size of a plan is read from the lengths",
         (
@@ -1425,7 +1480,7 @@ MUTATIONS: list[Mutation] = [
     ),
     # --- speculation ---
     *breaks(
-        "D142",
+        "D142 D223",
         "a window counts nodes, not depths",
         (
             "refattn/masks.py",
@@ -1710,6 +1765,20 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "A45",
+        "padding rows have slots",
+        (TORCH_METADATA, "nowhere = padding | (place < 0)", "nowhere = place < 0"),
+    ),
+    *breaks(
+        "A44",
+        "tables of a captured step with prompts are as short as the shortest",
+        (
+            GRAPHS,
+            "columns = min(max(map(len, tokens.block_tables)), self.shape.columns)",
+            "columns = min(min(map(len, tokens.block_tables)), self.shape.columns)",
+        ),
+    ),
+    *breaks(
         "A45 D169",
         "padding rows of a decode ahead have a token",
         (
@@ -1888,7 +1957,7 @@ MUTATIONS: list[Mutation] = [
     ),
     # --- intervals, and selected keys ---
     *breaks(
-        "F191",
+        "F218",
         "a window hides no key of a span",
         (
             "refattn/interval.py",
@@ -1902,7 +1971,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
-        "F191",
+        "F218",
         "images are seen causally where the window is shorter than they are",
         (
             "refattn/interval.py",
@@ -1912,7 +1981,7 @@ MUTATIONS: list[Mutation] = [
         ("fastattn/interval.py", "        if whole_spans:", "        if True:"),
     ),
     *breaks(
-        "F191",
+        "F218",
         "a prefix ends one token late",
         ("refattn/interval.py", "lasts[row] = prefix - 1 if 0 <=", "lasts[row] = prefix if 0 <="),
         (
@@ -1922,7 +1991,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
-        "F192",
+        "F219",
         "the last key of an interval is hidden",
         (
             "refattn/masks.py",
@@ -1941,7 +2010,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
-        "F192",
+        "F219",
         "queries of one tile see what the first of them sees",
         (
             "fastattn/kernels/gpu/tile.py",
@@ -1950,7 +2019,7 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
-        "F192",
+        "F219",
         "a chunk of growing intervals begins a key late",
         (
             "fastattn/kernels/cpu/attention.py",
@@ -2141,7 +2210,7 @@ MUTATIONS: list[Mutation] = [
         ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
     ),
     *breaks(
-        "F192",
+        "F219",
         "without first keys the last ones are taken as they come",
         (
             "refattn/interval.py",
@@ -2151,12 +2220,12 @@ MUTATIONS: list[Mutation] = [
         ("fastattn/interval.py", "last_visible.maximum(position)", "last_visible"),
     ),
     *breaks(
-        "F192",
+        "F219",
         "the key of a query itself counts twice, up to it and after it",
         ("fastattn/interval.py", "after = position.int() + 1", "after = position.int()"),
     ),
     *breaks(
-        "F192",
+        "F219",
         "what was attended to before is left out",
         (
             "fastattn/kernels/gpu/attention_kernel.py",
@@ -2583,10 +2652,11 @@ MUTATIONS: list[Mutation] = [
 # Rows that are broken in fastattn alone, by the reason why the reference has no such feature.
 FASTATTN_ALONE = {
     "CUDA graphs, and what is made for them": (
-        "A44 A45 B64 B69 B72 D137 D138 D160 D161 D162 D163 D164 D165 D166 D167 D168 D169"
+        "A44 A45 B64 B69 B72 D137 D138 D160 D161 D162 D163 D164 D165 D166 D167 D168 D169 D191"
     ),
     "kernels, and which of them is chosen": "A13 A14 B52 B70 B71 B82 D129 E173 E174 E175 E178",
     "the reference computes sequence by sequence, with or without the option": "B73",
+    "operators of PyTorch, which the reference has none of": "D192",
 }
 
 # Rows with tests and without a mutation, and why.
