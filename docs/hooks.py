@@ -377,7 +377,7 @@ def contenders(rows: list[dict[str, Any]]) -> str:
                 is_of_the_host = row.get("clock") == "host"  # which does not wait for what the floor is of
                 share = "" if is_of_the_host else f"{row['floor'] / entry['median']:.0%}"
                 in_a_graph = f"<br>{duration(entry['graph']['median'])} in a graph" if "graph" in entry else ""
-                ratio = f"{entry['ratio']:.2f}" if "ratio" in entry else row["clock"] * (entry is row["contenders"][0])
+                ratio = f"{entry['ratio']:.2f}" if "ratio" in entry else "" if clocks.has_ratios(row) else "by events"
                 numbers = [f"{duration(entry['median'])}{in_a_graph}", share, ratio]
             else:
                 reason = entry.get("error", row.get("error", ""))
