@@ -12,6 +12,10 @@ Or import the functions from here. Signatures, shapes and semantics are those of
     flash_attn_varlen_func      [t, h, d]              rows, or pages under a block table         dense, sliding window
     flash_attn_with_kvcache     [b, s, h, d]           a row of the cache per sequence, or pages  sliding window,
                                                                                                   intervals
+    flash_attn_..packed_func    as the first two, with queries, keys and values in one tensor, or the last two
+
+After `install()`, `flash_attn.bert_padding` is `fastattn.integrations.bert_padding`; other modules of the package are
+not found.
 
 A cache of one row per sequence `[b, s, hk, d]` is a pool with one page per sequence. Each call makes its plan anew, as
 the signatures have no place for one; code that may be changed is faster with the paths themselves.
@@ -25,7 +29,8 @@ Source: the public interface of Dao et al., `flash_attn/flash_attn_interface.py`
 
 import sys
 from importlib.util import find_spec
-from typing import Any
+from operator import index
+from typing import Any, NoReturn
 
 import torch
 from einops import rearrange
@@ -42,14 +47,30 @@ import refattn.interval
 import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
+from fastattn.integrations import bert_padding
 from refattn.interface import AttentionOptions, Batch, Pages, Plan
-from refattn.interface.values import describe, expect
+from refattn.interface.values import check_flag, check_int, check_number, describe, expect, same_device
 
 TWINS: dict[str, Any] = {"refattn": refattn, "fastattn": fastattn}
 MODULES = ("flash_attn", "flash_attn.flash_attn_interface")  # the names that `install` takes
+FUNCTIONS = (  # all that the package has on its first level
+    *("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
+    *("flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache"),
+)
 Window = tuple[int, int] | list[int]
 
+__version__ = "2.8.0+twinattn"  # whose signatures these are, for code that asks for a version
+__path__: list[str] = []  # so that the modules of the package that are not here are looked for, and not found
+
 _twin = fastattn
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Refuse what the package may have, and this has not."""
+    raise AttributeError(
+        f"flash_attn: expected one of {', '.join(FUNCTIONS)}, which {__name__} has, got {name!r}; for others install "
+        "the package flash-attn, and do not call install()"
+    )
 
 
 def install(twin: str = "fastattn") -> None:
@@ -72,7 +93,8 @@ def install(twin: str = "fastattn") -> None:
             f"{__name__} instead"
         )
     _twin = TWINS[twin]
-    sys.modules.update(dict.fromkeys(MODULES, here))
+    sys.modules.update(dict.fromkeys(MODULES, here), **{f"{MODULES[0]}.bert_padding": bert_padding})
+    vars(here)["flash_attn_interface"] = here
 
 
 def flash_attn_func(
@@ -92,7 +114,10 @@ def flash_attn_func(
 
     Arguments, results and errors are those of `flash_attn_varlen_func`, the LSE `[b, h, sq]`.
     """
-    (b, sq, *_), sk = expect(q, "q", None, ("b", "sq", "h", "d"), (None,) * 4), k.shape[1]
+    b, sq, _, d = expect(q, "q", None, ("b", "sq", "h", "d"), (None,) * 4)
+    _, sk, hk, _ = expect(k, "k", q.dtype, ("b", "sk", "hk", "d"), (b, None, None, d))
+    expect(v, "v", q.dtype, ("b", "sk", "hk", "dv"), (b, sk, hk, None))
+    same_device(q=q, k=k, v=v)
     edges = torch.arange(b + 1, dtype=torch.int32, device=q.device)
     out, lse, probabilities = flash_attn_varlen_func(
         q.flatten(0, 1),
@@ -159,12 +184,20 @@ def flash_attn_varlen_func(
         ValueError: naming the argument that does not fit; contents are read on a CPU only.
         NotImplementedError: for dropout, for slopes per sequence, and for what no kernel of the twin computes.
     """
+    *_, d = expect(q, "q", None, ("t", "h", "d"), (None,) * 3)
+    rows = ("s",) if block_table is None else ("n", "p")
+    shape = expect(k, "k", q.dtype, (*rows, "hk", "d"), (*(None for _ in rows), None, d))
+    expect(v, "v", q.dtype, (*rows, "hk", "dv"), (*shape[:-1], None))
+    check_number("dropout_p", dropout_p)
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, as neither twin computes dropout, got {dropout_p}")
-    expect(cu_seqlens_k, "cu_seqlens_k", torch.int32, ("b + 1",), (None,))
+    (edges,) = expect(cu_seqlens_q, "cu_seqlens_q", torch.int32, ("b + 1",), (None,))
+    expect(cu_seqlens_k, "cu_seqlens_k", torch.int32, ("b + 1",), (edges,))
+    same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_table is None and cu_seqlens_k.is_cpu and cu_seqlens_k[:1].any():
         raise ValueError(f"cu_seqlens_k: expected keys from row 0 on, got {int(cu_seqlens_k[0])}")
-    batch = Batch(cu_seqlens_q.contiguous(), cu_seqlens_k.diff(), block_table, int(max_seqlen_q), int(max_seqlen_k))
+    longest = [_length(name, x) for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
+    batch = Batch(cu_seqlens_q.contiguous(), cu_seqlens_k.diff(), block_table, *longest)
     options = _options(softmax_scale, softcap, alibi_slopes)
     window = _window(window_size)
     path: Any
@@ -174,6 +207,83 @@ def flash_attn_varlen_func(
         path, plan = _twin.sliding_window, _plan_over_pages(batch, k, causal, window)
     out, lse = path.attention(q, k, v, plan, options, return_lse=True)
     return (out, lse.T, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Float[Tensor, "b s 3 h d"],
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Tensor, "..."] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend as `flash_attn_func`, from queries, keys and values in one tensor."""
+    expect(qkv, "qkv", None, ("b", "s", "3", "h", "d"), (None, None, 3, None, None))
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(*qkv.unbind(2), *how)
+
+
+def flash_attn_kvpacked_func(
+    q: Float[Tensor, "b sq h d"],
+    kv: Float[Tensor, "b sk 2 hk d"],
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Tensor, "..."] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend as `flash_attn_func`, to keys and values in one tensor."""
+    expect(kv, "kv", None, ("b", "sk", "2", "hk", "d"), (None, None, 2, None, None))
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(q, *kv.unbind(2), *how)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Float[Tensor, "t 3 h d"],
+    cu_seqlens: Int32[Tensor, "_"],
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Tensor, "..."] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend as `flash_attn_varlen_func`, from queries, keys and values in one tensor."""
+    expect(qkv, "qkv", None, ("t", "3", "h", "d"), (None, 3, None, None))
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *how)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Float[Tensor, "t h d"],
+    kv: Float[Tensor, "s 2 hk d"],
+    cu_seqlens_q: Int32[Tensor, "_"],
+    cu_seqlens_k: Int32[Tensor, "_"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Float[Tensor, "..."] | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend as `flash_attn_varlen_func`, to keys and values in one tensor."""
+    expect(kv, "kv", None, ("s", "2", "hk", "d"), (None, 2, None, None))
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *how)
 
 
 def flash_attn_with_kvcache(
@@ -228,8 +338,15 @@ def flash_attn_with_kvcache(
         ValueError: naming the argument that does not fit; contents are read on a CPU only. Nothing is written then.
         NotImplementedError: for slopes per sequence, padding under a block table, and what no kernel computes.
     """
-    b, sq, *_ = expect(q, "q", None, ("b", "sq", "h", "d"), (None,) * 4)
-    n, p, *_ = expect(k_cache, "k_cache", None, ("n", "p", "hk", "d"), (None,) * 4)
+    b, sq, _, d = expect(q, "q", None, ("b", "sq", "h", "d"), (None,) * 4)
+    n, p, hk, _ = expect(k_cache, "k_cache", q.dtype, ("n", "p", "hk", "d"), (None, None, None, d))
+    *_, dv = expect(v_cache, "v_cache", q.dtype, ("n", "p", "hk", "dv"), (n, p, hk, None))
+    check_int("num_splits", num_splits)
+    check_flag("causal", causal)
+    given = dict(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens)
+    given |= dict(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    same_device(q=q, k_cache=k_cache, v_cache=v_cache, **tensors)
     pages = _table(b, k_cache, cache_batch_idx, cache_leftpad, block_table)
     longest = pages.shape[1] * p
     before = _cached(b, cache_seqlens, longest, q.device)
@@ -238,8 +355,8 @@ def flash_attn_with_kvcache(
         if v is None or cache_seqlens is None:
             name = "v" if v is None else "cache_seqlens"
             raise ValueError(f"{name}: expected one beside the new keys k, got None")
-        num_new = expect(k, "k", None, ("b", "new", "hk", "d"), (b, None, None, None))[1]
-        expect(v, "v", None, ("b", "new", "hk", "dv"), (b, num_new, None, None))
+        num_new = expect(k, "k", q.dtype, ("b", "new", "hk", "d"), (b, None, hk, d))[1]
+        expect(v, "v", q.dtype, ("b", "new", "hk", "dv"), (b, num_new, hk, dv))
     elif v is not None or rotary_cos is not None:
         name = "v" if v is not None else "rotary_cos"
         raise ValueError(
@@ -278,7 +395,7 @@ def flash_attn_with_kvcache(
 def _options(
     softmax_scale: float | None, softcap: float, alibi_slopes: Tensor | None, *, batch_invariant: bool = False
 ) -> AttentionOptions:
-    if alibi_slopes is not None and alibi_slopes.ndim != 1:
+    if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim != 1:
         raise NotImplementedError(
             f"alibi_slopes: expected one per head [h], as in both twins, got {describe(alibi_slopes)}"
         )
@@ -286,8 +403,19 @@ def _options(
 
 
 def _window(window_size: Window) -> tuple[int, int]:
-    left, right = window_size
-    return max(int(left), -1), max(int(right), -1)  # theirs is unlimited for any number below 0
+    try:
+        left, right = map(index, window_size)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size: expected (left, right), two ints, got {window_size!r}") from None
+    return max(left, -1), max(right, -1)  # theirs is unlimited for any number below 0
+
+
+def _length(name: str, length: int | Tensor) -> int:
+    """Return a length as a Python int: some callers have it in a tensor."""
+    try:
+        return index(length)
+    except TypeError:
+        raise ValueError(f"{name}: expected an int, got {describe(length)}") from None
 
 
 def _table(
@@ -314,6 +442,8 @@ def _cached(b: int, cache_seqlens: int | Tensor | None, longest: int, device: to
     if isinstance(cache_seqlens, Tensor):
         expect(cache_seqlens, "cache_seqlens", torch.int32, ("b",), (b,))
         return cache_seqlens.contiguous()
+    if cache_seqlens is not None:
+        check_int("cache_seqlens", cache_seqlens)
     return torch.full((b,), longest if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=device)
 
 

@@ -1,22 +1,30 @@
 """FlashAttention's functions over both twins, against a formula written out, and under the name of the package."""
 
 import inspect
+import re
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+from packaging.version import Version
 
-from fastattn.integrations import flash_attn
+from fastattn.integrations import bert_padding, flash_attn
 from fastattn.kernels.device import cannot_import
 
 # As published with flash-attn 2.8.
 COMMON = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None"
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+PACKED = f"{COMMON}, deterministic=False, return_attn_probs=False"
 SIGNATURES = {
+    "flash_attn_qkvpacked_func": f"qkv, {PACKED}",
+    "flash_attn_kvpacked_func": f"q, kv, {PACKED}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {PACKED}",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {LENGTHS}, {PACKED}",
     "flash_attn_func": f"q, k, v, {COMMON}, deterministic=False, return_attn_probs=False",
     "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {COMMON}, deterministic=False, return_attn_probs=False, "
     "block_table=None",
@@ -199,6 +207,22 @@ def test_sequences_of_one_length():
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True), out)
 
 
+def test_tensors_in_one_are_those_beside_each_other():
+    """As the last dimensions but two of one projection, in rows of one length and of several."""
+    qkv = draw(2, 5, 3, 4, 16)
+    how = dict(causal=True, window_size=(2, 0), softcap=3.0, softmax_scale=0.2, return_attn_probs=True)
+    expected = flash_attn.flash_attn_func(*qkv.unbind(2), **how)
+    ends, rows = torch.tensor([0, 5, 10], dtype=torch.int32), qkv.flatten(0, 1)
+    expected_rows = flash_attn.flash_attn_varlen_func(*rows.unbind(1), ends, ends, 5, 5, **how)
+    for one, other in (
+        (flash_attn.flash_attn_qkvpacked_func(qkv, **how), expected),
+        (flash_attn.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], **how), expected),
+        (flash_attn.flash_attn_varlen_qkvpacked_func(rows, ends, 5, **how), expected_rows),
+        (flash_attn.flash_attn_varlen_kvpacked_func(rows[:, 0], rows[:, 1:], ends, ends, 5, 5, **how), expected_rows),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
 def test_the_whole_cache_and_an_int():
     q, caches = draw(2, 1, 4, 16), (draw(2, 9, 2, 16), draw(2, 9, 2, 16) + 1)
     whole = flash_attn.flash_attn_with_kvcache(q, *caches)
@@ -249,6 +273,61 @@ def test_what_is_refused_is_named_and_nothing_is_written(shapes_unchecked):
         flash_attn.flash_attn_varlen_func(draw(2, 4, 16), *(2 * [draw(3, 2, 16)]), ends - 1, ends, 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes", "message"),
+    [
+        ("of more sequences", ((4, 3, 2, 16), (4, 3, 2, 16)), "k: expected float32 [b=2, sk, hk, d=16], got"),
+        (
+            "of the same tokens in others",
+            ((3, 4, 2, 16), (3, 4, 2, 16)),
+            "k: expected float32 [b=2, sk, hk, d=16], got",
+        ),
+        ("values of others", ((2, 6, 2, 16), (4, 3, 2, 16)), "v: expected float32 [b=2, sk=6, hk=2, dv], got"),
+        ("of other heads", ((2, 3, 2, 8), (2, 3, 2, 16)), "k: expected float32 [b=2, sk, hk, d=16], got"),
+        ("values of other heads", ((2, 3, 2, 16), (2, 3, 4, 16)), "v: expected float32 [b=2, sk=3, hk=2, dv], got"),
+    ],
+)
+def test_keys_are_those_of_the_sequences_of_the_queries(name, shapes, message, shapes_unchecked):
+    """Side by side in rows, those of other sequences would be as many."""
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        flash_attn.flash_attn_func(draw(2, 3, 4, 16), *(draw(*shape) for shape in shapes))
+
+
+def legal_arguments(name):
+    """Return the arguments of a call of each function, but for options whose truth is all that counts."""
+    ends = torch.tensor([0, 3, 6], dtype=torch.int32)
+    tokens = dict(q=draw(2, 3, 4, 16), k=draw(2, 3, 2, 16), v=draw(2, 3, 2, 16))
+    how = dict(softmax_scale=0.2, causal=True, window_size=(2, 0), softcap=0.5, alibi_slopes=torch.rand(4))
+    if name == "flash_attn_with_kvcache":
+        caches = dict(k_cache=draw(2, 9, 2, 16), v_cache=draw(2, 9, 2, 16), cache_seqlens=ends[1:] - 3, num_splits=1)
+        rotary = dict(rotary_cos=draw(9, 4), rotary_sin=draw(9, 4), cache_batch_idx=torch.tensor([1, 0]).int())
+        return tokens | how | caches | rotary | dict(cache_leftpad=torch.tensor([0, 1]).int())
+    if "varlen" in name:
+        tokens = {name: x.flatten(0, 1) for name, x in tokens.items()}
+        tokens |= dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=3, max_seqlen_k=3)
+    return tokens | how | dict(dropout_p=0.0)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"])
+def test_an_argument_of_another_type_is_refused_by_its_name(name, twin, shapes_unchecked):
+    function, legal = getattr(flash_attn, name), legal_arguments(name)
+    if twin == "refattn":  # before any check has an error to name
+        function(**legal)
+    optional = {x.name for x in inspect.signature(function).parameters.values() if x.default is None}
+    for argument, value in legal.items():
+        for wrong in (None, object(), "nowhere", [], 0.5, torch.zeros(1, 1, dtype=torch.complex64)):
+            if (wrong is None and argument in optional) or (wrong == 0.5 and argument in ("softmax_scale", "softcap")):
+                continue
+            error = NotImplementedError if argument == "dropout_p" and wrong == 0.5 else ValueError
+            if argument == "alibi_slopes" and isinstance(wrong, torch.Tensor):
+                error = NotImplementedError
+            with pytest.raises(error, match=rf"^{argument}: "):
+                function(**legal | {argument: wrong})
+        if isinstance(value, torch.Tensor) and argument != "q":
+            with pytest.raises(ValueError, match=rf"^{argument}: expected cpu"):
+                function(**legal | {argument: value.to("meta")})
+
+
 def test_gradients_are_those_of_the_reference_or_refused(twin):
     q, k, v = (draw(1, 3, 2, 8).requires_grad_() for _ in range(3))
     if twin == "fastattn":
@@ -293,5 +372,49 @@ def test_it_takes_the_name_of_the_package(twin):
         assert flash_attn_func is flash_attn.flash_attn_func
         flash_attn.install()
         assert flash_attn._twin is flash_attn.TWINS["fastattn"]
+        assert sys.modules["flash_attn"].flash_attn_interface is flash_attn
         why = cannot_import("flash_attn", "flash-attn", "flash_attn_func")
         assert "fastattn.integrations.flash_attn has taken its name" in why, why  # else fa2 would call itself
+
+
+def test_code_that_looks_for_the_package_finds_all_of_its_first_level(twin):
+    if cannot_import("flash_attn", "flash-attn") is None:
+        return  # there it is the package
+    with mock.patch.dict(sys.modules):
+        flash_attn.install(twin)
+        import flash_attn as found
+        from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+
+        assert Version(found.__version__) >= Version("2.8") and found.__version__.endswith("twinattn")
+        assert set(SIGNATURES) == set(flash_attn.FUNCTIONS) and all(hasattr(found, name) for name in SIGNATURES)
+        for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
+            assert find_spec(name) is not None
+        for name in ("flash_attn.layers", "flash_attn.cute"):
+            assert find_spec(name) is None
+        assert not hasattr(found, "flash_attn_gpu")
+        with pytest.raises(AttributeError, match=r"^flash_attn: expected one of .*, got 'flash_attn_gpu'; .* install"):
+            _ = found.flash_attn_gpu
+        for function in (index_first_axis, index_put_first_axis, pad_input, unpad_input):
+            assert function is getattr(bert_padding, function.__name__)
+
+
+def test_padding_is_left_out_and_put_back(shapes_unchecked):
+    rows = draw(2, 4, 3).requires_grad_()
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1]])
+    unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
+    tokens, indices, ends, longest, used = bert_padding.unpad_input(rows, mask, unused)
+    assert indices.tolist() == [0, 1, 2, 5, 6, 7] and torch.equal(tokens, rows.flatten(0, 1)[indices])
+    assert (ends.tolist(), ends.dtype, longest, used.tolist()) == ([0, 3, 6], torch.int32, 3, [2, 3])
+    padded = bert_padding.pad_input(tokens, indices, 2, 4)
+    assert torch.equal(padded, rows * (mask + unused)[..., None])
+    padded.sum().backward()
+    assert torch.equal(rows.grad, (mask + unused)[..., None].expand(2, 4, 3).float())
+    for message, call in (
+        ("attention_mask: expected [b=2, s=4], got", lambda: bert_padding.unpad_input(rows, mask[:, :3])),
+        ("hidden_states: expected [b, s, ...], got None", lambda: bert_padding.unpad_input(None, mask)),
+        ("indices: expected int64 [t], got None", lambda: bert_padding.index_first_axis(rows, None)),
+        ("indices: expected one for each of 6 rows", lambda: bert_padding.pad_input(tokens, indices[:5], 2, 4)),
+        ("first_axis_dim: expected a number of rows", lambda: bert_padding.index_put_first_axis(tokens, indices, -1)),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            call()
