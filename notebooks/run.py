@@ -42,6 +42,9 @@ def main() -> None:
     parser.add_argument("numbers", nargs="*", metavar="NUMBER", help="the first digits of a file's name; all if none")
     parser.add_argument("--inplace", action="store_true", help="store what the cells print")
     arguments = parser.parse_args()
+    for number in arguments.numbers:
+        if not notebooks([number]):
+            parser.error(f"NUMBER: expected the first digits of a notebook's name, got {number!r}")
     wrong = 0
     for path in notebooks(arguments.numbers):
         executed, seconds = execute(path)

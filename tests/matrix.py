@@ -166,10 +166,18 @@ def main() -> None:
     options, arguments = parser.parse_known_args()  # the rest is pytest's: files, -k
     pythons = find_pythons()
     cells = covering(pythons)
+    numbers = options.cells.split(",") if options.cells is not None else []
+    unknown = [number for number in numbers if number not in map(str, range(len(cells)))]
+    if unknown:
+        parser.error(f"--cells: expected numbers from 0 to {len(cells) - 1}, as 3,4, got {unknown[0]!r}")
+    if options.jobs < 1:
+        parser.error(f"--jobs: expected at least 1, got {options.jobs}")
+    if options.output and (options.output.is_dir() or not options.output.parent.is_dir()):
+        parser.error(f"--output: expected a file in a folder that is there, got {str(options.output)!r}")
     slug = re.sub(r"[^a-z0-9]+", "-", machine()["name"].lower()).strip("-")
     file = options.output or ROOT / f"docs/results/tests/matrix-{slug}.json"
     written = json.loads(file.read_text())["cells"] if file.exists() else {}
-    chosen = {i: cell for i, cell in enumerate(cells) if not options.cells or str(i) in options.cells.split(",")}
+    chosen = {i: cell for i, cell in enumerate(cells) if not numbers or str(i) in numbers}
     others = [i for i, cell in chosen.items() if str(i) in written and not is_of(cell, written[str(i)])]
     if others and not options.list:
         parser.error(f"{file} has results of other Pythons for cells {others}: name another file with --output")

@@ -198,4 +198,8 @@ def quantization(
     """Measure how far 8 bits move Gaussian keys and values, and those of a real model."""
     from fastattn.tools import quantization_error as module
 
-    module.run(out)
+    try:
+        module.run(out)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error

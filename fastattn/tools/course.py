@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import fastattn
+from refattn.interface.values import check_folder
 
 PACKAGED = Path(fastattn.__file__).parent / "course"  # laid out as the repository is
 NOT_FOR_READERS = ("run.py", "__pycache__", ".ipynb_checkpoints")
@@ -18,8 +19,9 @@ def copy(to: Path) -> Path:
     """Copy the notebooks and the exercises into a new folder, and return the first notebook there.
 
     Raises:
-        ValueError: if there is something already, which may be a reader's work.
+        ValueError: if there is something already, which may be a reader's work, or no folder can be made there.
     """
+    check_folder("folder", to.parent)
     if to.exists():
         raise ValueError(f"folder: expected one that is not there yet, got {to}")
     shutil.copytree(folder() / "notebooks", to, ignore=shutil.ignore_patterns(*NOT_FOR_READERS))

@@ -32,6 +32,7 @@ import fastattn
 from fastattn.serving import CudaGraphs, fuse
 from fastattn.tools.bench.measure import circumstances, machine
 from fastattn.tools.profile import Profile, draw_timeline, times_table
+from refattn.interface.values import check_file, check_folder, check_number
 from refattn.serving import Engine, SamplingParams
 
 SIZES = dict(  # Qwen3-0.6B's
@@ -137,8 +138,14 @@ def run(
         picture: a file to draw some steps into.
 
     Raises:
-        ValueError: if there is no CUDA device.
+        ValueError: if a temperature is none, a file cannot be written, or there is no CUDA device.
     """
+    for temperature in temperatures:
+        check_number("temperature", temperature, at_least=0)
+    check_folder("results", None if results is None else results.parent)
+    check_file("picture", picture)
+    if nano_vllm is not None and not nano_vllm.is_dir():
+        raise ValueError(f"nano_vllm: expected a folder, got {str(nano_vllm)!r}")
     if not torch.cuda.is_available():
         raise ValueError("device: expected a CUDA device, which the load is made for, got none")
     rounds = []

@@ -16,6 +16,7 @@ from fastattn import quantized
 from fastattn.tools import demo
 from fastattn.tools.bench.measure import circumstances, machine
 from refattn.interface import Fp8Scales, Int8Scales
+from refattn.interface.values import check_folder
 from refattn.serving import Engine, SamplingParams
 from refattn.serving.demo_model import load, model_file
 
@@ -79,6 +80,7 @@ def _errors(key: Tensor, value: Tensor, kind: torch.dtype) -> tuple[Tensor, Tens
 
 def run(out: Path) -> None:
     """Measure, and write `error.json` into a folder: the errors, and when, where and with what they were measured."""
+    check_folder("out", out)
     found = measure()
     head = circumstances() | {"machine": machine(torch.device("cpu"))}
     out.mkdir(parents=True, exist_ok=True)

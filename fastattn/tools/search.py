@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from refattn.conformance.search import PATHS, Search, Truth, Twin, is_fatal, normal, try_kernel, workload_of
+from refattn.interface.values import QUERY_TYPES, check_device, check_file, check_folder, check_number, check_sizes
 
 CHILD = "--one-path"  # the first argument of a process that searches one path
 CANNOT_GO_ON = 86  # the exit status of a process whose device can compute nothing any more
@@ -318,19 +319,29 @@ def run(
         log: folder that keeps what each process was about to call.
 
     Raises:
-        ValueError: naming what is not known.
+        ValueError: naming what is not known, or cannot be; before anything runs.
     """
     from fastattn.tools.bench import measure
 
+    _check_device(device)
+    check_number("seconds", seconds, above=0)
+    sizes = dict(workloads=workloads, longest=longest, jobs=jobs)
+    check_sizes(**{name: size for name, size in sizes.items() if size is not None})
+    check_file("results", results)
+    check_folder("log", log)
     names = list(paths) or list(PATHS)
     unknown = [name for name in names if name not in PATHS]
     if unknown:
         raise ValueError(f"paths: expected some of {', '.join(PATHS)}, got {unknown[0]!r}")
     chosen = kernels_to_try(device, kernels)
     types = list(dtypes) or ["float32", "float16", "bfloat16"]
+    known = [str(dtype).removeprefix("torch.") for dtype in QUERY_TYPES]
+    for dtype in types:
+        if dtype not in known:
+            raise ValueError(f"dtypes: expected some of {', '.join(known)}, got {dtype!r}")
     seed = int(time.time()) % 1_000_000 if seed is None else seed
     cores = measure.all_cores()
-    jobs = max(1, min(len(names), jobs or (cores if device == "cpu" else cores // 2)))
+    jobs = max(1, min(len(names), (cores if device == "cpu" else cores // 2) if jobs is None else jobs))
     console = Console()
     console.print(f"seed {seed}, {seconds:g} s for each of {len(names)} paths, {jobs} at a time, on {device}")
     task = dict(kernels=chosen, seed=seed, device=device, dtypes=types, seconds=seconds, workloads=workloads, first=0)
@@ -365,6 +376,12 @@ def run(
                 process.stop()
     _show(console, ordered)
     return not any(path["findings"] for path in ordered)
+
+
+def _check_device(device: str) -> None:
+    check_device(device)
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}")
 
 
 def _show_path(console: Console, found: dict[str, Any]) -> None:
@@ -431,8 +448,9 @@ def replay(line: str, *, device: str = "cpu", kernels: Sequence[str] = ()) -> bo
         kernels: to ask for, as in `run`.
 
     Raises:
-        ValueError: if the line is no workload.
+        ValueError: if the line is no workload, or there is no such device or kernel.
     """
+    _check_device(device)
     truth = Truth(workload_of(line), device)
     console, right = Console(), True
     chosen = kernels_to_try(device, kernels)

@@ -26,6 +26,7 @@ from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import HALVES, BadKernelError, check_device, find
 from refattn.conformance.report import STYLES, as_html, lines, mark
 from refattn.conformance.vacuity import PLANTED, find_check, vacuous
+from refattn.interface.values import check_file, check_folder, check_number, check_sizes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     try:
         check_device(asked.device)
-    except BadKernelError as error:
+        _check_options(asked)
+    except (BadKernelError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if asked.list:
@@ -105,6 +107,26 @@ def main(arguments: list[str] | None = None) -> int:
         asked.html.write_text(as_html([report], field.about(asked.device)))
     show(report, console)
     return 1 if report.failures else 0
+
+
+def _check_options(asked: argparse.Namespace) -> None:
+    """Check the numbers and the names that the command line gives, and where files go.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    check_number("--seconds", asked.seconds, above=0)
+    check_number("--patience", asked.patience, above=0)
+    check_sizes(**{"--examples": asked.examples, "--jobs": asked.jobs})
+    check_file("--json", asked.json)
+    check_file("--html", asked.html)
+    check_folder("--out", asked.out.parent if asked.out else None)
+    known = {x.name for path in PATHS for x in of_path(path)}
+    for name in asked.only or ():
+        if name not in known:
+            raise ValueError(f"--property: expected one of {', '.join(sorted(known))}, got {name!r}")
+    if asked.adapter and not any(part in name for part in asked.adapter for name in ADAPTERS):
+        raise ValueError(f"--adapter: expected part of one of {', '.join(ADAPTERS)}, got {asked.adapter[0]!r}")
 
 
 def _vacuous(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refattn.drawing.examples import EXAMPLES, USES, Settings, example
+from refattn.interface.values import check_file
 
 HELP = {
     "window": "tokens in a sliding window",
@@ -41,10 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices = ", ".join([*map(_option, USES[options.name]), "--output"])
         parser.error(f"{unused[0]} is no option of {options.name}: expected one of {choices}")
     try:
+        check_file("output", options.output)
         drawing = example(options.name, Settings(**chosen))
         if options.output:
             drawing.save(options.output)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
     sys.stdout.write(drawing.text() + "\n")
 

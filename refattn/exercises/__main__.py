@@ -156,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="let SmolLM2 answer with your functions")
     parser.add_argument("--folder", type=Path, default=learner.FOLDER, help="yours; ./notebooks/exercises if left out")
     options = parser.parse_args(arguments)
+    if (options.watch or options.hint) and (options.which is None or options.serve):
+        parser.error("which: expected an exercise with --watch or --hint, got none")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     console = Console(highlight=False)
     try:

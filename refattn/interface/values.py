@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,7 +113,7 @@ def check_memory(dtype: torch.dtype, device: torch.device | str, *, name: str = 
     """Check the type, which errors call by its name, and the place of memory that is to be allocated.
 
     Raises:
-        ValueError: if they are none that torch knows.
+        ValueError: if torch knows no such type, or has no such device here.
     """
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: expected a torch.dtype, got {describe(dtype)}")
@@ -119,17 +121,45 @@ def check_memory(dtype: torch.dtype, device: torch.device | str, *, name: str = 
 
 
 def check_device(device: torch.device | str) -> None:
-    """Check the name of a device.
+    """Check that there is a device.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if there is none of that name.
     """
-    if isinstance(device, torch.device):
-        return
+    is_name = isinstance(device, torch.device | str | int) and not isinstance(device, bool)
     try:
-        torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device: expected a torch.device or its name, got {describe(device)}") from None
+        if is_name:
+            _find_device(device)
+            return
+    except (RuntimeError, AssertionError):  # of torch, for one of which it has no support
+        pass
+    raise ValueError(f"device: expected a torch.device that is here, or its name, got {describe(device)}")
+
+
+@lru_cache
+def _find_device(device: torch.device | str | int) -> None:
+    """Make a tensor without elements on a device, which raises if there is none; asked once for each."""
+    torch.empty(0, device=device)
+
+
+def check_file(name: str, file: Path | None) -> None:
+    """Check that a file may be written, before there is something to write.
+
+    Raises:
+        ValueError: if it is a folder, or there is no folder for it.
+    """
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ValueError(f"{name}: expected a file in a folder that is there, got {str(file)!r}")
+
+
+def check_folder(name: str, folder: Path | None) -> None:
+    """Check that files may be written into a folder, which need not be there yet.
+
+    Raises:
+        ValueError: if it, or a folder that it would be in, is a file.
+    """
+    if folder is not None and not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
+        raise ValueError(f"{name}: expected a folder, or one that can be made, got {str(folder)!r}")
 
 
 def same_device(**tensors: Tensor) -> None:
@@ -275,6 +305,8 @@ def describe(value: object) -> str:
         return f"{dtype} {list(value.shape)}{layout}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
+    if isinstance(value, torch.device):
+        return repr(str(value))
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 

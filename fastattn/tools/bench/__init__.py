@@ -18,6 +18,7 @@ from fastattn.tools.bench.peers import Contender
 from fastattn.tools.bench.rows import Row, rows
 from fastattn.tools.bench.work import Judge
 from fastattn.tools.demo import PeakMemory
+from refattn.interface.values import check_device, check_folder
 
 SECONDS = 1.0  # of measuring for a contender on a CPU
 MILLISECONDS = 20  # and on a GPU, in each round
@@ -47,13 +48,19 @@ def run(
         One record per row, as in the JSON.
 
     Raises:
-        ValueError: naming the argument: if there is no such device or row.
+        ValueError: naming the argument: if there is no such device or row, or the folder is a file.
     """
     start = time.perf_counter()
     console = console or Console(width=None if Console().is_terminal else 132)
+    check_folder("out", out)
+    wanted = f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}"
+    try:
+        check_device(device)
+    except ValueError:
+        raise ValueError(wanted) from None
     place = torch.device(device)
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}")
+        raise ValueError(wanted)
     chosen = [row for row in rows(place.type, quick=quick) if not only or any(part in str(row) for part in only)]
     if not chosen:
         names = "\n  ".join(map(str, rows(place.type, quick=quick)))
