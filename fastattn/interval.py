@@ -8,7 +8,7 @@ from fastattn import chunked_prefill
 from fastattn.kernels.problem import places
 from fastattn.kernels.replay import memo_of
 from refattn.interface import Batch, Intervals, Plan
-from refattn.interface.contents import check_intervals, check_num_tokens, check_prefix_lens, check_spans
+from refattn.interface.contents import check_batch, check_intervals, check_num_tokens, check_prefix_lens, check_spans
 from refattn.interface.values import check_flag, check_sizes, check_window
 
 attention = chunked_prefill.attention
@@ -43,6 +43,7 @@ def plan(
 
 def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1, -1)) -> Intervals:
     """Return the intervals of a causal mask, or of a window; the twin of `refattn.interval.causal`."""
+    check_batch(batch)
     no_spans = torch.zeros(batch.num_seqs, 0, 2, dtype=torch.int32, device=batch.device)
     return image_spans(batch, no_spans, num_tokens, window_size=window_size)
 

@@ -27,7 +27,6 @@ def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Add sinks to the softmax of answers that were computed without them; the twin of `refattn.merge.add_sinks`."""
-    check_partials([out], [lse])
-    check_sinks(out, sinks)
+    check_sinks(out, lse, sinks)
     share, total = dispatch.add_sinks(out, lse.to(torch.promote_types(out.dtype, lse.dtype)), sinks)
     return share, total.to(lse.dtype)

@@ -28,7 +28,7 @@ from refattn.interface.contents import (
     check_split,
     check_written_blocks,
 )
-from refattn.interface.values import LARGEST_INT32, check_device, check_int, check_sizes
+from refattn.interface.values import LARGEST_INT32, check_device, check_int, check_sizes, expect
 
 
 def make_batch(
@@ -133,7 +133,7 @@ def advance(
     Arguments, results and errors are those of `refattn.metadata.advance`.
     """
     block_table = check_advance(batch, slots, block_size=block_size)
-    check_next_inputs(batch, sampled_ids, input_ids, input_positions)
+    check_next_inputs(batch, slots, sampled_ids, input_ids, input_positions)
     batch.seq_lens.add_(batch.query_lens)
     capacity = min(block_table.shape[1] * block_size, LARGEST_INT32)
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
@@ -152,6 +152,7 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     Arguments, results and errors are those of `refattn.metadata.update_block_table`.
     """
     check_batch(batch)
+    expect(block_table, "block_table", torch.int32, ("b", "m"), (batch.num_seqs, None))
     return dataclasses.replace(batch, block_table=block_table)
 
 

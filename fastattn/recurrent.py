@@ -11,6 +11,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.problem import places
 from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
 from refattn.interface.ambient import without_autocast
+from refattn.interface.contents import check_batch
 from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
 
 
@@ -24,6 +25,7 @@ def plan(
     block_size: int | None = None,
 ) -> StatePlan:
     """Plan a step of all layers that keep a state; the twin of `refattn.recurrent.plan`."""
+    check_batch(batch)
     has_state = batch.seq_lens > batch.query_lens if has_initial_state is None else has_initial_state
     return StatePlan(batch, state_indices, has_state, num_accepted, checkpoint_indices, block_size)
 

@@ -10,13 +10,14 @@ from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.selection import (
     SCALE_BYTES,
+    check_index_pool,
+    check_index_read,
     check_index_write,
     check_scores,
     check_select,
     check_selected,
     check_selected_options,
 )
-from refattn.interface.values import check_memory, check_sizes
 
 
 def allocate(
@@ -28,13 +29,9 @@ def allocate(
     device: torch.device | str = "cpu",
 ) -> Shaped[Tensor, "n p c"]:
     """Make an empty pool of index keys; the twin of `refattn.sparse.allocate`."""
-    check_sizes(num_blocks=num_blocks, block_size=block_size, index_size=index_size)
-    codes = dtype == torch.uint8
-    if not codes:
-        check_memory(dtype, device)
-    elif index_size % SCALE_BYTES:
-        raise ValueError(f"index_size: expected a multiple of 4 in bytes, got {index_size}")
-    return torch.zeros(num_blocks, block_size, index_size + SCALE_BYTES * codes, dtype=dtype, device=device)
+    check_index_pool(num_blocks, block_size, index_size, dtype, device)
+    bytes_of_scale = SCALE_BYTES if dtype == torch.uint8 else 0
+    return torch.zeros(num_blocks, block_size, index_size + bytes_of_scale, dtype=dtype, device=device)
 
 
 def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]) -> None:
@@ -46,6 +43,7 @@ def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_
 
 def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
     """Return the index keys in some slots of a pool; the twin of `refattn.sparse.read`."""
+    check_index_read(index_cache, slots)
     return dispatch.read_index(index_cache, slots)
 
 

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn import kv_cache
+from fastattn.kernels import dispatch
 from refattn.interface.states import check_accepted_slots
 from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.writes import check_block_pairs
 
 
 def allocate(
@@ -47,7 +48,8 @@ def allocate_inputs(
 
 def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy states to other slots, in place; the twin of `refattn.state_cache.copy`."""
-    kv_cache.copy_blocks(pools, pairs)
+    check_block_pairs(pools, pools, pairs, names=("pools", "pools"))
+    dispatch.copy_blocks(pools, pairs)
 
 
 def accepted_slots(state_indices: Int32[Tensor, "b c"], num_accepted: Int32[Tensor, "b"]) -> Int32[Tensor, "b"]:

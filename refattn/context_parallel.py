@@ -51,6 +51,7 @@ from refattn.interface.contents import (
     check_shard,
     check_written_blocks,
 )
+from refattn.interface.parallel import check_is_shard
 from refattn.interface.states import check_convolution, check_ranks, check_recurrent
 from refattn.interface.values import check_int, check_window
 from refattn.keys import read, read_query
@@ -361,6 +362,7 @@ def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
         ValueError: if the length is none.
     """
     check_int("length", length)
+    check_is_shard(shard)
     place = torch.arange(length, device="cpu")
     return place[place // shard.interleave % shard.num_ranks == shard.rank]
 

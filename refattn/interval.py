@@ -30,7 +30,7 @@ from torch import Tensor
 
 from refattn import chunked_prefill
 from refattn.interface import Batch, Intervals, Plan
-from refattn.interface.contents import check_intervals, check_num_tokens, check_prefix_lens, check_spans
+from refattn.interface.contents import check_batch, check_intervals, check_num_tokens, check_prefix_lens, check_spans
 from refattn.interface.values import check_flag, check_sizes, check_window
 
 attention = chunked_prefill.attention
@@ -87,6 +87,7 @@ def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1,
     Raises:
         ValueError: if the window is none, or (on a CPU) `num_tokens` is too small.
     """
+    check_batch(batch)
     return image_spans(batch, _no_spans(batch), num_tokens, window_size=window_size)
 
 

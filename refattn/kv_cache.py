@@ -145,8 +145,8 @@ def write(
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
-            twice. Nothing is written then.
+        ValueError: if types, shapes or devices do not match, or tokens lie in a pool, too; on a CPU also if a slot is
+            outside the pool or is given twice. Nothing is written then.
     """
     key, value = rows_with_slots(key, value, slot_mapping)
     check_slots(key, value, key_cache, value_cache, slot_mapping)
@@ -187,7 +187,8 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
         pairs: source and destination block of each copy; each destination once.
 
     Raises:
-        ValueError: if a block is outside a pool or is written twice. Nothing is written then.
+        ValueError: if a block is outside a pool or is written twice, or two pools share memory: list each pool once,
+            whatever layers share it. Nothing is written then.
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
     _copy(caches, caches, pairs)
@@ -207,8 +208,8 @@ def swap_blocks(
         pairs: block of the source and block of the destination of each copy; each destination once.
 
     Raises:
-        ValueError: if the pools do not match, a block is outside its pool, or is written twice. Nothing is written
-            then.
+        ValueError: if the pools do not match, a block is outside its pool, or is written twice, or a destination shares
+            memory with another or with the source of another. Nothing is written then.
     """
     check_block_pairs(sources, destinations, pairs)
     _copy(sources, destinations, pairs)

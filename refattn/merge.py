@@ -74,7 +74,6 @@ def add_sinks(
     Raises:
         ValueError: if the shapes or devices do not match.
     """
-    check_partials([out], [lse])
-    check_sinks(out, sinks)
+    check_sinks(out, lse, sinks)
     lse_of_sinks = sinks.to(lse.dtype).expand_as(lse)
     return merge([out, torch.zeros_like(out)], [lse, lse_of_sinks])

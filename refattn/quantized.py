@@ -136,8 +136,8 @@ def write(
         scales: as in `attention`; `scales.key` of int8 is changed in place. Scales per sequence are refused.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
-            twice. Nothing is written then.
+        ValueError: if types, shapes or devices do not match, or tokens lie in a pool, too; on a CPU also if a slot is
+            outside the pool or is given twice. Nothing is written then.
 
     Source: the write of vLLM's `reshape_and_cache_flash`, which divides by fixed scales.
     """

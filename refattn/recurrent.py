@@ -42,6 +42,7 @@ from torch.nn.functional import silu as apply_silu
 
 from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
 from refattn.interface.ambient import compute_dtype, without_autocast
+from refattn.interface.contents import check_batch
 from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
 
 
@@ -71,6 +72,7 @@ def plan(
     Raises:
         ValueError: naming the argument that does not fit; the contents are checked on a CPU.
     """
+    check_batch(batch)
     if has_initial_state is None:
         has_initial_state = batch.context_lens > 0
     return StatePlan(batch, state_indices, has_initial_state, num_accepted, checkpoint_indices, block_size)
@@ -107,7 +109,7 @@ def attention(
         The outputs, in the type of the query. Rows of padding are 0.
 
     Raises:
-        ValueError: naming the argument that does not fit. Nothing is written then.
+        ValueError: naming the argument that does not fit, or shares memory with the pool. Nothing is written then.
     """
     check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
     dtype, compute = query.dtype, compute_dtype(query.dtype)
@@ -242,7 +244,7 @@ def convolve(
         The outputs, in the type of the inputs. Rows of padding are 0.
 
     Raises:
-        ValueError: naming the argument that does not fit. Nothing is written then.
+        ValueError: naming the argument that does not fit, or shares memory with the pool. Nothing is written then.
     """
     check_convolution(inputs, weight, bias, states, plan, silu, out)
     dtype, compute = inputs.dtype, compute_dtype(inputs.dtype)

@@ -38,6 +38,8 @@ from refattn.interface.selection import (
     INDEX_FORMAT,
     SCALE_BYTES,
     SMALLEST,
+    check_index_pool,
+    check_index_read,
     check_index_write,
     check_scores,
     check_select,
@@ -46,7 +48,6 @@ from refattn.interface.selection import (
     holds_codes,
     index_size_of,
 )
-from refattn.interface.values import check_memory, check_sizes
 from refattn.metadata import make_batch
 
 
@@ -77,17 +78,13 @@ def allocate(
         where they are.
 
     Raises:
-        ValueError: if a size is not positive, or the type is another.
+        ValueError: if a size is not positive, the type is another, or there is no such device.
 
     Source: `indexer_k_quant_and_cache` of vLLM; DeepGEMM, `fp8_paged_mqa_logits`.
     """
-    check_sizes(num_blocks=num_blocks, block_size=block_size, index_size=index_size)
-    codes = dtype == torch.uint8
-    if not codes:
-        check_memory(dtype, device)
-    elif index_size % SCALE_BYTES:
-        raise ValueError(f"index_size: expected a multiple of 4 in bytes, got {index_size}")
-    return torch.zeros(num_blocks, block_size, index_size + SCALE_BYTES * codes, dtype=dtype, device=device)
+    check_index_pool(num_blocks, block_size, index_size, dtype, device)
+    bytes_of_scale = SCALE_BYTES if dtype == torch.uint8 else 0
+    return torch.zeros(num_blocks, block_size, index_size + bytes_of_scale, dtype=dtype, device=device)
 
 
 @without_autocast
@@ -125,7 +122,16 @@ def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_
 
 
 def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
-    """Return the index keys in some slots of a pool: numbers as they are, codes times their scales, in float32."""
+    """Return the index keys in some slots of a pool: numbers as they are, codes times their scales, in float32.
+
+    Args:
+        index_cache: the pool.
+        slots: where the keys are, `block * p + row`.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if a slot is outside the pool.
+    """
+    check_index_read(index_cache, slots)
     blocks, rows = slots // index_cache.shape[1], slots % index_cache.shape[1]
     if not holds_codes(index_cache):
         return index_cache[blocks, rows]

@@ -25,6 +25,7 @@ from torch import Tensor
 from refattn import kv_cache
 from refattn.interface.states import check_accepted_slots
 from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.writes import check_block_pairs
 
 
 def allocate(
@@ -100,8 +101,9 @@ def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) 
         pairs: source and destination slot of each copy; each destination once.
 
     Raises:
-        ValueError: if a slot is outside a pool or is written twice. Nothing is written then.
+        ValueError: if a slot is outside a pool or is written twice, or pools share memory. Nothing is written then.
     """
+    check_block_pairs(pools, pools, pairs, names=("pools", "pools"))
     kv_cache.copy_blocks(pools, pairs)
 
 

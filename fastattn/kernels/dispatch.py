@@ -639,7 +639,7 @@ def replay_write(
 ) -> tuple[Key | None, bool]:
     """Replay a write of new tokens if one with its cache key is remembered; returns the key, and whether it was."""
     cache_key = key_of_write(_asked_for.get(), key, value, key_cache, value_cache, slot_mapping)
-    replay = write_of(cache_key)
+    replay = write_of(cache_key, (key, value), (key_cache, value_cache))
     if replay is not None:
         replay(key, value, key_cache, value_cache, slot_mapping)
     return cache_key, replay is not None
@@ -660,7 +660,8 @@ def write(
     """
     replay = choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
     if cache_key is not None and replay is not None:
-        remember_write(cache_key, replay)
+        ends = map(_addresses, (key, value, key_cache, value_cache))
+        remember_write(cache_key, replay, tuple(end - begin for begin, end in ends))
 
 
 @_launches

@@ -286,19 +286,42 @@ def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
 
 # --- writes, of which no plan knows ---
 
-_writes: dict[Key, Callable[..., None]] = {}
+_writes: dict[Key, tuple[Callable[..., None], tuple[int, ...]]] = {}
 
 
-def write_of(key: Key | None) -> Callable[..., None] | None:
-    """Return what replays a write, with other tensors; None if it was not remembered."""
-    return None if key is None else _writes.get(key)
+def write_of(
+    key: Key | None, tokens: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor]
+) -> Callable[..., None] | None:
+    """Return what replays a write, with other tensors; None if it was not remembered, or memory may be shared.
+
+    The addresses are in no cache key, and a write is refused if its tokens lie in a pool, or two pools are one.
+    """
+    remembered = None if key is None else _writes.get(key)
+    if remembered is None:
+        return None
+    write, (*token_sizes, pool_size, value_pool_size) = remembered
+    pool, value_pool = (x.data_ptr() for x in pools)
+    if pool == value_pool:
+        return None
+    for token, size in zip(tokens, token_sizes, strict=True):
+        begin = token.data_ptr()
+        end = begin + size
+        if (begin < pool + pool_size and pool < end) or (begin < value_pool + value_pool_size and value_pool < end):
+            return None
+    return write
 
 
-def remember_write(key: Key, write: Callable[..., None]) -> None:
-    """Remember how to replay a write: types, shapes, strides and devices, and a launch without its tensors."""
+def remember_write(key: Key, write: Callable[..., None], sizes: tuple[int, ...]) -> None:
+    """Remember how to replay a write: types, shapes, strides and devices, and a launch without its tensors.
+
+    Args:
+        key: from `key_of_write`.
+        write: what replays it.
+        sizes: of the memory of both tokens and both pools, from their first byte to their last.
+    """
     if len(_writes) >= MAX_WRITES:
         _writes.clear()
-    _writes[key] = write
+    _writes[key] = write, sizes
 
 
 def forget_writes() -> None:

@@ -208,11 +208,16 @@ def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
                 raise ValueError(f"{name}: expected {device}, where outs[0] is, got {tensor.device}")
 
 
-def check_sinks(out: Tensor, sinks: Tensor) -> None:
-    """Check sinks `[h]` that are to be added to outputs `[t, h, dv]`.
+def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Check sinks `[h]` that are to be added to outputs `[t, h, dv]` and their log-sum-exps `[t, h]`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    check_per_head("sinks", sinks, out.shape[1])
-    same_device(out=out, sinks=sinks)
+    t, h, _ = expect(out, "out", None, ("t", "h", "dv"), (None, None, None))
+    check_floating("out", out)
+    expect(lse, "lse", None, ("t", "h"), (t, h))
+    if lse.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"lse: expected float32 or float64, got {describe(lse)}")
+    check_per_head("sinks", sinks, h)
+    same_device(out=out, lse=lse, sinks=sinks)

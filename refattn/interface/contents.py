@@ -8,7 +8,8 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.interface.batch import Batch, Prefix
-from refattn.interface.parallel import Shard
+from refattn.interface.memory import check_apart
+from refattn.interface.parallel import Shard, check_is_shard
 from refattn.interface.values import (
     LARGEST_INT32,
     check_int,
@@ -21,14 +22,14 @@ from refattn.interface.values import (
 )
 
 
-def check_batch(batch: Batch) -> None:
-    """Check that a batch is one; its tensors were checked when it was made.
+def check_batch(batch: Batch, *, name: str = "batch") -> None:
+    """Check that a batch, which errors call by its name, is one; its tensors were checked when it was made.
 
     Raises:
         ValueError: if it is none.
     """
     if not isinstance(batch, Batch):
-        raise ValueError(f"batch: expected a Batch, got {describe(batch)}")
+        raise ValueError(f"{name}: expected a Batch, got {describe(batch)}")
 
 
 def check_lengths(batch: Batch) -> None:
@@ -211,33 +212,32 @@ def check_local_lens(lens: Tensor, shard: Shard) -> None:
     Raises:
         ValueError: naming what does not fit; on a CPU also if a length is negative.
     """
-    if not isinstance(shard, Shard):
-        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
+    check_is_shard(shard)
     expect(lens, "lens", torch.int32, ("b",), (None,))
     if lens.is_cpu and (lens < 0).any():
         raise ValueError(f"lens: expected lengths of at least 0, got {lens.tolist()}")
 
 
 def check_next_inputs(
-    batch: Batch, sampled_ids: Tensor | None, input_ids: Tensor | None, input_positions: Tensor | None
+    batch: Batch,
+    slots: Tensor,
+    sampled_ids: Tensor | None,
+    input_ids: Tensor | None,
+    input_positions: Tensor | None,
 ) -> None:
     """Check what a step in place writes besides slots: inputs `[t]` and positions `[t]`, by sampled tokens `[b]`.
 
     Raises:
-        ValueError: if there are inputs without samples, or samples without inputs, if they do not fit, or a sequence
-            has more new tokens than the one that was sampled.
+        ValueError: if there are inputs without samples, or samples without inputs, if they do not fit or share memory,
+            or a sequence has more new tokens than the one that was sampled.
     """
-    if (sampled_ids is None) != (input_ids is None):
-        raise ValueError("sampled_ids: expected with input_ids, which they are written to, got one without the other")
+    written = dict(seq_lens=batch.seq_lens, slots=slots)
     if sampled_ids is not None:
         expect(sampled_ids, "sampled_ids", torch.int64, ("b",), (batch.num_seqs,))
-        if batch.max_query_len > 1:
-            raise ValueError(
-                f"sampled_ids: expected sequences with one new token, from turn_prefills_into_decodes, got up to "
-                f"{batch.max_query_len}"
-            )
+        same_device(seq_lens=batch.seq_lens, sampled_ids=sampled_ids)
     for name, tensor in (("input_ids", input_ids), ("input_positions", input_positions)):
         if tensor is not None:
+            written[name] = tensor
             (rows,) = expect(tensor, name, torch.int64, ("t",), (None,))
             same_device(seq_lens=batch.seq_lens, **{name: tensor})
             if batch.seq_lens.is_cpu and rows < int(batch.cu_seqlens_q[-1]):
@@ -245,6 +245,14 @@ def check_next_inputs(
                     f"{name}: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, "
                     f"got {describe(tensor)}"
                 )
+    if (sampled_ids is None) != (input_ids is None):
+        raise ValueError("sampled_ids: expected with input_ids, which they are written to, got one without the other")
+    if sampled_ids is not None and batch.max_query_len > 1:
+        raise ValueError(
+            f"sampled_ids: expected sequences with one new token, from turn_prefills_into_decodes, got up to "
+            f"{batch.max_query_len}"
+        )
+    check_apart(written, dict(cu_seqlens_q=batch.cu_seqlens_q))
 
 
 def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *, block_size: int, columns: int) -> None:
@@ -290,7 +298,7 @@ def check_refill(buffers: Batch, batch: Batch) -> None:
     Raises:
         ValueError: if it has more sequences or columns, larger maxima, is elsewhere, or only one of them has a table.
     """
-    check_batch(buffers)
+    check_batch(buffers, name="buffers")
     check_lengths(batch)
     has_table = batch.block_table is not None
     if has_table != (buffers.block_table is not None):
@@ -503,8 +511,7 @@ def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor,
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    if not isinstance(shard, Shard):
-        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
+    check_is_shard(shard)
     check_lengths(batch)
     check_sizes(block_size=block_size)
     if shard.interleave > block_size:

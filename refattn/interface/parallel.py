@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from refattn.interface.values import check_int, check_sizes
+from refattn.interface.values import check_int, check_sizes, describe
 
 T = TypeVar("T")
 
@@ -52,6 +52,16 @@ class Shard:
         check_int("rank", self.rank)
         if self.rank >= self.num_ranks:
             raise ValueError(f"rank: expected 0..{self.num_ranks - 1}, got {self.rank}")
+
+
+def check_is_shard(shard: Shard) -> None:
+    """Check that something is the share of a rank; its numbers were checked when it was made.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not isinstance(shard, Shard):
+        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
 
 
 @runtime_checkable

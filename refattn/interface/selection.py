@@ -7,11 +7,14 @@ from torch import Tensor
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_block_table, check_lengths
+from refattn.interface.memory import check_apart
 from refattn.interface.options import AttentionOptions
 from refattn.interface.plan import Plan
 from refattn.interface.values import (
+    QUERY_TYPES,
     check_can_be_written,
     check_floating,
+    check_memory,
     check_own_memory,
     check_sizes,
     describe,
@@ -33,6 +36,41 @@ def holds_codes(index_cache: Tensor) -> bool:
 def index_size_of(index_cache: Tensor) -> int:
     """Return the elements of an index key."""
     return index_cache.shape[-1] - (SCALE_BYTES if holds_codes(index_cache) else 0)
+
+
+def check_index_pool(
+    num_blocks: int, block_size: int, index_size: int, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    """Check the sizes, the type and the place of a pool of index keys that is to be made.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    check_sizes(num_blocks=num_blocks, block_size=block_size, index_size=index_size)
+    check_memory(dtype, device)
+    if dtype == torch.uint8:
+        if index_size % SCALE_BYTES:
+            raise ValueError(f"index_size: expected a multiple of 4 in bytes, got {index_size}")
+    elif dtype not in QUERY_TYPES:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(f"dtype: expected uint8, bfloat16, float16, float32 or float64, got {kind}")
+
+
+def check_index_read(index_cache: Tensor, slots: Tensor) -> None:
+    """Check a read of index keys by slots `[s]`.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if a slot is outside the pool.
+    """
+    check_index_cache(index_cache)
+    expect(slots, "slots", torch.int64, ("s",), (None,))
+    same_device(index_cache=index_cache, slots=slots)
+    num_slots = index_cache.shape[0] * index_cache.shape[1]
+    if slots.is_cpu and slots.numel():
+        lowest, highest = (int(end) for end in slots.aminmax())
+        if lowest < 0 or highest >= num_slots:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"slots: expected slots in 0..{num_slots - 1}, got {wrong}")
 
 
 def check_index_cache(index_cache: Tensor) -> None:
@@ -75,6 +113,7 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
     check_can_be_written(index_cache=index_cache)
     check_own_memory("index_cache", index_cache)
     same_device(key=key, index_cache=index_cache, slot_mapping=slot_mapping)
+    check_apart(dict(index_cache=index_cache), dict(key=key))
     if holds_codes(index_cache):
         refuse_gradients(ROUNDING, key=key)
     if not slot_mapping.is_cpu or not slot_mapping.numel():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_batch, check_lengths
+from refattn.interface.memory import check_apart
 from refattn.interface.parallel import Group
 from refattn.interface.values import (
     check_can_be_written,
@@ -109,12 +110,13 @@ class StatePlan:
                 raise ValueError("num_accepted: expected with state_indices [b, c] only, which has a state per token")
             expect(self.num_accepted, "num_accepted", torch.int32, ("b",), (b,))
             tables["num_accepted"] = self.num_accepted
-        if (self.checkpoint_indices is None) != (self.block_size is None):
-            raise ValueError("block_size: expected with checkpoint_indices, and only with them")
-        if self.checkpoint_indices is not None and self.block_size is not None:
-            check_sizes(block_size=self.block_size)
+        if self.checkpoint_indices is not None:
             expect(self.checkpoint_indices, "checkpoint_indices", torch.int32, ("b", "m"), (b, None))
             tables["checkpoint_indices"] = self.checkpoint_indices
+        if self.block_size is not None:
+            check_sizes(block_size=self.block_size)
+        if (self.checkpoint_indices is None) != (self.block_size is None):
+            raise ValueError("block_size: expected with checkpoint_indices, and only with them")
         same_device(seq_lens=self.batch.seq_lens, **tables)
         if self.batch.device.type == "cpu":
             object.__setattr__(self, "num_rows", int(self.batch.cu_seqlens_q[-1]))
@@ -323,10 +325,12 @@ def _check_step(
     check_can_be_written(**{name: states})
     if plan.num_slots is not None and plan.num_slots > states.shape[0]:
         raise ValueError(f"{name}: expected at least {plan.num_slots} slots, as the plan uses, got n={states.shape[0]}")
+    check_apart({name: states}, {other: tensor for other, tensor in tensors.items() if other != name})
     if out is not None:
         expect(out, "out", like.dtype, tuple(map(str, like.shape)), tuple(like.shape))
         same_device(out=out, seq_lens=plan.batch.seq_lens)
         check_own_memory("out", out)
+        check_apart({name: states}, dict(out=out))
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError("out: expected memory that requires no gradient, got some that does")
 

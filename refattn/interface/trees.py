@@ -26,6 +26,7 @@ from torch import Tensor
 
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_block_table, check_lengths
+from refattn.interface.memory import check_pools_apart
 from refattn.interface.plan import CascadePlan, Plan
 from refattn.interface.values import (
     check_can_be_written,
@@ -319,7 +320,7 @@ def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
     check_trees(batch, trees)
     if not isinstance(accepted, Accepted):
         raise ValueError(f"accepted: expected an Accepted, got {describe(accepted)}")
-    check_accepted_lens(batch, trees, accepted.lens)
+    check_accepted_lens(batch, trees, accepted.lens, name="accepted.lens")
     expect(accepted.nodes, "accepted.nodes", torch.int32, ("b", "w"), trees.parents.shape)
     same_device(tree_lens=trees.lens, **{"accepted.nodes": accepted.nodes})
     if not trees.lens.is_cpu:
@@ -332,17 +333,17 @@ def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
             raise ValueError(f"accepted.nodes: expected rising nodes in 0..{tree_len - 1} of sequence {i}, got {path}")
 
 
-def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
-    """Check how many nodes were accepted of each tree.
+def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor, *, name: str = "lens") -> None:
+    """Check how many nodes were accepted of each tree, by the name that errors call them by.
 
     Raises:
         ValueError: if that is not an int32 `[b]`; on a CPU also if it is more than the tree has.
     """
     check_trees(batch, trees)
-    expect(lens, "accepted.lens", torch.int32, ("b",), (batch.num_seqs,))
-    same_device(tree_lens=trees.lens, **{"accepted.lens": lens})
+    expect(lens, name, torch.int32, ("b",), (batch.num_seqs,))
+    same_device(tree_lens=trees.lens, **{name: lens})
     if lens.is_cpu and ((lens < 0) | (lens > trees.lens)).any():
-        raise ValueError(f"accepted.lens: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
+        raise ValueError(f"{name}: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
 
 
 def check_caches(
@@ -372,6 +373,7 @@ def check_caches(
             raise ValueError(
                 f"caches[{i}]: expected at least {num_blocks} blocks, as in the block table, got n={len(cache)}"
             )
+    check_pools_apart("caches", caches)
     return block_table
 
 

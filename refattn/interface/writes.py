@@ -8,6 +8,7 @@ from torch import Tensor
 
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.keys import ROUNDING, check_cache_scale, stored_in_pairs
+from refattn.interface.memory import check_apart, check_pools_apart
 from refattn.interface.packed import check_packed, is_packed, packed_parts
 from refattn.interface.scales import (
     FP8_FORMATS,
@@ -51,7 +52,8 @@ def check_slots(
     Tokens have the types of the caches, or those given.
 
     Raises:
-        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+        ValueError: naming the argument, if tokens lie in a pool, too; on a CPU also if a slot is outside the pool, or
+            given twice.
     """
     expect(key_cache, "key_cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
     expect(value_cache, "value_cache", None, ("n", "p", "hk", "dv"), (*key_cache.shape[:3], None))
@@ -64,6 +66,7 @@ def check_slots(
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     check_own_memory("key_cache", key_cache)
     check_own_memory("value_cache", value_cache)
+    check_apart(dict(key_cache=key_cache, value_cache=value_cache), dict(key=key, value=value))
     if slot_mapping.is_cpu:
         check_slot_numbers(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
 
@@ -128,6 +131,10 @@ def check_quantized_slots(
     check_scales(scales, key_cache, value_cache, None, at_least=False)
     if isinstance(scales, Int8Scales):
         check_own_memory("scales.key", scales.key)
+        pools = {"key_cache": key_cache, "value_cache": value_cache, "scales.key": scales.key}
+        check_apart(
+            pools, dict(key=key, value=value) | ({} if scales.value is None else {"scales.value": scales.value})
+        )
     refuse_gradients(ROUNDING, key=key, value=None if kept_as_it_is else value, scales=scales)
 
 
@@ -149,10 +156,13 @@ def check_latent_slots(
         refuse_gradients(ROUNDING, latent=latent, rope_key=rope_key)
     t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
     _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
+    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (t,))
+    same_device(latent=latent, rope_key=rope_key, cache=cache, slot_mapping=slot_mapping)
+    check_own_memory("cache", cache)
+    check_apart(dict(cache=cache), dict(latent=latent, rope_key=rope_key))
     pages = cache[:, :, None]
     if is_packed(cache):
         check_packed(cache, rank, rope)
-        check_own_memory("cache", cache)
         codes, _, rotary = packed_parts(pages, rank, rope)
         pools = codes, rotary
     else:
@@ -181,6 +191,7 @@ def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Ten
         expect(tensor, name, kind, ("t", "hk", "d"), (None, hk, cache.shape[5]))
     if tokens:
         check_own_memory("cache", cache)
+        check_apart(dict(cache=cache), tokens)
     if scales is not None:
         check_no_scale_per_sequence(scales, hk, WRITTEN, besides=("query",))
         check_scales(scales, cache[0, 0], cache[0, 1], None, at_least=False, hk=hk)
@@ -196,8 +207,8 @@ def check_block_pairs(
     """Check a copy of whole blocks between caches whose first dimension is the block.
 
     Raises:
-        ValueError: if the caches differ in number, block shape or type, and (where the pairs are on a CPU) if a block
-            is outside its pool, or is written twice.
+        ValueError: if the caches differ in number, block shape or type, or one that is written to shares memory with
+            another; and (where the pairs are on a CPU) if a block is outside its pool, or is written twice.
     """
     for name, caches in zip(names, (sources, destinations), strict=True):
         if not isinstance(caches, (list, tuple)):
@@ -212,7 +223,10 @@ def check_block_pairs(
             raise ValueError(f"{names[1]}[{i}]: expected blocks as in {describe(source)}, got {describe(destination)}")
         check_own_memory(f"{names[1]}[{i}]", destination)
         check_can_be_written(**{f"{names[1]}[{i}]": destination})
+    check_pools_apart(names[1], destinations, None if sources is destinations else (names[0], sources))
     expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
+    if pairs.device.type == "meta":
+        raise ValueError(f"pairs: expected blocks that can be read, got {describe(pairs)} on meta")
     if not pairs.is_cpu or not pairs.numel() or not sources:
         return
     for column, caches in ((0, sources), (1, destinations)):

@@ -950,9 +950,9 @@ BAD = {
         ("lses", "elsewhere", lambda x: [x[0], meta(x[1])], "lses[1]: expected cpu, where outs[0] is, got meta"),
     ],
     "merge.add_sinks": [
-        ("out", "a list", [], "outs[0]: expected [t, h, dv], got list"),
-        ("lse", "None", None, "lses[0]: expected [t=3, h=4], got None"),
-        ("lse", "halves", Tensor.half, "lses[0]: expected float32 or float64, got float16 [3, 4]"),
+        ("out", "a list", [], "out: expected [t, h, dv], got list"),
+        ("lse", "None", None, "lse: expected [t=3, h=4], got None"),
+        ("lse", "halves", Tensor.half, "lse: expected float32 or float64, got float16 [3, 4]"),
         *numbers("sinks", "h=4", "out"),
         ("sinks", "None", None, "sinks: expected floating point [h=4], got None"),
     ],

@@ -2498,12 +2498,11 @@ MUTATIONS: list[Mutation] = [
             "            end = first + CHUNK",
         ),
     ),
-    *in_both(
+    *breaks(
         "R207",
         "no slot is copied",
-        "state_cache.py",
-        "    kv_cache.copy_blocks(pools, pairs)",
-        "    return",
+        ("refattn/state_cache.py", "    kv_cache.copy_blocks(pools, pairs)", "    return"),
+        ("fastattn/state_cache.py", "    dispatch.copy_blocks(pools, pairs)", "    return"),
     ),
     *breaks(
         "R209",

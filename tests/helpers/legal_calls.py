@@ -1,0 +1,336 @@
+"""A legal call of every public function that both packages have, each with its arguments by name: small, and new ones.
+
+`legal_calls(package)` has a function for each that makes the arguments, so that a call may write to them.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from refattn.interface import (
+    Accepted,
+    AttentionOptions,
+    Batch,
+    Fp8Scales,
+    Int8Scales,
+    RecurrentOptions,
+    Shard,
+)
+from tests.helpers.batches import Case, build
+
+MODULES = (
+    *("cascade", "chunked_prefill", "context_parallel", "dense", "differential", "interval", "kv_cache", "local"),
+    *("merge", "metadata", "mla", "quantized", "recurrent", "sliding_window", "sparse", "speculative", "state_cache"),
+)
+SMALL = Case("small", ((2, 5), (1, 20)), heads=(4, 2), head_size=8, block_size=4)  # in a pool of 10 blocks
+REQUESTS = dict(query_lens=[2, 1], seq_lens=[7, 20], block_tables=[[1, 2], [1, 3, 4, 5, 6]])
+POOL = dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8)
+PAGES = dict(block_size=4, window_size=(3, 0))
+MASK = dict(causal=True)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def public_functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """List the public functions of the modules that both packages have, by `module.name`."""
+    for module in MODULES:
+        path = importlib.import_module(f"{package}.{module}")
+        for name, function in vars(path).items():
+            if inspect.isfunction(function) and function.__module__ == path.__name__ and not name.startswith("_"):
+                yield f"{module}.{name}", function
+
+
+def legal_calls(package: str) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return what makes the arguments of a legal call of each public function, by `module.name`."""
+    path = SimpleNamespace(**{name: importlib.import_module(f"{package}.{name}") for name in MODULES})
+    return {**_attention(path), **_memory(path), **_metadata(path), **_states(path), **_trees(path)}
+
+
+def _batch(**options: Any) -> dict[str, Any]:
+    return dict(batch=build(SMALL).batch, **options)
+
+
+def _call(query: torch.Tensor, plan: Any, width: int = 8, **more: Any) -> dict[str, Any]:
+    out = torch.empty(*query.shape[:2], width)
+    return dict(query=query, plan=plan, options=AttentionOptions(softmax_scale=0.3), return_lse=True, out=out, **more)
+
+
+def _over_pages(path: ModuleType, **arguments: Any) -> dict[str, Any]:
+    inputs = build(SMALL)
+    plan = path.plan(inputs.batch, **arguments)
+    return _call(inputs.query, plan, key_cache=inputs.key_cache, value_cache=inputs.value_cache)
+
+
+def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    def dense() -> dict[str, Any]:
+        query, key, value, batch = build(SMALL).rows
+        return _call(query, path.dense.plan(batch), key=key, value=value)
+
+    def differential() -> dict[str, Any]:
+        query, key_cache, value_cache, batch = build(SMALL).tensors
+        cache = torch.stack([torch.stack([key_cache, value_cache])] * 2)[..., :1, :].nan_to_num(0.0)
+        weights = dict(lambda_full=torch.tensor(0.3), lambda_init=0.2, norm_weight=torch.ones(16), norm_eps=1e-6)
+        return _call(query, path.differential.plan(batch, block_size=4), cache=cache, scales=None, **weights)
+
+    def latents() -> dict[str, Any]:
+        query, key_cache, _, batch = build(SMALL).tensors
+        more = dict(latent_rank=6, cache_scale=1.0, query_scale=None, fp8_weights=False)
+        return _call(query, path.mla.plan(batch, block_size=4), 6, cache=key_cache[:, :, 0], **more)
+
+    def latent_prefill() -> dict[str, Any]:
+        query, key_cache, _, batch = build(SMALL).tensors
+        plan = path.mla.plan_prefill(batch, block_size=4, workspace=40)
+        more = dict(key_projection=torch.randn(4, 6, 6), value_projection=torch.randn(4, 5, 6), cache_scale=1.0)
+        tokens = dict(latent=query[:, 0, :6], rope_key=query[:, 1, :2], cache=key_cache[:, :, 0])
+        return _call(query, plan, 5, **tokens, **more)
+
+    def quantized() -> dict[str, Any]:
+        arguments = _over_pages(path.quantized, block_size=4)
+        codes = {name: torch.zeros(10, 4, 2, 8, dtype=torch.float8_e4m3fn) for name in ("key_cache", "value_cache")}
+        return arguments | codes | dict(scales=Fp8Scales(0.5, 0.25))
+
+    def ranks() -> dict[str, Any]:
+        query, key_cache, value_cache, batch = build(SMALL).tensors
+        plan = path.context_parallel.plan(batch, shard=Shard(0, 1), block_size=4)
+        tokens = dict(key=query[:, :2], value=query[:, :2], key_cache=key_cache, value_cache=value_cache)
+        return _call(query, plan, group=Alone(), scales=None, **tokens)
+
+    def sparse() -> dict[str, Any]:
+        query, key_cache, value_cache, batch = build(SMALL).tensors
+        plan = path.sparse.plan(batch, positions=ints(0, 3, 19)[:, None], block_size=4)
+        return _call(query, plan, key_cache=key_cache, value_cache=value_cache)
+
+    def latent_sparse() -> dict[str, Any]:
+        query, key_cache, _, batch = build(SMALL).tensors
+        plan = path.sparse.plan(batch, positions=ints(0, 3, 19)[:, None], block_size=4)
+        return _call(query, plan, 6, cache=key_cache[:, :, 0], latent_rank=6, cache_scale=1.0)
+
+    def selected() -> dict[str, Any]:
+        return _batch(positions=ints(0, 3, 19)[:, None], block_size=4)
+
+    def scores() -> dict[str, Any]:
+        query, key_cache, _, batch = build(SMALL).tensors
+        plan = path.chunked_prefill.plan(batch, block_size=4)
+        return dict(query=query, weights=torch.randn(3, 4), index_cache=key_cache[:, :, 0], plan=plan)
+
+    return {
+        "dense.attention": dense,
+        "chunked_prefill.attention": lambda: _over_pages(path.chunked_prefill, block_size=4),
+        "sliding_window.attention": lambda: _over_pages(path.sliding_window, **PAGES),
+        "local.attention": lambda: _over_pages(path.local, chunk_size=8, block_size=4),
+        "cascade.attention": lambda: _over_pages(path.cascade, prefixes=[], block_size=4),
+        "speculative.attention": lambda: _over_pages(path.speculative, block_size=4),
+        "differential.attention": differential,
+        "mla.attention": latents,
+        "mla.prefill": latent_prefill,
+        "quantized.attention": quantized,
+        "context_parallel.attention": ranks,
+        "sparse.attention": sparse,
+        "sparse.latent_attention": latent_sparse,
+        "sparse.scores": scores,
+        "sparse.select": lambda: dict(scores=torch.randn(3, 20), topk=2),
+        "sparse.slots": selected,
+        "sparse.plan": selected,
+        "dense.plan": lambda: _batch(**MASK, window_size=(3, 0)),
+        "chunked_prefill.plan": lambda: _batch(**MASK, **PAGES),
+        "sliding_window.plan": lambda: _batch(**MASK, **PAGES),
+        "differential.plan": lambda: _batch(**MASK, **PAGES),
+        "quantized.plan": lambda: _batch(**MASK, **PAGES),
+        "local.plan": lambda: _batch(chunk_size=8, **PAGES),
+        "cascade.plan": lambda: _batch(prefixes=[], **PAGES),
+        "mla.plan": lambda: _batch(block_size=4),
+        "mla.plan_prefill": lambda: _batch(block_size=4, workspace=40, max_context_len=20),
+        "context_parallel.plan": lambda: _batch(shard=Shard(0, 2), **MASK, **PAGES),
+        "interval.plan": lambda: _batch(first_visible=ints(0, 0, 3), last_visible=ints(3, 4, 19), block_size=4),
+        "interval.causal": lambda: _batch(num_tokens=4, window_size=(3, 0)),
+        "interval.image_spans": lambda: _batch(
+            spans=ints(0, 3, -1, -1).reshape(2, 1, 2), num_tokens=4, window_size=(3, 0), whole_spans=True
+        ),
+        "interval.prefix_lm": lambda: _batch(prefix_lens=ints(2, 0), num_tokens=4),
+        "interval.diffusion_blocks": lambda: _batch(num_tokens=4, diffusion_block=4),
+        "cascade.find_prefixes": lambda: dict(**REQUESTS, block_size=4),
+        "merge.merge": lambda: dict(outs=list(torch.randn(2, 3, 4, 8)), lses=list(torch.randn(2, 3, 4))),
+        "merge.add_sinks": lambda: dict(out=torch.randn(3, 4, 8), lse=torch.randn(3, 4), sinks=torch.zeros(4)),
+        "mla.absorb": lambda: dict(query=torch.randn(3, 4, 8), key_projection=torch.randn(4, 6, 6)),
+        "mla.project": lambda: dict(latent=torch.randn(3, 4, 6), value_projection=torch.randn(4, 5, 6)),
+        "differential.interleave_halves": lambda: dict(heads=torch.randn(3, 4, 8)),
+        "differential.split_halves": lambda: dict(key=torch.randn(3, 4, 8), value=torch.randn(3, 4, 8)),
+        "differential.compute_lambda": lambda: dict(
+            **{f"lambda_{name}": torch.ones(8) for name in ("q1", "k1", "q2", "k2")}, lambda_init=0.2
+        ),
+    }
+
+
+class Alone:
+    """The group of a rank that has no others."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return part
+
+    def reduce_scatter(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return part
+
+
+def _memory(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    place = dict(dtype=torch.float16, device="cpu")
+
+    def write(**changed: Any) -> dict[str, Any]:
+        (key, value), pools = torch.randn(2, 3, 2, 8), torch.randn(2, 5, 4, 2, 8)
+        tokens = dict(key=key, value=value, key_cache=pools[0], value_cache=pools[1])
+        return tokens | dict(slot_mapping=torch.tensor([7, -1, 0])) | changed
+
+    def write_int8() -> dict[str, Any]:
+        key_cache, value_cache, scales = path.quantized.allocate_int8(**POOL)
+        return write(key_cache=key_cache, value_cache=value_cache, scales=Int8Scales(scales, torch.ones(2, 8)))
+
+    def write_pairs() -> dict[str, Any]:
+        tokens = dict(key=torch.randn(2, 4, 8), value=torch.randn(2, 4, 8), cache=torch.randn(2, 2, 5, 4, 2, 8))
+        return dict(**tokens, slot_mapping=torch.tensor([1, 2]), scales=None)
+
+    def write_latents() -> dict[str, Any]:
+        tokens = dict(latent=torch.randn(2, 6), rope_key=torch.randn(2, 2), cache=torch.randn(5, 4, 8))
+        return dict(**tokens, slot_mapping=torch.tensor([1, 2]), cache_scale=1.0)
+
+    def write_index() -> dict[str, Any]:
+        return dict(key=torch.randn(2, 8), index_cache=torch.randn(5, 4, 8), slot_mapping=torch.tensor([1, 2]))
+
+    more = dict(value_head_size=4, layout="HND")
+    return {
+        "kv_cache.allocate": lambda: dict(**POOL, **more, **place),
+        "kv_cache.allocate_layers": lambda: dict(**POOL, num_layers=3, layout="HND", **place),
+        "differential.allocate": lambda: dict(**POOL, **place),
+        "quantized.allocate_int8": lambda: dict(**POOL, **more, value_dtype=torch.float16, device="cpu"),
+        "mla.allocate": lambda: dict(num_blocks=5, block_size=4, latent_rank=6, rope_size=2, **place),
+        "sparse.allocate": lambda: dict(num_blocks=5, block_size=4, index_size=8, **place),
+        "state_cache.allocate": lambda: dict(
+            num_slots=3, num_value_heads=2, value_head_size=4, key_head_size=6, **place
+        ),
+        "state_cache.allocate_inputs": lambda: dict(num_slots=3, width=4, num_channels=6, **place),
+        "kv_cache.write": write,
+        "quantized.write": write_int8,
+        "differential.write": write_pairs,
+        "mla.write": write_latents,
+        "sparse.write": write_index,
+        "kv_cache.gather": lambda: dict(cache=torch.randn(5, 4, 2, 8), blocks=ints(4, 0), seq_len=7),
+        "sparse.read": lambda: dict(index_cache=torch.randn(5, 4, 8), slots=torch.tensor([3, 19])),
+        "sparse.by_token": lambda: dict(name="pool", pool=torch.randn(5, 4, 8)),
+        "differential.pools": lambda: dict(cache=torch.randn(2, 2, 5, 4, 2, 8)),
+        "kv_cache.copy_blocks": lambda: dict(caches=list(torch.randn(2, 5, 4)), pairs=torch.tensor([[0, 4]])),
+        "state_cache.copy": lambda: dict(pools=list(torch.randn(2, 5, 4)), pairs=torch.tensor([[0, 4]])),
+        "kv_cache.swap_blocks": lambda: dict(
+            sources=[torch.randn(5, 4)], destinations=[torch.randn(3, 4)], pairs=torch.tensor([[4, 2]])
+        ),
+        "quantized.value_scales": lambda: dict(values=list(torch.randn(2, 3, 2, 8))),
+    }
+
+
+def _metadata(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    def refill() -> dict[str, Any]:
+        buffers = path.metadata.make_buffers(4, columns=8, max_query_len=2, max_seq_len=32)
+        return dict(buffers=buffers, batch=build(SMALL).batch)
+
+    def advance() -> dict[str, Any]:
+        batch = path.metadata.make_batch([1, 1], [5, 19], [[1, 2], [3, 4, 5, 6, 7]])
+        inputs = {name: torch.zeros(2, dtype=torch.int64) for name in ("input_ids", "input_positions")}
+        return dict(batch=batch, slots=torch.zeros(2, dtype=torch.int64), block_size=4, **inputs) | dict(
+            sampled_ids=torch.tensor([5, 6])
+        )
+
+    return {
+        "metadata.make_batch": lambda: dict(**REQUESTS, device="cpu"),
+        "metadata.positions": lambda: _batch(num_tokens=4),
+        "metadata.slot_mapping": lambda: _batch(num_tokens=4, block_size=4, window=8),
+        "context_parallel.slot_mapping": lambda: _batch(num_tokens=4, shard=Shard(0, 2), block_size=4),
+        "context_parallel.own_positions": lambda: dict(length=7, shard=Shard(0, 2)),
+        "context_parallel.local_lens": lambda: dict(lens=ints(7, 3), shard=Shard(0, 2)),
+        "metadata.order_decodes_first": lambda: dict(query_lens=[2, 1], decode_len=1),
+        "metadata.split_decodes_and_prefills": lambda: _batch(query_lens=[2, 1], decode_len=1, seq_lens=[5, 20]),
+        "metadata.advance": advance,
+        "metadata.update_block_table": lambda: _batch(block_table=ints(1, 2)[:, None]),
+        "metadata.make_cross_batch": lambda: _batch(encoder_lens=[3, 4], block_tables=[[1], [2]]),
+        "metadata.split_encoder": lambda: _batch(encoder_lens=[0, 4], block_size=4),
+        "metadata.turn_prefills_into_decodes": _batch,
+        "metadata.block_table_from_slots": lambda: dict(
+            token_slots=torch.arange(16).view(2, 8),
+            requests=torch.tensor([1, 0]),
+            seq_lens=ints(5, 8),
+            block_size=4,
+            columns=2,
+        ),
+        "metadata.make_buffers": lambda: dict(num_seqs=4, columns=8, max_query_len=2, max_seq_len=32, device="cpu"),
+        "metadata.refill": refill,
+    }
+
+
+def _states(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    def batch() -> Batch:
+        made: Batch = path.metadata.make_batch([2, 1], [5, 20])
+        return made
+
+    def plan() -> Any:
+        return path.recurrent.plan(batch(), state_indices=ints(2, 0))
+
+    def tokens() -> dict[str, Any]:
+        vectors = dict(key=torch.randn(3, 2, 6), value=torch.randn(3, 4, 5))
+        return dict(**vectors, log_decay=-torch.rand(3, 4), beta=torch.rand(3, 4))
+
+    def attention() -> dict[str, Any]:
+        step = dict(query=torch.randn(3, 2, 6), **tokens(), states=torch.randn(3, 4, 5, 6), plan=plan())
+        return dict(**step, options=RecurrentOptions(), out=torch.empty(3, 4, 5))
+
+    def convolve() -> dict[str, Any]:
+        step = dict(inputs=torch.randn(3, 6), weight=torch.randn(6, 4), states=torch.randn(3, 3, 6), plan=plan())
+        return dict(**step, bias=torch.randn(6), silu=True, out=torch.empty(3, 6))
+
+    def state_map() -> dict[str, Any]:
+        return dict(**tokens(), plan=plan(), options=RecurrentOptions())
+
+    drafts = dict(state_indices=ints(1, 2, 0, 4).view(2, 2), num_accepted=ints(1, 2))
+    checkpoints = dict(checkpoint_indices=torch.full((2, 5), -1, dtype=torch.int32), block_size=4)
+    return {
+        "recurrent.plan": lambda: dict(
+            batch=batch(), **drafts, has_initial_state=torch.tensor([True, True]), **checkpoints
+        ),
+        "recurrent.attention": attention,
+        "context_parallel.recurrent_attention": lambda: attention() | dict(group=Alone()),
+        "recurrent.convolve": convolve,
+        "context_parallel.recurrent_convolve": lambda: convolve() | dict(group=Alone()),
+        "recurrent.state_map": state_map,
+        "recurrent.compose": lambda: dict(maps=[path.recurrent.state_map(**state_map())]),
+        "state_cache.accepted_slots": lambda: dict(drafts),
+    }
+
+
+def _trees(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    def forest(**more: Any) -> dict[str, Any]:
+        trees = path.speculative.make_trees([[-1, 0], [-1]])
+        return _batch(trees=trees, **more)
+
+    def decodes() -> Batch:
+        made: Batch = path.metadata.make_batch([1, 1], [5, 19], [[1, 2, 8], [3, 4, 5, 6, 7, 9]])
+        return made
+
+    def sampled() -> dict[str, Any]:
+        chances = dict(target_probs=torch.full((3, 4), 0.25), draft_probs=torch.full((3, 4), 0.25))
+        return forest(drafts=torch.tensor([1, 2, 3]), uniforms=torch.rand(3), **chances)
+
+    accepted = Accepted(ints(0, 1, 0, -1).view(2, 2), ints(2, 1), torch.tensor([1, 2]))
+    return {
+        "speculative.make_trees": lambda: dict(parents=[[-1, 0], [-1]], device="cpu"),
+        "speculative.parents_from_mask": lambda: dict(visible=torch.eye(3, dtype=torch.bool)),
+        "speculative.positions": lambda: forest(num_tokens=4),
+        "speculative.plan": lambda: forest(**MASK, **PAGES),
+        "speculative.plan_drafts": lambda: dict(batch=decodes(), num_steps=2, num_branches=2, **PAGES),
+        "speculative.accept": lambda: forest(drafts=torch.tensor([1, 2, 3]), chosen=torch.tensor([2, 3, 1])),
+        "speculative.accept_sampled": sampled,
+        "speculative.compact": lambda: forest(caches=[torch.randn(10, 4, 8)], accepted=accepted, block_size=4),
+        "speculative.accepted_batch": lambda: forest(lens=ints(2, 1)),
+    }
