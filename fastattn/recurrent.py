@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import places
 from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
-from refattn.interface.ambient import without_autocast
+from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.contents import check_batch
 from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
 
@@ -70,6 +70,7 @@ def state_map(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     check_state_map(key, value, log_decay, beta, plan, options)
+    refuse_gradients(dispatch.NO_BACKWARD, key=key, value=value, log_decay=log_decay, beta=beta)
     (t, hv, dv), dk, b = value.shape, key.shape[-1], plan.batch.num_seqs
     compute, device = torch.promote_types(key.dtype, torch.float32), key.device
     slots = plan.state_indices[:, 0] if plan.per_draft else plan.state_indices

@@ -342,6 +342,9 @@ def turn_prefills_into_decodes(batch: Batch) -> Batch:
     Returns:
         A batch that shares `seq_lens` and the block table.
 
+    Raises:
+        ValueError: if that is no batch; on a CPU also if its lengths are none.
+
     Source: the first of several steps without the scheduler in vLLM V0, with chunked prefills in it.
     """
     check_lengths(batch)

@@ -128,6 +128,9 @@ def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Flo
         index_cache: the pool.
         slots: where the keys are, `block * p + row`.
 
+    Returns:
+        A key for each slot.
+
     Raises:
         ValueError: naming the argument that does not fit; on a CPU also if a slot is outside the pool.
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from refattn import quantized
 from refattn.interface import (
     Accepted,
     AttentionOptions,
@@ -334,3 +335,19 @@ def _trees(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         "speculative.compact": lambda: forest(caches=[torch.randn(10, 4, 8)], accepted=accepted, block_size=4),
         "speculative.accepted_batch": lambda: forest(lens=ints(2, 1)),
     }
+
+
+def legal_types() -> list[Any]:
+    """Return an instance of each type that checks what it is made of."""
+    calls = legal_calls("refattn")
+
+    def made(module: str, name: str = "plan") -> Any:
+        return getattr(importlib.import_module(f"refattn.{module}"), name)(**calls[f"{module}.{name}"]())
+
+    interval, trees = made("interval"), made("speculative")
+    scales = quantized.allocate_int8(**POOL)[2]
+    return [
+        *(interval, interval.batch, made("cascade"), made("recurrent"), trees, trees.trees, Shard(0, 2)),
+        *(AttentionOptions(0.3, 2.0, torch.rand(4), torch.rand(4)), RecurrentOptions(0.3)),
+        *(Fp8Scales(0.5, 0.25), Int8Scales(scales, torch.ones(2, 8))),
+    ]
