@@ -126,18 +126,18 @@ def check_device(device: torch.device | str) -> None:
     Raises:
         ValueError: if there is none of that name.
     """
-    is_name = isinstance(device, torch.device | str | int) and not isinstance(device, bool)
     try:
-        if is_name:
-            _find_device(device)
-            return
-    except (RuntimeError, AssertionError):  # of torch, for one of which it has no support
-        pass
-    raise ValueError(f"device: expected a torch.device that is here, or its name, got {describe(device)}")
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a torch.device or its name, got {describe(device)}") from None
+    try:
+        _find_device(place)
+    except (RuntimeError, AssertionError):  # of torch, where it has no such device, or no support for it
+        raise ValueError(f"device: expected one that is here, got '{place}'") from None
 
 
 @lru_cache
-def _find_device(device: torch.device | str | int) -> None:
+def _find_device(device: torch.device) -> None:
     """Make a tensor without elements on a device, which raises if there is none; asked once for each."""
     torch.empty(0, device=device)
 

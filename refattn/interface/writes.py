@@ -225,8 +225,6 @@ def check_block_pairs(
         check_can_be_written(**{f"{names[1]}[{i}]": destination})
     check_pools_apart(names[1], destinations, None if sources is destinations else (names[0], sources))
     expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
-    if pairs.device.type == "meta":
-        raise ValueError(f"pairs: expected blocks that can be read, got {describe(pairs)} on meta")
     if not pairs.is_cpu or not pairs.numel() or not sources:
         return
     for column, caches in ((0, sources), (1, destinations)):

@@ -1295,7 +1295,7 @@ def test_the_checks_read_nothing_on_a_device():
     writes.check_block_pairs([pool], [pool], nowhere(2, 2, dtype=torch.int64))
     writes.check_gather(pool, nowhere(2, **lengths), 8)
     checks.check_partials([query, query], [nowhere(3, 4)] * 2)
-    checks.check_sinks(query, per_head)
+    checks.check_sinks(query, nowhere(3, 4), per_head)
     cache, lambda_full = nowhere(2, 2, 10, 4, 1, 8), nowhere()
     lambdas = dict(lambda_full=lambda_full, lambda_init=0.2, norm_weight=nowhere(16), norm_eps=1e-5)
     Pairs(cache).check(query, in_pages, options, query, True, **lambdas)

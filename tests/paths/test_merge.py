@@ -268,7 +268,7 @@ def test_bad_input_is_named(twin):
             twin.merge(outs, lses)
     with pytest.raises(ValueError, match=r"sinks: expected floating point \[h=3\], got float32 \[4\]"):
         twin.add_sinks(out, lse, torch.zeros(4))
-    with pytest.raises(ValueError, match=r"outs\[0\]: expected \[t, h, dv\], got float32 \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"out: expected \[t, h, dv\], got float32 \[2, 3\]"):
         twin.add_sinks(lse, lse, torch.zeros(3))
-    with pytest.raises(ValueError, match=r"lses\[0\]: expected \[t=2, h=3\], got None"):
+    with pytest.raises(ValueError, match=r"lse: expected \[t=2, h=3\], got None"):
         twin.add_sinks(out, None, torch.zeros(3))

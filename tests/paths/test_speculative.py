@@ -911,8 +911,8 @@ BAD_CALLS = {
         "accepted.lens: expected at most \\[3, 1\\] nodes, got \\[4, 1\\]": dict(accepted=([0, 1, 2], 4)),
     },
     "accepted_batch": {
-        "accepted.lens: expected int32 \\[b=2\\]": dict(lens=torch.zeros(3, dtype=torch.int32)),
-        "accepted.lens: expected at most": dict(lens=torch.tensor([4, 0], dtype=torch.int32)),
+        "lens: expected int32 \\[b=2\\]": dict(lens=torch.zeros(3, dtype=torch.int32)),
+        "lens: expected at most": dict(lens=torch.tensor([4, 0], dtype=torch.int32)),
     },
     "positions": {"num_tokens: expected at least 4": dict(num_tokens=3)},
 }
