@@ -56,10 +56,10 @@ def unpad_input(
     if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 2:
         raise ValueError(f"hidden_states: expected [b, s, ...], got {getattr(hidden_states, 'shape', hidden_states)}")
     b, s = hidden_states.shape[:2]
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None or name == "attention_mask":
-            expect(mask, name, None, ("b", "s"), (b, s))
-            same_device(hidden_states=hidden_states, **{name: mask})
+    masks = dict(attention_mask=attention_mask) | ({} if unused_mask is None else dict(unused_mask=unused_mask))
+    for name, mask in masks.items():
+        expect(mask, name, None, ("b", "s"), (b, s))
+        same_device(hidden_states=hidden_states, **{name: mask})
     has_memory = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = has_memory.sum(-1, dtype=torch.int32)
     indices = has_memory.flatten().nonzero().flatten()
