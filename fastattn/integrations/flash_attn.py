@@ -223,7 +223,8 @@ def flash_attn_qkvpacked_func(
     """Attend as `flash_attn_func`, from queries, keys and values in one tensor."""
     expect(qkv, "qkv", None, ("b", "s", "3", "h", "d"), (None, None, 3, None, None))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(*qkv.unbind(2), *how)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *how)
 
 
 def flash_attn_kvpacked_func(
@@ -241,7 +242,8 @@ def flash_attn_kvpacked_func(
     """Attend as `flash_attn_func`, to keys and values in one tensor."""
     expect(kv, "kv", None, ("b", "sk", "2", "hk", "d"), (None, None, 2, None, None))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(q, *kv.unbind(2), *how)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *how)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -260,7 +262,8 @@ def flash_attn_varlen_qkvpacked_func(
     """Attend as `flash_attn_varlen_func`, from queries, keys and values in one tensor."""
     expect(qkv, "qkv", None, ("t", "3", "h", "d"), (None, 3, None, None))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *how)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *how)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -281,9 +284,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """Attend as `flash_attn_varlen_func`, to keys and values in one tensor."""
     expect(kv, "kv", None, ("s", "2", "hk", "d"), (None, 2, None, None))
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *how)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *how)
 
 
 def flash_attn_with_kvcache(
