@@ -201,10 +201,13 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
         use_alibi_sqrt: bool = False,
+        chunk_lookback: int | None = -1,
     ) -> None:
         if not FastAttentionBackend.supports_attn_type(attn_type):
             names, kind = " or ".join(x.value for x in ATTENDS), AttentionType(attn_type).value
             raise NotImplementedError(f"attn_type: expected {names}, got {kind}")
+        if chunk_lookback not in (None, -1):  # windows that begin at a chunk
+            raise NotImplementedError(f"chunk_lookback: expected -1, got {chunk_lookback}")
         self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
         if not FastAttentionBackend.supports_kv_cache_dtype(kv_cache_dtype):
             names = ", ".join(FastAttentionBackend.supported_kv_cache_dtypes)

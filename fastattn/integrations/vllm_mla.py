@@ -156,6 +156,10 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         keys, values = split_kv_b_proj(self.kv_b_proj, act_dtype, *sizes)  # [r h nope], [r h dv]
         self.projections = dict(key_projection=keys.permute(1, 2, 0), value_projection=values.permute(1, 2, 0))
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Return that vLLM must not fuse a quantisation of the output with this attention."""
+        return False
+
     def do_kv_cache_update(
         self,
         kv_c_normed: Tensor,
@@ -164,6 +168,7 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,
     ) -> None:
         """Write new latents and rotary keys.
 
@@ -174,6 +179,7 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
             slot_mapping: where each token goes, `[t]`; -1 for padding.
             kv_cache_dtype: that of the layer.
             k_scale: not used, as the pool is not quantised.
+            skip_scale: not used, likewise.
         """
         if kv_cache.numel():
             mla.write(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten())

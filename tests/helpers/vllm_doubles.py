@@ -1,16 +1,18 @@
 """Doubles of what the backend takes from vLLM, as vLLM 0.33 has it, for environments without vLLM.
 
-`vllm_engine.py` runs the backend in vLLM itself and compares these with the real ones.
+`test_vllm_interface.py` compares them with a table made from vLLM's sources, and `call` passes arguments as vLLM does.
 """
 
 import enum
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+
+from tests.helpers import vllm_interface
 
 T = TypeVar("T")
 
@@ -27,6 +29,7 @@ class MultipleOf:
 
 
 class AttentionCGSupport(enum.Enum):
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
     NEVER = 0
 
 
@@ -57,6 +60,7 @@ class CommonAttentionMetadata:
     rswa_prefix_lens: torch.Tensor | None = None
     replayssm_decode_base_cpu: torch.Tensor | None = None
     _num_computed_tokens_cache: torch.Tensor | None = None
+    _token_to_req_indices_cache: torch.Tensor | None = None
 
 
 class AttentionBackend:
@@ -72,7 +76,8 @@ class AttentionImpl(Generic[T]):
 
 
 class MLAAttentionImpl(Generic[T]):
-    pass
+    def fused_output_quant_supported(self, quant_key):
+        return True
 
 
 class EncoderOnlyAttentionSpec(SimpleNamespace):
@@ -84,7 +89,9 @@ class AttentionMetadataBuilder(Generic[T]):
         self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
         self.device = device
 
-    def _init_reorder_batch_threshold(self, reorder_batch_threshold, supports_spec_as_decode):
+    def _init_reorder_batch_threshold(
+        self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+    ):
         self.reorder_batch_threshold = reorder_batch_threshold
 
 
@@ -100,28 +107,55 @@ def split_kv_b_proj(kv_b_proj, out_dtype, kv_lora_rank, num_heads, qk_nope_head_
     return weight.split([qk_nope_head_dim, v_head_dim], dim=-1)
 
 
-def split_decodes_and_prefills(common, decode_threshold):
+def split_decodes_and_prefills(
+    common_attn_metadata, decode_threshold=1, require_uniform=False, treat_short_extends_as_decodes=True
+):
     """Split where the first sequence has more new tokens, as vLLM has put decodes first."""
-    lens = common.query_start_loc_cpu.diff().tolist()
+    lens = common_attn_metadata.query_start_loc_cpu.diff().tolist()
     decodes = next((i for i, length in enumerate(lens) if length > decode_threshold), len(lens))
     tokens = sum(lens[:decodes])
     return decodes, len(lens) - decodes, tokens, sum(lens) - tokens
 
 
+REGISTERED: dict[str, str] = {}
+
+
+def register_backend(backend, class_path=None, is_mamba=False):
+    REGISTERED[backend] = class_path
+
+
+def call(receiver: Any, to: str, **values: Any) -> Any:
+    """Call a method, named as in the table of vLLM's calls, with the arguments by position that vLLM so passes.
+
+    Args:
+        receiver: a backend, a builder or a layer's attention of ours.
+        to: vLLM's base class and the method, as "AttentionImpl.forward".
+        values: by vLLM's names; the others are None, as vLLM passes what a model does not have.
+    """
+    table = [*vllm_interface.stored().values()][-1]
+    callers = (*(f"{vllm_interface.LAYERS}/{x}.py" for x in ("attention", "mla_attention")), "v1/worker/utils.py")
+    by = next(x for x in table["calls"] if x["to"] == to and set(x["files"]).intersection(callers))
+    names = list(vllm_interface.signature(table["signatures"][to]).parameters)[1:]
+    names, by_name = names[: by["positional"]], by["names"]
+    assert {*values} <= {*names, *by_name}, f"vLLM passes {names} and {by_name} to {to}"
+    method = getattr(receiver, to.partition(".")[2])
+    return method(*(values.get(name) for name in names), **{name: values.get(name) for name in by_name})
+
+
 def modules(on_cpu: bool) -> dict[str, ModuleType]:
     """Make the modules of vLLM that the backend imports."""
-    registered = {}
+    REGISTERED.clear()
 
     class AttentionBackendEnum:
         CPU_ATTN = "CPU_ATTN"
-        __members__ = registered
+        __members__ = REGISTERED
 
         def __class_getitem__(cls, name):
             return name
 
     registry = ModuleType("vllm.v1.attention.backends.registry")
     registry.AttentionBackendEnum = AttentionBackendEnum
-    registry.register_backend = registered.__setitem__
+    registry.register_backend = register_backend
     backend = ModuleType("vllm.v1.attention.backend")
     for kind in (
         AttentionType,

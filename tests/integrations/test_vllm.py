@@ -43,6 +43,19 @@ def vllm_pool(inputs, layout):
     return pool.transpose(1, 2) if layout == "LBNHC" else pool.transpose(1, 2).contiguous()
 
 
+def forward(impl, layer, query, key, value, pool, step, output, **quantised):
+    """Attend as vLLM's layer does."""
+    tensors = dict(query=query, key=key, value=value, kv_cache=pool)
+    call = partial(vllm_doubles.call, impl, "AttentionImpl.forward", layer=layer, attn_metadata=step, output=output)
+    return call(**tensors, **quantised)
+
+
+def update(impl, layer, key, value, pool, slots):
+    """Write new keys and values as vLLM's layer does."""
+    tensors = dict(key=key, value=value, kv_cache=pool, slot_mapping=slots)
+    vllm_doubles.call(impl, "AttentionImpl.do_kv_cache_update", layer=layer, **tensors)
+
+
 def common_metadata(batch, query_rows, **changes):
     slots = torch.full((query_rows,), -1, device=batch.device)
     arguments = dict(
@@ -75,7 +88,7 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
         layer = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, **of_vllm)
     output = torch.full_like(inputs.query, 7.0)
     nothing = torch.nn.Module()
-    answer = layer.forward(nothing, inputs.query, None, None, vllm_pool(inputs, layout), step, output)
+    answer = forward(layer, nothing, inputs.query, None, None, vllm_pool(inputs, layout), step, output)
     assert answer is output and (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
     rows = slice(0, inputs.batch.num_tokens)
     of_ours = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in of_ours.items()}
@@ -129,7 +142,7 @@ def test_a_layer_over_fp8_gives_what_the_reference_gives(backend, variant, layou
     with torch.device(device):
         impl = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype=name, **of_vllm)
     output, pool = torch.full_like(inputs.query, 7.0), fp8_pool(inputs, layout, kind)
-    impl.forward(vllm_layer(backend, device), inputs.query, None, None, pool, step, output)
+    forward(impl, vllm_layer(backend, device), inputs.query, None, None, pool, step, output)
     assert (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
     rows = slice(0, inputs.batch.num_tokens)
     pools = [x.transpose(1, 2) for x in pool.split(32, dim=-1)]
@@ -147,7 +160,7 @@ def test_new_tokens_are_written_as_codes(backend, layout, name, kind, device):
     impl, before = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype=name), pool.clone()
     key, value = (300 * torch.randn(6, 2, 32, device=device) for _ in range(2))
     slots = torch.tensor([17, -1, 3, 40], device=device)
-    impl.do_kv_cache_update(layer, key, value, pool, slots)
+    update(impl, layer, key, value, pool, slots)
     largest = torch.finfo(kind).max
     codes = torch.cat([key / layer._k_scale, value / layer._v_scale], dim=-1).clamp(-largest, largest).to(kind)
     for token, slot in enumerate(slots.tolist()):
@@ -175,7 +188,7 @@ def test_padding_is_not_taken_for_tokens(backend, device):
     for tokens in (3, 4):
         step = builder.build(0, common_metadata(inputs.batch, 4, num_actual_tokens=tokens))
         output, pool = torch.zeros_like(inputs.query), vllm_pool(inputs, "LBNHC")
-        outputs.append(layer.forward(torch.nn.Module(), inputs.query, None, None, pool, step, output)[:3])
+        outputs.append(forward(layer, torch.nn.Module(), inputs.query, None, None, pool, step, output)[:3])
     assert step.batch.num_tokens is None
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6 if device == "cpu" else 1e-2)
 
@@ -187,7 +200,7 @@ def test_new_tokens_are_written(backend, layout, device):
     before = pool.clone()
     key, value = (torch.randn(6, 2, 32, device=device) for _ in range(2))
     slots = torch.tensor([17, -1, 3, 40], device=device)  # and two rows of padding that have none
-    layer.do_kv_cache_update(torch.nn.Module(), key, value, pool, slots)
+    update(layer, torch.nn.Module(), key, value, pool, slots)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             before[slot // 16, :, slot % 16] = torch.cat([key[token], value[token]], dim=-1)
@@ -196,7 +209,7 @@ def test_new_tokens_are_written(backend, layout, device):
 
 def test_a_run_that_measures_memory_returns_zeros(backend):
     layer, output = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2), torch.ones(3, 4, 32)
-    assert layer.forward(torch.nn.Module(), None, None, None, None, None, output) is output
+    assert forward(layer, torch.nn.Module(), None, None, None, None, None, output) is output
     assert not output.any()
 
 
@@ -255,8 +268,8 @@ def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
     query, key, value = torch.randn(16, 4, 32), torch.randn(16, 2, 32), torch.randn(16, 2, 32)
     key[14:], value[14:] = torch.nan, torch.nan  # padding
     output = torch.full_like(query, 7.0)
-    layer.do_kv_cache_update(torch.nn.Module(), key, value, torch.tensor([]), torch.full((16,), -1))
-    layer.forward(torch.nn.Module(), query, key, value, torch.tensor([]), builder.build(0, common), output)
+    update(layer, torch.nn.Module(), key, value, torch.tensor([]), torch.full((16,), -1))
+    forward(layer, torch.nn.Module(), query, key, value, torch.tensor([]), builder.build(0, common), output)
     assert (output[14:] == 7.0).all()
     reach = -1 if window is None else window - 1
     plan = dense.plan(batch, causal=False, window_size=(reach, reach))
@@ -307,16 +320,19 @@ def test_a_layer_over_latents_is_the_formula(over_latents, lens):
     for x, at, (q, s) in zip(latents, slots, lens, strict=True):
         flat[at[: s - q]] = x[: s - q]
     where = torch.cat([at[s - q :] for at, (q, s) in zip(slots, lens, strict=True)])
-    layer.do_kv_cache_update(new[:, :R], new[:, None, R:], pool, where, "auto", torch.ones(()))
+    written = dict(kv_c_normed=new[:, :R], k_pe=new[:, None, R:], kv_cache=pool, slot_mapping=where)
+    vllm_doubles.call(layer, "MLAAttentionImpl.do_kv_cache_update", **written, kv_cache_dtype="auto")
     query, output = torch.randn(sum(queries), H, NOPE + ROPE), torch.zeros(sum(queries), H * DV)
     builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, "cpu")
     step = builder.build(0, common_metadata(batch, len(query), seq_lens_cpu_upper_bound=batch.seq_lens))
     t = step.num_decode_tokens
     if step.num_prefills:
-        layer.forward_mha(query[t:], new[t:, :R], new[t:, None, R:], pool, step, torch.ones(()), output[t:])
+        tensors = dict(kv_c_normed=new[t:, :R], k_pe=new[t:, None, R:], kv_c_and_k_pe_cache=pool, output=output[t:])
+        vllm_doubles.call(layer, "MLAAttentionImpl.forward_mha", q=query[t:], attn_metadata=step, **tensors)
     if step.num_decodes:
         absorbed = torch.einsum("thn,hnr->thr", query[:t, :, :NOPE], key_projection)
-        answer, lse = layer.forward_mqa((absorbed, query[:t, :, NOPE:]), pool, step, None)
+        given = dict(q=(absorbed, query[:t, :, NOPE:]), kv_c_and_k_pe_cache=pool, attn_metadata=step)
+        answer, lse = vllm_doubles.call(layer, "MLAAttentionImpl.forward_mqa", **given)
         output[:t] = torch.einsum("thr,hvr->thv", answer, value_projection).flatten(1)
         assert lse is None
     row = 0
@@ -343,7 +359,8 @@ def test_what_layers_over_latents_do_not_compute_is_refused(over_latents):
         builder.build(0, common_metadata(build(CASE, poison=HARMLESS).batch, 3, causal=False))
     layer, _ = latent_layer(over_latents)
     with pytest.raises(NotImplementedError, match="output_scale: expected none"):
-        layer.forward_mha(*[None] * 6, torch.ones(3, 30), output_scale=torch.ones(1))
+        vllm_doubles.call(layer, "MLAAttentionImpl.forward_mha", output=torch.ones(3, 30), output_scale=torch.ones(1))
+    assert not layer.fused_output_quant_supported("fp8"), "or vLLM reads its own backends' fields in our metadata"
     kind = over_latents.FastMLABackend
     assert kind.is_mla() and [size for size in (320, 570, 576, 640) if kind.supports_head_size(size)] == [320, 576]
 
@@ -357,8 +374,11 @@ def test_what_is_not_declared_is_refused(backend):
         backend.FastAttentionImpl(4, 32, 0.2, attn_type=vllm_doubles.AttentionType.ENCODER)
     with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8_ds_mla"):
         backend.FastAttentionImpl(4, 32, 0.2, kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(NotImplementedError, match="chunk_lookback: expected -1, got 1"):
+        backend.FastAttentionImpl(4, 32, 0.2, chunk_lookback=1)
+    assert backend.FastAttentionImpl(4, 32, 0.2, chunk_lookback=-1, sinks=None, use_alibi_sqrt=False)
     with pytest.raises(NotImplementedError, match="output_scale: expected none"):
-        layer.forward(torch.nn.Module(), None, None, None, None, None, torch.ones(3), output_scale=torch.ones(1))
+        forward(layer, torch.nn.Module(), None, None, None, None, None, torch.ones(3), output_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize("name", vllm_doubles.NOT_DECLARED)

@@ -4,12 +4,11 @@ Not a part of `make test`: `make vllm-test` makes an environment with vLLM's CPU
 is a process of its own, as vLLM keeps its choice of backend for as long as a process lives.
 """
 
-import dataclasses
-import inspect
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from transformers import (
     ModernBertModel,
 )
 
-from tests.helpers import vllm_doubles
+from tests.helpers import vllm_interface
 from tests.helpers.tiny_models import SIZES, byte_tokenizer
 
 SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
@@ -206,34 +205,10 @@ def test_the_block_on_the_page_runs():
     assert done.stdout.split()[-1:] == ["5"], done.stderr[-3000:]
 
 
-def test_the_doubles_are_like_vllms_classes():
-    """What the backend reads and defines has the names that vLLM has."""
-    from vllm.v1.attention import backend as real
-
-    from fastattn.integrations import vllm as integration
-    from fastattn.integrations import vllm_mla as over_latents
-
-    fields = {field.name for field in dataclasses.fields(real.CommonAttentionMetadata)}
-    assert {field.name for field in dataclasses.fields(vllm_doubles.CommonAttentionMetadata)} <= fields
-    known = {*integration.READ, *integration.HINTS, *vllm_doubles.NOT_DECLARED}
-    assert {name for name in fields if name[0] != "_"} == known, "vLLM has fields that nobody has decided about"
-    for ours, base, names in (
-        (integration.FastAttentionImpl, real.AttentionImpl, ("forward",)),
-        (integration.FastAttentionMetadataBuilder, real.AttentionMetadataBuilder, ("__init__", "build")),
-        (over_latents.FastMLAMetadataBuilder, real.AttentionMetadataBuilder, ("__init__", "build")),
-        (
-            over_latents.FastMLAImpl,
-            real.MLAAttentionImpl,
-            ("__init__", "forward_mha", "forward_mqa", "do_kv_cache_update", "process_weights_after_loading"),
-        ),
-    ):
-        for name in names:
-            mine, theirs = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (ours, base))
-            assert mine == theirs, name
-    takes = inspect.signature(real.AttentionImpl.__init__).parameters
-    assert list(takes) == list(inspect.signature(integration.FastAttentionImpl.__init__).parameters)[: len(takes)]
-    for name in {**vars(integration.FastAttentionBackend), **vars(over_latents.FastMLABackend)}:
-        assert name.startswith(("__", "_abc")) or hasattr(real.AttentionBackend, name), f"vLLM does not ask for {name}"
+def test_the_table_is_of_this_vllm():
+    """The table of vLLM's signatures and calls, to which `test_vllm_interface.py` holds the backend and the doubles."""
+    folder = Path(find_spec("vllm").origin).parent
+    assert vllm_interface.read(folder) == vllm_interface.stored()[vllm_interface.version_of(folder)]
 
 
 if __name__ == "__main__":
