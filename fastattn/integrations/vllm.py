@@ -14,14 +14,17 @@ pool as the paths know it. An fp8 pool is one of bytes, with one scale for all k
 tensors of one number, which nobody reads on the host.
 
 What is declared here is what a validation of vLLM lets through; anything else it refuses by name before it loads a
-model. On a CPU it does not validate; there, the layer and the builder refuse. Full CUDA graphs are not declared: vLLM
-then replays what lies between the attentions of its layers, and calls those.
+model. On a CPU it does not validate; there, the layer and the builder refuse.
+
+Decodes of one token can be captured whole, as CUDA graphs. A captured step keeps what it launches, so it is made for
+the longest sequence that the model serves; lengths, tables and slots are in buffers of vLLM, which a replay finds
+filled anew, with 0 new tokens for padding. Of a step with prompts, vLLM captures what lies between the attentions.
 
 Written against vLLM 0.32 (its CPU wheel) and 0.33.
 """
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -147,10 +150,15 @@ class FastAttentionMetadata:
         return self.plans[sliding_window]
 
 
+def for_any_length(common: Any, vllm_config: Any) -> Any:
+    """Return vLLM's metadata for a step to capture, whose replays may have sequences as long as the model serves."""
+    return replace(common, max_seq_len=max(int(common.max_seq_len), vllm_config.model_config.max_model_len))
+
+
 class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadata]):
     """Makes the metadata of a step from vLLM's tables, which it takes as they are: nothing is read or copied."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -182,6 +190,16 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
             max_seq_len=int(common.max_seq_len),
         )
         return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens, self.is_encoder)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which steps can be captured: decodes of one token; none of an encoder, which has no decodes."""
+        is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        return AttentionCGSupport.NEVER if is_encoder else cls._cudagraph_support
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FastAttentionMetadata:
+        """Make the metadata of a step that is captured, from the buffers that its replays find filled anew."""
+        return self.build(0, for_any_length(common_attn_metadata, self.vllm_config))
 
 
 class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):

@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from fastattn import mla
-from fastattn.integrations.vllm import NAME_OVER_LATENTS, check_step, refuse_ranks
+from fastattn.integrations.vllm import NAME_OVER_LATENTS, check_step, for_any_length, refuse_ranks
 from refattn.interface import AttentionOptions, Batch, Plan, PrefillPlan
 
 LARGEST_LATENT = 576
@@ -58,7 +58,7 @@ class FastMLAMetadata:
 class FastMLAMetadataBuilder(AttentionMetadataBuilder[FastMLAMetadata]):
     """Makes the two plans of a step from vLLM's tables."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -98,6 +98,10 @@ class FastMLAMetadataBuilder(AttentionMetadataBuilder[FastMLAMetadata]):
             sizes = dict(block_size=self.block_size, workspace=self.workspace, max_context_len=contexts)
             prefill = mla.plan_prefill(batch, **sizes)
         return FastMLAMetadata(common.num_actual_tokens, decodes, decode_tokens, prefills, decode, prefill)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FastMLAMetadata:
+        """Make the plan of decodes that are captured, from the buffers that their replays find filled anew."""
+        return self.build(0, for_any_length(common_attn_metadata, self.vllm_config))
 
 
 class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):

@@ -72,8 +72,8 @@ def common_metadata(batch, query_rows, **changes):
     return vllm_doubles.CommonAttentionMetadata(**arguments | changes)
 
 
-def make_builder(backend, device, block_size=16):
-    return backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=block_size), ["0"], None, device)
+def make_builder(backend, device, block_size=16, config=None):
+    return backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=block_size), ["0"], config, device)
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
@@ -277,6 +277,78 @@ def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
     torch.testing.assert_close(output[:14], expected)
     with pytest.raises(NotImplementedError, match="causal: expected False, got True"):
         builder.build(0, common_metadata(batch, 16))
+
+
+# --- CUDA graphs ---
+
+LONGEST = 64
+SERVES = SimpleNamespace(model_config=SimpleNamespace(max_model_len=LONGEST))
+
+
+def buffers_of_decodes(rows, columns, device):
+    """Make vLLM's metadata for a decode to capture: one token per row, over its first block."""
+    batch = metadata.make_batch([1] * rows, [1] * rows, [[0] * columns] * rows, device=device)
+    return common_metadata(batch, rows)
+
+
+def fill(common, batch):
+    """Write a step into vLLM's buffers; rows without a request have no token."""
+    used, columns = batch.num_seqs, common.block_table_tensor.shape[1]
+    common.query_start_loc.copy_(torch.arange(len(common.query_start_loc)).clamp(max=used))
+    common.seq_lens.zero_()[:used] = batch.seq_lens
+    common.block_table_tensor[:used] = batch.block_table[:, :columns]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_captured_decode_attends_to_what_its_replay_finds(backend, variant, device):
+    """Of other lengths, up to the longest, and with fewer requests: by a graph on a GPU, launch by launch on a CPU."""
+    of_vllm, of_ours = (
+        {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+        for options in VARIANTS[variant]
+    )
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    common = buffers_of_decodes(4, LONGEST // 16, device)
+    step = make_builder(backend, device, config=SERVES).build_for_cudagraph_capture(common)
+    assert (step.batch.max_query_len, step.batch.max_seq_len, step.num_actual_tokens) == (1, LONGEST, 4)
+    assert step.batch.seq_lens is common.seq_lens and step.batch.block_table is common.block_table_tensor
+    with torch.device(device):
+        layer = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, **of_vllm)
+    cases = [Case("some", ((1, 64), (1, 1), (1, 33)), heads=(4, 2), head_size=32, padding_rows=1)]
+    cases += [Case("one", ((1, 50),), heads=(4, 2), head_size=32, padding_rows=3)]
+    steps = [build(case, device=device, dtype=dtype, poison=HARMLESS) for case in cases]
+    pools = [vllm_pool(inputs, "LBNHC") for inputs in steps]
+    pool = torch.full_like(max(pools, key=len), torch.nan)
+    query, output = torch.zeros_like(steps[0].query), torch.zeros_like(steps[0].query)
+    launch = partial(forward, layer, torch.nn.Module(), query, None, None, pool, step, output)
+    if device != "cpu":
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        launch = graph.replay
+    for inputs, mine in zip(steps, pools, strict=True):
+        fill(common, inputs.batch)
+        query.copy_(inputs.query)
+        pool[: len(mine)] = mine
+        step.plans.clear()  # a plan on a CPU is of the tables that it was made of
+        launch()
+        out = output[: inputs.batch.num_tokens].clone()
+        arguments = inputs.query[: len(out)], *inputs.tensors[1:]
+        attend = partial(plan_and_attend, chunked_prefill, softmax_scale=0.2, **of_ours)
+        assert_matches_reference(out, attend(*arguments, return_lse=True)[1], attend, *arguments)
+
+
+def test_which_steps_can_be_captured(backend, over_latents):
+    support, single = backend.AttentionCGSupport, backend.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    ask = backend.FastAttentionMetadataBuilder.get_cudagraph_support
+    assert ask(SERVES, SimpleNamespace(block_size=16)) is single
+    assert ask(SERVES, vllm_doubles.EncoderOnlyAttentionSpec(block_size=16)) is support.NEVER
+    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], SERVES, "cpu")
+    common = buffers_of_decodes(3, 4, "cpu")
+    step = builder.build_for_cudagraph_capture(common)
+    assert builder._cudagraph_support is single and (step.num_decodes, step.num_prefills) == (3, 0)
+    assert step.decode.batch.max_seq_len == LONGEST and step.decode.batch.max_query_len == 1
+    assert step.decode.batch.seq_lens.data_ptr() == common.seq_lens.data_ptr(), "a replay finds its own"
 
 
 # --- latents ---

@@ -862,6 +862,13 @@ AT_LARGE: list[Mutation] = [
         VLLM,
     ),
     planted(
+        "a captured decode of vLLM is for the lengths of its capture",
+        BACKEND,
+        "max_seq_len=max(int(common.max_seq_len), vllm_config.model_config.max_model_len)",
+        "max_seq_len=int(common.max_seq_len)",
+        VLLM,
+    ),
+    planted(
         "context that vLLM splits is taken for whole",
         BACKEND,
         "if getattr(layer, name, 1) > 1:",
