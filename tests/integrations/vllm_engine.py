@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertModel,
     DeepseekV2Config,
@@ -28,6 +29,8 @@ from transformers import (
     ModernBertModel,
 )
 
+from refattn import mla
+from refattn.conformance import assert_close
 from tests.helpers import vllm_interface
 from tests.helpers.tiny_models import SIZES, byte_tokenizer
 
@@ -81,14 +84,50 @@ ENCODERS = {
 }
 TOKENS = torch.randint(3, 97, (60,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [TOKENS[:50], [*TOKENS[:45], 5, 6, 7], [9, 8, 7], TOKENS[:20]]
+FIRST_BLOCKS = 256  # of the pool, more than a test fills
 BUDGET = 32  # tokens of a step, so that long prompts come in chunks
 
 
 def stock_name(name):
-    """Return which of vLLM's backends a model has on a CPU."""
-    if name not in OVER_LATENTS:
-        return "CPU_ATTN"
-    return "AMX_MLA" if torch.cpu._is_amx_tile_supported() else "CPU_MLA"
+    """Return which of vLLM's backends is asked for on a CPU: over latents not AMX_MLA, which refuses float32."""
+    return "CPU_MLA" if name in OVER_LATENTS else "CPU_ATTN"
+
+
+def hold_to_reference(kind, report):
+    """Compare each call of each layer over latents with the reference on the same inputs, by the one tolerance.
+
+    And keep what comes to the first layer, `[rows, features]` by prompt length, of each step with prompts.
+    """
+    prefill, decode, first = kind.forward_mha, kind.forward_mqa, []
+
+    def wide(x):
+        return x.double() if isinstance(x, torch.Tensor) else x
+
+    def close(out, reference, tensors, plan, options, more):
+        low = reference(*tensors, plan, options, **more)
+        ref = reference(*map(wide, tensors), plan, options, **{name: wide(x) for name, x in more.items()})
+        assert_close(out.view_as(ref), ref, low)
+
+    def forward_mha(self, q, kv_c_normed, k_pe, cache, metadata, k_scale, output, output_scale=None):
+        prefill(self, q, kv_c_normed, k_pe, cache, metadata, k_scale, output, output_scale)
+        tensors = q, kv_c_normed, k_pe.squeeze(1), cache[:FIRST_BLOCKS]
+        close(output, mla.prefill, tensors, metadata.prefill, self.options, self.projections)
+        report["calls"]["prefill"] += 1
+        first[:] = first or [self]
+        if first[0] is self:
+            lens = metadata.prefill.own.batch.query_lens.tolist()
+            rows = torch.cat([q.flatten(1), kv_c_normed, k_pe.flatten(1)], dim=1).split(lens)
+            report["first"].append(dict(zip(lens, rows, strict=True)))
+
+    def forward_mqa(self, q, cache, metadata, layer):
+        out, lse = decode(self, q, cache, metadata, layer)
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        more = dict(latent_rank=self.kv_lora_rank)
+        close(out, mla.attention, (query, cache[:FIRST_BLOCKS]), metadata.decode, self.options, more)
+        report["calls"]["decode"] += 1
+        return out, lse
+
+    kind.forward_mha, kind.forward_mqa = forward_mha, forward_mqa
 
 
 def serve(path, prompts, name):
@@ -109,7 +148,15 @@ def serve(path, prompts, name):
             return metadata
 
         kind.get_builder_cls().build = watch
-    more = dict(attention_backend="FASTATTN_MLA" if name in OVER_LATENTS else "FASTATTN") if ours else {}
+    seen = dict(calls=dict(prefill=0, decode=0), first=[])
+    more = dict(attention_backend="FASTATTN" if ours else stock_name(name))
+    if name in OVER_LATENTS:
+        # vLLM's rotary kernel for CPUs takes the stride of heads for that of tokens: it turns `[t, h, d]` wrongly, and
+        # otherwise in a batch than alone. The layers of other models give it `[t, h * d]`.
+        more["compilation_config"] = dict(custom_ops=["-rotary_embedding"])
+        if ours:
+            more["attention_backend"] = "FASTATTN_MLA"
+            hold_to_reference(kind.get_impl_cls(), seen)
     engine = LLM(
         model=path,
         skip_tokenizer_init=name not in ENCODERS,
@@ -123,6 +170,7 @@ def serve(path, prompts, name):
         **more | (dict(runner="pooling") if name in ENCODERS else {}),
     )
     steps.clear()  # of the run that measures memory
+    seen["first"].clear()
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     words, counts, asked = [], [], [dict(prompt_token_ids=prompt) for prompt in prompts]
     for _ in range(2):
@@ -133,9 +181,16 @@ def serve(path, prompts, name):
             answers = engine.generate(asked, greedy, use_tqdm=False)
             words.append([list(answer.outputs[0].token_ids) for answer in answers])
         counts.append(sum(step.num_actual_tokens for step in steps[done:]))
+    if seen["first"]:
+        together = seen["first"][0]
+        engine.generate(asked[0], greedy, use_tqdm=False)
+        alone = seen["first"][-1]
+        (rows,) = alone.values()
+        seen["apart"] = float((together[len(rows)] - rows).abs().max() / rows.abs().max())
     windows = sorted({window or 0 for step in steps for window in getattr(step, "plans", ())})
     most = max((step.num_actual_tokens for step in steps), default=0)
     report = dict(backend=kind.__name__, words=words, counts=counts, most=most, windows=windows, steps=len(steps))
+    report |= dict(calls=seen["calls"], apart=seen.get("apart"))
     sys.stdout.write("REPORT " + json.dumps(report) + "\n")
 
 
@@ -170,12 +225,23 @@ def both(name, make, folder):
     return [run(folder, PROMPTS, name, **ours) for ours in ({}, dict(FASTATTN_REPLACES_CPU_ATTN="1"))]
 
 
+def of_transformers(folder):
+    """Answer the prompts one by one with transformers' own code, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    greedy = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return [model.generate(torch.tensor([prompt]), **greedy)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tokens_as_stock(name, tmp_path):
     stock, ours = both(name, MODELS[name], tmp_path)
     kinds = ("MLABackend", "FastMLABackend") if name in OVER_LATENTS else ("AttentionBackend", "FastAttentionBackend")
     assert stock["backend"].endswith(kinds[0]) and "Fast" not in stock["backend"] and ours["backend"] == kinds[1]
+    if name in OVER_LATENTS:
+        assert min(ours["calls"].values()) >= 2 * SIZES["num_hidden_layers"], "each was within the tolerance"
+        assert ours["apart"] < 1e-5, "layers of vLLM give the first attention other inputs in a batch than alone"
+        assert ours["words"][0] == of_transformers(tmp_path)
     assert ours["words"] == stock["words"]
     assert len({tuple(words) for words in ours["words"][0]}) == len(PROMPTS)
     prompt_tokens = sum(map(len, PROMPTS))
