@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 # `LlamaRMSNorm`. They differ in biases, in norms of heads, in windows, and in layers without rotary positions.
 FAMILIES = ("Cwm", "Llama", "Ministral", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
 PROBE = "fastattn_probe"  # the name, in the AttentionInterface, of what stands in for attention in a proof
+CACHES = ("cache", "past_key_values")  # what a module's argument is called: since transformers 5.24, and before
 ROUNDING = 0.02  # of the root mean square; two orders of the same sums differ by less, other formulas by more
 
 
@@ -151,6 +153,7 @@ class _Fused:
         module: the module.
         skipped: its submodules whose own code is not called, by name.
         products: those of them that are packed into one product.
+        defaults: the arguments that its class's `forward` names besides `hidden_states`, with their defaults.
     """
 
     kind = ""  # how the name of the module's class ends
@@ -159,10 +162,13 @@ class _Fused:
         self.module = module
         self.skipped: dict[str, Any] = {name: getattr(module, name, None) for name in (*packed, *others)}
         self.products = _Packed([self.skipped[name] for name in packed])
+        self.defaults = _defaults(module)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        if self.can_compute(hidden_states):
-            return self.compute(hidden_states, *args, **options)
+        # Without a name, or by a name of another version of transformers, the class knows what an argument is.
+        is_known = not args and all(name in self.defaults for name in CACHES if name in options)
+        if is_known and self.can_compute(hidden_states):
+            return self.compute(hidden_states, **options)
         return type(self.module).forward(self.module, hidden_states, *args, **options)
 
     def compute(self, hidden_states: Tensor) -> Any:
@@ -205,19 +211,20 @@ class _Fused:
         """Compute over random tokens what the module's own code does; return that it differs, or None."""
         self.products.pack()
         tokens = _random(model, 3, model.config.get_text_config().hidden_size)
-        inputs = self.inputs(model)
         with self.stand_ins() as calls:
-            own = type(self.module).forward(self.module, tokens, **inputs)
-            own_calls = calls.copy()
-            calls.clear()
-            out = self.compute(tokens, **inputs)
-        if _agree((own, own_calls), (out, calls)):
-            return None
-        return f"{type(self.module).__name__} computes something else"
+            for inputs in self.inputs(model, calls):
+                own = type(self.module).forward(self.module, tokens, **inputs)
+                own_calls = calls.copy()
+                calls.clear()
+                out = self.compute(tokens, **inputs)
+                if not _agree((own, own_calls), (out, calls)):
+                    return f"{type(self.module).__name__} computes something else"
+                calls.clear()
+        return None
 
-    def inputs(self, model: Any) -> dict[str, Any]:
-        """Return what a proof calls the module with, besides the tokens."""
-        return {}
+    def inputs(self, model: Any, calls: list[Any]) -> list[dict[str, Any]]:
+        """Return what a proof calls the module with, one time after the other, besides the tokens."""
+        return [{}]
 
     @contextmanager
     def stand_ins(self) -> Iterator[list[Any]]:
@@ -251,21 +258,25 @@ class _Attention(_Fused):
 
     Attributes:
         options: what the module's own code passes to attention besides the tensors, as a proof finds out.
+        cache_takes_options: whether it passes a cache the options of attention, to change them, as a proof finds out.
     """
 
     kind = "Attention"
+    arguments = ("position_embeddings", "attention_mask", *CACHES)
 
     def __init__(self, module: Any) -> None:
         norms = ("q_norm", "k_norm") if hasattr(module, "q_norm") else ()
         super().__init__(module, *norms, packed=("q_proj", "k_proj", "v_proj"))
         self.norms = [self.skipped[name] for name in norms]
         self.options: dict[str, Any] | None = None
+        self.cache_takes_options: bool | None = None
 
     def compute(
         self,
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         **options: Any,
     ) -> Any:
@@ -279,8 +290,10 @@ class _Attention(_Fused):
         query, key = triton.qk_norm_rope(qkv, *of_heads, cos, sin, query_weight, key_weight, eps)
         value = qkv[..., -num_kv_heads * head_size :].unflatten(-1, (num_kv_heads, head_size))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # transformers has the heads in front
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, module.layer_idx)
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            for_cache = {"kwargs": options} if self.cache_takes_options else {}
+            key, value = cache.update(key, value, module.layer_idx, **for_cache)
         name, eager = module.config._attn_implementation, self.code.eager_attention_forward
         attend = self.code.ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         out, weights = attend(module, query, key, value, attention_mask, **self.options or {}, **options)
@@ -295,12 +308,18 @@ class _Attention(_Fused):
         reason = super().cannot_fuse(model, users)
         if reason is None and len({norm.variance_epsilon for norm in self.norms}) > 1:
             return "the norms of queries and keys have different eps"
+        unknown = [name for name in self.defaults if name not in self.arguments]
+        if reason is None and (unknown or not any(name in self.defaults for name in CACHES)):
+            return f"{type(self.module).__name__} takes {', '.join(unknown) or 'no cache by a name that is known'}"
         return reason
 
-    def inputs(self, model: Any) -> dict[str, Any]:
+    def inputs(self, model: Any, calls: list[Any]) -> list[dict[str, Any]]:
+        """Return a call without a cache, and one with a cache and with one option more than any family has."""
         angles = _random(model, 3, self.module.head_dim // 2)
         angles = torch.cat([angles, angles], -1)
-        return dict(position_embeddings=(angles.cos(), angles.sin()), attention_mask=None)
+        alone = dict(position_embeddings=(angles.cos(), angles.sin()), attention_mask=None)
+        name = next(name for name in CACHES if name in self.defaults)
+        return [alone, alone | {name: _Cache(self, calls), PROBE: object()}]
 
     @contextmanager
     def stand_ins(self) -> Iterator[list[Any]]:
@@ -322,6 +341,22 @@ class _Attention(_Fused):
             del functions[PROBE]
 
 
+class _Cache:
+    """The cache of a proof: it lists what it is called with, returns more keys, and adds an option, if it may."""
+
+    def __init__(self, attention: _Attention, calls: list[Any]) -> None:
+        self.attention, self.calls = attention, calls
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, **others: Any) -> tuple[Tensor, Tensor]:
+        """Take what `transformers.Cache.update` takes."""
+        self.calls.append((key, value, layer_idx, {name: dict(x) for name, x in others.items()}))
+        if self.attention.cache_takes_options is None:
+            self.attention.cache_takes_options = "kwargs" in others
+        if "kwargs" in others:
+            others["kwargs"][f"{PROBE}_cache"] = self
+        return torch.cat([value, key], dim=2), torch.cat([key, value], dim=2)
+
+
 class _Layer(_Fused):
     """The norms and sums of a layer; it also norms its output for the next layer, or for the last norm."""
 
@@ -331,26 +366,10 @@ class _Layer(_Fused):
         super().__init__(module, "input_layernorm", "post_attention_layernorm")
         self.next_norm = next_norm if _is_known(next_norm, "RMSNorm") else None
 
-    def compute(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **options: Any,
-    ) -> Any:
+    def compute(self, hidden_states: Tensor, **options: Any) -> Any:
         layer = self.module
-        attended, _ = layer.self_attn(
-            hidden_states=_norm(layer.input_layernorm, hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **options,
-        )
+        normed = _norm(layer.input_layernorm, hidden_states)
+        attended, _ = layer.self_attn(hidden_states=normed, **self.defaults | options)  # all that it does not use
         norm = layer.post_attention_layernorm
         normed, hidden_states = triton.rms_norm(attended, norm.weight, norm.variance_epsilon, hidden_states)
         added, norm = layer.mlp(normed), self.next_norm
@@ -360,6 +379,10 @@ class _Layer(_Fused):
         # An attribute is gone with its tensor; a class of tensors would meet every operation of the model.
         hidden_states.normed = norm, normed, hidden_states._version  # type: ignore[attr-defined]
         return hidden_states
+
+    def inputs(self, model: Any, calls: list[Any]) -> list[dict[str, Any]]:
+        """Return a call without arguments, and one with each that it has and one that it does not know."""
+        return [{}, {name: object() for name in (*self.defaults, PROBE)}]
 
     @contextmanager
     def stand_ins(self) -> Iterator[list[Any]]:
@@ -384,6 +407,13 @@ class _Layer(_Fused):
                 del block["forward"]
                 if forward is not None:
                     block["forward"] = forward
+
+
+def _defaults(module: Any) -> dict[str, Any]:
+    """Return the arguments of the `forward` of a module's class that may be passed by name, with their defaults."""
+    forward = getattr(type(module), "forward", None)
+    named = [*signature(forward).parameters.values()][2:] if forward else []  # the module, and `hidden_states`
+    return {x.name: x.default for x in named if x.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
 
 
 def _norm(norm: Any, hidden_states: Tensor) -> Tensor:

@@ -87,13 +87,21 @@ def _forward(
     *args: Any,
     **options: Any,
 ) -> Int32[Tensor, "1 t k"]:
-    """Select by the pool of the engine that runs the model, if one does; else the module's own way."""
+    """Select by the pool of the engine that runs the model, if one does; else the module's own way.
+
+    Raises:
+        ValueError: if the model passes more than a mask and positions to the indexer of an engine, such as a cache.
+    """
     running = under_way()
     if running is None:
         selected: Tensor = type(module).forward(
             module, hidden_states, query_latent, position_embeddings, *args, **options
         )
         return selected
+    others = dict(enumerate(args[2:], 5)) | options  # past attention_mask and position_ids, which the step has
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None in the indexer of an engine, got {type(value).__name__}")
     engine, step = running
     tokens = index_tokens(module, kind, hidden_states, query_latent, position_embeddings)
     positions: Tensor = engine.select(module, tokens, step=step)

@@ -65,11 +65,8 @@ STATE, NO_ATTENTION = "linear_attention", ("linear_attention", "mlp", "moe")
 NO_MASK = torch.empty(1, 1, 0, 0)
 HARMLESS = {  # options of an attention that change nothing in a decoder that only infers
     "dropout",  # 0 then
-    "encoder_hidden_states",  # None then
-    "layer_past",  # None then
     "output_attentions",
     "output_router_logits",
-    "past_key_values",  # None then
     "position_ids",  # the model itself has used them
     "use_cache",
 }
@@ -404,17 +401,17 @@ REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[Any], Tensor | None]]
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Check that an attention has no option that the engine would not honour.
+    """Check that an attention has no option that the engine would not honour; one that is None changes nothing.
 
     Raises:
         ValueError: naming the option.
     """
     for name, value in options.items():
-        if name not in HARMLESS:
-            raise ValueError(f"{name}: expected no option of attention that the engine does not know, got {value!r}")
-    for name in ("dropout", "encoder_hidden_states", "layer_past", "past_key_values"):
-        if options.get(name):
-            raise ValueError(f"{name}: expected none in a decoder that only infers, got {options[name]!r}")
+        if name not in HARMLESS and value is not None:
+            got = f"{str(value.dtype)[6:]} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{name}: expected no option of attention that the engine does not know, got {got}")
+    if options.get("dropout"):
+        raise ValueError(f"dropout: expected none in a decoder that only infers, got {options['dropout']!r}")
 
 
 def state_layers(model: Any) -> dict[int, StateLayer]:

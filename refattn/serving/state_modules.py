@@ -198,9 +198,11 @@ def _forward(
     """
     if "engine" not in options:
         return type(module).forward(module, hidden_states, *args, **options)
+    if args:
+        raise ValueError(f"hidden_states: expected all other arguments by name, got {len(args)} without one")
     engine, step = options.pop("engine"), options.pop("step")
     options.pop("position_embeddings", None)  # which these layers do not use
-    for name in ("attention_mask", "cache_params"):
+    for name in ("attention_mask", "cache", "cache_params"):  # cache_params until transformers 5.23
         value = options.pop(name, None)
         if value is not None:
             raise ValueError(f"{name}: expected None, as the step says who sees whom, got {type(value).__name__}")
