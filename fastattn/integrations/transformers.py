@@ -63,12 +63,16 @@ OF_THE_STEP = (  # of `generate_batch`
 )
 # What transformers passes along that asks nothing of an attention.
 IGNORED = HARMLESS | {
+    "cache",  # the model itself has used it; past_key_values until transformers 5.23
+    "cache_position",
+    "encoder_hidden_states",
     "is_causal",
     "layer_idx",
+    "layer_past",
     "logits_to_keep",
-    "cache_position",
-    "return_dict",
     "output_hidden_states",
+    "past_key_values",
+    "return_dict",
 }
 
 
@@ -111,6 +115,21 @@ def use_in_generate_batch(model: Any, name: str) -> None:
         )
     register()
     model.config._attn_implementation = PAGED_PREFIX + name
+    model.generate_batch = partial(_generate_batch, model)
+
+
+def _generate_batch(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+    """Call `generate_batch` of transformers, which logs the errors of its own thread, and returns without the tokens.
+
+    Raises:
+        RuntimeError: if there was one, with its text.
+    """
+    outputs = type(model).generate_batch(model, inputs, *args, **options)
+    errors = [output.error for output in outputs.values() if output.error is not None]
+    if errors or len(outputs) < len(inputs):
+        first, right = errors[0] if errors else "transformers has logged why", len(outputs) - len(errors)
+        raise RuntimeError(f"generate_batch: expected {len(inputs)} outputs without an error, got {right}; {first}")
+    return outputs
 
 
 def _refusing_twins(check: Callable[..., str]) -> Callable[..., str]:
@@ -462,8 +481,8 @@ def _paged_attention(
     twin: tuple[ModuleType, ModuleType],
     module: Any,
     query: Float[Tensor, "b h t d"],
-    key: Float[Tensor, "b hk t d"],
-    value: Float[Tensor, "b hk t dv"],
+    key: Float[Tensor, "b hk s d"],
+    value: Float[Tensor, "b hk s dv"],
     attention_mask: None,
     *,
     cache: Any = None,
@@ -473,12 +492,12 @@ def _paged_attention(
     sliding_window: int | None = None,
     **step: Any,
 ) -> tuple[Float[Tensor, "b t h dv"], None]:
-    """Compute the attention of a layer in `generate_batch`, which writes the cache and reads it into rows.
+    """Compute the attention of a layer in `generate_batch`, over the rows that a cache is read into when it is written.
 
     Raises:
         NotImplementedError: naming what neither twin computes; without a cache of `generate_batch`.
     """
-    if cache is None:
+    if cache is None and not isinstance(step.get("cu_seq_lens_k"), Tensor):
         raise NotImplementedError(
             f"attn_implementation: the names that begin with {PAGED_PREFIX!r} are for generate_batch, which has a "
             "paged cache; elsewhere leave that out"
@@ -487,7 +506,8 @@ def _paged_attention(
         raise NotImplementedError("max_blocks_per_request: expected 0, as the cache writes its keys, got block tables")
     _check_others({name: x for name, x in step.items() if name not in OF_THE_STEP})
     query, key, value = _as_autocast_has_them(query, key, value)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=step)
+    if cache is not None:  # until transformers 5.23; since then the model itself has updated it
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=step)
     starts, ends = step["cu_seq_lens_q"].int(), step["cu_seq_lens_k"].int()
     batch = Batch(starts, ends.diff(), None, int(step["max_length_q"]), int(step["max_length_k"]))
     left = -1 if sliding_window is None else sliding_window - 1

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from transformers import (
     StaticCache,
 )
 from transformers.masking_utils import (
+    and_masks,
     chunked_causal_mask_function,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
@@ -33,7 +36,7 @@ import fastattn.dense
 import refattn.dense
 from fastattn.integrations import transformers as integration
 from refattn.serving import demo_model
-from tests.helpers.padded import OWN_ATTENTION, PADDINGS, TOKENS, padded
+from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
 
 TWINS = ("refattn", "fastattn")
@@ -42,7 +45,7 @@ FAMILIES = tuple(  # a sentence reads better here than a list of its words
     bert cohere2 deepseek_v3 gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite llama llama4_text longcat_flash
     mistral mixtral modernbert-decoder olmo2 persimmon phi3 qwen2 qwen3_moe starcoder2
     """.split()  # noqa: SIM905
-)
+) + tuple(family for family in REBUILT if family not in OWN_ATTENTION)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,7 +86,7 @@ def outputs(model, name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_the_logits_and_tokens_of_eager(family, device, calls):
-    model = make_family(family, device, **CHANGES.get(family, {}))
+    model = make_family(family, device, **(CHANGES | REBUILT).get(family, {}))
     logits, words = outputs(model, "eager")
     assert calls == dict.fromkeys(TWINS, 0)
     for twin in TWINS:
@@ -282,7 +285,10 @@ def prefix_of_four(b, h, i, j):
 def packed(rule):
     positions = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3]])
     number = (positions == 0).cumsum(-1)
-    return packed_sequence_compatibility_function(rule, positions.expand(2, -1), number.expand(2, -1))
+    return and_masks(
+        packed_sequence_mask_function(number.expand(2, -1)),
+        remap_positions_for_packed_sequence(rule, positions.expand(2, -1)),
+    )
 
 
 NO_PADDING = torch.zeros(2, dtype=torch.long)
@@ -643,6 +649,8 @@ def test_what_a_layer_of_generate_batch_fixes_reaches_it(twin, asked, device):
     attend = ALL_ATTENTION_FUNCTIONS[integration.PAGED_PREFIX + twin]
     module = SimpleNamespace(layer_idx=0)
     out, _ = attend(module, query, key[:, :, :5], value[:, :, :5], None, cache=cache, **layer, **step)
+    updated, _ = attend(module, query, key, value, None, **layer, **step)  # by the model, since transformers 5.24
+    assert torch.equal(updated, out)
 
     cap, window, sinks = layer.get("softcap"), layer.get("sliding_window", 9), layer.get("s_aux")
     rows, first_query, first_key = [], 0, 0
@@ -682,3 +690,13 @@ def test_continuous_batching_gives_the_tokens_of_eager(family, twins, device, ca
         model(TOKENS.to(device))
     with pytest.raises(ValueError, match="name: expected one of refattn, fastattn, got 'sdpa'"):
         integration.use_in_generate_batch(model, "sdpa")
+
+
+def test_an_error_in_the_thread_of_generate_batch_is_raised(device, monkeypatch):
+    """There it is only logged, and outputs have no tokens."""
+    model = make_family("llama", device)
+    integration.use_in_generate_batch(model, "fastattn")
+    monkeypatch.setattr(fastattn.dense, "attention", mock.Mock(side_effect=ValueError("plan: expected another")))
+    batching = ContinuousBatchingConfig(page_size=8, num_blocks=48, use_async_batching=False, use_cuda_graph=False)
+    with pytest.raises(RuntimeError, match="expected 2 outputs without an error, got 0; plan: expected another"):
+        model.generate_batch([[3, 14], [15]], continuous_batching_config=batching, progress_bar=False)

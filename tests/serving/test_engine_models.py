@@ -25,6 +25,7 @@ from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Engine, Request, SamplingParams, StepTokens
 from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
+from tests.helpers.padded import OWN_ATTENTION
 from tests.helpers.tiny_models import (
     CHANGES,
     INDEX_SIZES,
@@ -225,7 +226,7 @@ REFUSED = {
     "cross attention": ("bert", dict(add_cross_attention=True), "with add_cross_attention"),
     "not causal": ("llama", dict(is_causal=False), "with is_causal=False"),
     # These failed too, but in the first step, or without a word of why.
-    "codegen": ("codegen", {}, "not built on transformers' AttentionInterface"),
+    "xglm": ("xglm", OWN_ATTENTION["xglm"], "not built on transformers' AttentionInterface"),
     "alibi elsewhere": ("llama", dict(alibi=True), "with alibi"),
     "latents, some of them": (
         "bailing_hybrid",
