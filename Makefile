@@ -18,7 +18,7 @@ export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo serve exercises lab test compile mutants search vllm-test families site-test matrix check bench readme docs
+.PHONY: help demo serve exercises lab test newest compile mutants search vllm-test families site-test matrix check bench readme docs
 .PHONY: docs-version gpu-report notebooks release-check clean
 
 help:  ## this list
@@ -38,6 +38,9 @@ lab: $(VENV)/.notebooks $(VENV)/.model  ## the notebooks in JupyterLab, which op
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+newest:  ## the tests with today's newest dependencies, in .venv-newest: which lie outside our bounds, and which break what
+	JOBS=$(JOBS) $(PYTHON) tests/newest.py $(ARGS)
 
 compile: $(VENV)/.test  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 -o faulthandler_timeout=0 $(ARGS)
@@ -95,7 +98,7 @@ release-check: $(VENV)/.release  ## build the wheel and the sdist, and try both 
 	$(BIN)/python tests/release_check.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist docs/assets/pyodide
+	rm -rf $(VENV) .venv-newest .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist docs/assets/pyodide
 	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/.NAME is the stamp of the extra NAME. run.py makes .venv, and refuses a Python that is too old.

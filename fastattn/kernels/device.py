@@ -5,6 +5,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,25 @@ def cannot_interpret() -> str | None:
     triton, numpy = (TorchVersion(package_version(name)) for name in ("triton", "numpy"))
     if triton < "3.7" and numpy >= "2.4":
         return "the interpreter of Triton 3.6 fails with numpy 2.4 or later: install numpy<2.4, or Triton 3.7"
+    if triton >= "3.9":
+        _fix_masks()
     return None
+
+
+def _fix_masks() -> None:
+    """Let a comparison of two scalars be a mask in Triton's interpreter, as it is where kernels are compiled.
+
+    There, `mask & (a < b)` has the integer type of `a`: the result of a comparison keeps the type of its operands, and
+    is spread over a block in that. The interpreter of Triton 3.9 refuses such a mask, which those before it take.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_splat(self: Any, block_type: Any, scalar: Any) -> Any:
+        dtype = interpreter._get_np_dtype(block_type.scalar)
+        return interpreter.TensorHandle(np.full(block_type.shape, scalar.data, dtype), block_type.scalar)
+
+    interpreter.InterpreterBuilder.create_splat = create_splat
 
 
 @cache

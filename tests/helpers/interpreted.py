@@ -147,7 +147,7 @@ def _find_common_types_once() -> None:
             operand = semantic.cast(operand, to.scalar)
         if operand.type.name == to.name:
             return operand
-        data, dtype = operand.handle.data, operand.handle.dtype
+        data, dtype = operand.handle.data, operand.dtype
         if not operand.type.is_block():
             data = data.astype(interpreter._get_np_dtype(dtype), copy=False)  # as the interpreter does
         return core.tensor(interpreter.TensorHandle(spread(data, to.shape), dtype), to)
