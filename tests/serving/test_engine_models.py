@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import DiffLlamaConfig, T5Config, T5ForConditionalGeneration
+from transformers import DiffLlamaConfig, DynamicCache, T5Config, T5ForConditionalGeneration
 from transformers.models.bloom import modeling_bloom
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from transformers.models.falcon import modeling_falcon
@@ -309,16 +309,35 @@ def test_a_family_that_nobody_has_compared(llama, monkeypatch):
     torch.testing.assert_close(engine_logits(llama, monkeypatch, trust_model=True), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("is_causal", False), ("block_indices", None), ("dropout", 0.1), ("encoder_hidden_states", 1)]
-)
-def test_options_that_the_engine_does_not_know(llama, option, value, shapes_unchecked):
-    """An option that a new transformers passes to the attention is not left out: nobody can say what it changes."""
+@pytest.fixture
+def attend(llama):
+    """Call the attention of the first layer as a model does, with some options."""
     engine = Engine(llama, num_blocks=8, block_size=4)
     inputs = engine.make_inputs(StepTokens.of({Request([1], 1, ONE, blocks=[0]): 1}))
-    query, key, value_states = (torch.zeros(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
+    tokens = [torch.ones(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2)]
+    return partial(engine.attend, llama.model.layers[0].self_attn, *tokens, step=inputs["step"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("is_causal", False),
+        ("block_indices", torch.zeros(1, 2)),
+        ("dropout", 0.1),
+        ("encoder_hidden_states", 1),
+        ("cache", DynamicCache()),  # false, as it is empty
+        ("past_key_values", DynamicCache()),
+    ],
+)
+def test_options_that_the_engine_does_not_know(attend, option, value, shapes_unchecked):
+    """An option that a new transformers passes to the attention is not left out: it may change the output."""
     with pytest.raises(ValueError, match=f"{option}: expected no"):
-        engine.attend(llama.model.layers[0].self_attn, query, key, value_states, step=inputs["step"], **{option: value})
+        attend(**{option: value})
+
+
+def test_an_option_that_is_none_changes_nothing(attend):
+    """A new transformers may pass it to all layers, as 5.24 passes `cache`."""
+    assert torch.equal(attend(cache=None, block_indices=None, dropout=0.0), attend())
 
 
 DROPOUTS = {

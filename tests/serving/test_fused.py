@@ -2,12 +2,13 @@
 
 import copy
 import logging
+from functools import wraps
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama import modeling_llama
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
@@ -342,9 +343,31 @@ def another_norm(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: x * self.weight)
 
 
+def another_key_in_the_cache(monkeypatch):
+    """Without a cache, it computes what it did."""
+    own = modeling_llama.LlamaAttention.forward
+
+    @wraps(own)
+    def forward(self, x, **given):
+        return own(self, x * (2 if any(given.get(name) is not None for name in fused.CACHES) else 1), **given)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+
+
+def another_name_of_the_cache(monkeypatch):
+    own = modeling_llama.LlamaAttention.forward
+
+    def forward(self, x, position_embeddings=None, attention_mask=None, store=None, **others):
+        return own(self, x, position_embeddings, attention_mask, **others)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+
+
 PLANTED = {
     another_mlp: ["mlp"],
     another_rotation_of_keys: ["self_attn"],
+    another_key_in_the_cache: ["self_attn"],
+    another_name_of_the_cache: ["self_attn"],
     another_residual: [""],
     another_norm: ["", "norm"],
 }
@@ -371,6 +394,28 @@ def test_what_a_family_passes_to_attention_is_passed(device, monkeypatch):
     options = dict(dropout=0.0, scaling=0.25, sliding_window=5, cu_seq_lens_q="anything")
     assert all(options.items() <= passed.items() for passed in given) and len(given) == 2
     assert fused.PROBE not in functions
+
+
+@pytest.mark.parametrize("name", fused.CACHES)
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+@torch.no_grad()
+def test_a_cache_by_either_name_is_updated_and_read(name, llama):
+    """That of this version of transformers, and of the one before or after it, which the class knows or does not."""
+    attention, x = llama.model.layers[0].self_attn, torch.randn(1, 4, llama.config.hidden_size, device=llama.device)
+    places = torch.arange(4, device=llama.device)[None]
+
+    def decode():
+        cache = DynamicCache(config=llama.config)
+        for new in (slice(0, 3), slice(3, 4)):
+            angles = llama.model.rotary_emb(x, places[:, new])
+            out, _ = attention(x[:, new], position_embeddings=angles, attention_mask=None, **{name: cache})
+        return out, cache.get_seq_length()
+
+    expected, length = decode()
+    fuse(llama)
+    out, again = decode()
+    assert_same(out, expected)
+    assert again == length
 
 
 # What is refused.
