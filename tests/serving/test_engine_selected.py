@@ -8,10 +8,11 @@ import importlib
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import fastattn.serving.cuda_graphs
 from fastattn.serving import CudaGraphs
-from refattn.serving import Engine, NGram, SamplingParams, calibrate
+from refattn.serving import Engine, NGram, SamplingParams, calibrate, index_modules
 from refattn.serving.layers import Causal, Layer, SelectedLatents
 from tests.helpers.drafts import Wild
 from tests.helpers.pairs import every_pair
@@ -216,3 +217,9 @@ def test_a_mistake_is_seen(deepseek, expected, mistake, monkeypatch):
     monkeypatch.setattr(SelectedLatents, "select", mistake)
     engine = make_engine(deepseek, "fastattn", max_num_batched_tokens=9)
     assert outputs(engine, PROMPTS[1:4]) != expected[1:4]
+
+
+def test_a_cache_that_is_passed_to_an_indexer_is_not_left_out(deepseek, shapes_unchecked):
+    indexer, running = deepseek.model.layers[0].self_attn.indexer, lambda: (None, None)
+    with pytest.raises(ValueError, match="cache: expected None in the indexer of an engine, got DynamicCache"):
+        index_modules._forward(indexer, index_modules.HALVES, running, None, None, None, cache=DynamicCache())

@@ -348,8 +348,9 @@ def another_key_in_the_cache(monkeypatch):
     own = modeling_llama.LlamaAttention.forward
 
     @wraps(own)
-    def forward(self, x, **given):
-        return own(self, x * (2 if any(given.get(name) is not None for name in fused.CACHES) else 1), **given)
+    def forward(self, hidden_states, **given):
+        has_cache = any(given.get(name) is not None for name in fused.CACHES)
+        return own(self, 2 * hidden_states if has_cache else hidden_states, **given)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
 
@@ -357,8 +358,8 @@ def another_key_in_the_cache(monkeypatch):
 def another_name_of_the_cache(monkeypatch):
     own = modeling_llama.LlamaAttention.forward
 
-    def forward(self, x, position_embeddings=None, attention_mask=None, store=None, **others):
-        return own(self, x, position_embeddings, attention_mask, **others)
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, store=None, **others):
+        return own(self, hidden_states, position_embeddings, attention_mask, **others)
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
 
