@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
             passing = len(failed) - len(failures(copy))
             if passing:
                 say(f"{name} {installed[name]} breaks {passing} of {len(failed)} tests, which pass with {version}")
-            pip(*[f"{name}=={version}" for name, version in installed.items()])
+            pip("--no-deps", *[f"{name}=={version}" for name, version in installed.items()])
     say(f"{len(failed)} tests fail with the newest versions: {', '.join(failed[:5])} ..")
     return 1
 

@@ -237,7 +237,7 @@ def test_equals_the_layers_of_deepseek(twin, config):
         def __init__(self):
             self.latents = {}
 
-        def update(self, latent, rope_key, layer_idx, *_):
+        def update(self, latent, rope_key, layer_idx, **others):
             self.latents[layer_idx] = latent, rope_key
             return latent, rope_key
 
