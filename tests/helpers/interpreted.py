@@ -147,9 +147,8 @@ def _find_common_types_once() -> None:
             operand = semantic.cast(operand, to.scalar)
         if operand.type.name == to.name:
             return operand
-        data, dtype = operand.handle.data, operand.dtype
-        if not operand.type.is_block():
-            data = data.astype(interpreter._get_np_dtype(dtype), copy=False)  # as the interpreter does
+        dtype = operand.dtype  # of a comparison, bool: its handle has the type of the operands
+        data = operand.handle.data.astype(interpreter._get_np_dtype(dtype), copy=False)
         return core.tensor(interpreter.TensorHandle(spread(data, to.shape), dtype), to)
 
     def left_to_numpy(data, shape):
