@@ -40,8 +40,8 @@ from fastattn.serving.decode_rows import DecodeRows
 from fastattn.serving.sampling import sample
 from refattn.interface import Batch, Prefix, Trees
 from refattn.serving import Engine, Request, StepTokens
-from refattn.serving.engine import UnderWay
 from refattn.serving.request import fill_in
+from refattn.serving.runner import UnderWay
 from refattn.serving.sampling import settings_of
 from refattn.serving.state_layers import StateParts, copy_states, decode_plan, prefill_plan, row_len, rows_of
 

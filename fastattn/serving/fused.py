@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from fastattn.kernels.device import cannot_import, cannot_interpret
 from fastattn.kernels.triton import KERNEL as triton
 from fastattn.kernels.triton import float_types, is_interpreted, unsupported_device
+from refattn.serving.arguments import check_module
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,9 @@ def fuse(model: Any) -> Any:
 
     Raises:
         NotImplementedError: for a device or a type that the kernels do not compute on.
-        ValueError: if the model is in training mode, or has no part that can be fused.
+        ValueError: if the model is none of transformers, is in training mode, or has no part that can be fused.
     """
+    check_module(model)
     reason = _unsupported(model.device, model.dtype)
     if reason:
         raise NotImplementedError(f"fuse: {reason}")

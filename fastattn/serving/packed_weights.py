@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from refattn.interface.values import describe
+
 
 def pack(model: Any) -> Any:
     """Pack the weights of a model's linear layers, in place.
@@ -35,10 +37,12 @@ def pack(model: Any) -> Any:
 
     Raises:
         NotImplementedError: if torch has no oneDNN, or it is switched off.
-        ValueError: if the model is in training mode, or has no such layer.
+        ValueError: if the model is no module, is in training mode, or has no such layer.
     """
     if not can_pack():
         raise NotImplementedError("pack: expected torch with oneDNN, and torch.backends.mkldnn.enabled to be True")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {describe(model)}")
     if model.training:
         raise ValueError("model: expected one in evaluation mode, got one in training; call model.eval() first")
     unpack(model)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import refattn
 from refattn.serving import models
+from refattn.serving.arguments import check_module
 from refattn.serving.engine import Engine
 from refattn.serving.layers import Amax
 from refattn.serving.request import tokenize
@@ -65,6 +66,7 @@ def calibrate(
     tokens = [tokenize(prompt, tokenizer) for prompt in prompts]
     if not tokens:
         raise ValueError("prompts: expected at least one, got none")
+    check_module(model)
     models.check_model(model, trust_model)
     chunk_size = getattr(model.config.get_text_config(), "attention_chunk_size", None) or 0
     block_size = gcd(BLOCK_SIZE, chunk_size)  # a chunk is whole blocks, where there are chunks

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from itertools import chain
 from math import ceil
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from einops import reduce
@@ -53,13 +53,12 @@ from torch import Tensor
 import refattn
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan, Prefix, Trees
 from refattn.interface.trees import MOST_NODES
-from refattn.serving import models
+from refattn.serving import arguments, models
 from refattn.serving.block_pool import BlockPool, Span
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
 from refattn.serving.index_modules import IndexTokens
 from refattn.serving.layers import (
     KEY_RANGE,
-    PACKED_ROWS,
     VALUE_RANGE,
     Amax,
     Layer,
@@ -71,6 +70,7 @@ from refattn.serving.layers import (
     set_scales,
 )
 from refattn.serving.request import AnyPrompt, Draft, Event, Prompt, Request, StepTokens, check_spans, fill_in, tokenize
+from refattn.serving.runner import AsyncRunner, Runner, UnderWay
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
@@ -123,43 +123,6 @@ def _unmarked(phase: str) -> None:
     """Take no notice of what a step does next."""
 
 
-@runtime_checkable
-class Runner(Protocol):
-    """Runs some steps in its own way, over what of an engine is public."""
-
-    def run(self, engine: "Engine", tokens: StepTokens) -> Float[Tensor, "rows v"] | None:
-        """Run the model over the new tokens of a step; return the logits of `logits_rows`, None to leave it."""
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A step that has been launched, and whose tokens have not been read.
-
-    Attributes:
-        scheduled: its requests, with the number of new tokens of each.
-        requests: those that get a token, one row each.
-        tokens: waits for the token of each row, and returns them; None for one whose logits are not finite.
-    """
-
-    scheduled: Mapping[Request, int]
-    requests: Sequence[Request]
-    tokens: Callable[[], list[int | None]]
-
-
-@runtime_checkable
-class AsyncRunner(Runner, Protocol):
-    """Launches steps without waiting for their tokens, which it chooses on the device, as `sampling` says."""
-
-    def launch(self, engine: "Engine", scheduled: Mapping[Request, int]) -> UnderWay | None:
-        """Launch a step without drafts, all of whose tokens the host knows; return None to leave it."""
-
-    def launch_next(self, engine: "Engine", before: UnderWay, scheduled: Mapping[Request, int]) -> UnderWay | None:
-        """Launch the step after one whose tokens have not been read; return None to leave it."""
-
-    def warm_up(self, engine: "Engine", num_tokens: int) -> None:
-        """Capture the decodes that may come, of sequences of up to `num_tokens` tokens."""
-
-
 class Engine:
     """Serves requests with a model; its attention is computed by `twin`.
 
@@ -199,8 +162,8 @@ class Engine:
             do that before you rely on them.
 
     Raises:
-        ValueError: naming the argument, for a size that is not an int of at least 1, an unknown type of cache, a
-            calibration of another model, or a model that would be served wrongly.
+        ValueError: naming the argument, for one of another type, a size that is not an int of at least 1, an unknown
+            type of cache, a calibration of another model, or a model that would be served wrongly.
         NotImplementedError: if the model has layers that the engine keeps in no such cache; for `batch_invariant` with
             layers that keep a state; or under `torch.autocast`.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
@@ -233,12 +196,20 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
         )
-        for name, size in sizes.items():
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
-        if speculation is not None and not isinstance(speculation, NGram | DraftModel):
-            raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
+        arguments.check_sizes(sizes)
+        arguments.check_parts(
+            tokenizer=tokenizer,
+            twin=twin,
+            machine=machine,
+            runner=runner,
+            speculation=speculation,
+            batch_invariant=batch_invariant,
+            calculate_kv_scales=calculate_kv_scales,
+            trust_model=trust_model,
+        )
+        arguments.check_module(model)
         models.check_model(model, trust_model)
+        arguments.check_scales(kv_cache_dtype, calibration, calculate_kv_scales)
         _check_autocast(model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
@@ -253,21 +224,6 @@ class Engine:
         if batch_invariant and self.state_layers:
             raise NotImplementedError(
                 "batch_invariant: expected False with layers that keep a state, none of whose kernels is, got True"
-            )
-        if type(calculate_kv_scales) is not bool:
-            raise ValueError(f"calculate_kv_scales: expected True or False, got {calculate_kv_scales!r}")
-        has_fixed_scales = kv_cache_dtype.startswith("fp8") and kv_cache_dtype != PACKED_ROWS
-        if calculate_kv_scales and (calibration is not None or not has_fixed_scales):
-            given = "a calibration" if calibration is not None else f"kv_cache_dtype={kv_cache_dtype!r}"
-            raise ValueError(
-                "calculate_kv_scales: expected False but for fp8 without a calibration, as other scales are given or "
-                f"come with each key, got True and {given}"
-            )
-        if calibration is not None and kv_cache_dtype == "auto":
-            raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
-        if calibration is not None and kv_cache_dtype == PACKED_ROWS:
-            raise ValueError(
-                f"calibration: expected None, as a write finds the scales of {PACKED_ROWS}'s rows, got some"
             )
         if calibration is not None:
             self.layers = set_scales(self.layers, calibration, self.twin, self.owners, model.device)
@@ -306,7 +262,8 @@ class Engine:
                 where = dict(dtype=model.dtype, device=model.device)
                 blocks = pool_blocks[layer], block_size
                 self.caches.append(layer.storage.allocate(self.twin, *blocks, **where) if own else self.caches[owner])
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            arguments.check_out_of_memory(error)
             owning = [self.layers[owner] for owner in sorted({*self.owners})]
             size = sum(block_size * pool_blocks[x] * x.storage.bytes_per_token(model.dtype) for x in owning)
             raise torch.OutOfMemoryError(
@@ -512,12 +469,12 @@ class Engine:
         if not tokens:
             raise ValueError("prompt: expected at least one token, got none")
         family = self.model.config.model_type
-        if given.spans and family not in models.SPANNED:
+        spans = check_spans(given.spans, len(tokens), self.max_num_batched_tokens)
+        if spans and family not in models.SPANNED:
             raise ValueError(
                 f"spans: expected none in a model of the family {family}, which has no such mask, only of "
                 f"{', '.join(models.SPANNED)}, got {given.spans}"
             )
-        spans = check_spans(given.spans, len(tokens), self.max_num_batched_tokens)
         last_id = self.vocab_size - 1
         if min(tokens) < 0 or max(tokens) > last_id:
             raise ValueError(f"prompt: expected token ids in 0..{last_id}, got {min(tokens)}..{max(tokens)}")
@@ -1009,6 +966,8 @@ class Engine:
             raise ValueError(f"num_kept_states: expected None or an int of at least 0, got {num_kept!r}")
         self.state_caches: dict[int, StatePools] = {}
         if not self.state_layers:
+            if num_kept is not None:
+                raise ValueError(f"num_kept_states: expected None without layers that keep a state, got {num_kept}")
             return None
         most = min(self.max_num_seqs, num_blocks)
         pool = StatePool(
@@ -1022,7 +981,8 @@ class Engine:
         try:
             for index, layer in self.state_layers.items():
                 self.state_caches[index] = layer.allocate(self.twin, pool.num_slots, **where)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            arguments.check_out_of_memory(error)
             size = sum(layer.bytes_per_slot(self.model.dtype) for layer in self.state_layers.values())
             raise torch.OutOfMemoryError(
                 f"max_num_seqs: expected states that fit into the memory of {self.model.device}, got {pool.num_slots} "

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
+from refattn.interface.values import describe
 from refattn.serving.block_pool import BlockContent, Span
 from refattn.serving.sampling import SamplingParams
 
@@ -241,6 +242,8 @@ def check_spans(spans: Sequence[Span], num_tokens: int, most: int) -> tuple[Span
     Raises:
         ValueError: if they are no pairs of positions in the prompt, rising, or a span has more tokens than a step.
     """
+    if not isinstance(spans, Sequence):
+        raise ValueError(f"spans: expected a sequence of pairs of ints, got {describe(spans)}")
     before = -1
     for span in spans:
         if not isinstance(span, Sequence) or [type(x) for x in span] != [int, int]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from refattn.interface.values import check_sizes
+from refattn.interface.values import check_sizes, describe
 from refattn.serving.request import Draft, Request
 from refattn.serving.sampling import SamplingParams
 
@@ -105,7 +105,7 @@ class DraftModel:
         max_drafts: most tokens of a draft.
 
     Raises:
-        ValueError: if `max_drafts` is not an int of at least 1.
+        ValueError: if `engine` is none, or `max_drafts` is not an int of at least 1.
 
     Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
     """
@@ -115,7 +115,9 @@ class DraftModel:
     max_drafts: int = 4
 
     def __post_init__(self) -> None:
-        """Check the size."""
+        """Check the engine and the size."""
+        if not isinstance(self.engine, DraftEngine):
+            raise ValueError(f"engine: expected an Engine of the smaller model, got {describe(self.engine)}")
         check_sizes(max_drafts=self.max_drafts)
 
     def propose(self, tokens: Sequence[int], *, depth: int, nodes: int, branches: int | None = None) -> Draft | None:
