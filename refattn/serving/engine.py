@@ -56,6 +56,7 @@ from refattn.interface.trees import MOST_NODES
 from refattn.serving import arguments, models
 from refattn.serving.block_pool import BlockPool, Span
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
+from refattn.serving.detokenize import new_text
 from refattn.serving.index_modules import IndexTokens
 from refattn.serving.layers import (
     KEY_RANGE,
@@ -137,7 +138,7 @@ class Engine:
         block_size: tokens in a block.
         max_num_batched_tokens: most tokens in a step, so that no decode waits long for the prompts beside it.
         max_num_seqs: most requests that run at once.
-        tokenizer: converts tokens to text, if text is needed.
+        tokenizer: converts tokens to text, if text is needed. What it calls an end ends an output, too.
         twin: the package that computes, `refattn` or `fastattn`.
         machine: for which hardware to decide whether a shared prefix is worth a cascade; None for the one of
             `cost_model` that stands for the kind of the model's device.
@@ -247,7 +248,7 @@ class Engine:
                 f"speculation: expected a draft model of the same {self.vocab_size} tokens, got one of "
                 f"{speculation.engine.vocab_size}"
             )
-        self.end_token_ids = models.end_token_ids(model)
+        self.end_token_ids = {*models.end_token_ids(model), getattr(tokenizer, "eos_token_id", None)} - {None}
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
         self.window_pools = {
@@ -424,7 +425,7 @@ class Engine:
         self.mark("scheduling")
         unfinished = [*self.running, *self.waiting]
         counted = vars(self.counters).copy()
-        before: dict[Request, tuple[int, tuple[int, int]]] = {}
+        before: dict[Request, tuple[int, tuple[int, int] | None]] = {}
         try:
             self._is_stepping = True
             scheduled, under_way = self._next_pass()
@@ -489,7 +490,7 @@ class Engine:
             )
         if length > self.max_positions:
             raise ValueError(f"prompt: expected to fit in the model's {self.max_positions} positions, {asked} {length}")
-        return Request(tokens, len(tokens), sampling, spans=spans)
+        return Request(tokens, len(tokens), sampling, spans=spans, continues=given.is_continued)
 
     def _events_of(
         self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams]
@@ -1039,17 +1040,8 @@ class Engine:
             return Event(request, error=_describe(error))
 
     def _new_text(self, request: Request, token: int) -> str:
-        """Return the text that comes with a token, but not half a character: its other bytes come with the next token.
-
-        Decoding starts one piece earlier, as a tokenizer may treat the first token of a text in its own way.
-        """
-        output_ids, (start, end) = [*request.output_ids, *request.accepted, token], request.decoded
-        before = self.tokenizer.decode(output_ids[start:end], skip_special_tokens=True)
-        text = self.tokenizer.decode(output_ids[start:], skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:
-            return ""
-        request.decoded = end, len(output_ids)
-        return str(text[len(before) :])
+        """Return the text that comes with a token."""
+        return new_text(self.tokenizer, request, token, self._reason_to_end(request, token))
 
     def _reason_to_end(self, request: Request, token: int) -> str | None:
         """Return the reason why a token is the last of its request, or None if it is not."""
@@ -1115,7 +1107,7 @@ def _on_device(numbers: Sequence[int], device: torch.device) -> Int64[Tensor, "n
     return host.to(device, non_blocking=True)
 
 
-def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:
+def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int] | None]]:
     """Return how far the outputs and the texts of requests are.
 
     Not in `step`: from Python 3.12 on, `except` and `finally` may miss an interrupt inside of a comprehension.

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from refattn.interface.values import describe
+from refattn.interface.values import check_flag, describe
 from refattn.serving.block_pool import BlockContent, Span
 from refattn.serving.sampling import SamplingParams
 
@@ -21,10 +21,25 @@ class Prompt:
     Attributes:
         tokens: token ids, or text if the engine has a tokenizer.
         spans: the first and the last one of those tokens, by position, for each run of them.
+        continues: the output's text goes on where that of the prompt ends, so its first word keeps the space before it.
+            Otherwise it stands alone, as the message of a chat does. None: for text, but not for token ids.
     """
 
     tokens: str | Iterable[int]
     spans: Sequence[Span] = ()
+    continues: bool | None = None
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the output's text goes on where that of the prompt ends.
+
+        Raises:
+            ValueError: if `continues` is none of its values.
+        """
+        if self.continues is None:
+            return isinstance(self.tokens, str)
+        check_flag("continues", self.continues)
+        return self.continues
 
 
 AnyPrompt = str | Iterable[int] | Prompt
@@ -68,13 +83,14 @@ class Request:
         finish_reason: of a finished request: "stop" (a stop token), "length" (max_tokens), "abort", or "error".
         error: what went wrong, for a `finish_reason` of "error": the exception's type and message.
         pieces: the text that came with each generated token; empty strings if the engine has no tokenizer.
-        decoded: which of the generated tokens the last piece was decoded from: the first one, and one past the last.
+        decoded: the last tokens whose text has been shown: the first of them, and one past the last; None before any.
         num_computed_tokens: how many of the tokens have their keys and values in the pool.
         blocks: the blocks of the pool that hold them, in order.
         contents: the contents of the full ones among them, in order.
         draft: drafted tokens after the last token, during a step; None if nothing is drafted.
         accepted: accepted tokens of that step that are not yet recorded.
         spans: as in `Prompt`.
+        continues: whether its text goes on where that of the prompt ends.
     """
 
     tokens: list[int]
@@ -84,13 +100,14 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     pieces: list[str] = field(default_factory=list)
-    decoded: tuple[int, int] = (0, 0)
+    decoded: tuple[int, int] | None = None
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     contents: list[BlockContent] = field(default_factory=list)
     draft: Draft | None = None
     accepted: list[int] = field(default_factory=list)
     spans: tuple[Span, ...] = ()
+    continues: bool = False
 
     @property
     def output_ids(self) -> list[int]:
@@ -104,7 +121,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The answer so far, if the engine has a tokenizer."""
+        """The text so far, if the engine has a tokenizer; a stop token has none."""
         return "".join(self.pieces)
 
     @property

@@ -300,7 +300,7 @@ class Scheduler:
     def undo(
         self,
         unfinished: Sequence[Request],
-        before: Mapping[Request, tuple[int, tuple[int, int]]] | None = None,
+        before: Mapping[Request, tuple[int, tuple[int, int] | None]] | None = None,
         counted: Mapping[str, int] | None = None,
     ) -> None:
         """Restore a consistent state after an interrupted step: all requests wait, and no block is used.

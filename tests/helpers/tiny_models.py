@@ -132,6 +132,20 @@ def make_llama(device="cpu", **changes):
     return make_model(LlamaForCausalLM, LlamaConfig(**SIZES | changes), device)
 
 
+def make_follower(after, **changes):
+    """Make a model in which each token is followed by the one that `after` says."""
+    heads = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=8, num_hidden_layers=1)
+    model = make_llama(**heads | dict(vocab_size=len(after), hidden_size=len(after)) | changes)
+    with torch.no_grad():
+        for block in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+            block.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(len(after)))
+        model.lm_head.weight.zero_()
+        for token, following in enumerate(after):
+            model.lm_head.weight[following, token] = 1
+    return model
+
+
 def byte_tokenizer():
     """Make a tokenizer with a token for each byte, so that most characters take several, and 256 for the end."""
     vocab = {letter: byte for byte, letter in bytes_to_unicode().items()} | {"<end>": 256}

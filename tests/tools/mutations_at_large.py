@@ -17,6 +17,7 @@ AHEAD = "tests/serving/test_decodes_ahead.py"
 CAPTURED = "tests/serving/test_captured_states.py"
 SELECTED = "tests/serving/test_engine_selected.py"
 SPANS = "tests/serving/test_engine_spans.py"
+TEXTS = "tests/serving/test_detokenize.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
@@ -39,6 +40,7 @@ SCHEDULER = "refattn/serving/scheduler.py"
 BLOCKS = "refattn/serving/block_pool.py"
 WINDOW_POOL = "refattn/serving/window_pool.py"
 SERVER = "refattn/serving/engine.py"
+DETOKENIZE = "refattn/serving/detokenize.py"
 SAMPLING = "refattn/serving/sampling.py"
 ROWS = "fastattn/serving/decode_rows.py"
 GRAPHS = "fastattn/serving/cuda_graphs.py"
@@ -500,11 +502,26 @@ AT_LARGE: list[Mutation] = [
     ),
     planted(
         "half a character at the end is lost",
-        SERVER,
-        'if text.endswith("\\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:',
-        'if text.endswith("\\N{REPLACEMENT CHARACTER}"):',
-        ENGINE,
+        DETOKENIZE,
+        "if text.endswith(INCOMPLETE) and not is_last:",
+        "if text.endswith(INCOMPLETE):",
+        TEXTS,
     ),
+    planted(
+        "a window of text moves on without text",
+        DETOKENIZE,
+        "request.decoded = (end, start + len(window)) if text else (start, end)",
+        "request.decoded = (end, start + len(window))",
+        TEXTS,
+    ),
+    planted(
+        "the token that stops a request is text",
+        DETOKENIZE,
+        '*[token] * (reason != "stop")]',
+        "token]",
+        TEXTS,
+    ),
+    planted("a tokenizer's end is none", SERVER, 'getattr(tokenizer, "eos_token_id", None)', "None", TEXTS),
     planted(
         "a decode ahead takes the token of another row",
         ROWS,
