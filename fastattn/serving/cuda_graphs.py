@@ -181,6 +181,15 @@ class CudaGraphs:
         except _RecordingError as error:
             self._give_up(error)
 
+    def forget(self) -> None:
+        """Drop all captured steps: they read weights where those were, and scales as they were."""
+        if self._engine is not None and self._engine.model.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.model.device)  # one may be under way
+        self._steps.clear()
+        self._seen.clear()
+        self._last = None
+        vars(self).pop("memory", None)
+
     def _replay(self, rows: DecodeRows) -> "_Launched | None":
         """Launch a decode as a graph; None if it cannot be captured."""
         assert self._engine is not None  # a step has come

@@ -71,12 +71,13 @@ from refattn.serving.layers import (
     set_scales,
 )
 from refattn.serving.request import AnyPrompt, Draft, Event, Prompt, Request, StepTokens, check_spans, fill_in, tokenize
-from refattn.serving.runner import AsyncRunner, Runner, UnderWay
+from refattn.serving.runner import AsyncRunner, KeepingRunner, Runner, UnderWay
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
 from refattn.serving.state_layers import Recurrence, StateParts, StatePools, plan_states
 from refattn.serving.state_pool import StatePool
+from refattn.serving.weights import Weights
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
@@ -283,7 +284,8 @@ class Engine:
         self._folded: list[int] = []  # and those whose states
         self._calculates_scales = False  # in every pass, until one over requests has succeeded
         self._try_model()
-        self._calculates_scales = calculate_kv_scales
+        self._calculates_scales = self._has_scales_of_first_step = calculate_kv_scales
+        self.weights, self._has_new = Weights(model), False  # and requests since they were looked at
 
     @property
     def waiting(self) -> deque[Request]:
@@ -428,6 +430,7 @@ class Engine:
         before: dict[Request, tuple[int, tuple[int, int] | None]] = {}
         try:
             self._is_stepping = True
+            self._check_weights(unfinished)
             scheduled, under_way = self._next_pass()
             before = _progress(scheduled)
             if not scheduled:
@@ -449,6 +452,30 @@ class Engine:
             self._abort_all([])
             self.mark("done")
 
+    def forget(self) -> None:
+        """Compute anew, from the next step on, all that was computed from the model's weights.
+
+        Those are cached prefixes and states, the keys and values of requests that run, scales of the first step, and
+        captured graphs. The engine does so by itself where weights were written to or replaced. Call it after a change
+        that leaves no trace: a write through `weight.data`, or a switch in the model's own code. After such a write,
+        call `fastattn.serving.pack` again, too, and `forget` of a draft model's engine if its weights were meant.
+        """
+        self.weights.is_trusted = False
+
+    def _check_weights(self, unfinished: Sequence[Request]) -> None:
+        """Begin anew with all requests if the weights are not those of the step before."""
+        are_trusted, were_written = self.weights.is_trusted, self.weights.were_written()
+        were_moved = not are_trusted or ((self._has_new or were_written) and self.weights.were_moved())
+        if were_moved or were_written:
+            self._under_way = None
+            self.scheduler.undo(unfinished)
+            self._calculates_scales = self._has_scales_of_first_step
+            if isinstance(self.runner, KeepingRunner) and (were_moved or self._calculates_scales):
+                self.runner.forget()
+            self.weights.remember()
+            logger.info("the weights of the model have changed: nothing that was computed from others is used")
+        self._has_new = False
+
     def _add_all(
         self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
@@ -459,6 +486,7 @@ class Engine:
         if len(samplings) != len(prompts):
             raise ValueError(f"sampling: expected one, or one for each of {len(prompts)} prompts, got {len(samplings)}")
         requests = [self._make_request(*pair) for pair in zip(prompts, samplings, strict=True)]
+        self._has_new = True
         self.waiting.extend(requests)
         return requests
 

@@ -48,3 +48,11 @@ class AsyncRunner(Runner, Protocol):
 
     def warm_up(self, engine: "Engine", num_tokens: int) -> None:
         """Capture the decodes that may come, of sequences of up to `num_tokens` tokens."""
+
+
+@runtime_checkable
+class KeepingRunner(Runner, Protocol):
+    """Keeps from step to step what depends on where the model's weights are."""
+
+    def forget(self) -> None:
+        """Drop all of it, before a step."""

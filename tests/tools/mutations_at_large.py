@@ -18,6 +18,7 @@ CAPTURED = "tests/serving/test_captured_states.py"
 SELECTED = "tests/serving/test_engine_selected.py"
 SPANS = "tests/serving/test_engine_spans.py"
 TEXTS = "tests/serving/test_detokenize.py"
+WEIGHTS = "tests/serving/test_weights.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
@@ -41,6 +42,7 @@ BLOCKS = "refattn/serving/block_pool.py"
 WINDOW_POOL = "refattn/serving/window_pool.py"
 SERVER = "refattn/serving/engine.py"
 DETOKENIZE = "refattn/serving/detokenize.py"
+KEPT = "refattn/serving/weights.py"
 SAMPLING = "refattn/serving/sampling.py"
 ROWS = "fastattn/serving/decode_rows.py"
 GRAPHS = "fastattn/serving/cuda_graphs.py"
@@ -522,6 +524,13 @@ AT_LARGE: list[Mutation] = [
         TEXTS,
     ),
     planted("a tokenizer's end is none", SERVER, 'getattr(tokenizer, "eos_token_id", None)', "None", TEXTS),
+    planted(
+        "weights that were written to are not seen", SERVER, "if were_moved or were_written:", "if were_moved:", WEIGHTS
+    ),
+    planted(
+        "a weight that was replaced is not seen", KEPT, "not all(map(is_, values, self._values))", "False", WEIGHTS
+    ),
+    planted("graphs outlive the place of weights", GRAPHS, "        self._steps.clear()\n", "", WEIGHTS),
     planted(
         "a decode ahead takes the token of another row",
         ROWS,
