@@ -22,9 +22,8 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ from refattn.interface import AttentionOptions, CascadePlan, Plan
 from refattn.serving import CPU, Amax, Counters, Engine, NGram, Request, SamplingParams, StepTokens, calibrate
 from refattn.serving.demo_model import MODEL, load, model_file
 from refattn.serving.layers import KV_CACHE_DTYPES
+from refattn.serving.models import max_positions
 
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
@@ -155,13 +155,17 @@ def run(
         refattn.serving.demo_model.MissingModelError: if the model is not installed.
         RequestError: if an engine could not answer a prompt.
         ValueError: naming the argument, if the twin, the device, the kind of draft or the type is not there, a question
-            is empty, or the profile cannot be drawn.
+            is empty or no text, the profile cannot be drawn, or the tokens are too many.
         ModuleNotFoundError: if there is no matplotlib to draw it.
     """
     if twin not in ("both", *TWINS):
         raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
     if not all(question.strip() for question in questions or ()):
         raise ValueError("prompt: expected some text, got none")
+    for question in questions or ():
+        if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
+            raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
+    sampling = SamplingParams(max_tokens=max_tokens)
     check_device(device)
     if speculate not in (None, *SPECULATION):
         raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
@@ -182,7 +186,7 @@ def run(
         + (f"Then its words are compared with {others}." if profile is None else "Each step is timed."),
         highlight=False,
     )
-    work = prepare(console, questions, max_tokens, device)
+    work = prepare(console, questions, sampling, device)
     work = replace(work, speculate=speculate, kv_cache_dtype=kv_cache_dtype)
     if not is_plain:
         work = replace(work, calibration=calibrate(work.model, work.to_calibrate, twin=fastattn))
@@ -311,10 +315,14 @@ class Work:
         )
 
 
-def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
-    """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once."""
+def prepare(console: Console, questions: Sequence[str] | None, sampling: SamplingParams, device: str) -> Work:
+    """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once.
+
+    Raises:
+        ValueError: if the model has not positions for all tokens.
+    """
     file = model_file()
-    with stages(console) as progress, redirect_stderr(StringIO()):  # transformers has bars of its own: one is enough
+    with stages(console) as progress:
         loading = progress.add_task(f"Loading {MODEL}, about 8 seconds", total=None)
         model, tokenizer = load(file)
         model.to(device)
@@ -329,13 +337,18 @@ def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, 
         return tokens
 
     prompts = [tokens_of(*pair) for pair in pairs]
-    wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
+    room = max_positions(model.config) + 1 - max(map(len, prompts))  # the last token never goes through the model
+    if sampling.max_tokens > room:
+        raise ValueError(
+            f"max_tokens: expected at most {room}, as the model has positions for, got {sampling.max_tokens}"
+        )
+    wanted = [-(-(len(prompt) + sampling.max_tokens) // BLOCK_SIZE) for prompt in prompts]
     return Work(
         model,
         tokenizer,
         [question.splitlines()[0] for _, question in pairs],
         prompts,
-        SamplingParams(max_tokens=max_tokens),
+        sampling,
         num_blocks=max(*wanted, sum(wanted) // 2),
         to_calibrate=[tokens_of(None, text) for text in TO_CALIBRATE],
     )

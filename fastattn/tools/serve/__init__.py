@@ -15,8 +15,6 @@ Source: the OpenAI API's reference of completions and chat completions; metrics 
 
 import importlib
 import logging
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import uvicorn
 from fastattn.serving import CudaGraphs, fuse
 from fastattn.tools.demo import TWINS, check_device
 from fastattn.tools.serve.api import Api
+from fastattn.tools.serve.folder import load_folder
 from refattn.serving import Engine
 from refattn.serving.demo_model import MODEL, load, model_file
 
@@ -63,7 +62,8 @@ def run(
 
     Raises:
         refattn.serving.demo_model.MissingModelError: if the demo's model is not installed.
-        ValueError: naming the argument, if there is no such model, twin or device, or a size is wrong.
+        ValueError: naming the argument, if there is no such model, twin or device, a folder's model cannot be loaded
+            whole, or a size is wrong or does not fit into memory.
         NotImplementedError: if the engine does not serve the model.
     """
     if twin not in TWINS:
@@ -72,21 +72,22 @@ def run(
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for name in ("fastattn", "uvicorn"):
         logging.getLogger(name).setLevel(logging.INFO)
-    with redirect_stderr(StringIO()):  # transformers' bars
-        model, tokenizer = load(model_file()) if folder is None else load_folder(folder)
+    model, tokenizer = load(model_file()) if folder is None else load_folder(folder)
     on_gpu = twin == "fastattn" and torch.device(device).type == "cuda"
     if on_gpu:
         model = fuse_if_known(model.to(device))
-    engine = Engine(
-        model.to(device),
-        tokenizer=tokenizer,
-        twin=importlib.import_module(twin),
-        runner=CudaGraphs() if on_gpu else None,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-    )
+    sizes = dict(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
+    try:
+        engine = Engine(
+            model.to(device),
+            tokenizer=tokenizer,
+            twin=importlib.import_module(twin),
+            runner=CudaGraphs() if on_gpu else None,
+            max_num_seqs=max_num_seqs,
+            **sizes,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ValueError(str(error)) from error
     if on_gpu:
         engine.warm_up()
     api = Api(engine, MODEL if folder is None else folder.resolve().name, max_waiting=max_waiting, log_steps=log_steps)
@@ -103,22 +104,3 @@ def fuse_if_known(model: Any) -> Any:
     except (NotImplementedError, ValueError) as error:
         logger.info("layers are not fused: %s", error)
         return model
-
-
-def load_folder(folder: Path) -> tuple[Any, Any]:
-    """Load a model, in its own type, and its tokenizer, from a folder of transformers.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        if not folder.is_dir():
-            raise OSError("there is no such folder")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), tokenizer
-    except OSError as error:
-        raise ValueError(
-            f"model: expected a folder with a model of transformers, got {str(folder)!r}: {error}"
-        ) from error
