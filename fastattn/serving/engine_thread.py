@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from refattn.serving import Engine, Request, SamplingParams
+from refattn.interface.values import check_flag, describe
+from refattn.serving import Engine, Prompt, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Piece:
 
     Attributes:
         text: more of its text, which may be empty: half a character, or the beginning of what may be a stop text.
-        token_ids: the tokens of the step.
+        token_ids: the tokens of the step, up to the one that completes a stop text.
         time: when the step had ended, by `time.perf_counter`.
         finish_reason: of the last piece: "stop", "length", "abort" or "error"; else None.
         error: what went wrong, for "error".
@@ -61,6 +62,7 @@ class Answer:
         sampling: how the next token is chosen.
         stop: texts that end the answer and are not part of it.
         takes_all: generate up to what the pool and the model have room for, whatever `sampling.max_tokens` is.
+        continues: its text goes on where that of the prompt ends; else it stands alone, as a message.
         arrived: when it came, by `time.perf_counter`.
         request: the engine's request; None before the engine has taken it.
         pieces: first an empty one, or the error for which the engine refused the prompt; then one per step.
@@ -70,6 +72,7 @@ class Answer:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     takes_all: bool = False
+    continues: bool = False
     arrived: float = field(default_factory=time.perf_counter)
     request: Request | None = None
     pieces: "asyncio.Queue[Piece | ValueError]" = field(default_factory=asyncio.Queue)
@@ -102,6 +105,9 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 256, log_steps: bool = False) -> None:
+        if not isinstance(engine, Engine):
+            raise ValueError(f"engine: expected an Engine, got {describe(engine)}")
+        check_flag("log_steps", log_steps)
         if type(max_waiting) is not int or max_waiting < 1:
             raise ValueError(f"max_waiting: expected an int of at least 1, got {max_waiting!r}")
         self.engine, self.max_waiting, self.log_steps = engine, max_waiting, log_steps
@@ -203,7 +209,7 @@ class EngineThread:
             self._coming -= 1
             if not isinstance(first, ValueError):
                 try:
-                    answer.request = self.engine.add(tokens, sampling)
+                    answer.request = self.engine.add(Prompt(tokens, continues=answer.continues), sampling)
                     self._answers[answer.request] = answer
                 except ValueError as error:
                     first = error
@@ -230,9 +236,14 @@ class EngineThread:
             answer = self._answers.get(request)
             if answer is None:
                 continue  # added to the engine by somebody else
-            its = [event for event in events if event.request is request]
-            token_ids = tuple(event.token_id for event in its if event.token_id is not None)
-            text, stops = answer.cut("".join(event.text for event in its))
+            text, token_ids, stops = "", list[int](), False
+            for event in (event for event in events if event.request is request):
+                if (
+                    event.token_id is not None and not stops
+                ):  # what follows a stop text in a step with drafts is no part
+                    token_ids.append(event.token_id)
+                    shown, stops = answer.cut(event.text)
+                    text += shown
             reason = "stop" if stops else request.finish_reason
             if stops:
                 self.engine.abort(request)
@@ -240,7 +251,7 @@ class EngineThread:
                 text += answer.held  # no stop text began there
             if reason is not None:
                 del self._answers[request]
-            pieces.append((answer, Piece(text, token_ids, now, reason, None if stops else request.error)))
+            pieces.append((answer, Piece(text, tuple(token_ids), now, reason, None if stops else request.error)))
         return pieces
 
     def _fail_all(self, error: str) -> Iterable[tuple[Answer, Piece]]:

@@ -22,13 +22,15 @@ from typer.testing import CliRunner
 from fastattn.serving.engine_thread import Answer
 from fastattn.tools.cli import main
 from fastattn.tools.serve.api import Api
-from refattn.serving import SamplingParams
+from fastattn.tools.serve.ask import read_ask
+from refattn.serving import NGram, SamplingParams
 from tests.helpers.engines import assert_nothing_is_held, make_engine
-from tests.helpers.tiny_models import byte_tokenizer, make_llama
+from tests.helpers.tiny_models import byte_tokenizer, make_follower, make_llama
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # 0 is a temperature, too, and bad input has its own errors
 TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}"
+    "{% for message in messages %}{% if message.role.startswith('critic') %}"
+    "{{ raise_exception('no critics' ~ message.role.replace('critic', '').replace(' ', ', ')) }}{% endif %}"
     "{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
@@ -192,7 +194,47 @@ def test_two_hundred_streams_at_once_are_answered_as_if_alone(llama, tokenizer, 
     assert sum(int(re.search(r"(\d+) preemptions", line)[1]) for line in lines) == counters.preemptions
 
 
+def test_a_template_reads_what_a_message_has():
+    """And a list of texts is their lines."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }} {{ m.name }}: {{ m.content }}{{ m.reasoning_content }}{{ m.tool_call_id }}"
+        "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments }}]{% endfor %};"
+        "{% endfor %}"
+    )
+    call = dict(id="c1", type="function", function=dict(name="add", arguments='{"a": 2}'))
+    texts = [{"type": "text", "text": "add"}, {"text": "2 and 3"}]
+    messages = [
+        dict(role="user", name="ann", content=texts, tool_calls=None),
+        dict(role="assistant", content=None, reasoning_content="so I call", tool_calls=[call], annotations=[]),
+        dict(role="tool", content="5", tool_call_id="c1"),
+    ]
+    tokens = read_ask(dict(messages=messages), tokenizer, True).answer.tokens()
+    assert bytes(tokens).decode() == 'user ann: add\n2 and 3;assistant : so I call[add {"a": 2}];tool : 5c1;'
+
+
+def test_a_completion_goes_on_with_its_prompt_and_a_chat_does_not(tokenizer):
+    for prompt in ("Hi", [72, 105]):
+        assert read_ask(dict(prompt=prompt), tokenizer, False).answer.continues
+    assert not read_ask(dict(messages=MESSAGES), tokenizer, True).answer.continues
+
+
 # Stop texts.
+
+
+@pytest.mark.parametrize("drafts", [None, NGram(max_drafts=4)], ids=["token by token", "with drafts"])
+def test_usage_ends_with_the_token_that_completes_a_stop_text(tokenizer, drafts):
+    """A step with drafts may have brought more."""
+    model = make_follower([*range(1, 128), 0])
+    with served(make_engine(model, "fastattn", tokenizer=tokenizer, speculation=drafts)) as server:
+        ask = dict(model="tiny", prompt="abcdefgh" * 2, max_tokens=8, temperature=0, stop="k")
+        answer = server.client.completions.create(**ask)
+        *_, last = server.client.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+        ended = dict(ask, prompt="abcdefghijkl" * 2 + "abcdefgh")
+        drafted = server.client.completions.create(**ended)
+    assert (text_of(answer, False), answer.usage.completion_tokens, last.usage.completion_tokens) == ("ij", 3, 3)
+    assert (text_of(drafted, False), drafted.usage.completion_tokens) == ("ij", 3)
+    assert bool(drafts) == (server.engine.counters.accepted_tokens > 2)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +338,30 @@ BAD = {
     "a picture": (
         dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         r"messages: expected each content to be text",
+    ),
+    "a field of a message": (
+        dict(messages=[{"role": "user", "content": "Hi", "mood": "merry"}]),
+        r'messages: expected no field "mood", which no template reads, got "merry"',
+    ),
+    "a name": (dict(messages=[{"role": "user", "content": "Hi", "name": 3}]), r"messages: expected name to be a text"),
+    "a call": (
+        dict(messages=[{"role": "assistant", "tool_calls": [{"id": "c1"}]}]),
+        r'messages: expected tool_calls to have a function with a name, got {"id": "c1"}',
+    ),
+    "no content": (dict(messages=[{"role": "user"}]), r"messages: expected each content to be text"),
+    "a field of a part": (
+        dict(messages=[{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]),
+        r'messages: expected no field "cache_control" beside a text',
+    ),
+    "two limits": (
+        dict(messages=MESSAGES, max_tokens=5, max_completion_tokens=3),
+        r"max_tokens: expected that of max_completion_tokens, 3, got 5",
+    ),
+    "include_usage": (dict(stream_options={"include_usage": "no"}), r"stream_options: expected an object"),
+    "half a character in a field": (b'{"model": "tiny", "prompt": "x", "\\ud83d": 1}', r"\\ud83d: expected none"),
+    "half a character in an error": (
+        dict(messages=[{"role": "critic \ud83d", "content": "No."}]),
+        r"messages: expected what .*: no critics, \\ud83d",
     ),
     "what the template refuses": (
         dict(messages=[{"role": "critic", "content": "No."}]),

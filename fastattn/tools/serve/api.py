@@ -33,10 +33,10 @@ class Api:
     """
 
     def __init__(self, engine: Engine, name: str, *, max_waiting: int = 256, log_steps: bool = False) -> None:
+        self.thread = EngineThread(engine, max_waiting=max_waiting, log_steps=log_steps)
         if engine.tokenizer is None:
             raise ValueError("engine: expected one with a tokenizer, as clients send text, got none")
-        self.name, self.created = name, int(time.time())
-        self.thread = EngineThread(engine, max_waiting=max_waiting, log_steps=log_steps)
+        self.name, self.created = _sayable(name), int(time.time())
         self.measured = Metrics(self.thread)
         self.watchers: set[asyncio.Task[None]] = set()
         self.app = Starlette(
@@ -186,9 +186,14 @@ def _event(body: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
+def _sayable(text: str) -> str:
+    """Return a text with the halves of surrogate pairs escaped: JSON may bring them, and UTF-8 has none."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
     kind = {429: "rate_limit_error"}.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": _sayable(message), "type": kind, "param": None, "code": code}}
 
 
 def _error(status: int, message: str, code: str | None = None) -> Response:

@@ -26,6 +26,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the server does not compute, and
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+KINDS: dict[type, str] = {str: "text", list: "list"}
+# The fields of a message beside its role and its content, and what each is. A chat template may read them.
+FIELDS: dict[str, type] = {
+    **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), str),
+    "tool_calls": list,
+}
 DEFAULT_TOKENS = 16  # of a completion without max_tokens, as in the API; a chat goes on as long as there is room
 
 
@@ -61,8 +67,11 @@ def read_ask(body: Any, tokenizer: Any, is_chat: bool) -> Ask:
         raise ValueError(f"body: expected a JSON object, got {short(body)}")
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     fields.pop("model", None)  # checked by then
-    if "max_completion_tokens" in fields:
-        fields.setdefault("max_tokens", fields.pop("max_completion_tokens"))
+    if "max_completion_tokens" in fields:  # its newer name
+        newer = fields.pop("max_completion_tokens")
+        if fields.setdefault("max_tokens", newer) != newer:
+            older = short(fields["max_tokens"])
+            raise ValueError(f"max_tokens: expected that of max_completion_tokens, {short(newer)}, got {older}")
     source = "messages" if is_chat else "prompt"
     if source not in fields:
         raise ValueError(f"{source}: expected some, got none")
@@ -80,14 +89,19 @@ def read_ask(body: Any, tokenizer: Any, is_chat: bool) -> Ask:
     if not isinstance(streams, bool):
         raise ValueError(f"stream: expected true or false, got {short(streams)}")
     stream_options = fields.pop("stream_options", {})
-    if not isinstance(stream_options, dict) or not {*stream_options} <= {"include_usage", "include_obfuscation"}:
+    known = {"include_usage", "include_obfuscation"}
+    if (
+        not isinstance(stream_options, dict)
+        or not {*stream_options} <= known
+        or not all(value is None or isinstance(value, bool) for value in stream_options.values())
+    ):
         raise ValueError(
             f'stream_options: expected an object like {{"include_usage": true}}, got {short(stream_options)}'
         )
     for name, value in fields.items():
         if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ())):
             raise ValueError(f"{name}: expected none, as this server does not compute it, got {short(value)}")
-    answer = Answer(tokens, sampling, tuple(stop), takes_all)
+    answer = Answer(tokens, sampling, tuple(stop), takes_all, continues=not is_chat)
     return Ask(answer, is_chat, streams, bool(stream_options.get("include_usage")))
 
 
@@ -107,27 +121,55 @@ def _tokens(tokenizer: Any, prompt: Any) -> list[int]:
     return list(tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt
 
 
-def _messages(messages: Any) -> list[dict[str, str]]:
-    """Return messages whose contents are text, of such whose contents may be lists of texts."""
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages as a chat template reads them; contents that are lists of texts become lines of one."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages: expected a list of at least one, got {short(messages)}")
-    plain = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages: expected each to be an object with a role, got {short(message)}")
-        parts = message.get("content")
-        parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
-        if not isinstance(parts, list) or not all(isinstance(part, dict) and _is_text(part) for part in parts):
-            raise ValueError(f"messages: expected each content to be text, got {short(message)}")
-        plain.append({"role": message["role"], "content": "".join(part["text"] for part in parts)})
-    return plain
+    return [_message(message) for message in messages]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message without fields that say nothing.
+
+    Raises:
+        ValueError: naming the field that is wrong, or that no template reads.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"messages: expected each to be an object with a role, got {short(message)}")
+    fields = {name: value for name, value in message.items() if value is not None and value != []}
+    for name, value in fields.items():
+        kind = FIELDS.get(name)
+        if kind is None and name not in ("role", "content"):
+            raise ValueError(f"messages: expected no field {short(name)}, which no template reads, got {short(value)}")
+        if kind is not None and not isinstance(value, kind):
+            raise ValueError(f"messages: expected {name} to be a {KINDS[kind]}, got {short(value)}")
+    for call in fields.get("tool_calls", ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"messages: expected tool_calls to have a function with a name, got {short(call)}")
+    if "content" in fields or "tool_calls" not in fields:
+        fields["content"] = _text(message.get("content"), message)
+    return fields
+
+
+def _text(content: Any, message: dict[str, Any]) -> str:
+    """Return the text of a content, which may be a list of texts: they are lines of one."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and _is_text(part) for part in parts):
+        raise ValueError(f"messages: expected each content to be text, got {short(message)}")
+    others = [
+        name for part in parts for name, value in part.items() if name not in ("type", "text") and value is not None
+    ]
+    if others:
+        raise ValueError(f"messages: expected no field {short(others[0])} beside a text, got {short(message)}")
+    return "\n".join(part["text"] for part in parts)
 
 
 def _is_text(part: dict[str, Any]) -> bool:
     return part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
-def _chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def _chat_tokens(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """Return the tokens of a chat, up to where the model answers.
 
     Raises:
