@@ -143,6 +143,9 @@ def load(
     try:
         temperatures = tuple(temperature or (0.0, 0.6))
         module.run(Console(), temperatures=temperatures, nano_vllm=nano_vllm, results=results, picture=picture)
+    except module.LoadError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from error
     except (ValueError, ModuleNotFoundError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error

@@ -30,6 +30,7 @@ from rich.table import Table
 
 import fastattn
 from fastattn.serving import CudaGraphs, fuse
+from fastattn.tools import profile
 from fastattn.tools.bench.measure import circumstances, machine
 from fastattn.tools.profile import Profile, draw_timeline, times_table
 from refattn.interface.values import check_file, check_folder, check_number
@@ -49,6 +50,10 @@ SIZES = dict(  # Qwen3-0.6B's
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
 ROUNDS = 2  # the first one may have something left to compile
+
+
+class LoadError(RuntimeError):
+    """A server could not serve the load; the message says why."""
 
 
 @dataclass
@@ -138,12 +143,20 @@ def run(
         picture: a file to draw some steps into.
 
     Raises:
-        ValueError: if a temperature is none, a file cannot be written, or there is no CUDA device.
+        ValueError: naming the argument, if a temperature is none, a file cannot be written, or there is no CUDA device.
+        ModuleNotFoundError: if there is no matplotlib to draw with.
+        LoadError: if a request or nano-vllm fails.
     """
+    if not temperatures:
+        raise ValueError("temperatures: expected at least one, got none")
     for temperature in temperatures:
         check_number("temperature", temperature, at_least=0)
     check_folder("results", None if results is None else results.parent)
+    if results is not None and results.is_dir():
+        raise ValueError(f"results: expected a file, got the folder {str(results)!r}")
     check_file("picture", picture)
+    if picture is not None:
+        profile.check_file(picture, "picture")
     if nano_vllm is not None and not nano_vllm.is_dir():
         raise ValueError(f"nano_vllm: expected a folder, got {str(nano_vllm)!r}")
     if not torch.cuda.is_available():
@@ -159,11 +172,11 @@ def run(
     for temperature, number, given in _rounds(temperatures):
         rounds.append(serve(engine, given, temperature, number))
     console.print(table(rounds))
-    profile = Profile(engine)
+    profiled = Profile(engine)
     serve(engine, Load.draw(ROUNDS * len(temperatures)), temperatures[-1], ROUNDS)
-    console.print(times_table(profile.steps, "a round more, with a profile"))
-    if picture is not None and profile.gpu is not None:
-        draw_timeline(profile.steps, profile.gpu.spans(), picture)
+    console.print(times_table(profiled.steps, "a round more, with a profile"))
+    if picture is not None and profiled.gpu is not None:
+        draw_timeline(profiled.steps, profiled.gpu.spans(), picture)
     if results is not None:
         head = {"machine": machine(torch.device("cuda")), **circumstances(), "warm_up_seconds": warm_up}
         results.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +220,7 @@ def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
             stamps[event.request].append(now)
     failed = [request.error for request in requests if request.error is not None]
     if failed:
-        raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0]}")
+        raise LoadError(f"{len(failed)} requests failed, the first with {failed[0]}")
     return Round.of("this engine", temperature, number, start, list(stamps.values()))
 
 
@@ -218,7 +231,7 @@ def of_nano_vllm(folder: Path, temperatures: Sequence[float]) -> list[Round]:
         command = [sys.executable, "-m", "fastattn.tools.load", str(folder), model, *map(str, temperatures)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     if done.returncode:
-        raise RuntimeError(f"nano-vllm ended with exit code {done.returncode}; its last words are above")
+        raise LoadError(f"nano-vllm ended with exit code {done.returncode}; its last words are above")
     return [Round(**one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 

@@ -156,8 +156,8 @@ def some(steps: Sequence[StepTimes]) -> Sequence[StepTimes]:
     return steps[first : first + MOST_SHOWN]
 
 
-def check_file(file: Path) -> None:
-    """Check that a picture can be written into a file, before minutes are spent on what it shows.
+def check_file(file: Path, name: str = "profile") -> None:
+    """Check that a picture can be written into a file, which errors call by its name, before minutes are spent on it.
 
     Raises:
         ModuleNotFoundError: if there is no matplotlib.
@@ -166,9 +166,9 @@ def check_file(file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     formats = FigureCanvasAgg.filetypes
-    if file.suffix[1:] not in formats or not file.parent.is_dir():
+    if file.suffix[1:] not in formats or not file.parent.is_dir() or file.is_dir():
         raise ValueError(
-            f"profile: expected a file in a folder that is there, of .{', .'.join(sorted(formats))}, got {file}"
+            f"{name}: expected a file in a folder that is there, of .{', .'.join(sorted(formats))}, got {file}"
         )
 
 

@@ -357,9 +357,10 @@ def test_missing_file_says_what_to_type(monkeypatch):
     [
         (["--twin", "evil"], "twin: expected both, fastattn or refattn, got 'evil'"),
         (["--prompt", " "], "prompt: expected some text"),
+        (["--prompt", "\udcff"], "prompt: expected a text in UTF-8, got '\\udcff'"),
         (["--device", "abacus"], "device: expected one of cpu"),
     ],
-    ids=["twin", "prompt", "device"],
+    ids=["twin", "prompt", "bytes", "device"],
 )
 def test_bad_options(arguments, message):
     code, output = command(*arguments)

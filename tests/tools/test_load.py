@@ -5,13 +5,16 @@ import io
 import json
 import sys
 import textwrap
+from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fastattn.tools import load
+from fastattn.tools.cli import main
 from fastattn.tools.load import Load, Round, make_engine, make_model, serve, table
 
 TINY = dict(
@@ -116,6 +119,32 @@ def test_nano_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         ("nano-vllm", temperature, number) for temperature in (0.0, 0.6) for number in range(load.ROUNDS)
     ]
     assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(temperatures=(0.0, -1.0)), "temperature: expected a finite number of at least 0"),
+        (dict(temperatures=()), "temperatures: expected at least one"),
+        (dict(nano_vllm=Path("nowhere")), "nano_vllm: expected a folder, got 'nowhere'"),
+        (dict(results=Path()), "results: expected a file, got the folder '.'"),
+        (dict(picture=Path("steps.abc")), "picture: expected"),
+    ],
+    ids=["temperature", "none", "source", "results", "picture"],
+)
+def test_bad_options_are_refused_before_anything_is_served(options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=message):
+        load.run(Console(quiet=True), **options)
+
+
+def test_a_failure_is_a_sentence_of_the_command(monkeypatch):
+    def fail(*_, **__):
+        raise load.LoadError("nano-vllm ended with exit code 1")
+
+    monkeypatch.setattr(load, "run", fail)
+    done = CliRunner().invoke(main, ["load"])
+    assert done.exit_code == 1 and done.output == "nano-vllm ended with exit code 1\n"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
