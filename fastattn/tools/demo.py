@@ -165,7 +165,7 @@ def run(
     for question in questions or ():
         if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
             raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
-    sampling = SamplingParams(max_tokens=max_tokens)
+    SamplingParams(max_tokens=max_tokens)  # checks it
     check_device(device)
     if speculate not in (None, *SPECULATION):
         raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
@@ -186,7 +186,7 @@ def run(
         + (f"Then its words are compared with {others}." if profile is None else "Each step is timed."),
         highlight=False,
     )
-    work = prepare(console, questions, sampling, device)
+    work = prepare(console, questions, max_tokens, device)
     work = replace(work, speculate=speculate, kv_cache_dtype=kv_cache_dtype)
     if not is_plain:
         work = replace(work, calibration=calibrate(work.model, work.to_calibrate, twin=fastattn))
@@ -315,7 +315,7 @@ class Work:
         )
 
 
-def prepare(console: Console, questions: Sequence[str] | None, sampling: SamplingParams, device: str) -> Work:
+def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
     """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once.
 
     Raises:
@@ -338,17 +338,15 @@ def prepare(console: Console, questions: Sequence[str] | None, sampling: Samplin
 
     prompts = [tokens_of(*pair) for pair in pairs]
     room = max_positions(model.config) + 1 - max(map(len, prompts))  # the last token never goes through the model
-    if sampling.max_tokens > room:
-        raise ValueError(
-            f"max_tokens: expected at most {room}, as the model has positions for, got {sampling.max_tokens}"
-        )
-    wanted = [-(-(len(prompt) + sampling.max_tokens) // BLOCK_SIZE) for prompt in prompts]
+    if max_tokens > room:
+        raise ValueError(f"max_tokens: expected at most {room}, as the model has positions for, got {max_tokens}")
+    wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
     return Work(
         model,
         tokenizer,
         [question.splitlines()[0] for _, question in pairs],
         prompts,
-        sampling,
+        SamplingParams(max_tokens=max_tokens),
         num_blocks=max(*wanted, sum(wanted) // 2),
         to_calibrate=[tokens_of(None, text) for text in TO_CALIBRATE],
     )

@@ -76,15 +76,16 @@ def run(
     on_gpu = twin == "fastattn" and torch.device(device).type == "cuda"
     if on_gpu:
         model = fuse_if_known(model.to(device))
-    sizes = dict(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
     try:
         engine = Engine(
             model.to(device),
             tokenizer=tokenizer,
             twin=importlib.import_module(twin),
             runner=CudaGraphs() if on_gpu else None,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
-            **sizes,
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(str(error)) from error
