@@ -1,6 +1,8 @@
 """What a replay launches: with whose tensors, on which GPU, and laid out as the driver of CUDA reads it."""
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,14 +35,34 @@ class Driver:
 
     def __init__(self, sizes=SIZES, status=0):
         self.sizes, self.status, self.launched = sizes, status, []
+        self.current = threading.local()  # the context of each thread
+        self.current.context = 7000  # of GPU 1, in the thread of the tests
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = getattr(self.current, "context", None)
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.current.context = context.value
+        return 0
+
+    def cuDeviceGet(self, number, device):
+        number._obj.value = 40 + device
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, number):
+        context._obj.value = 7000 if number.value == 41 else None
+        return 0
 
     def cuFuncGetParamInfo(self, function, index, offset, size):
-        if index.value >= len(self.sizes):
+        if index.value >= len(self.sizes) or getattr(self.current, "context", None) != 7000:
             return 1
         size._obj.value = self.sizes[index.value]
         return 0
 
     def cuLaunchKernelEx(self, config, function, pointers, extra):
+        if getattr(self.current, "context", None) != 7000:
+            return 201
         config = config._obj
         read = [
             ctypes.string_at(pointer, size) for pointer, size in zip(list(pointers), self.sizes, strict=True)
@@ -127,6 +149,22 @@ def test_an_error_of_the_driver_is_raised(driver):
     driver.status = 700
     with pytest.raises(RuntimeError, match="error 700"):
         packed(torch.zeros(2), torch.zeros(2), None, 1.0)
+
+
+@pytest.mark.parametrize("packed_first", [True, False])
+def test_a_thread_without_a_context_launches(driver, packed_first):
+    """A new thread has none until it calls the CUDA runtime, which a replay need not do."""
+    tensors = (torch.zeros(2), torch.zeros(2), None, 1.0)
+    packed = of(compiled(), tensors) if packed_first else None
+
+    def run(_):
+        its = packed or of(compiled(), tensors)
+        its(*tensors)
+        its(*tensors)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(run, range(3))) == [None] * 3
+    assert len(driver.launched) == 6
 
 
 @pytest.mark.parametrize("current", [0, 1])

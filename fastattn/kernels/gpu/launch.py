@@ -60,11 +60,15 @@ class Launch:
 
     def replay(self, *tensors: Tensor | float | None) -> None:
         """Launch with other tensors, or with what `part` returns, in the order in which they were given first."""
-        if self._can_pack and self._packed is None:
-            self._packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._places, tensors)
-            self._can_pack = self._packed is not None
-        if self._packed is not None:
-            return self._packed(*tensors)
+        packed = self._packed
+        if packed is None and self._can_pack:
+            packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._places, tensors)
+            if packed is None:
+                self._can_pack = False
+            else:
+                self._packed = packed  # never taken back: another thread may have its addresses already
+        if packed is not None:
+            return packed(*tensors)
         arguments = self._arguments.copy()
         for place, x, dtype in zip(self._places, tensors, self._types, strict=True):
             arguments[place] = x.view(dtype) if isinstance(x, Tensor) and dtype is not None else x
@@ -163,6 +167,7 @@ _C_TYPES = {
     **{"u64": ctypes.c_uint64, "fp32": ctypes.c_float, "fp64": ctypes.c_double},
 }
 _CELL = 8  # bytes, into which each of these fits
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin before the launch before ends
 
 
@@ -231,6 +236,8 @@ class PackedLaunch:
         needs = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
         if any(needs) or metadata.num_ctas != 1 or 0 in grid:
             return None
+        device = torch.cuda.current_device()
+        _enter_context(driver, device)  # without it the driver does not say what parameters a kernel has
         given = dict(zip(places, tensors, strict=True))
         cells: list[Any] = []
         at: dict[int, int] = {}
@@ -248,7 +255,7 @@ class PackedLaunch:
             attribute = _Attribute(_STREAM_SERIALIZATION, (1,))
             config.attributes, config.num_attributes = ctypes.pointer(attribute), 1
         changing = [at.get(place) for place in places]
-        return cls(compiled.function, config, cells, changing, torch.cuda.current_device())
+        return cls(compiled.function, config, cells, changing, device)
 
     def __call__(self, *tensors: Tensor | float | None) -> None:
         """Launch on the current stream; arguments are those of `Launch.replay`."""
@@ -256,7 +263,11 @@ class PackedLaunch:
         with self._lock:
             self._write(self._changing, 0, *values)
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
-            status = self._driver.cuLaunchKernelEx(self._by_reference, self._function, self._pointers, None)
+            launch = self._driver.cuLaunchKernelEx
+            status = launch(self._by_reference, self._function, self._pointers, None)
+            if status == _INVALID_CONTEXT:  # of a thread that has not called the CUDA runtime yet
+                _enter_context(self._driver, self._device)
+                status = launch(self._by_reference, self._function, self._pointers, None)
         if status:
             raise RuntimeError(f"CUDA: the driver does not launch a kernel, error {status}")
 
@@ -285,6 +296,26 @@ def _cuda() -> Any | None:
     except (OSError, AttributeError):
         return None
     return driver
+
+
+def _enter_context(driver: Any, device: int) -> None:
+    """Let this thread launch on a GPU: make the context that PyTorch has there the current one, if there is none.
+
+    The CUDA runtime does so with its first call in a thread; the driver does not.
+    """
+    current = ctypes.c_void_p()
+    driver.cuCtxGetCurrent(ctypes.byref(current))
+    if not current.value:
+        driver.cuCtxSetCurrent(ctypes.c_void_p(_primary_context(driver, device)))
+
+
+@cache
+def _primary_context(driver: Any, device: int) -> int | None:
+    """Return the context of a GPU that the CUDA runtime, and so PyTorch, computes in; it is held from now on."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    driver.cuDeviceGet(ctypes.byref(number), device)
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+    return context.value
 
 
 def _sizes_of_parameters(driver: Any, function: int) -> list[int]:
