@@ -8,6 +8,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import as_bytes, as_integers
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
@@ -97,6 +98,7 @@ def write(
 def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
     """Read the keys or the values of one sequence, in order; the twin of `refattn.kv_cache.gather`."""
     check_gather(cache, blocks, seq_len)
+    cache = in_memory("cache", cache)
     used = blocks[: -(-seq_len // cache.shape[1])]
     rows = rearrange(as_bytes(cache).index_select(0, used), "m p hk d -> (m p) hk d")[:seq_len]
     return rows.view(cache.dtype)
@@ -122,7 +124,7 @@ def swap_blocks(
     """
     check_block_pairs(sources, destinations, pairs)
     refuse_gradients(dispatch.NO_BACKWARD, sources=sources, destinations=destinations)
-    for source, destination in zip(sources, destinations, strict=True):
+    for source, destination in zip(in_memory("sources", sources), destinations, strict=True):
         _copy(as_integers(source), as_integers(destination), pairs)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
@@ -133,7 +134,7 @@ def prefill(
             "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
             "number; use attention, which absorbs and computes none"
         )
-    rank, rope = latent.shape[1], rope_key.shape[1]
+    rank, rope, cache = latent.shape[1], rope_key.shape[1], in_memory("cache", cache)
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
     answer, lse = dispatch.compute(query, _keys_and_values(latent, rope_key, **projections), plan.own, options)

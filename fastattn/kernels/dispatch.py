@@ -54,6 +54,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
 from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import (
     Problem,
     Subtraction,
@@ -328,21 +329,22 @@ def _launches(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function launch on the GPU of its first argument, and say what helps where memory runs out.
 
     A launch goes to the current GPU, whichever one the tensors are on. It computes in the types that it is given, in
-    autocast too, and its answer has no history: whoever wants a gradient is refused.
+    autocast too, and its outputs have no history: a gradient is refused. It reads tensors by their addresses, so here
+    they become what their memory holds, or are refused; see `fastattn.kernels.memory`.
     """
     names, computes = tuple(signature(function).parameters), without_autocast(function)
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
-        if torch.is_grad_enabled():
-            refuse_gradients(NO_BACKWARD, **dict(zip(names, arguments, strict=False)), **options)
-        first: Any = arguments[0]
-        device = (first[0] if isinstance(first, list | tuple) else first).device
+        refuse_gradients(NO_BACKWARD, **dict(zip(names, arguments, strict=False)), **options)
+        given: Any = [in_memory(name, argument) for name, argument in zip(names, arguments, strict=False)]
+        more: Any = {name: in_memory(name, option) for name, option in options.items()}
+        device = (given[0][0] if isinstance(given[0], list | tuple) else given[0]).device
         try:
             if device.type != "cuda" or device.index == torch.cuda.current_device():
-                return computes(*arguments, **options)
+                return computes(*given, **more)
             with torch.cuda.device(device):
-                return computes(*arguments, **options)
+                return computes(*given, **more)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
@@ -764,6 +766,7 @@ def write_index(
 
 def read_index(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
     """Read index keys; arguments are those of `fastattn.sparse.read`."""
+    index_cache = in_memory("index_cache", index_cache)
     keys: Tensor = choose(Problem("read_index", index_cache.device, index_cache.dtype)).read_index(index_cache, slots)
     return keys
 

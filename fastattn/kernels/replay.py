@@ -17,7 +17,7 @@ Every attention operation of `fastattn.kernels.dispatch` takes part. `mla.prefil
 combine several of them; they are checked as a whole, and no part of them is replayed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.kernels.memory import is_without_memory
 from refattn.interface import (
     AnyKeys,
     AttentionOptions,
@@ -43,7 +44,7 @@ from refattn.interface import (
     Rows,
     TreePlan,
 )
-from refattn.interface.ambient import is_autocast_enabled
+from refattn.interface.ambient import has_tangents, is_autocast_enabled
 
 ALIGNMENT = 16  # bytes
 RETURN_LSE = 1  # the place in a key of whether log-sum-exps are wanted
@@ -69,9 +70,9 @@ class Memo:
         schedules: how a package divides the work; each with the versions of the lengths that it was made from.
         cu_seqlens_k: where the keys of each sequence begin in rows.
         cpu_schedule: how the CPU kernel divides the work.
-        expanded: the plan over the pages into which quantised values are expanded.
+        expanded: the plans over the pages into which quantised values are expanded, by stream or capture.
         after: of intervals that extend a causal mask, the position after that of each query row.
-        parts: of such intervals, the plan of the causal mask, and that of the keys after each query.
+        parts: of such intervals, the plan of the causal mask, and that of the keys after each query, likewise.
         pages: on a CPU, the plan over rows as one over pages of one row each, by the number of rows.
     """
 
@@ -80,9 +81,9 @@ class Memo:
     schedules: dict[Key, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
     cu_seqlens_k: Tensor | None = None
     cpu_schedule: Any = None
-    expanded: Plan | None = None
+    expanded: dict[Hashable, Plan] = field(default_factory=dict)
     after: Tensor | None = None
-    parts: tuple[Plan, Plan] | None = None
+    parts: dict[Hashable, tuple[Plan, Plan]] = field(default_factory=dict)
     pages: dict[int, Plan] = field(default_factory=dict)
 
 
@@ -163,9 +164,9 @@ def key_of(
 ) -> Key | None:
     """Return the cache key of a call of attention; None if it is not to be replayed. No argument was checked before.
 
-    A call is not replayed if an argument is not of its very type or has no strides, if a tensor begins elsewhere than
-    at a multiple of 16 bytes, as its launches would differ, if the GPU is not the current one, and under autocast,
-    which has to be switched off.
+    A call is not replayed if an argument is not of its very type or has no strides, if a tensor is not what its memory
+    holds (`fastattn.kernels.memory`), or begins elsewhere than at a multiple of 16 bytes, as its launches would differ,
+    if the GPU is not the current one, under autocast, which has to be switched off, and in forward-mode gradients.
 
     Args:
         asked_for: the kernel asked for by `use_kernel`.
@@ -199,10 +200,15 @@ def key_of(
     device = query.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return None
-    if is_autocast_enabled(device):
+    if is_autocast_enabled(device) or has_tangents():
         return None
     try:
-        address = query.data_ptr() | key.data_ptr() | value.data_ptr()
+        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (at_query and at_key and at_value) and any(map(is_without_memory, (query, key, value))):
+            return None
+        if query.is_neg() or key.is_neg() or (value is not key and value.is_neg()):
+            return None
+        address = at_query | at_key | at_value
         layouts: Key | None = ()
         if others or more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
             given: list[object] = [out, options.alibi_slopes, options.sinks]
@@ -247,11 +253,11 @@ def key_of_write(
         return None
     if slot_mapping.is_cpu and torch.is_grad_enabled():
         return None
-    if slot_mapping.is_cuda and slot_mapping.device.index != torch.cuda.current_device():
+    if slot_mapping.is_cuda and slot_mapping.device.index != torch.cuda.current_device() or has_tangents():
         return None
     try:
         bits, layouts = _layouts((key, value, key_cache, value_cache))
-        if bits % ALIGNMENT:
+        if bits % ALIGNMENT or layouts is None:
             return None
         return (asked_for, slot_mapping.dtype, slot_mapping.device, slot_mapping.shape, slot_mapping.stride(), layouts)
     except RuntimeError:  # as in `key_of`
@@ -260,6 +266,8 @@ def key_of_write(
 
 def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
     """Return the bits of the addresses of tensors, and what a cache key has of each value; None for an unknown type.
+
+    It is None, too, where a tensor is not what its memory holds.
 
     Scales differ from layer to layer, and so does lambda: of a positive number there is its type only. But 1 stands for
     itself, as it is the only scale of a pool that is not quantised.
@@ -275,7 +283,10 @@ def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
         elif kind is float or kind is int or kind is bool:
             layouts.append((kind, x))
         elif isinstance(x, Tensor):
-            bits |= x.data_ptr()
+            address = x.data_ptr()
+            if x.is_neg() or (not address and is_without_memory(x)):
+                return bits, None
+            bits |= address
             layouts.append((x.dtype, x.device, x.shape, x.stride(), x.requires_grad and torch.is_grad_enabled()))
             if x.ndim == 0 and x.is_cpu:  # lambda, which is checked there
                 layouts.append(isfinite(x.item()))

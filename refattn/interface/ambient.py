@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from refattn.interface.options import AttentionOptions
 from refattn.interface.scales import Fp8Scales, Int8Scales
@@ -66,22 +67,32 @@ def is_autocast_enabled(device: torch.device) -> bool:
     return kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
 
 
+def has_tangents() -> bool:
+    """Return whether tensors may have tangents: inside `torch.autograd.forward_ad.dual_level` and `torch.func.jvp`."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_gradients(why: str, **arguments: Any) -> None:
-    """Refuse arguments through which a gradient is wanted that there is not; none is under `torch.no_grad()`.
+    """Refuse arguments through which a gradient is wanted that there is not, by either mode of differentiation.
+
+    None is wanted backward under `torch.no_grad()`.
 
     Args:
         why: what errors say after the name of the argument.
         arguments: tensors, lists and named tuples of tensors, options, scales; anything else is passed over.
 
     Raises:
-        NotImplementedError: naming the first tensor that requires a gradient.
+        NotImplementedError: naming the first tensor that requires a gradient, or has a tangent.
     """
-    if not torch.is_grad_enabled():
+    backward, forward = torch.is_grad_enabled(), has_tangents()
+    if not (backward or forward):
         return
     for name, value in arguments.items():
         for full_name, tensor in _tensors(name, value):
-            if tensor.requires_grad:
+            if backward and tensor.requires_grad:
                 raise NotImplementedError(f"{full_name}: requires_grad, but {why}")
+            if forward and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(f"{full_name}: has a tangent, but {why}")
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

@@ -38,6 +38,7 @@ from refattn.interface.values import (
     describe,
     expect,
     is_int,
+    is_ordinary,
     same_device,
 )
 
@@ -364,7 +365,8 @@ def check_caches(
     check_list("caches", caches, "pools")
     num_blocks = _blocks_of_moves(block_table, batch, trees, accepted, block_size) if trees.lens.is_cpu else 0
     for i, cache in enumerate(caches):
-        if not isinstance(cache, Tensor) or cache.ndim < 2 or cache.shape[1] != block_size:
+        is_pool = isinstance(cache, Tensor) and is_ordinary(cache) and cache.ndim >= 2
+        if not is_pool or cache.shape[1] != block_size:
             raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
         check_own_memory(f"caches[{i}]", cache)
         same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})

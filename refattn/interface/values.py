@@ -195,7 +195,10 @@ def expect(
     dims: Sequence[str],
     sizes: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """Check that something is a tensor of a type and a shape, neither sparse nor nested, and return that shape.
+    """Check that something is a tensor of a type and a shape, and return that shape.
+
+    It is neither sparse nor nested nor quantised by torch. One of integers is no negated view: kernels read tables
+    where they are, anew in each launch, so a copy would not do.
 
     Args:
         tensor: what came.
@@ -207,7 +210,7 @@ def expect(
     Raises:
         ValueError: if it is no such tensor.
     """
-    if isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype) and _has_strides(tensor):
+    if isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype) and is_ordinary(tensor):
         shape = tuple(tensor.shape)
         if len(shape) == len(sizes):
             for size, actual in zip(sizes, shape, strict=True):
@@ -223,13 +226,17 @@ def expect(
 
 
 def check_own_memory(name: str, tensor: Tensor) -> None:
-    """Check that no two elements of a tensor that is written to share their memory, as far as its strides tell.
+    """Check that a tensor that is written to has memory for each element, as far as its strides tell.
 
     Each dimension has to step over all elements of those with smaller strides, as in slices and transposed tensors.
+    Memory of a negated or conjugated view holds other values than the view, and is refused.
 
     Raises:
         ValueError: naming it.
     """
+    if tensor.is_neg() or tensor.is_conj():
+        view = "negated" if tensor.is_neg() else "conjugated"
+        raise ValueError(f"{name}: expected memory that holds its own values, got a {view} view")
     if tensor.is_contiguous():
         return
     end = 0  # how far the last element of the dimensions so far lies after the first
@@ -290,9 +297,11 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _has_strides(tensor: Tensor) -> bool:
-    """Return whether a tensor is an ordinary one: others, sparse or nested, have no strides."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+def is_ordinary(tensor: Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor nested nor quantised by torch, and no negated view of a table."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_neg()
 
 
 def describe(value: object) -> str:
@@ -301,8 +310,8 @@ def describe(value: object) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.is_nested:
             return f"{dtype} in a nested tensor"
-        layout = "" if _has_strides(value) else f" in the layout {value.layout}"
-        return f"{dtype} {list(value.shape)}{layout}"
+        layout = "" if value.layout is torch.strided else f" in the layout {value.layout}"
+        return f"{dtype} {list(value.shape)}{layout}{' in a negated view' if value.is_neg() else ''}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, torch.device):

@@ -30,6 +30,7 @@ from refattn.interface.values import (
     describe,
     expect,
     is_int,
+    is_ordinary,
     same_device,
 )
 
@@ -170,6 +171,7 @@ def check_latent_slots(
             raise ValueError(
                 f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}"
             )
+        check_own_memory("cache", cache[..., : rank + rope])
         pools = pages[..., :rank], pages[..., rank : rank + rope]
     check_can_be_written(cache=cache)
     check_slots(latent[:, None], rope_key[:, None], *pools, slot_mapping, types=(kind, kind))
@@ -214,7 +216,7 @@ def check_block_pairs(
         if not isinstance(caches, (list, tuple)):
             raise ValueError(f"{name}: expected a list of caches, got {describe(caches)}")
         for i, cache in enumerate(caches):
-            if not isinstance(cache, Tensor) or cache.ndim < 1:
+            if not isinstance(cache, Tensor) or not is_ordinary(cache) or cache.ndim < 1:
                 raise ValueError(f"{name}[{i}]: expected a cache [n, ...], got {describe(cache)}")
     if len(sources) != len(destinations):
         raise ValueError(f"{names[1]}: expected {len(sources)} caches, as in sources, got {len(destinations)}")

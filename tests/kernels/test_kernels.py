@@ -509,12 +509,13 @@ def test_what_all_kernels_share_imports_no_kernel():
     root = Path(fastattn.kernels.__file__).parent
     may = {
         "problem.py": ("refattn.interface", "fastattn.kernels.replay"),
-        "replay.py": ("refattn.interface",),
+        "memory.py": ("refattn.interface",),
+        "replay.py": ("refattn.interface", "fastattn.kernels.memory"),
         "device.py": (),
         "kernel.py": ("fastattn.kernels.problem",),
         "dispatch.py": (
             *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
-            *("fastattn.kernels.device", "fastattn.kernels.kernel"),
+            *("fastattn.kernels.device", "fastattn.kernels.kernel", "fastattn.kernels.memory"),
         ),
         "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.dispatch"),
     }

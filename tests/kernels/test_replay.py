@@ -500,6 +500,7 @@ def test_nothing_is_replayed_for_a_gpu_that_is_not_the_current_one(monkeypatch):
     """A launch goes to the current GPU; the long way makes that of the tensors the current one."""
     tensor = mock.Mock(spec=torch.Tensor, device=torch.device("cuda", 1), dtype=torch.half, shape=(1, 2, 3))
     tensor.data_ptr.return_value, tensor.stride.return_value = 16, (6, 3, 1)
+    tensor.is_neg.return_value = False
     plan = plan_of("chunked_prefill", lay_out("chunked_prefill")[3])
     monkeypatch.setattr(replay, "Tensor", type(tensor))
     for current in (0, 1):

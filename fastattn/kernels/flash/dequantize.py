@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.gpu.quantized import Codes, codes_of, prepare_query, row_scale
 from fastattn.kernels.gpu.tile import converts_fp8, find_tile
 from fastattn.kernels.problem import EXPANDED_BLOCK
@@ -58,8 +59,8 @@ def attend_dequantized(
     codes = codes_of(scales)
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    memo = memo_of(plan)
-    over_pages = memo.expanded  # of an earlier layer; the entries of its table are written anew
+    expanded, where = memo_of(plan).expanded, where_called()
+    over_pages = expanded.get(where)  # of an earlier layer; the entries of its table are written anew
     table = None if over_pages is None else over_pages.batch.block_table
     _, of_key, of_value = codes.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)
@@ -68,7 +69,9 @@ def attend_dequantized(
     values, _ = expand(value_cache, table=table, codes=kind, number=of_value, scales=codes.value)
     if over_pages is None:
         batch = replace(plan.batch, block_table=table)
-        over_pages = memo.expanded = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
+        over_pages = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
+        if where is not UNKNOWN:
+            expanded[where] = over_pages
     if codes.kind == "int8" or codes.rounds_query:
         query = round_queries(query, plan, codes)
     return paged(query, numbers, values, over_pages, options, out)

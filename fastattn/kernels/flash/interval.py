@@ -17,6 +17,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.problem import places
 from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Keys, Pages, Plan, Rows
@@ -50,14 +51,17 @@ def attend_up_to_and_after(
 
 def _parts(plan: Plan) -> tuple[Plan, Plan]:
     """Return a plan of the causal mask, and one of the keys after each query, which the memo stores."""
-    memo = memo_of(plan)
-    if memo.parts is None:
+    memo, where = memo_of(plan), where_called()
+    parts = memo.parts.get(where)
+    if parts is None:
         assert plan.first_visible is not None  # it has intervals
         after = memo.after
         if after is None:
             after = places(plan.batch, len(plan.first_visible))[1].int() + 1
         causal = replace(plan, causal=True, first_visible=None, last_visible=None, extends_causal=False)
-        memo_of(causal).cu_seqlens_k = memo.cu_seqlens_k
-        memo.parts = causal, replace(plan, first_visible=after, extends_causal=False)
-        memo_of(memo.parts[1]).cu_seqlens_k = memo.cu_seqlens_k
-    return memo.parts
+        parts = causal, replace(plan, first_visible=after, extends_causal=False)
+        for part in parts:
+            memo_of(part).cu_seqlens_k = memo.cu_seqlens_k
+        if where is not UNKNOWN:
+            memo.parts[where] = parts
+    return parts

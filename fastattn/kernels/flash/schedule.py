@@ -28,7 +28,7 @@ def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
         make: launches what makes it.
     """
     lengths = plan.batch.cu_seqlens_q, plan.batch.seq_lens
-    where = _where()
+    where = where_called()
     if where is UNKNOWN:
         return make()
     if any(x.is_inference() for x in lengths):  # which do not count their versions
@@ -48,7 +48,7 @@ def schedule_of_sizes(name: Hashable, make: Callable[[], Any]) -> Any:
         name: whose schedule it is, and all that it depends on.
         make: launches what makes it, now or with the first call.
     """
-    where = _where()
+    where = where_called()
     if where is UNKNOWN:
         return make()
     if len(_of_sizes) >= MOST_OF_SIZES:
@@ -59,8 +59,12 @@ def schedule_of_sizes(name: Hashable, make: Callable[[], Any]) -> Any:
     return known
 
 
-def _where() -> Hashable:
-    """Return the stream, or the capture that is under way; `UNKNOWN` for one that can't be told from others."""
+def where_called() -> Hashable:
+    """Return the stream, or the capture that is under way; `UNKNOWN` for one that can't be told from others.
+
+    What one of them makes of a plan belongs to it: another stream would read it too early, and the memory of a graph is
+    the graph's, whatever becomes of the plan.
+    """
     if not torch.cuda.is_available():
         return None
     if not torch.cuda.is_current_stream_capturing():

@@ -1,0 +1,85 @@
+"""Tensors as kernels read them: by a pointer, so each has to be what its memory holds.
+
+Most tensors are. Of the others, some are made so where arguments are bound, and the rest is refused by name:
+
+    negated and conjugated views      resolved: an input by a copy; what is written to is refused by its check
+    views of vmap, grad, jvp          have no memory of their own, as have functional, fake and sparse tensors: refused
+    subclasses with their own         may hold their values anywhere: refused
+      `__torch_dispatch__`
+
+A call is bound once, and a cache key of `fastattn.kernels.replay` has nothing but tensors that are what they hold.
+"""
+
+from dataclasses import is_dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales
+from refattn.interface.values import describe
+
+T = TypeVar("T")
+_CHECKED = "has_tables_in_memory"  # set beside the fields of a plan, whose tables no later call looks at again
+
+
+def in_memory(name: str, argument: T) -> T:
+    """Return an argument all of whose tensors are what their memory holds: itself, unless a view has to be resolved.
+
+    Args:
+        name: what errors call it.
+        argument: a tensor, or a list, keys, options, scales, or a plan, with all tensors in it; anything else passes.
+
+    Raises:
+        ValueError: naming a tensor that has no memory of its own.
+    """
+    if isinstance(argument, Tensor):
+        return cast(T, _resolved(name, argument))
+    if isinstance(argument, list | tuple):
+        fields = getattr(argument, "_fields", None)
+        names = fields or [f"{name}[{i}]" for i in range(len(argument))]
+        parts = [in_memory(*part) for part in zip(names, argument, strict=True)]
+        if all(part is given for part, given in zip(parts, argument, strict=True)):
+            return argument
+        kind: Any = type(argument)
+        return cast(T, kind(parts) if fields is None else kind(*parts))
+    if is_dataclass(argument) and not isinstance(argument, type):
+        return cast(T, _fields_in_memory(name, argument))
+    return argument
+
+
+def _fields_in_memory(name: str, argument: Any) -> Any:
+    """Return options, scales or a plan, whose fields are called by their own names."""
+    attributes = vars(argument)
+    if _CHECKED in attributes:
+        return argument
+    prefix = f"{name}." if isinstance(argument, Fp8Scales | Int8Scales) else ""
+    parts = {part: in_memory(prefix + part, attributes[part]) for part in argument.__dataclass_fields__}
+    changes = {part: value for part, value in parts.items() if value is not attributes[part]}
+    if changes:
+        return replace(argument, **changes)
+    if not isinstance(argument, AttentionOptions | Fp8Scales | Int8Scales):
+        attributes[_CHECKED] = True
+    return argument
+
+
+def _resolved(name: str, x: Tensor) -> Tensor:
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(f"{name}: expected a tensor that a kernel can read in memory, got {type(x).__qualname__}")
+    if is_without_memory(x):
+        raise ValueError(
+            f"{name}: expected a tensor that a kernel can read in memory, got {describe(x)} without memory of its own"
+        )
+    if not (x.is_neg() or x.is_conj()):
+        return x
+    if x.element_size() == 1 and x.is_floating_point():  # torch negates no fp8
+        raise ValueError(f"{name}: expected a tensor that a kernel can read in memory, got a negated view of fp8")
+    return torch.resolve_neg(torch.resolve_conj(x))
+
+
+def is_without_memory(x: Tensor) -> bool:
+    """Return whether a tensor has elements and no address; on the device `meta`, where none has one, none is read."""
+    try:
+        return x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta"
+    except RuntimeError:  # of what a transform of torch.func passes, and of sparse and nested tensors
+        return True
