@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastattn import recurrent
 from fastattn.kernels import dispatch
+from fastattn.kernels.kernel import PLAN, fields_of
 from fastattn.kernels.problem import places
 from fastattn.metadata import positions
 from refattn.interface import (
@@ -41,6 +42,10 @@ from refattn.interface.contents import (
 )
 from refattn.interface.states import check_convolution, check_ranks, check_recurrent
 from refattn.interface.values import check_int, check_window
+
+# The fields of plans that `attention` looks at.
+OVER_RANKS = PLAN | fields_of(Shard, "rank", "num_ranks", "interleave")
+OVER_RANKS |= fields_of(ContextParallelPlan, "batch", "shard", "context", "own")
 
 
 def plan(
@@ -106,6 +111,7 @@ def attention(
     key_heads = check_context_parallel(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
+    dispatch.refuse_unknown("context_parallel.attention", OVER_RANKS, plan)
     if options.alibi_slopes is not None:
         raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
     rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.kernel import PLAN, fields_of
 from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import memo_of
@@ -23,6 +24,9 @@ from refattn.interface.packed import is_packed, packed_size
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 from refattn.interface.writes import check_latent_slots
+
+PREFILL = PLAN  # the fields of plans that `prefill` looks at
+PREFILL |= fields_of(PrefillPlan, "own", "chunks", "block_size", "blocks") | fields_of(ContextChunk, "plan", "slots")
 
 
 def plan(batch: Batch, *, block_size: int) -> Plan:
@@ -134,6 +138,7 @@ def prefill(
             "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
             "number; use attention, which absorbs and computes none"
         )
+    dispatch.refuse_unknown("mla.prefill", PREFILL, plan)
     rank, rope, cache = latent.shape[1], rope_key.shape[1], in_memory("cache", cache)
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.kernel import STATES
 from fastattn.kernels.problem import places
 from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
 from refattn.interface.ambient import refuse_gradients, without_autocast
@@ -71,6 +72,7 @@ def state_map(
     """
     check_state_map(key, value, log_decay, beta, plan, options)
     refuse_gradients(dispatch.NO_BACKWARD, key=key, value=value, log_decay=log_decay, beta=beta)
+    dispatch.refuse_unknown("recurrent.state_map", STATES, plan, options)
     (t, hv, dv), dk, b = value.shape, key.shape[-1], plan.batch.num_seqs
     compute, device = torch.promote_types(key.dtype, torch.float32), key.device
     slots = plan.state_indices[:, 0] if plan.per_draft else plan.state_indices

@@ -53,11 +53,12 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import PAGES, QUANTIZED, Kernel
 from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import (
     Problem,
     Subtraction,
+    asked_of,
     attention_problem,
     compute_dtype,
     cu_seqlens_k_of,
@@ -291,8 +292,19 @@ def unsupported_reason(name: str, problem: Problem) -> str | None:
     kernel = _load(name)
     if not kernel.computes(problem):
         return f"does not compute {problem.what}"
-    unknown = kernel.unknown(problem)
-    return kernel.unsupported_reason(problem) if unknown is None else f"does not know the option {unknown}"
+    unknown, reason = kernel.unknown(problem), kernel.unsupported_reason(problem)
+    return f"does not know {unknown}" if reason is None and unknown is not None else reason
+
+
+def refuse_unknown(what: str, knows: frozenset[str], *arguments: object) -> None:
+    """Refuse what is computed by several operations, if a plan or keys ask for more than it knows.
+
+    Raises:
+        NotImplementedError: naming a field that does.
+    """
+    unknown = min(asked_of(*arguments) - knows, default=None)
+    if unknown is not None:
+        raise NotImplementedError(f"no kernel computes {what}: it does not know {unknown}")
 
 
 def explain(problem: Problem) -> str:
@@ -445,7 +457,8 @@ def _attention_fn(
     problem = attention_problem(query, keys, plan, options)
     if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
         return choose(problem).attend, _as_it_is, True
-    kernels = [choose(attention_problem(query, keys, *one)) for one in _levels_of(plan, options)]
+    levels = [attention_problem(query, keys, *one) for one in _levels_of(plan, options)]
+    kernels = [choose(level._replace(asks=problem.asks)) for level in levels]
     if len(set(kernels)) == 1 and kernels[0].computes(problem):
         return kernels[0].attend, _as_it_is, True
     attends = [kernel.attend for kernel in kernels]
@@ -483,6 +496,7 @@ def _differential_fn(
     Where none can, or one is asked for that cannot, it is four calls of attention, as always over an fp8 cache, under
     the levels of a cascade and under drafted trees.
     """
+    refuse_unknown("differential attention", PAGES | QUANTIZED, keys)
     if keys.scales is None and isinstance(plan, Plan):
         pages, over_pages = _in_pages(keys.cache, plan)
         problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
@@ -676,7 +690,8 @@ def write_quantized(
     scales: Fp8Scales | Int8Scales,
 ) -> None:
     """Quantise new tokens and write them into the pool; arguments are those of `fastattn.quantized.write`."""
-    kernel = choose(Problem("write_quantized", key.device, key.dtype, stored=stored_types(scales, value_cache)))
+    stored = stored_types(scales, value_cache)
+    kernel = choose(Problem("write_quantized", key.device, key.dtype, stored=stored, asks=asked_of(scales)))
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
@@ -716,7 +731,8 @@ def compact(
     caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
     """Move accepted nodes inside pools, once there is a kernel for each; see `fastattn.speculative.compact`."""
-    kernels = [choose(Problem("compact", x.device, x.dtype, num_dims=x.ndim)) for x in caches]
+    asks = asked_of(batch, trees, accepted)
+    kernels = [choose(Problem("compact", x.device, x.dtype, num_dims=x.ndim, asks=asks)) for x in caches]
     for kernel, pool in zip(kernels, caches, strict=True):
         _launches(kernel.compact)(pool, batch, trees, accepted, block_size)
 
@@ -724,7 +740,7 @@ def compact(
 @_launches
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
     """Compute the slot of each new token; arguments are those of `fastattn.metadata.slot_mapping`."""
-    kernel = choose(Problem("slot_mapping", batch.device, torch.int64))
+    kernel = choose(Problem("slot_mapping", batch.device, torch.int64, asks=asked_of(batch)))
     return kernel.slot_mapping(batch, num_tokens, block_size=block_size)
 
 
@@ -733,7 +749,8 @@ def trim(
     batch: Batch, left: int, *, block_size: int, columns: int
 ) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
     """Cut off the blocks that no query sees; returns the first keys, the lengths and the block table that are left."""
-    return choose(Problem("trim", batch.device, torch.int32)).trim(batch, left, block_size=block_size, columns=columns)
+    kernel = choose(Problem("trim", batch.device, torch.int32, asks=asked_of(batch)))
+    return kernel.trim(batch, left, block_size=block_size, columns=columns)
 
 
 @_launches
@@ -741,7 +758,7 @@ def cut_chunks(
     batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
     """Cut sequences at the ends of chunks; returns query rows, first keys, lengths and tables of virtual sequences."""
-    kernel = choose(Problem("cut_chunks", batch.device, torch.int32))
+    kernel = choose(Problem("cut_chunks", batch.device, torch.int32, asks=asked_of(batch)))
     return kernel.cut_chunks(batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns)
 
 
@@ -750,7 +767,8 @@ def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
     """Find the depths and the ancestors of nodes, and the positions of query rows; see `speculative.plan`."""
-    return choose(Problem("draw_trees", batch.device, torch.int32)).draw_trees(batch, trees, num_tokens)
+    kernel = choose(Problem("draw_trees", batch.device, torch.int32, asks=asked_of(batch, trees)))
+    return kernel.draw_trees(batch, trees, num_tokens)
 
 
 # --- selected keys ---
@@ -776,9 +794,8 @@ def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
     """Score the keys that queries may see; arguments are those of `fastattn.sparse.scores`."""
-    scores: Tensor = choose(Problem("score_index", query.device, query.dtype)).score_index(
-        query, weights, index_cache, plan
-    )
+    kernel = choose(Problem("score_index", query.device, query.dtype, asks=asked_of(plan)))
+    scores: Tensor = kernel.score_index(query, weights, index_cache, plan)
     return scores
 
 
@@ -792,7 +809,7 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t k"]:
 @_launches
 def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
     """Find the slots of selected keys; arguments are those of `fastattn.sparse.slots`."""
-    kernel = choose(Problem("selected_slots", batch.device, torch.int32))
+    kernel = choose(Problem("selected_slots", batch.device, torch.int32, asks=asked_of(batch)))
     slots: Tensor = kernel.selected_slots(batch, positions, block_size=block_size)
     return slots
 
@@ -802,7 +819,7 @@ def plan_selected(
     batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
     """Make a sequence of each query row; returns query rows, lengths, the table, and whose row each of them is."""
-    kernel = choose(Problem("plan_selected", batch.device, torch.int32))
+    kernel = choose(Problem("plan_selected", batch.device, torch.int32, asks=asked_of(batch)))
     return kernel.plan_selected(batch, positions, block_size=block_size)
 
 
@@ -822,9 +839,8 @@ def recurrent(
     out: Float[Tensor, "t hv dv"] | None,
 ) -> Float[Tensor, "t hv dv"]:
     """Fold new tokens into states; arguments are those of `fastattn.recurrent.attention`."""
-    problem = Problem(
-        "recurrent", query.device, query.dtype, head_size=query.shape[-1], value_head_size=value.shape[-1]
-    )
+    sizes = dict(head_size=query.shape[-1], value_head_size=value.shape[-1])
+    problem = Problem("recurrent", query.device, query.dtype, asks=asked_of(plan, options), **sizes)
     tensors = query, key, value, log_decay, beta, states
     memory = None if out is None or _overlaps(out, tensors) else out
     result: Tensor = choose(problem).recurrent(*tensors, plan, options, memory)
@@ -843,9 +859,8 @@ def convolve(
 ) -> Float[Tensor, "t c"]:
     """Mix tokens with the inputs before them; arguments are those of `fastattn.recurrent.convolve`."""
     memory = None if out is None or _overlaps(out, (inputs, weight, states, bias)) else out
-    result: Tensor = choose(Problem("convolve", inputs.device, inputs.dtype)).convolve(
-        inputs, weight, states, plan, bias, silu, memory
-    )
+    kernel = choose(Problem("convolve", inputs.device, inputs.dtype, asks=asked_of(plan)))
+    result: Tensor = kernel.convolve(inputs, weight, states, plan, bias, silu, memory)
     return result if out is None or memory is out else out.copy_(result)
 
 

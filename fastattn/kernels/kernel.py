@@ -8,15 +8,68 @@ from types import ModuleType
 from typing import Any
 
 from fastattn.kernels.problem import Problem
+from refattn.interface import (
+    Accepted,
+    AttentionOptions,
+    Batch,
+    CascadePlan,
+    Fp8Scales,
+    Int8Scales,
+    Latents,
+    PackedLatents,
+    Pages,
+    Pairs,
+    Plan,
+    QuantizedPages,
+    RecurrentOptions,
+    Rows,
+    StatePlan,
+    TreePlan,
+    Trees,
+)
 
-FLAGS = tuple(name for name, default in Problem._field_defaults.items() if default is False)
-KNOWN = frozenset(
-    (
-        *("tree", "positions", "intervals", "extends_causal"),
-        *("softcap", "alibi", "alibi_sqrt", "sinks", "batch_invariant"),
-        *("rounds_query", "fp8_weights", "uniform", "even"),
-    )
-)  # what each kernel computes, or refuses by itself; whatever comes to `Problem` later is refused until it is known
+
+def fields_of(kind: type, *names: str) -> frozenset[str]:
+    """Name fields of options, of a plan, of a storage or of scales, as kernels and problems have them."""
+    return frozenset(f"{kind.__name__}.{name}" for name in names)
+
+
+# What kernels have in common. It is written out: a field that comes to one of these types is in no set, and refused.
+BATCH = fields_of(
+    Batch, *("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "num_keys", "num_tokens")
+)
+PLAN = BATCH | fields_of(
+    Plan,
+    *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences"),
+    *("first_visible", "last_visible", "extends_causal"),
+)
+LEVELS = fields_of(CascadePlan, "batch", "levels")
+TREES = fields_of(Trees, "parents", "lens") | fields_of(Accepted, "nodes", "lens", "next_tokens")
+TREE = TREES | fields_of(TreePlan, "whole", "prefix", "trees", "depths", "ancestors")
+PAGES = (
+    fields_of(Rows, "key", "value") | fields_of(Pages, "key_cache", "value_cache") | fields_of(Pairs, "cache", "scales")
+)
+QUANTIZED = (
+    fields_of(QuantizedPages, "key_cache", "value_cache", "scales")
+    | fields_of(Fp8Scales, "key", "value", "query", "format")
+    | fields_of(Int8Scales, "key", "value")
+)
+LATENTS = fields_of(Latents, "cache", "latent_rank", "cache_scale", "query_scale", "fp8_weights")
+PACKED = fields_of(PackedLatents, "cache", "latent_rank")
+STATES = (
+    BATCH
+    | fields_of(StatePlan, "batch", "state_indices", "has_initial_state", "num_accepted", "checkpoint_indices")
+    | fields_of(StatePlan, "block_size")
+    | fields_of(RecurrentOptions, "scale", "delta")
+)
+
+
+def options_of(*names: str) -> frozenset[str]:
+    """Name options of attention."""
+    return fields_of(AttentionOptions, *names)
+
+
+ALL_OPTIONS = options_of("softmax_scale", "softcap", "alibi_slopes", "alibi_sqrt", "sinks", "batch_invariant")
 
 
 @dataclass(eq=False)
@@ -30,16 +83,17 @@ class Kernel:
         trees: those of them that it takes under drafted trees.
         levels: those of them of which it takes all levels of a cascade in one call.
         functions: where each function is, `"module:function"`; the module is imported when it is first asked for.
-        knows: the flags of a problem that it looks at. One that it does not know is refused.
+        knows: the fields of options, plans, storages and scales that it computes, or that `unsupported_reason` refuses.
+            Any other is refused, unless it is at its default.
     """
 
     name: str
     unsupported_reason: Callable[[Problem], str | None]
     attends: tuple[str, ...]
     functions: Mapping[str, str]
+    knows: frozenset[str]
     trees: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
-    knows: frozenset[str] = KNOWN
 
     def computes(self, problem: Problem) -> bool:
         """Return whether it has a function for a problem, be it for all of its sizes and options or not."""
@@ -48,8 +102,8 @@ class Kernel:
         return problem.keys in (self.trees if problem.tree else self.levels if problem.levels > 1 else self.attends)
 
     def unknown(self, problem: Problem) -> str | None:
-        """Return a flag of a problem that it does not know, or None."""
-        return next((flag for flag in FLAGS if flag not in self.knows and getattr(problem, flag)), None)
+        """Return a field that a problem asks for and that it does not know, or None."""
+        return min(problem.asks - self.knows, default=None)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function of the table."""

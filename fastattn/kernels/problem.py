@@ -1,5 +1,7 @@
 """A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -69,6 +71,7 @@ class Problem(NamedTuple):
         even: the host knows that all sequences have about as many keys.
         intervals: each query row sees an interval of keys of its own.
         extends_causal: it is all keys up to the query, and some after it.
+        asks: the fields of options, plan, storage and scales that say what is to be computed, from `asked_of`.
     """
 
     operation: str
@@ -104,6 +107,7 @@ class Problem(NamedTuple):
     intervals: bool = False
     fp8_weights: bool = False
     extends_causal: bool = False
+    asks: frozenset[str] = frozenset()
 
     @property
     def is_attention(self) -> bool:
@@ -187,7 +191,57 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         intervals=any(level.whole.first_visible is not None for level in plan.levels),
         fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
         extends_causal=whole.extends_causal,
+        asks=asked_of(keys, plan, options),
     )
+
+
+_ASKS = "asks"  # set beside the fields of a plan, which ask for the same in every layer
+
+
+def asked_of(*arguments: object) -> frozenset[str]:
+    """Return which fields of options, plans, storages and scales ask for something, also of those in them.
+
+    Those without a default do, and those that are not at their default. `Plan.causal`, and so on.
+    """
+    asks: frozenset[str] = frozenset()
+    for argument in arguments:
+        asks |= _asked_of(argument)
+    return asks
+
+
+def _asked_of(argument: object) -> frozenset[str]:
+    defaults = _defaults(type(argument))
+    if defaults is None:
+        return asked_of(*argument) if isinstance(argument, tuple) else frozenset()
+    is_plan = "batch" in defaults
+    if is_plan and _ASKS in vars(argument):
+        found: frozenset[str] = vars(argument)[_ASKS]
+        return found
+    asks: set[str] = set()
+    for name, (full_name, default) in defaults.items():
+        value = getattr(argument, name)
+        if value is default or (not isinstance(value, Tensor) and value == default):
+            continue
+        asks.add(full_name)
+        asks |= _asked_of(value)
+    if is_plan:
+        vars(argument)[_ASKS] = frozenset(asks)
+    return frozenset(asks)
+
+
+@cache
+def _defaults(kind: type) -> dict[str, tuple[str, object]] | None:
+    """Return the full name and the default of each field of a dataclass or named tuple, which may be none; else None.
+
+    Fields that a dataclass works out of the others say nothing new.
+    """
+    if is_dataclass(kind):
+        return {x.name: (f"{kind.__name__}.{x.name}", x.default) for x in fields(kind) if x.init}
+    names: tuple[str, ...] | None = getattr(kind, "_fields", None)
+    if names is None:
+        return None
+    defaults = getattr(kind, "_field_defaults", {})
+    return {name: (f"{kind.__name__}.{name}", defaults.get(name, MISSING)) for name in names}
 
 
 def _stored_in(

@@ -122,7 +122,7 @@ def of_kernels(monkeypatch, order, **described):
     for name, (reason, *operations) in described.items():
         functions = {operation: f"kernels.{name}:{operation}" for operation in operations}
         kernels[name] = fastattn.kernels.kernel.Kernel(
-            name, lambda problem, reason=reason: reason, ("rows", "pages"), functions
+            name, lambda problem, reason=reason: reason, ("rows", "pages"), functions, cpu.KERNEL.knows
         )
     monkeypatch.setattr(dispatch, "NAMES", tuple(described))
     monkeypatch.setattr(dispatch, "MODULES", {name: f"kernels.{name}" for name in described})
@@ -512,7 +512,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "memory.py": ("refattn.interface",),
         "replay.py": ("refattn.interface", "fastattn.kernels.memory"),
         "device.py": (),
-        "kernel.py": ("fastattn.kernels.problem",),
+        "kernel.py": ("refattn.interface", "fastattn.kernels.problem"),
         "dispatch.py": (
             *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
             *("fastattn.kernels.device", "fastattn.kernels.kernel", "fastattn.kernels.memory"),
@@ -523,16 +523,6 @@ def test_what_all_kernels_share_imports_no_kernel():
     for file, modules in may.items():
         for name in imported_by(root / file):
             assert any(f"{name}.".startswith(f"{module}.") for module in modules), f"{file} imports {name}"
-
-
-def test_a_flag_that_a_kernel_does_not_know_is_refused(monkeypatch):
-    """As one is that comes to `Problem` tomorrow."""
-    cpu = importlib.import_module(dispatch.MODULES["cpu"]).KERNEL
-    problem = ON_GPU._replace(device=torch.device("cpu"), dtype=torch.float32, sinks=True, max_query_len=64)
-    assert dispatch.unsupported_reason("cpu", problem) is None
-    monkeypatch.setattr(cpu, "knows", cpu.knows - {"sinks"})
-    assert dispatch.unsupported_reason("cpu", problem) == "does not know the option sinks"
-    assert dispatch.unsupported_reason("cpu", problem._replace(sinks=False)) is None
 
 
 # --- differential attention ---
@@ -554,7 +544,7 @@ def test_differential_by_a_kernel_that_has_only_attention(asked, monkeypatch):
     case, arguments = in_pairs(((5, 30), (1, 40), (3, 2)), "cpu")
     functions = {"attend": cpu.KERNEL.functions["attend"]}
     only_attention = fastattn.kernels.kernel.Kernel(
-        "only_attention", cpu.unsupported_reason, ("rows", "pages"), functions
+        "only_attention", cpu.unsupported_reason, ("rows", "pages"), functions, cpu.KERNEL.knows
     )
     monkeypatch.setattr(cpu, "attend", mock.Mock(wraps=cpu.attend))
     monkeypatch.setattr(dispatch, "_load", lambda name: only_attention)

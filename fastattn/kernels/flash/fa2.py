@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, Rows
 
@@ -55,6 +55,7 @@ KERNEL = Kernel(
     "fa2",
     unsupported_reason,
     attends=("rows", "pages"),
+    knows=options_of("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant") | PLAN | LEVELS | PAGES,
     functions={"attend": f"{__name__}:attend"},
 )
 

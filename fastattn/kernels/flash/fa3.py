@@ -35,7 +35,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, window_within_reach
 from refattn.interface import (
     AttentionOptions,
@@ -118,6 +118,7 @@ KERNEL = Kernel(
     unsupported_reason,
     attends=("rows", "pages", "quantized", "latents"),
     trees=("pages", "latents"),
+    knows=options_of("softmax_scale", "softcap", "sinks") | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS,
     functions={"attend": f"{__name__}:attend"},
 )
 

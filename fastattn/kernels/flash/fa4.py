@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, QUANTIZED, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, has_aligned_heads, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
 
@@ -68,6 +68,7 @@ KERNEL = Kernel(
     "fa4",
     unsupported_reason,
     attends=("rows", "pages", "quantized"),
+    knows=options_of("softmax_scale", "softcap", "sinks") | PLAN | LEVELS | PAGES | QUANTIZED,
     functions={"attend": f"{__name__}:attend"},
 )
 

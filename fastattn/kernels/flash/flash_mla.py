@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of, schedule_of_sizes
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import LATENTS, LEVELS, PACKED, PLAN, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, latent_scales
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, PackedLatents, Plan, TreePlan
 
@@ -133,6 +133,7 @@ KERNEL = Kernel(
     unsupported_reason,
     attends=("latents", "packed"),
     trees=("latents",),
+    knows=options_of("softmax_scale", "sinks") | PLAN | LEVELS | TREE | LATENTS | PACKED,
     functions={"attend": f"{__name__}:attend"},
 )
 

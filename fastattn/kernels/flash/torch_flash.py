@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, Kernel, options_of
 from fastattn.kernels.problem import FAR, Problem, cu_seqlens_k_of, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Plan, Rows
 
@@ -45,6 +45,7 @@ KERNEL = Kernel(
     "torch_flash",
     unsupported_reason,
     attends=("rows",),
+    knows=options_of("softmax_scale", "sinks", "batch_invariant") | PLAN | LEVELS | PAGES,
     functions={"attend": f"{__name__}:attend"},
 )
 

@@ -7,7 +7,7 @@ both keys and both values once.
 
 import torch
 
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, Kernel
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem
 
@@ -41,6 +41,7 @@ KERNEL = Kernel(
     "native",
     unsupported_reason,
     attends=("pages", "quantized", "latents"),
+    knows=ALL_OPTIONS | PLAN | LEVELS | PAGES | QUANTIZED | LATENTS,
     functions={
         "attend": "fastattn.kernels.native.attention:attend",
         "differential": "fastattn.kernels.native.attention:differential",

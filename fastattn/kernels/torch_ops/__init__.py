@@ -4,7 +4,7 @@ Two kernels: `torch`, which has no attention, here, and `plain` in `attention`. 
 `quantized`.
 """
 
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import PLAN, QUANTIZED, STATES, TREES, Kernel
 from fastattn.kernels.problem import Problem
 
 
@@ -30,5 +30,6 @@ KERNEL = Kernel(
     "torch",
     unsupported_reason,
     attends=(),
+    knows=PLAN | TREES | QUANTIZED | STATES,
     functions={name: f"{__name__}.{module}:{name}" for module, names in FUNCTIONS.items() for name in names},
 )

@@ -14,7 +14,7 @@ from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PAGES, PLAN, TREE, Kernel
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, uses_positions
 from fastattn.kernels.torch_ops.merge import add_sinks
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pages, Plan, Rows, TreePlan
@@ -43,6 +43,7 @@ KERNEL = Kernel(
     unsupported_reason,
     attends=("rows", "pages", "latents"),
     trees=("pages", "latents"),
+    knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | LATENTS,
     functions={"attend": f"{__name__}:attend"},
 )
 

@@ -5,7 +5,7 @@ import os
 import torch
 
 from fastattn.kernels.device import cannot_import, cannot_interpret, capability, is_rocm
-from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PACKED, PAGES, PLAN, QUANTIZED, STATES, TREE, Kernel
 from fastattn.kernels.problem import Problem
 
 LARGEST_HEAD = 256
@@ -81,6 +81,7 @@ KERNEL = Kernel(
     attends=("rows", "pages", "quantized", "latents", "packed"),
     trees=("pages", "quantized", "latents", "packed"),
     levels=("pages", "quantized"),
+    knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED | STATES,
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
         "differential": f"{__name__}.differential:differential",
