@@ -922,3 +922,20 @@ def test_a_pool_of_no_pairs_is_named(twin):
         twin.allocate(4, 16, 3, 64)
     with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
         twin.allocate(4, 0, 2, 64)
+
+
+@pytest.mark.covers("A73")
+def test_sinks_have_the_same_bits_in_any_batch():
+    """`torch.sigmoid` and `torch.logaddexp` compute the end of a tensor in another way than the rest of it."""
+    torch.manual_seed(0)
+    whole = fastattn.differential.plan(
+        refattn.metadata.make_batch([1] * 4, [9] * 4, [[0], [1], [2], [3]]), block_size=16
+    )
+    alone = fastattn.differential.plan(refattn.metadata.make_batch([1], [9], [[3]]), block_size=16)
+    for _ in range(60):
+        cache, query = torch.randn(2, 2, 4, 16, 1, 64), torch.randn(4, 10, 64)
+        options = AttentionOptions(sinks=torch.randn(10), batch_invariant=True)
+        more = dict(lambda_full=torch.tensor(0.3), lambda_init=0.2, return_lse=True)
+        many = fastattn.differential.attention(query, cache, whole, options, **more)
+        few = fastattn.differential.attention(query[3:], cache, alone, options, **more)
+        assert all(torch.equal(x[3:], y) for x, y in zip(many, few, strict=True))

@@ -22,6 +22,7 @@ from torch import Tensor
 from fastattn.kernels.cpu.blocks import Blocks, side_by_side
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Subtraction, compute_dtype
+from fastattn.kernels.torch_ops.merge import log_add_exp, share_of_keys
 from refattn.interface import AttentionOptions, Batch, Plan
 
 TILE = 64  # most queries of a tile
@@ -162,8 +163,8 @@ def _tile(
     if options.sinks is not None:
         sinks = rearrange(options.sinks.to(lse.dtype), "(pairs g two) -> two 1 pairs g 1", pairs=pairs, two=2)
         sinks = sinks.expand(-1, -1, -1, -1, t).flatten(3)  # [2, 1, pairs, g * t]
-        weights.mul_(torch.sigmoid(lse - sinks)[..., None])
-        lse = torch.logaddexp(lse, sinks)
+        weights.mul_(share_of_keys(lse, sinks)[..., None])
+        lse = log_add_exp(lse, sinks.expand_as(lse))
 
     difference = weights[0].sub_(weights[1], alpha=lambda_full)
     out = torch.zeros_like(q)

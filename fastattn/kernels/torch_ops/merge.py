@@ -13,7 +13,7 @@ def merge(
     """Combine partial answers in one pass over their outputs; see `fastattn.merge.merge`."""
     lse = lses[0]
     for part_lse in lses[1:]:
-        lse = _log_add_exp(lse, part_lse)
+        lse = log_add_exp(lse, part_lse)
     total: Tensor | None = None
     for part_out, part_lse in zip(outs, lses, strict=True):
         # The output of a part that saw nothing may hold anything, NaN too, and 0 * NaN is NaN.
@@ -29,12 +29,16 @@ def add_sinks(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Add sinks to the softmax of answers that were computed without them; see `fastattn.merge.add_sinks`."""
     sinks = sinks.to(lse.dtype)
-    share = torch.exp(sinks - lse).add_(1.0).reciprocal_()[..., None]  # exp(lse) / (exp(lse) + exp(sink))
-    out = (out * share).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
-    return out, _log_add_exp(lse, sinks.expand_as(lse))
+    out = (out * share_of_keys(lse, sinks)[..., None]).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
+    return out, log_add_exp(lse, sinks.expand_as(lse))
 
 
-def _log_add_exp(first: Float[Tensor, "t h"], second: Float[Tensor, "t h"]) -> Float[Tensor, "t h"]:
+def share_of_keys(lse: Float[Tensor, "*rows"], sinks: Float[Tensor, "#*rows"]) -> Float[Tensor, "*rows"]:
+    """Return `exp(lse) / (exp(lse) + exp(sinks))`, with the same bits wherever in the tensors the numbers stand."""
+    return torch.exp(sinks - lse).add_(1.0).reciprocal_()
+
+
+def log_add_exp(first: Float[Tensor, "*rows"], second: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
     """Return `log(exp(first) + exp(second))`, with the same bits wherever in the tensors the numbers stand.
 
     `torch.logaddexp` and `torch.sigmoid` compute what is left after the last whole vector in another way.
