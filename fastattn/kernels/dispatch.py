@@ -839,8 +839,14 @@ def recurrent(
     out: Float[Tensor, "t hv dv"] | None,
 ) -> Float[Tensor, "t hv dv"]:
     """Fold new tokens into states; arguments are those of `fastattn.recurrent.attention`."""
-    sizes = dict(head_size=query.shape[-1], value_head_size=value.shape[-1])
-    problem = Problem("recurrent", query.device, query.dtype, asks=asked_of(plan, options), **sizes)
+    problem = Problem(
+        "recurrent",
+        query.device,
+        query.dtype,
+        head_size=query.shape[-1],
+        value_head_size=value.shape[-1],
+        asks=asked_of(plan, options),
+    )
     tensors = query, key, value, log_decay, beta, states
     memory = None if out is None or _overlaps(out, tensors) else out
     result: Tensor = choose(problem).recurrent(*tensors, plan, options, memory)

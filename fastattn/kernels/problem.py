@@ -1,8 +1,9 @@
 """A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
+from collections.abc import Hashable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32, Int64, Shaped
@@ -210,7 +211,8 @@ def asked_of(*arguments: object) -> frozenset[str]:
 
 
 def _asked_of(argument: object) -> frozenset[str]:
-    defaults = _defaults(type(argument))
+    kind: Hashable = type(argument)
+    defaults = _defaults(kind)
     if defaults is None:
         return asked_of(*argument) if isinstance(argument, tuple) else frozenset()
     is_plan = "batch" in defaults
@@ -230,7 +232,7 @@ def _asked_of(argument: object) -> frozenset[str]:
 
 
 @cache
-def _defaults(kind: type) -> dict[str, tuple[str, object]] | None:
+def _defaults(kind: Any) -> dict[str, tuple[str, object]] | None:
     """Return the full name and the default of each field of a dataclass or named tuple, which may be none; else None.
 
     Fields that a dataclass works out of the others say nothing new.

@@ -433,6 +433,23 @@ def test_threads_may_share_a_plan(name, device):
     assert len(memo_of(plan).replays) == 1
 
 
+@in_each_path
+def test_a_new_thread_replays_what_another_recorded(name, device):
+    """On a GPU a thread has no context at first; the second thread meets launches that were laid out for the driver."""
+    *tensors, batch, more = lay_out(name, device=device)
+    plan, options = plan_of(name, batch), AttentionOptions(**OPTIONS)
+    expected = PATHS[name].attention(*tensors, plan, options, **more)
+    for _ in range(2):
+        found = []
+        thread = threading.Thread(
+            target=lambda found=found: found.append(PATHS[name].attention(*tensors, plan, options, **more))
+        )
+        with nothing_is_checked():
+            thread.start()
+            thread.join()
+        assert torch.equal(found[0], expected)
+
+
 @pytest.mark.parametrize("name", ["tree", "differential", "int8"])
 def test_a_thread_may_meet_a_schedule_half_made(name):
     """A first call stops at each line of it in turn; another thread's call goes by what is made so far."""
