@@ -13,8 +13,9 @@ from torch import Tensor
 from fastattn import recurrent
 from fastattn.kernels import dispatch
 from fastattn.kernels.kernel import PLAN, fields_of
-from fastattn.kernels.problem import places
+from fastattn.kernels.problem import compute_dtype, places
 from fastattn.metadata import positions
+from fastattn.sparse import by_token
 from refattn.interface import (
     AttentionOptions,
     Batch,
@@ -105,20 +106,24 @@ def attention(
     Arguments, results and errors are those of `refattn.context_parallel.attention`.
 
     Raises:
-        NotImplementedError: for ALiBi, as no kernel knows the distance to keys of which others lie elsewhere; and if no
-            kernel computes the combination, with the reason of each.
+        NotImplementedError: for ALiBi by the root of the distance; for ALiBi over runs of several tokens in a pool
+            whose tokens do not follow one another, as in the layout HND; and if no kernel computes the combination,
+            with the reason of each.
     """
     key_heads = check_context_parallel(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
     dispatch.refuse_unknown("context_parallel.attention", OVER_RANKS, plan)
-    if options.alibi_slopes is not None:
-        raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
+    if options.alibi_sqrt:
+        raise NotImplementedError("no kernel computes the root of the distance to keys of which others lie elsewhere")
     rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
     keys = Pages(key_cache, value_cache) if scales is None else QuantizedPages(key_cache, value_cache, scales)
-    part, lse = dispatch.compute(all_heads, keys, plan.context, options.without_sinks())
+    if options.alibi_slopes is None:
+        part, lse = dispatch.compute(all_heads, keys, plan.context, options.without_sinks())
+    else:
+        part, lse = _attend_by_distance(all_heads, keys, plan, options, group.all_gather(options.alibi_slopes, dim=0))
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
     weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge
@@ -129,6 +134,62 @@ def attention(
     answer, lse = dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])
     out = answer.to(query.dtype) if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
+
+
+def _attend_by_distance(
+    query: Float[Tensor, "t all_h d"],
+    keys: Pages | QuantizedPages,
+    plan: ContextParallelPlan,
+    options: AttentionOptions,
+    slopes: Float[Tensor, "all_h"],
+) -> tuple[Float[Tensor, "t all_h dv"], Float[Tensor, "t all_h"]]:
+    """Attend with all heads to the context of this rank under ALiBi, once for each token of a run.
+
+    The tokens at one place of all runs are a `period` apart: the m-th of them is at `m * period + place`. So a kernel
+    that knows keys one after the other has steeper slopes, and what is left is a number per query, in its LSE alone:
+
+        slope * (i - (m * period + place))
+            = slope * period * ((i - place) // period - m) + slope * ((i - place) % period)
+    """
+    shard, where = plan.shard, positions(plan.batch, len(query))
+    period, slopes = shard.num_ranks * shard.interleave, slopes.to(compute_dtype(query.dtype))
+    steeper = replace(options.without_sinks(), alibi_slopes=slopes * period)
+    outs, lses = [], []
+    for offset in range(shard.interleave):
+        far = where - (shard.rank * shard.interleave + offset)
+        its_keys, its_plan = _of_runs(keys, plan.context, (far // period).int(), offset, shard.interleave)
+        out, lse = dispatch.compute(query, its_keys, its_plan, steeper)
+        outs.append(out.to(lse.dtype))
+        lses.append(lse - slopes * (far % period)[:, None])
+    return (outs[0], lses[0]) if len(outs) == 1 else dispatch.merge(outs, lses)
+
+
+def _of_runs(
+    keys: Pages | QuantizedPages, context: Plan, where: Int32[Tensor, "t"], offset: int, interleave: int
+) -> tuple[Pages | QuantizedPages, Plan]:
+    """Return the tokens at one place of each run of a rank, and a plan over them for queries at some positions."""
+    batch, block_size, table = context.batch, context.block_size, context.batch.block_table
+    assert block_size is not None and table is not None  # it is over pages
+    if interleave > 1:
+        tokens = torch.arange(offset, max(batch.max_seq_len, offset + 1), interleave, device=batch.device)
+        table = table[:, (tokens // block_size).clamp(max=max(0, table.shape[1] - 1))] * block_size
+        lens = ((batch.seq_lens - offset + interleave - 1) // interleave).clamp(min=0)
+        table = table + (tokens % block_size).int()
+        batch = replace(batch, seq_lens=lens, block_table=table, max_seq_len=len(tokens), num_keys=None)
+        pools = by_token("key_cache", keys.key_cache), by_token("value_cache", keys.value_cache)
+        if isinstance(keys, Pages):
+            keys = Pages(*pools)
+        elif isinstance(keys.scales, Int8Scales):
+            keys = QuantizedPages(*pools, replace(keys.scales, key=by_token("scales.key", keys.scales.key)))
+        else:
+            keys = QuantizedPages(*pools, keys.scales)
+        block_size = 1
+    if context.positions is None:
+        return keys, Plan(batch, block_size, causal=False, positions=where)
+    first = ((context.positions - offset + interleave - 1) // interleave).clamp(min=0)  # of its window
+    where, last = where[: len(first)], torch.full_like(first, batch.max_seq_len)
+    plan = Plan(batch, block_size, causal=False, positions=where, first_visible=first, last_visible=last)
+    return keys, plan
 
 
 @without_autocast

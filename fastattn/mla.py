@@ -4,6 +4,8 @@
 kernel that reads each latent once, as key and as value.
 """
 
+from dataclasses import replace
+
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
@@ -15,7 +17,7 @@ from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Plan, PrefillPlan, Rows
+from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Pages, Plan, PrefillPlan, Rows
 from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_latent_prefill, check_projection
 from refattn.interface.contents import check_workspace
@@ -25,6 +27,7 @@ from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 from refattn.interface.writes import check_latent_slots
 
+TILE = 128  # tokens whose keys and values are one product under `batch_invariant`
 PREFILL = PLAN  # the fields of plans that `prefill` looks at
 PREFILL |= fields_of(PrefillPlan, "own", "chunks", "block_size", "blocks") | fields_of(ContextChunk, "plan", "slots")
 
@@ -122,26 +125,27 @@ def prefill(
                            t * h * dv                            in the type of the query: of the chunk
         log-sum-exps       3 * t * h                             in float32
 
-    The kernel of attention may take memory for its parts besides. Arguments, results and errors are those of
-    `refattn.mla.prefill`.
+    The kernel of attention may take memory for its parts besides. With `batch_invariant` there are no parts, as their
+    sizes depend on the batch: the keys and values of all sequences, each as long as the longest may be, are in memory
+    at once. Arguments, results and errors are those of `refattn.mla.prefill`.
 
     Raises:
-        NotImplementedError: for `batch_invariant`; and if no kernel computes the combination, with the reason of each.
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     tensors = query, latent, rope_key, cache
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     rows = dict(query=query, latent=latent, rope_key=rope_key, cache=cache)
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **projections, options=options)
-    if options.batch_invariant:
-        raise NotImplementedError(
-            "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
-            "number; use attention, which absorbs and computes none"
-        )
     dispatch.refuse_unknown("mla.prefill", PREFILL, plan)
     rank, rope, cache = latent.shape[1], rope_key.shape[1], in_memory("cache", cache)
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
+    if options.batch_invariant and plan.own.batch.num_seqs:
+        tokens = torch.cat([latent, rope_key], dim=-1)
+        answer, lse = _attend_in_one_part(query, tokens, cache, plan, options, rank, cache_scale, **projections)
+        out = answer if out is None else out.copy_(answer)
+        return (out, lse) if return_lse else out
     answer, lse = dispatch.compute(query, _keys_and_values(latent, rope_key, **projections), plan.own, options)
     if plan.chunks:
         answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
@@ -152,6 +156,41 @@ def prefill(
     answer = answer.to(query.dtype)
     out = answer if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
+
+
+def _attend_in_one_part(
+    query: Float[Tensor, "t h d"],
+    tokens: Float[Tensor, "t r+rope"],
+    cache: Shaped[Tensor, "n p c"],
+    plan: PrefillPlan,
+    options: AttentionOptions,
+    rank: int,
+    cache_scale: float,
+    **projections: Tensor,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to pages of keys and values, made by products of one size that begin at multiples of it in a sequence.
+
+    The bits of a product depend on its shape, and those of a merge on the parts.
+    """
+    width, new = tokens.shape[1], plan.own.batch
+    longest = sum(chunk.plan.batch.max_seq_len for chunk in plan.chunks) + new.max_query_len
+    room = max(1, -(-longest // TILE)) * TILE  # rows of a sequence
+    whole = tokens.new_zeros(new.num_seqs * room + 1, width)  # the last row is for what is padding
+    counted = torch.zeros_like(new.seq_lens)
+    parts = [(chunk.plan.batch.cu_seqlens_k, chunk.plan.batch.seq_lens, chunk.slots) for chunk in plan.chunks]
+    for starts, lens, slots in (*parts, (new.cu_seqlens_q, new.query_lens, None)):
+        rows = tokens if slots is None else _read_numbers(cache, slots, rank, width - rank, cache_scale, query.dtype)
+        at = torch.arange(len(rows), device=rows.device)
+        sequence = torch.searchsorted(starts[1:], at, right=True)
+        known = sequence.clamp(max=new.num_seqs - 1)
+        place = known * room + counted[known] + at - starts[known]
+        whole[place.masked_fill(sequence >= new.num_seqs, new.num_seqs * room)] = rows
+        counted = counted + lens
+    made = [_keys_and_values(x[:, :rank], x[:, rank:], **projections) for x in whole[:-1].split(TILE)]
+    pools = (torch.stack(x) for x in zip(*made, strict=True))
+    table = torch.arange(new.num_seqs * room // TILE, dtype=torch.int32, device=query.device).view(new.num_seqs, -1)
+    batch = replace(new, seq_lens=counted, block_table=table, max_seq_len=room, num_keys=None)
+    return dispatch.compute(query, Pages(*pools), Plan(batch, TILE), options)
 
 
 def _attend_to_chunk(

@@ -182,7 +182,8 @@ class _Fused:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.module.training:
             return False
         device, dtype = hidden_states.device, hidden_states.dtype
-        if type(hidden_states) is not Tensor or torch.is_autocast_enabled(device.type) or _unsupported(device, dtype):
+        is_plain = type(hidden_states) is Tensor and not hidden_states.is_neg()
+        if not is_plain or torch.is_autocast_enabled(device.type) or _unsupported(device, dtype):
             return False
         children = self.module._modules
         for name, child in self.skipped.items():

@@ -186,7 +186,8 @@ def test_more_new_tokens_than_keys_are_named(package):
 @pytest.mark.covers("B86", "B89")
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi", "sinks", "everything"])
 @each_shard
-def test_the_answer_is_that_of_one_machine(kind, num_ranks, interleave):
+@each_package
+def test_the_answer_is_that_of_one_machine(package, kind, num_ranks, interleave):
     """In float64, so that only a wrong mask, position or weight makes a difference."""
     case = replace(CASES[0], heads=(12, 3 if num_ranks == 3 else 1))
     options = {}
@@ -198,14 +199,15 @@ def test_the_answer_is_that_of_one_machine(kind, num_ranks, interleave):
         options["sinks"] = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64)
     tensors = build(case, dtype=torch.float64).tensors
     whole = plan_and_attend(chunked_prefill, *tensors, **options, return_lse=True)
-    parts = attend_on_all("refattn", num_ranks, *tensors, interleave=interleave, **options, return_lse=True)
+    parts = attend_on_all(package, num_ranks, *tensors, interleave=interleave, **options, return_lse=True)
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
-def test_the_twin_refuses_alibi_by_name():
-    with pytest.raises(NotImplementedError, match="no kernel computes ALiBi over the keys of a rank"):
-        attend_on_all("fastattn", 2, *build(CASES[0]).tensors, interleave=1, alibi_slopes=torch.ones(4))
+def test_the_twin_refuses_the_root_of_the_distance_by_name():
+    slopes = dict(alibi_slopes=torch.ones(4), alibi_sqrt=True)
+    with pytest.raises(NotImplementedError, match="no kernel computes the root of the distance"):
+        attend_on_all("fastattn", 2, *build(CASES[0]).tensors, interleave=1, **slopes)
 
 
 @each_package

@@ -422,7 +422,6 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
         for case in PREFILLS
         for i, (name, options) in enumerate(OPTIONS.items())
         for workspace in (7, 10**6)
-        if name != "invariant"  # refused: test_options_on_every_path
         # Of the few, each has an option with one workspace, and the next of them with the other.
         if (case.name in FEW and (i + FEW.index(case.name)) % 2 == (workspace > 7))
         or (name == "plain" and workspace > 7)

@@ -111,12 +111,6 @@ def only(inputs, path, sequence):
 )
 def test_rows_do_not_change_with_the_rest_of_the_batch(path, package, device):
     inputs = lay_out(path, device, padding_rows=0)
-    if (package, path) == ("fastattn", "mla-prefill"):
-        with pytest.raises(
-            NotImplementedError, match="batch_invariant: prefill computes keys and values by one matrix"
-        ):
-            PATHS[path](package, inputs, batch_invariant=True)
-        return
     many = PATHS[path](package, inputs, batch_invariant=True, return_lse=True)
     for sequence, (begin, end) in enumerate(inputs.batch.query_rows()):
         one = only(inputs, path, sequence)
