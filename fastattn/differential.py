@@ -1,5 +1,7 @@
 """Differential attention, with each key and value read once where possible; the twin of `refattn.differential`."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
@@ -28,6 +30,7 @@ def attention(
     lambda_init: float,
     norm_weight: Float[Tensor, "2*d"] | None = None,
     norm_eps: float = 1e-5,
+    norm: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = False,
     out: Float[Tensor, "t h d"] | None = None,
     scales: Fp8Scales | None = None,
@@ -35,7 +38,8 @@ def attention(
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
     Arguments, results and errors are those of `refattn.differential.attention`. Rows are read as pages of one row, and
-    an fp8 cache by four calls of a kernel for quantised pages, two for each softmax.
+    an fp8 cache by four calls of a kernel for quantised pages, two for each softmax. Our Triton kernel subtracts and
+    norms by itself, by the root mean square: with another `norm` there are four calls on a GPU. None is replayed then.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -51,6 +55,7 @@ def attention(
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
+        norm=norm,
     )
 
 

@@ -181,10 +181,19 @@ def differential(
     lambda_init: float,
     norm_weight: Float[Tensor, "2*d"] | None = None,
     norm_eps: float = 1e-5,
+    norm: None = None,
     return_lse: bool = False,
     scales: Fp8Scales | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
-    """Attend twice and subtract; the operator of `fastattn.differential.attention`."""
+    """Attend twice and subtract; the operator of `fastattn.differential.attention`.
+
+    Raises:
+        NotImplementedError: for a norm of its own, as an operator takes no function.
+    """
+    if norm is not None:
+        raise NotImplementedError(
+            "norm: an operator takes no function; norm_weight has the norm by the root mean square"
+        )
     more = (lambda_full, lambda_init, norm_weight, norm_eps, *_scales_lists(scales))
     return _attend("differential", (query, cache), plan, options, return_lse, *more)
 

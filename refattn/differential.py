@@ -17,6 +17,8 @@ Without a cache (an encoder, or a server that measures memory before it allocate
 `[half, key or value, s, hk/2, d]`, under a plan of `dense`. A cache may hold fp8, under the scales of `quantized`.
 """
 
+from collections.abc import Callable
+
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
@@ -27,7 +29,7 @@ from refattn.attention import attend_plan, finish
 from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
 from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import check_halves, check_lambdas, check_rows_of_pairs
-from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.values import check_memory, check_normed, check_sizes
 from refattn.interface.writes import check_pairs
 
 
@@ -60,6 +62,7 @@ def attention(
     lambda_init: float,
     norm_weight: Float[Tensor, "2*d"] | None = None,
     norm_eps: float = 1e-5,
+    norm: Callable[[Tensor], Tensor] | None = None,
     return_lse: bool = False,
     out: Float[Tensor, "t h d"] | None = None,
     scales: Fp8Scales | None = None,
@@ -84,6 +87,9 @@ def attention(
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
         norm_weight: learned factors of the norm; None where it has none.
         norm_eps: keeps the norm of zeros at zero.
+        norm: takes the place of that norm: any function, or module, of differences `[t, h/2, 2*d]` in the compute type
+            that returns as many numbers. What it returns for zeros is the output of a fully masked query. None: the
+            root mean square, as above.
         return_lse: also return the log-sum-exps.
         out: where to write the outputs; a new tensor if None.
         scales: what the elements of an fp8 cache are multiplied with, as in `quantized.attention`: one per KV head are
@@ -111,6 +117,7 @@ def attention(
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
+        norm=norm,
     )
     for half in (0, 1):
         queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
@@ -118,7 +125,10 @@ def attention(
         answers.append(torch.cat([out for out, _ in parts], dim=-1))  # over [v1; v2]: [t, h/2, 2 * d]
         lses.append(parts[0][1])
     difference = answers[0] - lambda_full.to(answers[0].dtype) * answers[1]
-    normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + norm_eps)
+    if norm is not None:
+        normed = check_normed(norm(difference), difference)
+    else:
+        normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + norm_eps)
     if norm_weight is not None:
         normed = normed * norm_weight.to(normed.dtype)
     result = rearrange((1 - lambda_init) * normed, "t pairs (two d) -> t (pairs two) d", two=2)

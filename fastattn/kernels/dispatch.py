@@ -53,7 +53,7 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
-from fastattn.kernels.kernel import PAGES, QUANTIZED, Kernel
+from fastattn.kernels.kernel import OWN_NORM, PAGES, QUANTIZED, Kernel
 from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import (
     Problem,
@@ -432,7 +432,8 @@ def compute(
         cache_key: from `key_of`, under which the plan will remember how to replay the call; None to remember nothing.
         more: as in `attend`.
     """
-    call, adapt, can_record = _attention_fn(query, keys, plan, options)
+    asks = frozenset() if more.get("norm") is None else OWN_NORM
+    call, adapt, can_record = _attention_fn(query, keys, plan, options, asks)
     into = None
     if cache_key is not None and can_record:
         into = Recorder(return_lse=cache_key[RETURN_LSE] is True)
@@ -445,7 +446,11 @@ def compute(
 
 
 def _attention_fn(
-    query: Tensor, keys: AnyKeys, plan: AttentionPlan, options: AttentionOptions
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    asks: frozenset[str] = frozenset(),
 ) -> tuple[Replay, Callable[[Replay], Replay], bool]:
     """Return what computes a call, how to call what a kernel records of it, and whether that is all of the call.
 
@@ -453,7 +458,7 @@ def _attention_fn(
     chosen for each, and the answers merge. Over codes a kernel that takes all of them goes first.
     """
     if isinstance(keys, Pairs):
-        return _differential_fn(query, keys, plan, options)
+        return _differential_fn(query, keys, plan, options, asks)
     problem = attention_problem(query, keys, plan, options)
     if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
         return choose(problem).attend, _as_it_is, True
@@ -489,7 +494,7 @@ def _levels_of(plan: AttentionPlan, options: AttentionOptions) -> list[tuple[Pla
 
 
 def _differential_fn(
-    query: Tensor, keys: Pairs, plan: AttentionPlan, options: AttentionOptions
+    query: Tensor, keys: Pairs, plan: AttentionPlan, options: AttentionOptions, asks: frozenset[str]
 ) -> tuple[Replay, Callable[[Replay], Replay], bool]:
     """Return as `_attention_fn` a kernel that subtracts, which reads every key and value once, where one can.
 
@@ -500,7 +505,7 @@ def _differential_fn(
     if keys.scales is None and isinstance(plan, Plan):
         pages, over_pages = _in_pages(keys.cache, plan)
         problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
-        kernel = _choose_differential(problem, _asked_for.get())
+        kernel = _choose_differential(problem._replace(asks=problem.asks | asks), _asked_for.get())
         if kernel is not None:  # launches know one table, and rows have one per call
             return _of_kernel(kernel.differential), _of_kernel, over_pages is plan
     callers: list[list[Replay]] = []
@@ -525,8 +530,9 @@ def _with_subtraction(function: Replay) -> Replay:
         lambda_init: float,
         norm_weight: Tensor | None,
         norm_eps: float,
+        norm: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        subtraction = Subtraction(lambda_full, norm_weight, float(norm_eps), 1.0 - lambda_init)
+        subtraction = Subtraction(lambda_full, norm_weight, float(norm_eps), 1.0 - lambda_init, norm)
         answer, lse = function(query, keys, plan, options, subtraction, out)
         return answer if answer is out else answer.view(query.shape), lse
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import (
     Accepted,
     AttentionOptions,
@@ -54,6 +54,7 @@ QUANTIZED = (
     | fields_of(Fp8Scales, "key", "value", "query", "format")
     | fields_of(Int8Scales, "key", "value")
 )
+OWN_NORM = fields_of(Subtraction, "norm")
 LATENTS = fields_of(Latents, "cache", "latent_rank", "cache_scale", "query_scale", "fp8_weights")
 PACKED = fields_of(PackedLatents, "cache", "latent_rank")
 STATES = (

@@ -1,6 +1,6 @@
 """A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ from refattn.interface import (
     Rows,
     TreePlan,
 )
+from refattn.interface.ambient import refuse_gradients
 from refattn.interface.packed import PACKED_FORMAT, packed_size
 from refattn.interface.scales import FP8_FORMATS
+from refattn.interface.values import check_normed
 
 FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
 EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long
@@ -352,14 +354,25 @@ class Subtraction(NamedTuple):
         norm_weight: learned factors of the norm; None where it has none.
         norm_eps: keeps the norm of zeros at zero.
         factor: of the normed difference.
+        norm: takes the place of the norm by the root mean square.
     """
 
     lambda_full: Float[Tensor, ""]
     norm_weight: Float[Tensor, "dv"] | None
     norm_eps: float
     factor: float
+    norm: Callable[[Tensor], Tensor] | None = None
 
     def finish(self, difference: Float[Tensor, "t half_h dv"]) -> Float[Tensor, "t half_h dv"]:
-        """Norm a difference."""
+        """Norm a difference.
+
+        Raises:
+            ValueError: if a norm of its own returns something else than as many numbers.
+            NotImplementedError: if such a norm wants a gradient.
+        """
+        if self.norm is not None:
+            normed = check_normed(self.norm(difference), difference)
+            refuse_gradients("fastattn has no backward pass; use refattn, which has, or torch.no_grad()", norm=normed)
+            return normed.to(difference.dtype).mul(self.factor)
         weight = None if self.norm_weight is None else self.norm_weight.to(difference.dtype)
         return rms_norm(difference, difference.shape[-1:], weight, self.norm_eps).mul(self.factor)

@@ -11,6 +11,7 @@ Who may see whom is the plan's to say: rows are read under a `Plan`, and every p
 storage checks a call of attention to it; `refattn.interface.call` has what calls have in common.
 """
 
+from collections.abc import Callable
 from math import isfinite
 from typing import NamedTuple
 
@@ -352,6 +353,7 @@ class Pairs(NamedTuple):
         lambda_init: float,
         norm_weight: Tensor | None,
         norm_eps: float,
+        norm: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Check a call of differential attention: query `[t, h, d]` in pairs of heads, and what the answers go through.
 
@@ -376,6 +378,10 @@ class Pairs(NamedTuple):
             raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
         check_number("lambda_init", lambda_init)
         check_number("norm_eps", norm_eps, above=0.0)
+        if norm is not None and not callable(norm):
+            raise ValueError(f"norm: expected a function of the differences, got {describe(norm)}")
+        if norm is not None and norm_weight is not None:
+            raise ValueError(f"norm_weight: expected None beside a norm of its own, got {describe(norm_weight)}")
         if norm_weight is not None:
             expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
             check_floating("norm_weight", norm_weight)

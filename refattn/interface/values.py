@@ -282,6 +282,17 @@ def check_numbers(name: str, tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
+def check_normed(normed: Tensor, difference: Tensor) -> Tensor:
+    """Check what a norm has made of differences `[t, h/2, 2*d]`, and return it.
+
+    Raises:
+        ValueError: if it is of another shape, or not floating point.
+    """
+    expect(normed, "norm", None, ("t", "h/2", "2 * d"), difference.shape)
+    check_floating("norm", normed)
+    return normed
+
+
 def check_list(name: str, values: Sequence[Any], what: str) -> None:
     """Check that something is a list or a tuple.
 

@@ -13,6 +13,7 @@ import torch
 import fastattn
 from fastattn import context_parallel, mla, recurrent
 from fastattn.kernels import Problem, dispatch
+from fastattn.kernels import problem as problems
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import asked_of
 from refattn import interface
@@ -49,7 +50,7 @@ def test_what_a_kernel_knows_is_there(kernel):
     """A field that goes leaves no name behind."""
     for full_name in KNOWN[kernel]:
         kind, _, name = full_name.partition(".")
-        there = getattr(interface, kind)
+        there = getattr(interface, kind, None) or getattr(problems, kind)
         assert name in (getattr(there, "_fields", None) or [x.name for x in fields(there)]), full_name
 
 

@@ -778,6 +778,7 @@ BAD = {
         *rows("norm_eps", FINITE, " above 0"),
         ("norm_eps", "zero", 0.0, "norm_eps: expected a finite number above 0, got 0.0"),
         ("norm_weight", "a list", [1.0] * 16, "norm_weight: expected [2 * d=16], got list"),
+        ("norm", "a number", 1.0, "norm: expected a function of the differences, got 1.0"),
         ("norm_weight", "ints", ints(*range(16)), "norm_weight: expected a floating point type, got int32 [16]"),
     ],
     "metadata.make_batch": [*REQUESTS_BAD, *BLOCKS_BAD, *A_DEVICE],

@@ -1,5 +1,6 @@
 """Differential attention: two softmaxes over a cache of two halves, one subtracted."""
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -16,6 +17,7 @@ from torch.nn import functional
 import fastattn
 import fastattn.differential
 import fastattn.kv_cache
+import refattn.chunked_prefill
 import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
@@ -939,3 +941,57 @@ def test_sinks_have_the_same_bits_in_any_batch():
         many = fastattn.differential.attention(query, cache, whole, options, **more)
         few = fastattn.differential.attention(query[3:], cache, alone, options, **more)
         assert all(torch.equal(x[3:], y) for x, y in zip(many, few, strict=True))
+
+
+@pytest.mark.parametrize("kernel", [None, "triton"])
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm(48), torch.tanh], ids=["module", "function"])
+def test_any_norm_takes_the_place_of_that_by_the_root_mean_square(norm, kernel, device):
+    """A kernel that norms by itself is not asked; as many calls as ever give the same."""
+    norm = norm.to(device) if isinstance(norm, torch.nn.Module) else norm
+    case = Case("norms", ((3, 20), (1, 40), (0, 9)), heads=(4, 2), head_size=24)
+    inputs = build(case, device=device, poison=(0.5,))
+    pools = inputs.key_cache, inputs.value_cache
+    cache = torch.stack([torch.stack([x[..., half::2, :] for x in pools]) for half in (0, 1)])
+    fixed = dict(lambda_full=torch.tensor(0.4, device=device), lambda_init=0.25)
+    with torch.no_grad():
+        batch, answers = inputs.batch, {}
+        for package in ("refattn", "fastattn"):
+            path = importlib.import_module(f"{package}.differential")
+            plan = path.plan(batch, block_size=16)
+            with fastattn.use_kernel(kernel) if kernel and package == "fastattn" else contextlib.nullcontext():
+                answers[package] = [path.attention(inputs.query, cache, plan, norm=norm, **fixed) for _ in range(2)]
+        halves = [
+            torch.cat([attend_to_half(inputs.query, cache, batch, half, other) for other in (0, 1)], -1)
+            for half in (0, 1)
+        ]
+        expected = 0.75 * norm(halves[0] - 0.4 * halves[1])
+    for out in (*answers["refattn"], *answers["fastattn"]):
+        torch.testing.assert_close(out.unflatten(1, (-1, 2)).flatten(2), expected, rtol=1e-4, atol=1e-5)
+
+
+def attend_to_half(query, cache, batch, half, other):
+    """Attend with one head of each pair to its keys, and read the values of one half."""
+    plan = refattn.chunked_prefill.plan(batch, block_size=16)
+    return refattn.chunked_prefill.attention(query[:, half::2], cache[half, 0], cache[other, 1], plan)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_a_norm_that_is_none_is_named(package):
+    path = importlib.import_module(f"{package}.differential")
+    plan = path.plan(refattn.metadata.make_batch([1], [3], [[0]]), block_size=4)
+    tensors, fixed = (torch.ones(1, 2, 8), torch.ones(2, 2, 1, 4, 1, 8)), dict(lambda_full=torch.tensor(0.4))
+    for more, message in (
+        (dict(norm=1.0), "norm: expected a function of the differences, got 1.0"),
+        (
+            dict(norm=torch.tanh, norm_weight=torch.ones(16)),
+            "norm_weight: expected None beside a norm of its own, got ",
+        ),
+        (dict(norm=torch.sum), r"norm: expected \[t=1, h/2=1, 2 \* d=16\], got float32 \[\]"),
+        (dict(norm=lambda x: x > 0), "norm: expected a floating point type, got bool"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            path.attention(*tensors, plan, lambda_init=0.2, **fixed, **more)
+    if package == "fastattn":
+        with pytest.raises(NotImplementedError, match="^norm: requires_grad, but fastattn has no backward pass"):
+            path.attention(*tensors, plan, lambda_init=0.2, **fixed, norm=torch.nn.LayerNorm(16))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastattn.kernels.cpu import attention
 from fastattn.kernels.cpu import quantized as over_codes
-from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PACKED, PAGES, PLAN, QUANTIZED, TREE, Kernel
+from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PACKED, PAGES, PLAN, QUANTIZED, TREE, Kernel
 from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import recorder
 from refattn.interface import (
@@ -40,7 +40,7 @@ KERNEL = Kernel(
     attends=("rows", "pages", "quantized", "latents", "packed"),
     trees=("pages", "quantized", "latents", "packed"),
     levels=("quantized",),
-    knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED,
+    knows=ALL_OPTIONS | OWN_NORM | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED,
     functions={
         "attend": f"{__name__}:attend",
         "differential": f"{__name__}.differential:differential",

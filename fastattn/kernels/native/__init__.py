@@ -7,7 +7,7 @@ both keys and both values once.
 
 import torch
 
-from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, Kernel
+from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PAGES, PLAN, QUANTIZED, Kernel
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem
 
@@ -41,7 +41,7 @@ KERNEL = Kernel(
     "native",
     unsupported_reason,
     attends=("pages", "quantized", "latents"),
-    knows=ALL_OPTIONS | PLAN | LEVELS | PAGES | QUANTIZED | LATENTS,
+    knows=ALL_OPTIONS | OWN_NORM | PLAN | LEVELS | PAGES | QUANTIZED | LATENTS,
     functions={
         "attend": "fastattn.kernels.native.attention:attend",
         "differential": "fastattn.kernels.native.attention:differential",
