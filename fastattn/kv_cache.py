@@ -124,7 +124,8 @@ def swap_blocks(
     """
     check_block_pairs(sources, destinations, pairs)
     refuse_gradients(dispatch.NO_BACKWARD, sources=sources, destinations=destinations)
-    for source, destination in zip(in_memory("sources", sources), destinations, strict=True):
+    sources = in_memory("sources", sources)
+    for source, destination in zip(sources, destinations, strict=True):
         _copy(as_integers(source), as_integers(destination), pairs)
 
 

@@ -1,6 +1,6 @@
 """A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -213,7 +213,7 @@ def asked_of(*arguments: object) -> frozenset[str]:
 
 
 def _asked_of(argument: object) -> frozenset[str]:
-    kind: Hashable = type(argument)
+    kind: Any = type(argument)
     defaults = _defaults(kind)
     if defaults is None:
         return asked_of(*argument) if isinstance(argument, tuple) else frozenset()
@@ -239,13 +239,14 @@ def _defaults(kind: Any) -> dict[str, tuple[str, object]] | None:
 
     Fields that a dataclass works out of the others say nothing new.
     """
+    its_name = kind.__name__
     if is_dataclass(kind):
-        return {x.name: (f"{kind.__name__}.{x.name}", x.default) for x in fields(kind) if x.init}
+        return {x.name: (f"{its_name}.{x.name}", x.default) for x in fields(kind) if x.init}
     names: tuple[str, ...] | None = getattr(kind, "_fields", None)
     if names is None:
         return None
     defaults = getattr(kind, "_field_defaults", {})
-    return {name: (f"{kind.__name__}.{name}", defaults.get(name, MISSING)) for name in names}
+    return {name: (f"{its_name}.{name}", defaults.get(name, MISSING)) for name in names}
 
 
 def _stored_in(

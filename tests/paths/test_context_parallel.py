@@ -183,7 +183,7 @@ def test_more_new_tokens_than_keys_are_named(package):
 # --- against the whole ---
 
 
-@pytest.mark.covers("B86", "B89")
+@pytest.mark.covers("B86", "B89", "B221")
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi", "sinks", "everything"])
 @each_shard
 @each_package

@@ -926,7 +926,7 @@ def test_a_pool_of_no_pairs_is_named(twin):
         twin.allocate(4, 0, 2, 64)
 
 
-@pytest.mark.covers("A73")
+@pytest.mark.covers("B73")
 def test_sinks_have_the_same_bits_in_any_batch():
     """`torch.sigmoid` and `torch.logaddexp` compute the end of a tensor in another way than the rest of it."""
     torch.manual_seed(0)
@@ -943,6 +943,7 @@ def test_sinks_have_the_same_bits_in_any_batch():
         assert all(torch.equal(x[3:], y) for x, y in zip(many, few, strict=True))
 
 
+@pytest.mark.covers("C227")
 @pytest.mark.parametrize("kernel", [None, "triton"])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm(48), torch.tanh], ids=["module", "function"])
 def test_any_norm_takes_the_place_of_that_by_the_root_mean_square(norm, kernel, device):

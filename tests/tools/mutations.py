@@ -958,6 +958,16 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "B221",
+        "ALiBi over ranks counts the keys of a rank",
+        (
+            "refattn/context_parallel.py",
+            "bias=None if slopes is None else -rearrange",
+            "bias=None if slopes is None else rearrange",
+        ),
+        ("fastattn/context_parallel.py", "alibi_slopes=slopes * period)", "alibi_slopes=slopes)"),
+    ),
+    *breaks(
         "B88",
         "ranks are summed without weights",
         ("refattn/context_parallel.py", "weight = torch.exp(lse - total)", "weight = torch.ones_like(total)"),
@@ -1930,6 +1940,20 @@ MUTATIONS: list[Mutation] = [
             "fastattn/kernels/flash/fa2.py",
             "        return_attn_probs=True,  # this is how to get the LSE",
             "        return_attn_probs=False,",
+        ),
+    ),
+    *breaks(
+        "C227",
+        "a norm of its own is left out",
+        (
+            "refattn/differential.py",
+            "check_normed(norm(difference), difference)",
+            "check_normed(difference, difference)",
+        ),
+        (
+            "fastattn/kernels/problem.py",
+            "check_normed(self.norm(difference), difference)",
+            "check_normed(difference, difference)",
         ),
     ),
     *breaks(
