@@ -17,6 +17,7 @@ the search for failing batches needs the extra `conformance`.
     gradients    what a backward is asked, and its right answer     backward         what gradients promise
     vacuity      somebody's test, run against the known mistakes    testing, plugin  for pytest
     packed       rows of bytes for latents                          states           slots of layers that keep a state
+    operations   what is beside attention: writes, moves, metadata, drafts, ranks
 """
 
 from refattn.conformance.call import plan_and_attend, prepare

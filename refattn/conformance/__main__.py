@@ -24,6 +24,7 @@ from refattn.conformance.contract import of_path
 from refattn.conformance.example import PATHS
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import HALVES, BadKernelError, check_device, find
+from refattn.conformance.operations import OPERATIONS
 from refattn.conformance.report import STYLES, as_html, lines, mark
 from refattn.conformance.vacuity import PLANTED, find_check, vacuous
 from refattn.interface.values import check_file, check_folder, check_number, check_sizes
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "kernel", nargs="?", help="module:function, file.py:function, a module of a path, or the name of an adapter"
     )
-    parser.add_argument("--path", choices=list(PATHS), help="the path that the kernel computes")
+    parser.add_argument("--path", choices=[*PATHS, *OPERATIONS], help="the path that the kernel computes")
     parser.add_argument("--device", default="cpu", help="any of torch that is here: cpu, cuda, cuda:1, mps, xpu ...")
     parser.add_argument(
         "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"
@@ -83,6 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
         for adapter in ADAPTERS.values():
             reason = adapter.why_not(asked.device)
             console.print(Text(f"{adapter.name:24} {adapter.path:16} {'runs here' if reason is None else reason}"))
+        console.print(Text("\noperations beside attention, for --path, and what a function of each may take"))
+        for operation in OPERATIONS.values():
+            console.print(Text(f"{operation.name:24} {operation.signature.replace('`', '')}"))
         return 0
     options: dict[str, Any] = dict(
         device=asked.device,

@@ -33,6 +33,7 @@ from refattn.conformance.libraries import (
     pytorch,
     vllm_cpu,
 )
+from refattn.conformance.operations import OPERATIONS, OperationKernel, find_operation
 from refattn.interface import Batch
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -88,11 +89,13 @@ def kernel_of(target: str | Callable[..., Any] | ModuleType | Kernel, path: str 
     Raises:
         BadKernelError: if there is none.
     """
-    if isinstance(target, Kernel):
-        return target
+    if isinstance(target, Kernel | OperationKernel):
+        return target  # type: ignore[return-value]
     known = ADAPTERS.get(target) if isinstance(target, str) else None
     if known is not None and path in (None, known.path):
         return known.kernel()
+    if path in OPERATIONS:
+        return find_operation(target, path)  # type: ignore[return-value]  # it is called by its own properties
     return find(target, path)
 
 

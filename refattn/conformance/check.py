@@ -23,6 +23,7 @@ from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, 
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
 from refattn.conformance.landmarks import is_large, without_an_option
+from refattn.conformance.operations import OperationProperty
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
@@ -189,6 +190,10 @@ def reproduce(
     """
     kernel = kernel_of(target, example.path)
     prop = next(x for x in contract.of_path(example.path) if x.name == name)
+    if isinstance(prop, OperationProperty):
+        for _ in range(times):
+            prop.attempt(kernel, example, getattr(torch, dtype), device)
+        return
     checks = dict.fromkeys((prop.check, prop.check_landmark or prop.check))
     for _ in range(times):
         for check_of in checks:
@@ -215,6 +220,8 @@ def _look(
     on_example: Callable[[str, Example], None] | None,
 ) -> Finding:
     """Search batches on which a property does not hold, one type after the other."""
+    if isinstance(prop, OperationProperty):
+        return Finding(prop.name, prop.promise, **prop.look(kernel, dtypes, device, examples, on_example))
     tried, refused, reason = 0, 0, ""
     drawn = examples if prop.examples is None else prop.examples
     most = min(examples, drawn, kernel.claims.max_examples or examples)

@@ -1697,6 +1697,10 @@ PROPERTIES = (
 
 def of_path(path: str) -> list[Property]:
     """List the properties of a path, in the order in which they are asked."""
+    if path not in PATHS:
+        from refattn.conformance import operations  # its checks raise what is here
+
+        return operations.of_operation(operations.OPERATIONS[path])  # type: ignore[return-value]  # they have what a search asks of a property
     if PATHS[path].differentiates:
         from refattn.conformance import backward  # its properties are made of what is here
 

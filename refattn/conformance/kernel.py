@@ -383,6 +383,26 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
     Raises:
         BadKernelError: if there is none, or it cannot be called; it says why.
     """
+    name, found = resolve(target)
+    if isinstance(found, ModuleType):
+        path = path or found.__name__.rpartition(".")[2]
+        if path not in PATHS:
+            raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
+        function_name = PATHS[path].function
+        if not hasattr(found, function_name):
+            raise BadKernelError(f"{name} has no function {function_name!r}")
+        return Kernel(name, path, getattr(found, function_name), getattr(found, "plan", None))
+    if path is None:
+        raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
+    return Kernel(name, path, found)
+
+
+def resolve(target: str | Callable[..., Any] | ModuleType) -> tuple[str, Any]:
+    """Return the name of a function or a module, and what it names: `package.module:function`, `file.py:function`.
+
+    Raises:
+        BadKernelError: if there is none, or it is neither.
+    """
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     if not isinstance(target, str) and not isinstance(target, ModuleType):
         name = f"{target.__module__}:{getattr(target, '__qualname__', name)}"
@@ -399,19 +419,9 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
             if not hasattr(target, part):
                 raise BadKernelError(f"{module_name} has no {function}")
             target = getattr(target, part)
-    if isinstance(target, ModuleType):
-        path = path or target.__name__.rpartition(".")[2]
-        if path not in PATHS:
-            raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
-        function_name = PATHS[path].function
-        if not hasattr(target, function_name):
-            raise BadKernelError(f"{name} has no function {function_name!r}")
-        return Kernel(name, path, getattr(target, function_name), getattr(target, "plan", None))
-    if path is None:
-        raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
-    if not callable(target):
+    if not isinstance(target, ModuleType) and not callable(target):
         raise BadKernelError(f"{name}: expected a function, got {type(target).__name__}")
-    return Kernel(name, path, target)
+    return name, target
 
 
 def _module_of(file: Path) -> ModuleType:
