@@ -125,7 +125,7 @@ def _check_options(asked: argparse.Namespace) -> None:
     check_file("--json", asked.json)
     check_file("--html", asked.html)
     check_folder("--out", asked.out.parent if asked.out else None)
-    known = {x.name for path in PATHS for x in of_path(path)}
+    known = {x.name for path in (*PATHS, *OPERATIONS) for x in of_path(path)}
     for name in asked.only or ():
         if name not in known:
             raise ValueError(f"--property: expected one of {', '.join(sorted(known))}, got {name!r}")

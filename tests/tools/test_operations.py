@@ -417,7 +417,7 @@ def test_a_refusal_is_no_failure_and_an_exception_is():
 
 
 def test_the_command_checks_and_lists_operations(capsys):
-    assert main(["refattn.metadata:positions", "--path", "positions", "--examples", "1"]) == 0
+    assert main(["refattn.metadata:positions", "--path", "positions", "--property", "output", "--examples", "1"]) == 0
     assert "positions on cpu" in capsys.readouterr().out
     assert main(["--list"]) == 0
     shown = capsys.readouterr().out
