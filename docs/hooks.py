@@ -53,7 +53,8 @@ from fastattn.kernels import dispatch
 from fastattn.tools.bench import clocks
 from refattn import drawing
 from refattn.conformance import field
-from refattn.conformance.contract import ATTENDS, PROPERTIES, of_path
+from refattn.conformance.contract import PROPERTIES, of_path
+from refattn.conformance.property import ATTENDS
 from refattn.exercises import in_page, learner, lists, predict
 from refattn.exercises.exercise import Exercise
 from refattn.exercises.functions import EXERCISES

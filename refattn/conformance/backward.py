@@ -1,7 +1,7 @@
 """The contract of a backward: what the gradients of a kernel for `dense` promise, property by property.
 
 A kernel is differentiated as its users differentiate it, by autograd, for gradients of its output and of its
-log-sum-exp that are drawn, too (`gradients`). Batches and most checks are those of `contract`.
+log-sum-exp that are drawn, too (`gradients`). Most batches and checks are those of `draws`, `checks` and `memory`.
 """
 
 from dataclasses import replace
@@ -10,23 +10,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refattn.conformance import contract, gradients, landmarks
-from refattn.conformance.contract import (
-    Broken,
-    Draw,
-    NotClaimedError,
-    Property,
-    RefusedError,
-    ask,
-    draw_example,
-    everything,
-    hold,
-    plain,
-    with_gap,
-    with_options,
-)
+from refattn.conformance import checks, contract, draws, gradients, landmarks, memory
+from refattn.conformance.checks import everything
+from refattn.conformance.draws import draw_example, plain, with_options
 from refattn.conformance.example import Answers, Arguments, Example, expected
+from refattn.conformance.hold import ask, hold
 from refattn.conformance.kernel import Kernel
+from refattn.conformance.memory import with_gap
+from refattn.conformance.property import Broken, Draw, NotClaimedError, Property, RefusedError
 from refattn.conformance.tolerance import on_cpu
 
 REPEATS = 4  # of a call that claims the same bits each time
@@ -41,12 +32,12 @@ def of_log_sum_exps(draw: Draw, kernel: Kernel) -> Example:
     for name, value in (("sinks", True), ("softcap", 2.0)):
         if kernel.takes(name) and draw(st.booleans()):
             options[name] = value
-    return replace(draw(st.sampled_from((plain, contract.odd_lengths)))(draw, kernel), options=options)
+    return replace(draw(st.sampled_from((plain, draws.odd_lengths)))(draw, kernel), options=options)
 
 
 def with_sinks(draw: Draw, kernel: Kernel) -> Example:
     """Draw sinks over few keys, and over many; rows that see no key, too."""
-    drawn = draw(st.sampled_from((contract.sinks_over_many_keys, contract.odd_lengths)))(draw, kernel)
+    drawn = draw(st.sampled_from((draws.sinks_over_many_keys, draws.odd_lengths)))(draw, kernel)
     return replace(drawn, options={"sinks": True})
 
 
@@ -128,7 +119,7 @@ def of_log_sum_exp(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare gradients of a call as the options say; an LSE that has a gradient without them has one with them."""
     try:
-        contract.combined(kernel, example, dtype, device)
+        checks.combined(kernel, example, dtype, device)
     except RefusedError as error:
         if not isinstance(error.__cause__, gradients.NoGradientError):
             raise
@@ -233,13 +224,13 @@ PROPERTIES = (
     Property(
         "mask",
         "A query has a part in the gradients of exactly those keys that it sees.",
-        contract.of_any_shape,
+        draws.of_any_shape,
         mask,
     ),
     Property(
         "gradients",
         "dq, dk and dv are those of the formula, within twice the error of its own type; a group of heads adds up.",
-        contract.of_any_shape,
+        draws.of_any_shape,
         everything,
         landmarks=landmarks.every_shape,
     ),
@@ -255,7 +246,7 @@ PROPERTIES = (
     Property(
         "window",
         "A window (left, right) hides the same keys from the gradients as from the output.",
-        contract.windowed,
+        draws.windowed,
         mask,
         ("window_size",),
         landmarks=landmarks.long(window_size=(90, 0)),
@@ -271,7 +262,7 @@ PROPERTIES = (
     Property(
         "empty rows",
         "A query without a visible key has zero gradients, and adds nothing to those of others.",
-        contract.odd_lengths,
+        draws.odd_lengths,
         everything,
         landmarks=landmarks.without_queries,
     ),
@@ -279,7 +270,7 @@ PROPERTIES = (
         "upper bounds",
         "max_query_len and max_seq_len may be larger than any length of the batch.",
         plain,
-        contract.upper_bounds,
+        checks.upper_bounds,
     ),
     Property(
         "edges",
@@ -308,26 +299,26 @@ PROPERTIES = (
     Property(
         "many keys",
         "What several tiles of keys add to a query is all counted.",
-        contract.many_keys,
+        draws.many_keys,
         everything,
         examples=4,
         landmarks=landmarks.very_long,
     ),
-    Property("range", "Scores in the hundreds do not overflow.", plain, contract.loud),
+    Property("range", "Scores in the hundreds do not overflow.", plain, checks.loud),
     Property(
         "padding",
         "Rows after the last sequence may hold anything, as may the gradients of their outputs: theirs are 0.",
-        contract.padded,
-        contract.poisoned("padding"),
+        draws.padded,
+        memory.poisoned("padding"),
     ),
     Property(
         "strides",
         "Queries, keys and values may be views: other layouts, gaps between rows; values in another one than keys.",
-        contract.of_any_layout,
-        contract.strides,
+        draws.of_any_layout,
+        memory.strides,
         landmarks=landmarks.of_layouts,
     ),
-    Property("last stride", "The last dimension need not be contiguous.", plain, contract.last_stride),
+    Property("last stride", "The last dimension need not be contiguous.", plain, memory.last_stride),
     Property(
         "strides of the gradient",
         "The gradient of the output may be expanded, as that of a sum is, transposed, or any other view.",
@@ -370,7 +361,7 @@ PROPERTIES = (
     Property(
         "together",
         "All options can be combined, any two of them, with any layout, and with a gradient of the log-sum-exp.",
-        contract.in_combination,
+        draws.in_combination,
         combined,
         landmarks=contract.all_together,
     ),
@@ -398,12 +389,12 @@ PROPERTIES = (
         ("batch_invariant",),
         examples=8,
     ),
-    Property("again", "A call does not affect later calls.", plain, contract.again),
+    Property("again", "A call does not affect later calls.", plain, checks.again),
     Property(
         "nan",
         "A NaN in the gradient of an output reaches its query and the values that it sees, and no other sequence.",
         plain,
         nan,
     ),
-    Property("writes", "Inputs are not modified, nor the gradients that come in.", plain, contract.writes),
+    Property("writes", "Inputs are not modified, nor the gradients that come in.", plain, memory.writes),
 )

@@ -17,13 +17,22 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from torch import Tensor
 
-from refattn.conformance import contract, gradients, landmarks, mistakes
+from refattn.conformance import checks, contract, draws, gradients, landmarks, mistakes
 from refattn.conformance.adapters import kernel_of
-from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
 from refattn.conformance.landmarks import is_large, without_an_option
 from refattn.conformance.operations import OperationProperty
+from refattn.conformance.property import (
+    READ_OUT,
+    Broken,
+    Check,
+    CrashedError,
+    Draw,
+    NotClaimedError,
+    Property,
+    RefusedError,
+)
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
@@ -340,7 +349,7 @@ class _Search:
         except Broken as error:
             self.failures[repr(example)] = error
 
-    def _keep(self, example: Example, check: contract.Check) -> None:
+    def _keep(self, example: Example, check: Check) -> None:
         self.kernel.calls.clear()
         failed = False
         try:
@@ -411,21 +420,21 @@ class _Search:
         )(seed(0)(given(self.batches)(self._try)))
         self.trials = self.trials[-2 * EVIDENCE :] + self.trials[:EVIDENCE]
         before = len(self.trials)
-        if self.smallest is not None and self.prop.draw is contract.in_combination:
+        if self.smallest is not None and self.prop.draw is draws.in_combination:
             for fewer in without_an_option(self.smallest):
                 self._try(fewer)
         run()
-        if self.prop.check is not contract.everything:
+        if self.prop.check is not checks.everything:
             for trial in self.trials[before:]:
                 with suppress(Broken, RefusedError):
-                    self._keep(trial.example, contract.everything)
+                    self._keep(trial.example, checks.everything)
 
     def _masks(self, example: Example) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
         """Return the masks of a batch and those that the kernel shows, where they can be read out and differ."""
-        if example.path not in contract.READ_OUT or max((s for _, s in example.lens), default=0) > 64:
+        if example.path not in READ_OUT or max((s for _, s in example.lens), default=0) > 64:
             return (), ()
         try:
-            weights = contract.seen_masks(self.kernel, example, self.dtype, self.device)
+            weights = checks.seen_masks(self.kernel, example, self.dtype, self.device)
         except (Broken, RefusedError, CrashedError, KeyError):
             return (), ()
         want = example.masks()
@@ -438,7 +447,7 @@ class _Search:
 
 
 @st.composite  # once, as hypothesis reads the source of what it makes a strategy of
-def _batches(draw: contract.Draw, prop: Property, kernel: Kernel) -> Example:
+def _batches(draw: Draw, prop: Property, kernel: Kernel) -> Example:
     """Draw the batches of a property."""
     return prop.draw(draw, kernel)
 

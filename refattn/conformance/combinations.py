@@ -16,7 +16,7 @@ from refattn.conformance.kernel import Kernel, Shape
 
 CAUSAL_WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, 0))
 WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, -1), (4, 2), (-1, 2))  # the right side counts only without a causal mask
-LAYOUTS = (0, 2, 3, 4)  # of `contract.laid_out`, as they are first
+LAYOUTS = (0, 2, 3, 4)  # of `memory.laid_out`, as they are first
 LENS: dict[str, landmarks.Lens] = {  # of sequences, by what is particular about them
     "decodes": ((1, 33), (1, 20), (1, 64)),
     "chunks": ((5, 5), (1, 17), (9, 40), (1, 33)),

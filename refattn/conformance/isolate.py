@@ -22,9 +22,9 @@ import torch
 from refattn.conformance import contract
 from refattn.conformance.adapters import kernel_of
 from refattn.conformance.check import Finding, Report, check
-from refattn.conformance.contract import CrashedError
 from refattn.conformance.example import Example
 from refattn.conformance.kernel import BadKernelError
+from refattn.conformance.property import CrashedError
 
 STARTS = 60.0  # seconds that a process may take to import what it needs
 LOOK = 0.1  # seconds between two looks at a process

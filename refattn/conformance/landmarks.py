@@ -28,7 +28,7 @@ KNOWN = (
 CROWDED = ("interval", "sparse", "sparse_latents", "merge", "kv_cache", "recurrent")  # asked for many sequences, too
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
-LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `contract.laid_out` says which
+LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `memory.laid_out` says which
 OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 

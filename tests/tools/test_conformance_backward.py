@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, gradients, landmarks, mistakes, oracle, vacuous
+from refattn.conformance import Example, claims, contract, gradients, landmarks, mistakes, oracle, property, vacuous
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -113,7 +113,7 @@ def test_sdpa_and_its_scale():
     asked = ["gradients", "empty rows", "strides of the gradient"]
     report = check("sdpa-backward", examples=1, only=asked, **FLOAT32)
     assert [x.outcome for x in report.findings] == ["honoured"] * 3, as_text(report)
-    with pytest.raises(contract.Broken, match="NaN at"):
+    with pytest.raises(property.Broken, match="NaN at"):
         checking.reproduce("sdpa-backward", "scale", Example(PATH, ((2, 2),), options={"softmax_scale": 0.0}))
 
 

@@ -11,8 +11,8 @@ from refattn.conformance import Example, claims, combinations, contract, mistake
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.check import check
-from refattn.conformance.contract import Broken
 from refattn.conformance.kernel import BadKernelError, Kernel
+from refattn.conformance.property import Broken
 from tests.helpers import by_hand
 from tests.helpers.planted import PAST_A_SIZE, RETURNED, UNNAMED, plant
 

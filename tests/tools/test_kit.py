@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from refattn import mla, recurrent, sparse
-from refattn.conformance import Example, claims, contract, field, isolate, landmarks, mistakes
+from refattn.conformance import Example, claims, contract, field, hold, isolate, landmarks, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS, over_gathered_states
 from refattn.conformance.check import check, reproduce
-from refattn.conformance.contract import PROPERTIES, Broken
+from refattn.conformance.contract import PROPERTIES
 from refattn.conformance.example import PACKED, PATHS
 from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
+from refattn.conformance.property import Broken, CrashedError
 from refattn.conformance.report import MOST_ROWS, as_html, as_text
 from refattn.interface import AttentionOptions, RecurrentOptions
 from refattn.keys import read_packed
@@ -434,8 +435,8 @@ def test_a_refusal_may_be_known_by_its_words():
 def test_an_error_ends_the_process_only_if_the_device_does_not_answer_any_more(monkeypatch):
     look = raising("CUDA error: invalid argument")
     assert look().outcome == "raises"
-    monkeypatch.setattr(contract, "_answers_still", lambda arguments: False)
-    with pytest.raises(contract.CrashedError, match="RuntimeError: CUDA error: invalid argument"):
+    monkeypatch.setattr(hold, "_answers_still", lambda arguments: False)
+    with pytest.raises(CrashedError, match="RuntimeError: CUDA error: invalid argument"):
         look()
 
 

@@ -1,0 +1,141 @@
+"""Call a kernel, and hold what it returns to the reference, by the one tolerance."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn.conformance import gradients
+from refattn.conformance.example import PACKED, PATHS, Answers, Arguments, Example, expected
+from refattn.conformance.kernel import Kernel, device_of
+from refattn.conformance.property import Broken, CrashedError, RefusedError
+from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, assert_close, on_cpu
+from refattn.keys import read_packed
+
+LOUD = 100.0  # factor on the queries, at which exp(score) overflows
+
+
+def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> Answers:
+    """Call the kernel, and turn what it raises into what it means."""
+    try:
+        return kernel(example, arguments, **more)
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    except Exception as error:  # a stranger's kernel raises what it likes
+        says = (str(error).strip().splitlines() or [""])[0]
+        if any(text in str(error) for text in kernel.claims.refusals):
+            raise RefusedError(says) from error
+        if not _answers_still(arguments):
+            raise CrashedError(f"{type(error).__name__}: {says}") from error
+        raise Broken(f"raised {type(error).__name__}: {says}") from error
+
+
+def _answers_still(arguments: Arguments) -> bool:
+    """Return whether the device of a call still computes: some errors of CUDA spoil a process, others only a call."""
+    try:
+        return float(torch.ones(2, device=device_of(arguments)).sum()) == 2.0
+    except Exception:  # noqa: BLE001  whatever it is, the device did not answer
+        return False
+
+
+def hold(
+    example: Example, arguments: Arguments, answers: Answers, *, only: Iterable[str] = (), is_loud: bool = False
+) -> None:
+    """Hold the answers of a kernel to those of the reference, by the one tolerance; a write to the bit.
+
+    A query whose scores are in the hundreds has an LSE of that size, and each weight is off by the rounding of a score.
+    In float32 a score of more than 256 products, as over latents, has more roundings than the tolerance counts.
+    """
+    wide, low = expected(example, arguments)
+    more_roundings = max(1.0, example.head_size**0.5 / FLOAT32_ROUNDINGS)
+    if example.path == "select":
+        return hold_selection(arguments, answers["out"].detach().cpu(), wide["out"])
+    if PATHS[example.path].differentiates:
+        return hold_gradients(example, arguments, answers, is_loud=is_loud)
+    rows = None if example.path in ("merge", "kv_cache") else example.num_tokens
+    for name in wide:
+        if name not in answers or (only and name not in only):
+            continue
+        came = answers[name].detach().cpu()
+        want = wide[name]
+        if name == "lse":
+            if came.shape != want.shape:
+                raise Broken(f"lse: shape {list(came.shape)}, expected {list(want.shape)}: one per query row and head")
+            if came.dtype not in (torch.float32, torch.float64):
+                raise Broken(f"lse: expected float32, got {str(came.dtype).removeprefix('torch.')}")
+        if example.path == "kv_cache":
+            different = (came != want).flatten(2).any(-1).nonzero()
+            if len(different):
+                block, row = different[0].tolist()
+                raise Broken(f"{name}: {len(different)} slots differ; the first is row {row} of block {block}")
+            continue
+        if name == "out" and came.dtype != low[name].dtype:
+            raise Broken(f"out: {str(came.dtype).removeprefix('torch.')}, expected the type of the query")
+        if rows is not None and came.shape[:1] != want.shape[:1]:
+            raise Broken(f"{name}: {came.shape[0]} rows, expected {want.shape[0]}")
+        try:
+            score = more_roundings if came.dtype == torch.float32 else 1.0
+            if is_loud and want.numel():
+                score = max(score, float(wide["lse"].abs().nan_to_num(0.0, posinf=0.0).max()))
+            if name == "lse":
+                hold_lse(example, arguments, came, want, low[name])
+            else:
+                assert_close(came, want, low[name], name=name, largest_score=score if name == "out" else 1.0)
+        except AssertionError as error:
+            raise Broken(str(error)) from None
+
+
+def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor, low: Tensor) -> None:
+    """Hold a log-sum-exp to the tolerance; over packed latents, from them or from latents rounded as the queries are.
+
+    A code times its scale has more bits than 16. So has the reference formula rounded it, but then the products, too,
+    and where a query sees one key the second error may undo the first.
+    """
+    try:
+        assert_close(came, want, low, name="lse")
+    except AssertionError:
+        if example.path not in PACKED or arguments["query"].dtype == torch.float32:
+            raise
+        query, rank = arguments["query"], arguments["latent_rank"]
+        latents = read_packed(arguments["cache"], rank, example.head_size - rank, query.dtype).to(query.dtype)
+        rounded, _ = expected(example, arguments | dict(cache=latents))
+        assert_close(came, rounded["lse"], low, name="lse")
+
+
+def hold_gradients(example: Example, arguments: Arguments, answers: Answers, *, is_loud: bool = False) -> None:
+    """Hold gradients to those of the reference, each in the type of what it is of."""
+    wide, low = expected(example, arguments)
+    arguments = on_cpu(arguments)
+    sizes, dtype = gradients.sizes(example, arguments), arguments["query"].dtype
+    score = LOUD * example.head_size**0.5 if is_loud else 1.0
+    for of, name in gradients.OF.items():
+        if name not in answers or name not in wide:
+            continue
+        came = answers[name].detach().cpu()
+        if came.dtype != arguments[of].dtype:
+            raise Broken(f"{name}: {str(came.dtype).removeprefix('torch.')}, expected the type of what it is of")
+        try:
+            gradients.assert_close(name, came, wide[name], low[name], sizes[name], dtype, largest_score=score)
+        except AssertionError as error:
+            raise Broken(str(error)) from None
+
+
+def hold_selection(arguments: Arguments, came: Tensor, want: Tensor) -> None:
+    """Hold selected positions to those of the rule, in any order: the best scores, of equal ones the first."""
+    if came.shape != want.shape or came.is_floating_point():
+        raise Broken(f"out: expected integers {list(want.shape)}, got {came.dtype} {list(came.shape)}")
+    scores = arguments["scores"].cpu()
+    for row, (ours, right) in enumerate(zip(came.tolist(), want.tolist(), strict=True)):
+        got, should = [x for x in ours if x >= 0], [x for x in right if x >= 0]
+        if sorted(got) == should and min(ours, default=-1) >= -1:
+            continue
+        where = f"row {row}: got positions {sorted(got)}, expected {should}"
+        if len(set(got)) < len(got):
+            raise Broken(f"{where}: a position is there twice")
+        if max(got, default=-1) >= scores.shape[1] or any(scores[row, x] == -torch.inf for x in got):
+            raise Broken(f"{where}: a position is selected that has no key")
+        if len(got) != len(should):
+            raise Broken(f"{where}: {len(got)} keys instead of {len(should)}; -1 is for what is left")
+        same = sorted(scores[row, got].tolist()) == sorted(scores[row, should].tolist())
+        raise Broken(f"{where}: {'of equal scores, not the lower positions' if same else 'not the highest scores'}")

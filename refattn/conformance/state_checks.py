@@ -1,0 +1,77 @@
+"""How properties of layers that keep a state are checked."""
+
+from dataclasses import replace
+
+import torch
+
+from refattn.conformance.example import Example, expected
+from refattn.conformance.hold import ask, hold
+from refattn.conformance.kernel import Kernel
+from refattn.conformance.property import OTHER_LENGTHS, Broken
+from refattn.conformance.tolerance import assert_close
+
+
+def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN into slots that nobody may read: free ones, and those of sequences that begin."""
+    arguments = example.tensors(dtype, device)
+    used = {slot for (q, _), slot in zip(example.lens, arguments["state_indices"].tolist(), strict=True) if q}
+    known = arguments["has_initial_state"].tolist()
+    read = {slot for slot, has_state in zip(arguments["state_indices"].tolist(), known, strict=True) if has_state}
+    states = arguments["states"] = arguments["states"].clone()
+    hidden = [slot for slot in range(len(states)) if slot not in read & used]
+    states[hidden] = torch.nan
+    answers = ask(kernel, example, arguments)
+    wide, low = expected(example, arguments)
+    written = sorted(used)
+    for slot in set(range(len(states))) - used:
+        if not answers["states"][slot].isnan().all():
+            raise Broken(f"states: slot {slot} was written, which no sequence of the step has")
+    for name, rows in (("out", slice(None)), ("states", written)):
+        try:
+            assert_close(answers[name].cpu()[rows], wide[name][rows], low[name][rows], name=name)
+        except AssertionError as error:
+            raise Broken(f"with NaN in free slots, {error}") from None
+
+
+def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the last token of each sequence, in a step of its own, with the same token among the others."""
+    arguments = example.tensors(dtype, device)
+    rows = [range(q) for q, _ in example.lens]
+    starts = arguments["batch"].cu_seqlens_q.tolist()
+    states, outs = arguments["states"], torch.empty_like(arguments["value"])
+    for part, lens in (
+        ([list(x)[:-1] for x in rows], [(q - 1, s - 1) for q, s in example.lens]),
+        ([list(x)[-1:] for x in rows], [(1, s) for _, s in example.lens]),
+    ):
+        step = replace(example, lens=tuple(lens))
+        tables = step.tensors(dtype, device)
+        at = torch.tensor([starts[i] + x for i, some in enumerate(part) for x in some], dtype=torch.int64)
+        at = at.to(outs.device)
+        tokens = {name: arguments[name][at] for name in ("query", "key", "value", "log_decay", "beta")}
+        same = {name: arguments[name] for name in ("state_indices", "scale", "delta") if name in arguments}
+        has_state = tables["has_initial_state"]
+        answers = ask(kernel, step, tables | tokens | same | dict(states=states, has_initial_state=has_state))
+        states, outs[at] = answers["states"], answers["out"]
+    try:
+        hold(example, arguments, dict(out=outs, states=states))
+    except Broken as error:
+        raise Broken(f"computed in two steps, {error}") from None
+
+
+def nan_before(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN into the last value of each sequence: the tokens before it are numbers, and it is not."""
+    arguments = example.tensors(dtype, device)
+    last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
+    value = arguments["value"] = arguments["value"].clone()
+    value[last] = torch.nan
+    out = ask(kernel, example, arguments)["out"].cpu()
+    is_last = torch.zeros(len(out), dtype=torch.bool)
+    is_last[last] = True
+    if out[~is_last].isnan().any():
+        row = int((out.isnan().flatten(1).any(-1) & ~is_last).nonzero()[0])
+        raise Broken(f"out: NaN in row {row}, before the token that has it")
+    if not out[is_last].isnan().flatten(1).any(-1).all():
+        raise Broken("out: a number in the row of a token whose value is NaN")
+
+
+OTHER_LENGTHS.add(cut)
