@@ -222,6 +222,15 @@ def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
 
 PROPERTIES = (
     Property(
+        "call",
+        "It can be called, and its output differentiated.",
+        plain,
+        checks.call,
+        examples=0,
+        landmarks=landmarks.one_small,
+    ),
+    Property("writes", "Inputs are not modified, nor the gradients that come in.", plain, memory.writes),
+    Property(
         "mask",
         "A query has a part in the gradients of exactly those keys that it sees.",
         draws.of_any_shape,
@@ -251,6 +260,15 @@ PROPERTIES = (
         ("window_size",),
         landmarks=landmarks.long(window_size=(90, 0)),
         check_landmark=everything,
+    ),
+    Property(
+        "far windows",
+        "A side of a window may be any number up to 2^31 - 1, which some callers give for no limit, or -1.",
+        draws.windowed,
+        everything,
+        ("window_size",),
+        landmarks=landmarks.of_far_windows,
+        examples=2,
     ),
     Property(
         "lse gradient",
@@ -317,6 +335,13 @@ PROPERTIES = (
         draws.of_any_layout,
         memory.strides,
         landmarks=landmarks.of_layouts,
+    ),
+    Property(
+        "far rows",
+        "Rows of queries, keys, values and gradients may lie more than 2^31 elements apart.",
+        plain,
+        memory.far_rows,
+        examples=2,
     ),
     Property("last stride", "The last dimension need not be contiguous.", plain, memory.last_stride),
     Property(
@@ -396,5 +421,4 @@ PROPERTIES = (
         plain,
         nan,
     ),
-    Property("writes", "Inputs are not modified, nor the gradients that come in.", plain, memory.writes),
 )

@@ -21,7 +21,7 @@ from refattn.conformance import checks, contract, draws, gradients, landmarks, m
 from refattn.conformance.adapters import kernel_of
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
-from refattn.conformance.landmarks import is_large, without_an_option
+from refattn.conformance.landmarks import is_huge, is_large, without_an_option
 from refattn.conformance.operations import OperationProperty
 from refattn.conformance.property import (
     READ_OUT,
@@ -36,7 +36,6 @@ from refattn.conformance.property import (
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
-VISITED = (*landmarks.KNOWN, "dense_backward")  # paths whose properties all visit their landmarks
 EVIDENCE = 6  # more batches, to tell mistakes apart
 SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
 AGAIN = 0.2  # of these, once a mistake is known that other properties have shown
@@ -236,9 +235,10 @@ def _look(
     most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
         search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1))
-        marks = prop.landmarks(kernel) if i == 0 and (kernel.path in VISITED or not drawn) else []
-        visited = min(2 * examples, kernel.claims.max_examples or len(marks))
-        failure = search.run(most if i == 0 else -(-most // 2)) or search.visit(marks[:visited])
+        marks = prop.landmarks(kernel)[: min(2 * examples, kernel.claims.max_examples or 2 * examples)]
+        if i:  # each in the first type, and some in each other one
+            marks = [mark for mark in marks[i % len(marks) :: len(dtypes)] if not is_huge(mark)] if marks else []
+        failure = search.run(most if i == 0 else -(-most // 3)) or search.visit(marks)
         if search.not_claimed:
             return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason

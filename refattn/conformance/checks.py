@@ -1,5 +1,6 @@
 """How properties are checked: what a kernel is called with, and what of its output is compared."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from refattn.conformance.readout import one_hot_values
 from refattn.conformance.tolerance import assert_close
 
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
+FLOAT32_EPS = torch.finfo(torch.float32).eps
 FAR_BOUND = 4096  # keys: an upper bound as of a server, which gives that of the model
 LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
 
@@ -41,6 +43,12 @@ def alone(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
         for name, other in (("alone", one), ("in another order", flipped[row]), ("when asked again", again[row])):
             if sorted(other.tolist()) != sorted(whole[row].tolist()):
                 raise Broken(f"row {row}: other keys are selected {name}")
+
+
+@outputs_alone
+def call(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Call the kernel, and look at what it returns."""
+    ask(kernel, example, example.tensors(dtype, device))
 
 
 @outputs_alone
@@ -130,10 +138,23 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
         row += len(want)
 
 
-def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Look whether each query sees its keys, all at once: with zero queries the output is the mean of their values.
+def without_queries(arguments: Arguments) -> Arguments:
+    """Return arguments whose queries are 0: all scores are."""
+    return arguments | dict(query=torch.zeros_like(arguments["query"]))
 
-    Those are 1 and -1, so that a key more or less among n moves every element by about 1/n.
+
+def glance(
+    kernel: Kernel,
+    example: Example,
+    dtype: torch.dtype,
+    device: str,
+    alike: Callable[[Arguments], Arguments] = without_queries,
+    off: float = 16 * FLOAT32_EPS,
+) -> None:
+    """Look whether each query sees its keys, all at once: if all scores are alike, it returns the mean of their values.
+
+    Those are 1 and -1, so that a key more or less among n moves every element by about 1/n. `alike` makes scores so,
+    and `off` is how far the mean may be off for their rounding.
     """
     generator = torch.Generator().manual_seed(example.seed)
     values = [
@@ -144,16 +165,13 @@ def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
         for value in values[first + 1 : last]:
             value[:end] = values[first][:end]
     arguments = example.tensors(dtype, device, values=values)
-    out = ask(kernel, example, arguments | dict(query=torch.zeros_like(arguments["query"])))["out"].detach().cpu()
-    if out.shape[0] != example.num_tokens + example.padding_rows:
-        raise Broken(f"out: {out.shape[0]} rows, expected {example.num_tokens + example.padding_rows}")
+    out = ask(kernel, example, alike(arguments))["out"].detach().cpu()
     row, group = 0, example.heads[0] // example.heads[1]
     for i, (shares, value) in enumerate(zip(example.shares(), values, strict=True)):
         value = value[:, :1] if "latent_rank" in arguments else value  # where all heads share one latent
         want = torch.einsum("ts,shd->thd", shares, value.double()).repeat_interleave(group, dim=1)
-        off = (out[row : row + len(shares)].double() - want).abs().amax(-1)
-        allowed = torch.finfo(dtype).eps * want.abs().amax(-1) + 16 * torch.finfo(torch.float32).eps
-        wrong = (~(off <= allowed)).nonzero()
+        error = (out[row : row + len(shares)].double() - want).abs().amax(-1)
+        wrong = (~(error <= torch.finfo(dtype).eps * want.abs().amax(-1) + off)).nonzero()
         if len(wrong):
             t, head = wrong[0].tolist()
             raise Broken(
@@ -182,8 +200,6 @@ def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
     rows, pieces = example.num_tokens, []
     for first in range(0, max(1, max(s for _, s in example.lens)), width):
         out = ask(kernel, example, one_hot(example, dtype, device, first))["out"].detach().float().cpu()
-        if out.shape[:1] != (rows + example.padding_rows,):
-            raise Broken(f"out: shape {list(out.shape)}, expected {rows} rows")
         pieces.append(out[:rows])
     return list(torch.cat(pieces, dim=-1).split([q for q, _ in example.lens]))
 
@@ -257,12 +273,7 @@ def decode_is_prefill(kernel: Kernel, example: Example, dtype: torch.dtype, devi
     """Compare the last query of each sequence, alone, with the same query among the others."""
     arguments = example.tensors(dtype, device)
     whole = ask(kernel, example, arguments)
-    last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
-    alone = replace(example, lens=tuple((1, s) for _, s in example.lens))
-    batch = alone.tensors(dtype, device)["batch"]
-    if arguments["batch"].block_table is not None:
-        batch = replace(batch, block_table=arguments["batch"].block_table)
-    of_last = arguments | dict(query=arguments["query"][last.to(arguments["query"].device)], batch=batch)
+    alone, of_last, last = last_queries(example, arguments, dtype, device)
     decoded = ask(kernel, alone, of_last)
     wide, low = expected(alone, of_last)
     for name in decoded:
@@ -271,6 +282,18 @@ def decode_is_prefill(kernel: Kernel, example: Example, dtype: torch.dtype, devi
         allowed = 4 * error + 64 * torch.finfo(dtype).eps * wide[name].abs().max()
         if not (rows - decoded[name].cpu()).abs().max() <= allowed:
             raise Broken(f"{name}: the last query of a sequence gets another answer alone than among the others")
+
+
+def last_queries(
+    example: Example, arguments: Arguments, dtype: torch.dtype, device: str
+) -> tuple[Example, Arguments, Tensor]:
+    """Return a batch of the last query of each sequence, over the same keys, and which rows those are."""
+    last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
+    alone = replace(example, lens=tuple((1, s) for _, s in example.lens))
+    batch = alone.tensors(dtype, device)["batch"]
+    if arguments["batch"].block_table is not None:
+        batch = replace(batch, block_table=arguments["batch"].block_table)
+    return alone, arguments | dict(query=arguments["query"][last.to(arguments["query"].device)], batch=batch), last
 
 
 def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -293,6 +316,19 @@ def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
             if not torch.equal(came, whole[name][row : row + q]):
                 raise Broken(f"{name}: sequence {i} gets other bits alone than among the others")
         row += q
+
+
+def token_invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the last query of each sequence, alone, with the same query among the others, to the bit."""
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims nothing about the tokens of a sequence: @claims(conventions=True)")
+    example = replace(example, options={**example.options, "batch_invariant": True})
+    arguments = example.tensors(dtype, device)
+    whole = ask(kernel, example, arguments)
+    alone, of_last, last = last_queries(example, arguments, dtype, device)
+    for name, came in ask(kernel, alone, of_last).items():
+        if not torch.equal(came, whole[name][last.to(came.device)]):
+            raise Broken(f"{name}: the last query of a sequence gets other bits alone than among those before it")
 
 
 def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -344,36 +380,52 @@ def again_with(arguments: Arguments) -> Arguments:
 
 @outputs_alone
 def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN where queries may see it: into the first key, or value, of the first sequence.
+    """Put NaN where queries may see it: into a key or a value of the first sequence, perhaps of one head; or a query.
 
     Queries of the same sequence that do not see it may answer anything: it is in their tile.
     """
     arguments = example.tensors(dtype, device)
+    i = next((i for i, (q, s) in enumerate(example.lens) if q and s), None)
+    if i is None:
+        return
     words = [word for word in ("value_cache", "key_cache", "value", "key", "cache") if word in arguments]
-    word = words[example.seed % min(2, len(words))]
+    word = "query" if example.seed == 3 else words[example.seed % min(2, len(words))]
     x = arguments[word] = arguments[word].clone()
-    if word in ("key", "value"):
-        x[0] = torch.nan
+    key = min(int(example.options.get("nan_at", 0.0) * example.lens[i][1]), example.lens[i][1] - 1)
+    group = example.heads[0] // example.heads[1]
+    one_head = example.seed == 2 and x.ndim > 2 and word != "query" and "latent_rank" not in arguments
+    heads = slice(group * (example.heads[1] - 1), None) if one_head else slice(None)
+    of_heads = slice(example.heads[1] - 1, None) if one_head else slice(None)
+    owners = {i}
+    if word == "query":
+        x[sum(q for q, _ in example.lens[:i])] = torch.nan
+    elif word in ("key", "value"):
+        x[sum(s for _, s in example.lens[:i]) + key, of_heads] = torch.nan
     else:
         not_a_number = packed.NAN if x.dtype == torch.uint8 else torch.nan
-        x[arguments["batch"].block_table[0, 0].long(), 0] = not_a_number
-    out = ask(kernel, example, arguments)["out"].cpu()
+        blocks = arguments["batch"].block_table[:, key // example.block_size].tolist()
+        row = x[blocks[i], key % example.block_size]
+        row[of_heads] = torch.full_like(row[of_heads].float(), not_a_number).to(x.dtype)
+        owners = {n for n, (_, s) in enumerate(example.lens) if blocks[n] == blocks[i] and key < s}
+    out = ask(kernel, example, arguments)["out"].detach().cpu()
     wide, low = expected(example, arguments)
-    with_first = {0, *(i for first, last, _ in example.shared_prefixes() if first == 0 for i in range(last))}
     row = 0
-    for i, ((q, _), visible) in enumerate(zip(example.lens, example.masks(), strict=True)):
+    for n, ((q, _), visible) in enumerate(zip(example.lens, example.masks(), strict=True)):
         rows = slice(row, row + q)
         row += q
-        if i in with_first:
-            hidden = (visible[:, :1, None] & ~out[rows].isnan()).nonzero()
+        if n in owners:
+            sees = visible[:1].any(1) if word == "query" else visible[:, key]
+            hidden = (sees[:, None, None] & ~out[rows][: len(sees), heads].isnan()).nonzero()
             if len(hidden):
                 t, head, _ = hidden[0].tolist()
-                raise Broken(f"out: a number in row {t} of sequence {i}, head {head}, which sees a NaN in {word}")
+                head += group * (example.heads[1] - 1) if one_head else 0
+                where = "which is NaN itself" if word == "query" else f"which sees a NaN in {word}, in key {key}"
+                raise Broken(f"out: a number in row {t} of sequence {n}, head {head}, {where}")
         else:
             try:
-                assert_close(*(x[rows] for x in (out, wide["out"], low["out"])), name=f"out of sequence {i}")
+                assert_close(*(x[rows] for x in (out, wide["out"], low["out"])), name=f"out of sequence {n}")
             except AssertionError as error:
-                raise Broken(f"with a NaN in sequence 0, {error}") from None
+                raise Broken(f"with a NaN in sequence {i}, {error}") from None
 
 
 def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:

@@ -21,7 +21,7 @@ LENS: dict[str, landmarks.Lens] = {  # of sequences, by what is particular about
     "decodes": ((1, 33), (1, 20), (1, 64)),
     "chunks": ((5, 5), (1, 17), (9, 40), (1, 33)),
     "odd": ((5, 2), (0, 7), (2, 0), (3, 30)),
-    "split": ((1, 700), (1, 9)),
+    "split": ((1, 700), (1, 9), (1, 2500)),
     "tiles": ((70, 130),),
 }
 

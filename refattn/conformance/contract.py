@@ -1,11 +1,12 @@
 """The contract of a kernel, property by property: what it promises, and on which batches that is checked."""
 
-from refattn.conformance import combinations, landmarks
+from refattn.conformance import combinations, landmarks, memory, numbers
 from refattn.conformance.checks import (
     again,
     alone,
     answer,
     at_landmarks,
+    call,
     combined,
     decode_is_prefill,
     every_part,
@@ -19,6 +20,7 @@ from refattn.conformance.checks import (
     nan,
     outputs_at_landmarks,
     scaled,
+    token_invariance,
     upper_bounds,
     without_lse,
 )
@@ -77,7 +79,17 @@ def all_together(kernel: Kernel) -> list[Example]:
     return at_once + combinations.every_pair(kernel)
 
 
+INVARIANT = ("dense", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla")
 PROPERTIES = (
+    Property(
+        "call",
+        "It can be called, and returns an output of the right shape.",
+        plain,
+        call,
+        examples=0,
+        landmarks=landmarks.one_small,
+    ),
+    Property("writes", "Inputs are not modified, nor tables, nor options.", plain, writes),
     Property(
         "mask",
         "Each query sees exactly the keys that it may see, all alike.",
@@ -166,6 +178,33 @@ PROPERTIES = (
     ),
     Property("listed twice", "A key that is listed twice counts twice.", listed_twice, everything, paths=SELECTED),
     Property(
+        "long lists",
+        "A query may have more keys than 2048 in its list.",
+        plain,
+        everything,
+        paths=SELECTED,
+        examples=0,
+        landmarks=landmarks.long_lists,
+    ),
+    Property(
+        "chunk sizes",
+        "A chunk may have any number of blocks, and be longer than all sequences.",
+        plain,
+        at_landmarks,
+        paths=("local",),
+        examples=0,
+        landmarks=landmarks.of_chunks,
+    ),
+    Property(
+        "far windows",
+        "A side of a window may be any number up to 2^31 - 1, which some callers give for no limit, or -1.",
+        windowed,
+        everything,
+        ("window_size",),
+        landmarks=landmarks.of_far_windows,
+        examples=2,
+    ),
+    Property(
         "empty rows",
         "A query without a visible key returns 0 with an LSE of -inf; sequences may have no query.",
         odd_lengths,
@@ -178,7 +217,7 @@ PROPERTIES = (
         "max_query_len and max_seq_len may be larger than any length of the batch.",
         plain,
         upper_bounds,
-        paths=tuple(name for name in landmarks.KNOWN if name not in ("cascade", "speculative")),
+        paths=tuple(name for name in ATTENDS if name not in ("cascade", "speculative")),
         landmarks=landmarks.some,
         check_landmark=far_bounds,
     ),
@@ -187,7 +226,7 @@ PROPERTIES = (
         "Keys may fill a tile or a block exactly, or be one more or less.",
         plain,
         at_landmarks,
-        paths=landmarks.KNOWN,
+        paths=ATTENDS,
         examples=0,
         landmarks=landmarks.edges,
     ),
@@ -196,7 +235,7 @@ PROPERTIES = (
         "A batch may have many sequences, each of another length.",
         plain,
         at_landmarks,
-        paths=(*landmarks.KNOWN, *landmarks.CROWDED),
+        paths=landmarks.CROWDED,
         examples=0,
         landmarks=landmarks.many_sequences,
     ),
@@ -214,7 +253,7 @@ PROPERTIES = (
         "Sequences may have several tiles of queries.",
         plain,
         at_landmarks,
-        paths=landmarks.KNOWN,
+        paths=ATTENDS,
         examples=0,
         landmarks=landmarks.many_queries,
     ),
@@ -245,7 +284,7 @@ PROPERTIES = (
         "A step may have more rows of queries than 16 bits can count, and a sequence more keys.",
         plain,
         everything,
-        paths=tuple(name for name in landmarks.KNOWN if name not in ("differential",)),
+        paths=ATTENDS,
         examples=0,
         landmarks=landmarks.past_16_bits,
     ),
@@ -353,14 +392,14 @@ PROPERTIES = (
         "The last dimension need not be contiguous.",
         plain,
         last_stride,
-        paths=(*ATTENDS, "kv_cache", "select"),
+        paths=(*ATTENDS, "kv_cache", "select", "merge", "recurrent"),
     ),
     Property(
         "offsets",
         "Offsets beyond 32 bits reach the right page.",
         plain,
         offsets,
-        paths=(*(name for name in PAGED if name not in ("differential",)), "kv_cache", "recurrent"),
+        paths=(*PAGED, "kv_cache", "recurrent"),
         examples=2,
     ),
     Property(
@@ -368,7 +407,7 @@ PROPERTIES = (
         "Blocks may have any number, and slots: 16 bits are not enough.",
         in_far_blocks,
         far_blocks,
-        paths=tuple(name for name in PAGED if name not in ("differential",)),
+        paths=PAGED,
         examples=2,
     ),
     Property(
@@ -376,7 +415,7 @@ PROPERTIES = (
         "Sequences may have their first blocks in common, few of them or all, and go on in others.",
         forked,
         everything,
-        paths=tuple(name for name in PAGED if name not in ("cascade", "differential")),
+        paths=tuple(name for name in PAGED if name != "cascade"),
     ),
     Property(
         "scale",
@@ -465,7 +504,17 @@ PROPERTIES = (
         plain,
         invariance,
         ("batch_invariant",),
-        ("dense", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla"),
+        INVARIANT,
+        landmarks=landmarks.invariant,
+    ),
+    Property(
+        "invariant tokens",
+        "batch_invariant=True: the same bits, however many tokens of its own sequence are in the batch.",
+        plain,
+        token_invariance,
+        ("batch_invariant",),
+        INVARIANT,
+        landmarks=landmarks.invariant,
     ),
     Property(
         "free slots",
@@ -520,6 +569,7 @@ PROPERTIES = (
         everything,
         paths=("recurrent",),
         examples=3,
+        landmarks=landmarks.long_steps,
     ),
     Property(
         "sizes",
@@ -568,10 +618,11 @@ PROPERTIES = (
     ),
     Property(
         "nan before",
-        "A NaN reaches no token before its own.",
+        "A NaN reaches no other sequence, and no token more than a tile of 256 before its own.",
         plain,
         nan_before,
         paths=("recurrent",),
+        landmarks=landmarks.long_steps,
     ),
     Property(
         "group scales",
@@ -595,8 +646,14 @@ PROPERTIES = (
         paths=PACKED,
     ),
     Property("again", "A call does not affect later calls.", plain, again),
-    Property("nan", "A NaN reaches exactly the queries that see it.", plain, nan, paths=READ_OUT),
-    Property("writes", "Inputs are not modified.", plain, writes),
+    Property(
+        "nan",
+        "A NaN in a key, a value or a query reaches the queries that see it, and no other sequence.",
+        with_option("nan_at", 0.0, 0.5, 1.0),
+        nan,
+        paths=(*READ_OUT, "quantized"),
+        landmarks=landmarks.with_nan,
+    ),
     Property(
         "out", "out= is filled and returned; memory around it is not touched.", plain, out_memory, ("out",), ATTENDS
     ),
@@ -610,6 +667,8 @@ PROPERTIES = (
         examples=3,
         cuda=True,
     ),
+    *memory.PROPERTIES,
+    *numbers.PROPERTIES,
 )
 
 

@@ -48,8 +48,17 @@ PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
 LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # of differential attention: neither 0, nor alike
 ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
-SCALES = (2.0, 0.25)  # of fp8 keys and values: neither 1, nor alike
-CALLED = ("return_lse", "out", "layout", "poison", "forked", "first_block")  # options that say how a kernel is called
+SCALES = (1.7123, 0.2611)  # of fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
+QUERY_SCALE = 0.0213  # with which a query of about 1 has codes of about 50
+CALLED = (
+    "return_lse",
+    "out",
+    "layout",
+    "poison",
+    "forked",
+    "first_block",
+    "nan_at",
+)  # options that say how a kernel is called
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,16 +69,18 @@ class Example(Workload):
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
             first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values,
-            `scales_of`: "heads" or "sequences", if there are several, and `format`: "e5m2" in the place of e4m3. Of
-            `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query,
-            at most, and `twice`: whether a key may be listed several times. Of `select`, `topk` and `kind` of the
-            scores. Of `kv_cache`, `holes`: whether some slots are -1. Of `speculative`, `growing`: nodes of each tree
-            before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of
-            `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of
-            `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large" sinks are those of
-            some heads alone. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
+            `scales_of`: "heads" or "sequences", if there are several, `format`: "e5m2" in the place of e4m3, `bytes`:
+            whether the pools are those of their codes, and `query_scale`: whether there is one. Of `interval`, `seen`:
+            "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, `twice`:
+            whether a key may be listed several times, and `full`: whether no list is shorter. Of `select`, `topk` and
+            `kind` of the scores. Of `kv_cache`, `holes`: whether some slots are -1. Of `speculative`, `growing`: nodes
+            of each tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and
+            `delta`. Of `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of
+            `packed.KINDS`. Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large"
+            sinks are those of some heads alone, those of "bfloat16" have that type, as slopes may; slopes by the "root"
+            are for `alibi_sqrt`. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
             `poison`; `first_block`, from which the blocks of a large pool are numbered; `forked`: whether sequences
-            begin with blocks of others.
+            begin with blocks of others; `nan_at`: where the NaN of a sequence is, of its keys, from 0 to 1.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -141,11 +152,11 @@ class Example(Workload):
     def selected(self) -> list[Tensor]:
         """Draw the positions that each query of each sequence sees that has a list, with -1 anywhere, `[t, k]`."""
         drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
-        twice = self.options.get("twice", False)
+        twice, full = self.options.get("twice", False), self.options.get("full", False)
         for q, s in self.lens:
             rows = []
             for _ in range(q):
-                count = drawn.randint(0, min(s, topk))
+                count = min(s, topk) if full else drawn.randint(0, min(s, topk))
                 row = drawn.sample(range(s), count) + [-1] * (topk - count)
                 if twice and count:
                     row[count:] = [drawn.choice((-1, row[0], row[count - 1])) for _ in row[count:]]
@@ -198,7 +209,7 @@ class Path:
     function: str = "attention"
     planned: tuple[str, ...] = ()
     pools: tuple[tuple[str, int], ...] = ()
-    options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+    options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "alibi_sqrt", "sinks", "batch_invariant")
     in_place: tuple[str, ...] = ()
     differentiates: bool = False
 
@@ -384,7 +395,7 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 def _positions(example: Example, options: Arguments) -> Tensor:
     """Return the positions that were selected for each query row; rows of padding have none."""
-    topk, _ = options.pop("topk", 8), options.pop("twice", False)
+    topk, _, _ = options.pop("topk", 8), options.pop("twice", False), options.pop("full", False)
     return torch.cat([*example.selected(), torch.full((example.padding_rows, topk), -1, dtype=torch.int32)])
 
 
@@ -442,14 +453,18 @@ def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Ar
     arguments = _paged(example, dtype, changed)
     key, value = arguments.pop("scales", SCALES)
     kind = torch.float8_e5m2 if arguments.pop("format", "") == "e5m2" else torch.float8_e4m3fn
+    query = QUERY_SCALE if arguments.pop("query_scale", False) else None
+    as_bytes = arguments.pop("bytes", False)
     for name, scale in (("key_cache", key), ("value_cache", value)):
         arguments[name] = (arguments[name].float() / scale).to(kind)
+        arguments[name] = arguments[name].view(torch.uint8) if as_bytes else arguments[name]
     several = {"heads": example.heads[1:], "sequences": (len(example.lens), example.heads[1])}
     shape = several.get(arguments.pop("scales_of", ""))
     if shape is None:
-        return arguments | dict(scales=Fp8Scales(key, value, format=kind))
-    factors = (0.75 + 0.25 * torch.arange(math.prod(shape), dtype=torch.float32) % 1.25).view(shape)
-    return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1), format=kind))
+        return arguments | dict(scales=Fp8Scales(key, value, query, kind))
+    factors = (0.7371 + 0.2713 * torch.arange(math.prod(shape), dtype=torch.float32) % 1.2477).view(shape)
+    of_queries = None if query is None else query * factors
+    return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1), of_queries, kind))
 
 
 def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
@@ -498,6 +513,15 @@ def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
     t, s = example.num_tokens, max((s for _, s in example.lens), default=0)
     scores = torch.randn(t, s, generator=generator, dtype=torch.float32)
     kind = example.options.get("kind", "plateau")
+    if kind == "crowded":  # in one binade, and many of them nearly alike, on either side of 0
+        scores = torch.where(scores > 0, 1.0, -1.0) * (1.0 + 0.1 * torch.rand(t, s, generator=generator))
+    if kind == "apart":  # of any size, down to subnormal numbers, and infinite ones
+        scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
+        scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
+    if kind == "nan":
+        scores = scores.relu()
+        scores[torch.rand(t, s, generator=generator) < 0.1] = torch.nan
+        scores[:, ::5] = scores[:, ::5].copysign(torch.tensor(-1.0))
     if kind == "plateau":
         scores = (scores - 1.0).relu()
     if kind == "zeros":
@@ -521,13 +545,19 @@ def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
     h = example.heads[0]
     options = {name: value for name, value in example.options.items() if name not in CALLED}
-    if options.get("alibi_slopes") is True:
-        options["alibi_slopes"] = 2.0 ** -(1.0 + torch.arange(h, dtype=torch.float32) % 5)
-    if options.get("sinks") is True:
+    slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
+    if slopes:  # no powers of two, which any type holds
+        options["alibi_slopes"] = 2.0 ** -(0.73 + 1.31 * (torch.arange(h, dtype=torch.float32) % 5))
+        if slopes == "root":
+            options["alibi_sqrt"] = True
+    if sinks:
         options["sinks"] = (
-            torch.linspace(-1.0, 3.0, h, dtype=torch.float32) if h > 1 else torch.ones(1, dtype=torch.float32)
+            torch.linspace(-1.13, 3.07, h, dtype=torch.float32) if h > 1 else torch.tensor([1.07], dtype=torch.float32)
         )
-    if options.get("sinks") == "large":
+    for name, kind in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if kind == "bfloat16":
+            options[name] = options[name].bfloat16()
+    if sinks == "large":
         options["sinks"] = torch.tensor([0.5, 120.0, -120.0])[torch.arange(h) % 3]  # exp(120) is infinite
     return options
 

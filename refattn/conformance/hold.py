@@ -17,18 +17,38 @@ LOUD = 100.0  # factor on the queries, at which exp(score) overflows
 
 
 def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> Answers:
-    """Call the kernel, and turn what it raises into what it means."""
+    """Call the kernel, and turn what it raises into what it means; look at the shape of what it returns."""
     try:
-        return kernel(example, arguments, **more)
+        answers = kernel(example, arguments, **more)
     except NotImplementedError as error:
         raise RefusedError(str(error)) from error
-    except Exception as error:  # a stranger's kernel raises what it likes
+    except (Exception, SystemExit) as error:  # a stranger's kernel raises what it likes
         says = (str(error).strip().splitlines() or [""])[0]
         if any(text in str(error) for text in kernel.claims.refusals):
             raise RefusedError(says) from error
         if not _answers_still(arguments):
             raise CrashedError(f"{type(error).__name__}: {says}") from error
         raise Broken(f"raised {type(error).__name__}: {says}") from error
+    check_shape(example, arguments, answers)
+    return answers
+
+
+def check_shape(example: Example, arguments: Arguments, answers: Answers) -> None:
+    """Check that an output has a row for each query, a head for each of its heads, and the size of a value.
+
+    Raises:
+        Broken: naming the shape that is expected.
+    """
+    path = PATHS[example.path]
+    if path.attends:
+        expected_shape = (*arguments["query"].shape[:2], example.output_size)
+    elif path.in_place or "outs" in arguments:
+        expected_shape = (arguments["value"] if path.in_place else arguments["outs"][0]).shape
+    else:
+        return
+    if answers["out"].shape != torch.Size(expected_shape):
+        words = "tokens, heads, elements of a value"
+        raise Broken(f"out: shape {list(answers['out'].shape)}, expected {list(expected_shape)}: {words}")
 
 
 def _answers_still(arguments: Arguments) -> bool:
@@ -53,7 +73,6 @@ def hold(
         return hold_selection(arguments, answers["out"].detach().cpu(), wide["out"])
     if PATHS[example.path].differentiates:
         return hold_gradients(example, arguments, answers, is_loud=is_loud)
-    rows = None if example.path in ("merge", "kv_cache") else example.num_tokens
     for name in wide:
         if name not in answers or (only and name not in only):
             continue
@@ -64,6 +83,7 @@ def hold(
                 raise Broken(f"lse: shape {list(came.shape)}, expected {list(want.shape)}: one per query row and head")
             if came.dtype not in (torch.float32, torch.float64):
                 raise Broken(f"lse: expected float32, got {str(came.dtype).removeprefix('torch.')}")
+            came = came.float()  # in float64 it is no more exact: the numbers that it is of were rounded
         if example.path == "kv_cache":
             different = (came != want).flatten(2).any(-1).nonzero()
             if len(different):
@@ -72,8 +92,6 @@ def hold(
             continue
         if name == "out" and came.dtype != low[name].dtype:
             raise Broken(f"out: {str(came.dtype).removeprefix('torch.')}, expected the type of the query")
-        if rows is not None and came.shape[:1] != want.shape[:1]:
-            raise Broken(f"{name}: {came.shape[0]} rows, expected {want.shape[0]}")
         try:
             score = more_roundings if came.dtype == torch.float32 else 1.0
             if is_loud and want.numel():
@@ -92,15 +110,49 @@ def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor,
     A code times its scale has more bits than 16. So has the reference formula rounded it, but then the products, too,
     and where a query sees one key the second error may undo the first.
     """
+    rounded = score_size(example, arguments)
     try:
-        assert_close(came, want, low, name="lse")
+        assert_close(came, want, low, name="lse", rounded=rounded)
     except AssertionError:
         if example.path not in PACKED or arguments["query"].dtype == torch.float32:
             raise
         query, rank = arguments["query"], arguments["latent_rank"]
         latents = read_packed(arguments["cache"], rank, example.head_size - rank, query.dtype).to(query.dtype)
-        rounded, _ = expected(example, arguments | dict(cache=latents))
-        assert_close(came, rounded["lse"], low, name="lse")
+        of_rounded, _ = expected(example, arguments | dict(cache=latents))
+        assert_close(came, of_rounded["lse"], low, name="lse", rounded=rounded)
+
+
+def score_size(example: Example, arguments: Arguments) -> float:
+    """Return how large a score can be: what is rounded on the way to a log-sum-exp, which may itself be near 0.
+
+    No product of a query with a key is larger than that of their lengths. Codes of keys are rounded to 16 bits by some
+    kernels: that is counted as so many roundings of float32.
+    """
+    if "lses" in arguments:
+        finite = [x.nan_to_num(0.0, 0.0, 0.0).abs().max() for x in arguments["lses"] if x.numel()]
+        return float(max(finite, default=0.0))
+    arguments = on_cpu({name: x for name, x in arguments.items() if name != "batch"})
+    query, size, factor = arguments["query"][: example.num_tokens], example.head_size, 1.0
+    if example.path in PACKED:
+        rank = arguments["latent_rank"]
+        keys = read_packed(arguments["cache"], rank, size - rank, torch.float32)
+    elif example.path == "differential":
+        keys = arguments["cache"][:, 0]
+    else:
+        keys = next(arguments[name] for name in ("key", "key_cache", "cache") if name in arguments)[..., :size]
+    if "scales" in arguments:
+        scale = arguments["scales"].key
+        factor = float(scale.max()) if isinstance(scale, Tensor) else scale
+        kind = arguments["scales"].format
+        keys = keys.view(kind) if keys.dtype == torch.uint8 else keys
+        if query.dtype != torch.float32:
+            factor *= torch.finfo(query.dtype).eps / torch.finfo(torch.float32).eps / FLOAT32_ROUNDINGS / size**0.5
+    if not query.numel() or not keys.numel():
+        return 0.0
+    longest = [float(x.float().norm(dim=-1).nan_to_num(0.0, 0.0, 0.0).max()) for x in (query, keys)]
+    scale = arguments.get("softmax_scale")
+    score = abs(size**-0.5 if scale is None else scale) * longest[0] * longest[1] * factor
+    return max(score, float(arguments["sinks"].abs().max()) if arguments.get("sinks") is not None else 0.0)
 
 
 def hold_gradients(example: Example, arguments: Arguments, answers: Answers, *, is_loud: bool = False) -> None:

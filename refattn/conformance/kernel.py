@@ -34,6 +34,7 @@ NEUTRAL = {
     "window_size": (-1, -1),
     "softcap": 0.0,
     "alibi_slopes": None,
+    "alibi_sqrt": False,
     "sinks": None,
     "batch_invariant": False,
     "return_lse": False,
@@ -44,7 +45,7 @@ NEUTRAL = {
     "delta": True,
     "grad_lse": None,
     "deterministic": False,
-}  # what a parameter without a default gets where nothing is asked of it
+}  # what an option is where nothing is asked of it
 LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
@@ -70,12 +71,18 @@ class Claims:
         refusals: parts of the messages by which it says what it does not compute, where it raises something else than
             NotImplementedError.
         max_examples: the most batches per property, for a kernel that compiles for every shape.
+        conventions: whether it claims what the conventions say of our twins alone: the same under autocast and whatever
+            the default type of the process is, the same bits for any number of tokens if batch_invariant, selected
+            positions that rise. Without a claim it is taken to, if it has the path's own signature.
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
-    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (3, 3), (6, 2), (28, 4), (8, 2), (4, 2))
-    head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
-    block_sizes: tuple[int, ...] = (16, 32, 64)
+    heads: tuple[tuple[int, int], ...] = (
+        *((1, 1), (2, 1), (3, 3), (6, 2), (28, 4), (8, 2)),
+        *((10, 2), (12, 2), (16, 2), (32, 2), (48, 1), (4, 2)),
+    )
+    head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (80, 80), (96, 96), (192, 192), (256, 256), (128, 128))
+    block_sizes: tuple[int, ...] = (16, 1, 8, 128, 256, 32, 64)
     max_query_len: int | None = None
     min_seq_len: int = 0
     parts: tuple[int, ...] = (2, 3, 5)
@@ -83,6 +90,7 @@ class Claims:
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
     max_examples: int | None = None
+    conventions: bool = False
 
     @property
     def shapes(self) -> list[Shape]:
@@ -96,16 +104,31 @@ class Claims:
 
 
 OF_PATH = {
-    "mla": Claims(heads=((1, 1), (4, 1), (7, 1), (16, 1)), head_sizes=((96, 64), (160, 128), (80, 64))),
-    "sparse_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (160, 128), (80, 64))),
+    **dict.fromkeys(
+        ("mla", "sparse_latents"),
+        Claims(
+            heads=((1, 1), (4, 1), (7, 1), (128, 1), (16, 1)),
+            head_sizes=((96, 64), (160, 128), (576, 512), (80, 64)),
+            block_sizes=(16, 1, 8, 32, 64),
+        ),
+    ),
     **dict.fromkeys(
         ("packed_latents", "packed_mla"),
-        Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((264, 256), (576, 512))),
+        Claims(
+            heads=((1, 1), (4, 1), (7, 1), (128, 1), (16, 1)),
+            head_sizes=((264, 256), (576, 512)),
+            block_sizes=(16, 1, 32, 64),
+        ),
     ),
-    "differential": Claims(heads=((2, 2), (4, 2), (12, 4), (8, 4)), head_sizes=((64, 64), (128, 128))),
+    "differential": Claims(
+        heads=((2, 2), (4, 2), (12, 4), (20, 4), (16, 2), (8, 4)),
+        head_sizes=((64, 64), (80, 80), (256, 256), (128, 128)),
+    ),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
-    "recurrent": Claims(heads=((1, 1), (4, 2)), head_sizes=((64, 64),), block_sizes=(16,)),  # heads: of values first
+    "recurrent": Claims(  # heads: of values first
+        heads=((1, 1), (3, 3), (6, 2), (8, 1), (4, 2)), head_sizes=((64, 64), (256, 256), (128, 64)), block_sizes=(16,)
+    ),
 }  # what a function without claims is taken to claim
 
 
@@ -133,6 +156,7 @@ class Kernel:
         function: what is called, with the arguments that its parameters name.
         plan: the plan of the same package, for functions that take `plan`; that of the reference if None.
         without_lse: whether its log-sum-exp is left out of its answers: it is known to be wrong, or not claimed.
+        limits: claims that go before those of the function.
         calls: the calls of the current example, each with its answer: what a mistake is found by.
     """
 
@@ -141,6 +165,7 @@ class Kernel:
     function: Callable[..., Any]
     plan: Callable[..., Any] | None = None
     without_lse: bool = False
+    limits: Mapping[str, Any] = field(default_factory=dict)
     calls: list[tuple[Arguments, Answers]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -167,8 +192,10 @@ class Kernel:
         if is_step and not QUERY_LENS & set(self.parameters):
             limits = {"max_query_len": 1} | limits  # nothing says how many queries a sequence has: this is a decode
         if "plan" in self.parameters:
-            limits = {"layers": ("gdn", "kda")} | limits  # it has the path's own signature, and all of its layers
-        self.claims = Claims(**{**{f.name: getattr(self._usual, f.name) for f in fields(Claims)}, **limits})
+            limits = {"layers": ("gdn", "kda"), "conventions": True} | limits  # it has the path's own signature
+        self.claims = Claims(
+            **{**{f.name: getattr(self._usual, f.name) for f in fields(Claims)}, **limits, **self.limits}
+        )
 
     @property
     def _usual(self) -> Claims:
@@ -273,8 +300,8 @@ class Kernel:
         raise TypeError(f"expected an output, or an output and its log-sum-exp, got {type(came).__name__}")
 
     def asked(self, example: Example, arguments: Arguments) -> Arguments:
-        """Make what the parameters name out of the arguments of a path; what nobody asks for keeps its default."""
-        path, asked = PATHS[self.path], {}
+        """Make what the parameters name out of the arguments of a path; an option that nobody asks for is neutral."""
+        path, words, asked = PATHS[self.path], self.words(), dict[str, Any]()
         for name, parameter in self.parameters.items():
             if name in arguments:
                 asked[name] = arguments[name]
@@ -296,11 +323,10 @@ class Kernel:
                 everybody = (0, arguments["batch"].num_seqs)
                 ends = [end for first, last, end in arguments.get("prefixes", ()) if (first, last) == everybody]
                 asked[name] = max(ends, default=0)
-            elif parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            ):
-                asked[name] = example.head_size**-0.5 if name == "softmax_scale" else NEUTRAL[name]
+            elif name in NEUTRAL and name in words:  # said, though nothing is asked: defaults differ
+                asked[name] = NEUTRAL[name]
+            elif name == "softmax_scale" and parameter.default is not None:
+                asked[name] = example.head_size**-0.5
         return asked
 
     def _plan(self, example: Example, arguments: Arguments) -> Any:

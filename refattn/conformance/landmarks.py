@@ -8,29 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from refattn.conformance.example import CALLED, PATHS, Example
+from refattn.conformance.example import CALLED, PATHS, SELECTED, Example
 from refattn.conformance.kernel import Kernel, Shape
 
 Lens = tuple[tuple[int, int], ...]
 Landmarks = Callable[[Kernel], list[Example]]
 
-KNOWN = (
-    "dense",
-    "chunked_prefill",
-    "sliding_window",
-    "local",
-    "cascade",
-    "speculative",
-    "differential",
-    "mla",
-    "quantized",
-)
-CROWDED = ("interval", "sparse", "sparse_latents", "merge", "kv_cache", "recurrent")  # asked for many sequences, too
+ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
+CROWDED = (*ATTENDS, "merge", "kv_cache", "recurrent")  # asked for many sequences
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
 LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `memory.laid_out` says which
 OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
+PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
+SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
+FARTHEST = 2**31 - 1  # the largest side of a window: what some callers give for no limit
 
 
 def none(kernel: Kernel) -> list[Example]:
@@ -47,7 +40,7 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
     if path == "sliding_window":
         options.setdefault("window_size", (300, 0))
     if path == "local":
-        options["chunk_size"] = block_size * 3
+        options.setdefault("chunk_size", block_size * 3)
     if path == "cascade":
         n = len(pairs)
         options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
@@ -90,7 +83,7 @@ def without_queries(kernel: Kernel) -> list[Example]:
 
 def very_long(kernel: Kernel) -> list[Example]:
     """Return decodes that are split, one of them over more keys than 64 splits of 64 have."""
-    return [*long()(kernel), example(kernel, ((1, 4200),))]
+    return [*long()(kernel), example(kernel, ((1, 4200),), most_heads(kernel))]
 
 
 def some(kernel: Kernel) -> list[Example]:
@@ -107,9 +100,9 @@ def of_layouts(kernel: Kernel) -> list[Example]:
 def many_sequences(kernel: Kernel) -> list[Example]:
     """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
 
-    There are more decodes than 8 bits can count.
+    There are more decodes than a thousand.
     """
-    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_8_BITS))
+    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_A_THOUSAND))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
     return [example(kernel, mixed), example(kernel, decodes)]  # few of them first: they are tried first, too
 
@@ -117,7 +110,8 @@ def many_sequences(kernel: Kernel) -> list[Example]:
 def many_slots(kernel: Kernel) -> list[Example]:
     """Return a batch in the last blocks of a pool of more than 2^16 slots."""
     shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], max(kernel.claims.block_sizes)
-    return [example(kernel, ((5, 90), (1, 7)), shape, first_block=2**16 // shape[2])]
+    tokens = replace(example(kernel, ((PAST_16_BITS, PAST_16_BITS),), ((1, 1), (8, 8), 16)), seed=1)
+    return [example(kernel, ((5, 90), (1, 7)), shape, first_block=2**16 // shape[2]), tokens]
 
 
 def many_queries(kernel: Kernel) -> list[Example]:
@@ -128,9 +122,69 @@ def many_queries(kernel: Kernel) -> list[Example]:
 
 
 def of_large_trees(kernel: Kernel) -> list[Example]:
-    """Return trees with as many nodes as words of 32 and 64 bits have, one more, and one more than two of them."""
-    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),)
-    return [replace(example(kernel, lens), lens=lens, seed=1 - i) for i, lens in enumerate(batches)]
+    """Return trees with as many nodes as words of 32 and 64 bits have, one more, and more than two or four of them."""
+    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((140, 155), (20, 29)), ((300, 340),)
+    return [replace(example(kernel, lens), lens=lens, seed=1 - i % 2) for i, lens in enumerate(batches)]
+
+
+def of_chunks(kernel: Kernel) -> list[Example]:
+    """Return chunks of some blocks, and one that no sequence fills, over short sequences and long ones."""
+    p = kernel.claims.shapes[0][2]
+    lens = ((3, 20), (1, 7 * p + 1), (1, 1100))
+    return [example(kernel, lens, chunk_size=n * p) for n in (1, 5, 7, 2**20)]
+
+
+def of_far_windows(kernel: Kernel) -> list[Example]:
+    """Return windows with sides that no sequence reaches, as callers give them who mean no limit."""
+    windows: list[dict[str, Any]] = [dict(window_size=(FARTHEST, 0)), dict(window_size=(2**20, 0))]
+    if kernel.takes("causal"):
+        far = ((FARTHEST, FARTHEST), (5, FARTHEST), (FARTHEST, 2), (-1, 3), (3, -1))
+        windows += [dict(window_size=window, causal=False) for window in far]
+    return [example(kernel, ((3, 20), (1, 33), (2, 700)), **window) for window in windows]
+
+
+def long_lists(kernel: Kernel) -> list[Example]:
+    """Return queries that select more keys than 2048, and exactly as many, and one more."""
+    shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
+    lists = ((1, 3000), 2500), ((1, 2100), 2048), ((2, 2052), 2049)
+    return [example(kernel, (pair,), shape, topk=topk, full=True) for pair, topk in lists]
+
+
+def invariant(kernel: Kernel) -> list[Example]:
+    """Return sequences that kernels split, and such that they need not, in one batch; and prompts of several tiles."""
+    short = kernel.claims.max_query_len == 1
+    prompts = ((70, 130), (1, 9), (200, 333)) if not short else ((1, 130), (1, 9), (1, 333))
+    return [
+        example(kernel, tuple((1, s) for s in (SPLIT[0], 9, SPLIT[1]))),
+        example(kernel, ((1, SPLIT[2]), (1, 5), (1, 700)), most_heads(kernel)),
+        example(kernel, prompts),
+        example(kernel, tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))),
+    ]
+
+
+def with_nan(kernel: Kernel) -> list[Example]:
+    """Return sequences that kernels split, with a NaN in the first, a middle or the last of their keys."""
+    lens = ((1, SPLIT[1]), (1, 20)), ((1, SPLIT[2]), (1, 700)), ((1, SPLIT[1]),), ((70, 200), (3, 30))
+    return [
+        replace(example(kernel, pairs, nan_at=at), seed=i % 2)
+        for i, (pairs, at) in enumerate(zip(lens, (0.0, 0.6, 1.0, 0.4), strict=True))
+    ]
+
+
+def long_steps(kernel: Kernel) -> list[Example]:
+    """Return prompts of many chunks, whose lengths no chunk divides."""
+    return [example(kernel, lens) for lens in (((513, 520), (257, 257)), ((1000, 1003),))]
+
+
+def one_small(kernel: Kernel) -> list[Example]:
+    """Return one query over a few keys."""
+    return [example(kernel, ((1, 5),))]
+
+
+def most_heads(kernel: Kernel) -> Shape:
+    """Return the shape with the most query heads."""
+    claims = kernel.claims
+    return max(claims.heads), claims.head_sizes[0], claims.block_sizes[0]
 
 
 def of_prefixes(kernel: Kernel) -> list[Example]:
@@ -144,12 +198,19 @@ def of_prefixes(kernel: Kernel) -> list[Example]:
 
 def many_parts(kernel: Kernel) -> list[Example]:
     """Return a merge of more parts than a word has bits, if a kernel takes more than two."""
-    return [example(kernel, ((3, 3),), parts=70)] if max(kernel.claims.parts) > 2 else []
+    return [example(kernel, ((3, 3),), parts=n) for n in (70, 139)] if max(kernel.claims.parts) > 2 else []
 
 
 def many_scores(kernel: Kernel) -> list[Example]:
-    """Return a query with more than 2^16 scores, and queries of which many keys are selected."""
-    return [example(kernel, ((1, 70_000),)), example(kernel, ((3, 900),), topk=300)]
+    """Return a query with more than 2^16 scores, queries of which many keys are selected, and scores nearly alike."""
+    return [
+        example(kernel, ((1, 70_000),)),
+        example(kernel, ((3, 900),), topk=300),
+        example(kernel, ((2, 20_000),), topk=64, kind="crowded"),
+        example(kernel, ((1, 70_000),), topk=2048, kind="crowded"),
+        example(kernel, ((2, 5000),), topk=2047, kind="zeros"),
+        example(kernel, ((2, 3000),), topk=500, kind="apart"),
+    ]
 
 
 def padded(kernel: Kernel) -> list[Example]:
@@ -159,7 +220,7 @@ def padded(kernel: Kernel) -> list[Example]:
 
 def past_16_bits(kernel: Kernel) -> list[Example]:
     """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
-    rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) else ()
+    rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) and kernel.path not in SELECTED else ()
     return [example(kernel, lens) for lens in (((1, PAST_16_BITS), (1, 20)), rows) if lens]
 
 
@@ -179,6 +240,7 @@ def long(**options: Any) -> Landmarks:
             example(kernel, ((1, 700), (1, 9), (1, 1100)), **options),
             example(kernel, ((1, 520),), shape, **options),
             example(kernel, ((130, 333),), **options),
+            example(kernel, tuple((1, s) for s in SPLIT[1:]), **options),
         ]
 
     return batches
@@ -195,6 +257,11 @@ def is_large(example: Example) -> str:
     if len(example.lens) > 100:
         return "sequences"
     return "rows" if max((max(pair) for pair in example.lens), default=0) >= 2**12 else ""
+
+
+def is_huge(example: Example) -> bool:
+    """Return whether a batch takes so long that one type has to do."""
+    return is_large(example) == "sequences" or max((max(pair) for pair in example.lens), default=0) >= 2**14
 
 
 def without_an_option(example: Example) -> Iterator[Example]:

@@ -1,18 +1,20 @@
 """Where tensors lie: strides, offsets, memory for the output, and what nobody may read or write."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from refattn.conformance import packed
+from refattn.conformance import landmarks, packed
+from refattn.conformance.draws import draw_example, plain
 from refattn.conformance.example import PATHS, Arguments, Example, poison
 from refattn.conformance.hold import ask, hold
 from refattn.conformance.kernel import LARGE, Kernel, untouched
-from refattn.conformance.property import Broken, Check, NotClaimedError, outputs_alone
+from refattn.conformance.property import ATTENDS, Broken, Check, Draw, NotClaimedError, Property, outputs_alone
 
 
 def poisoned(name: str) -> Check:
@@ -84,13 +86,54 @@ def with_gap(x: Tensor) -> Tensor:
 
 
 def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over tensors whose elements do not lie side by side."""
+    """Compare over tensors whose elements do not lie side by side; those of the block table, too."""
     arguments = example.tensors(dtype, device)
-    for word in ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out"):
-        if word in arguments and arguments[word].dtype != torch.uint8:  # the bytes of a row lie side by side
+    words = ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out", "slot_mapping")
+    for word in (*words, "log_decay", "beta", "outs", "lses"):
+        if word in arguments:
             x = arguments[word]
-            arguments[word] = torch.stack([x, torch.full_like(x, 0.5)], dim=-1)[..., 0]
+            arguments[word] = [every_other(y) for y in x] if isinstance(x, list) else every_other(x)
+    if "batch" in arguments and arguments["batch"].block_table is not None:
+        batch = arguments["batch"]
+        arguments["batch"] = replace(batch, block_table=every_other(batch.block_table))
     hold(example, arguments, ask(kernel, example, arguments))
+
+
+def every_other(x: Tensor) -> Tensor:
+    """Lay a tensor out with something else after each element; the bytes of a packed row lie side by side."""
+    return x if x.dtype == torch.uint8 else torch.stack([x, torch.ones_like(x)], dim=-1)[..., 0]
+
+
+def option_strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where the numbers of heads are views: every other of a larger tensor; one number for all; a transpose."""
+    for lay_out in (every_other, _one_for_all):
+        arguments = example.tensors(dtype, device)
+        for name in ("alibi_slopes", "sinks", "norm_weight", "scale"):
+            if isinstance(arguments.get(name), Tensor):
+                arguments[name] = lay_out(arguments[name])
+        if "scales" in arguments:
+            scales = arguments["scales"]
+            tensors = {name: x for name, x in scales.by_name().items() if isinstance(x, Tensor)}
+            arguments["scales"] = replace(scales, **{name: lay_out(x) for name, x in tensors.items()})
+        hold(example, arguments, ask(kernel, example, arguments))
+
+
+def _one_for_all(x: Tensor) -> Tensor:
+    """Expand the first number to all heads."""
+    return x.flatten()[:1].expand(x.numel()).view(x.shape) if x.ndim == 1 else x[:1, :1].expand_as(x)
+
+
+def far_rows(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over rows of tokens that lie more than 2^31 elements apart, in memory that is hardly touched."""
+    arguments = example.tensors(dtype, device)
+    for word in ("query", "key", "value", "scores", "grad_out"):
+        if word in arguments:
+            x = arguments[word]
+            stride = (LARGE // max(1, len(x) - 1) // 4096 + 2) * 4096
+            memory = untouched(stride * len(x), x.dtype, device)
+            arguments[word] = memory.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
+    hold(example, arguments, ask(kernel, example, arguments))
+    kernel.calls.clear()
 
 
 def far_blocks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -115,38 +158,55 @@ def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     if device != "cpu" and not PATHS[example.path].attends:
         raise NotClaimedError("is asked on a CPU only, as a pool that is written is copied before")
     (first, before), *_ = pools = PATHS[example.path].pools or (("states", 0),)
-    n = arguments[first].shape[before]
+    n = max(2, arguments[first].shape[before])
     stride = (LARGE // (n - 1) // 4096 + 2) * 4096  # pages begin where a kernel may load 16 bytes at once
-    memory = untouched(stride * n, arguments[first].dtype, device)
+    outer = math.prod(arguments[first].shape[:before])  # halves, keys and values of pairs
+    memory = untouched(stride * n * outer, arguments[first].dtype, device)
     begin = 0
     for word, _ in pools:
         pool = arguments[word]
-        view = memory[begin:].as_strided(pool.shape, (stride, *pool.stride()[1:]))
+        inner = [*pool[(slice(None),) * before + (0,)].contiguous().stride()]  # of one page, with all that is outside
+        outside = [size * stride * n for size in _strides_of(pool.shape[:before])]
+        view = memory[begin:].as_strided(pool.shape, (*outside, stride, *inner[before:]))
         view.copy_(pool)
         arguments[word] = view
-        begin += 2**18
+        begin += max(2**18, math.prod(pool.shape[before + 1 :]))
     hold(example, arguments, ask(kernel, example, arguments))
     kernel.calls.clear()
 
 
+def _strides_of(shape: torch.Size) -> list[int]:
+    """Return the strides of a tensor that lies side by side."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
 @outputs_alone
 def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare what came in before and after: a call changes its output alone."""
+    """Compare what came in before and after, tables and options, too: a call changes its output alone."""
     arguments = example.tensors(dtype, device)
-    inputs = ["key", "value", "slot_mapping"]
-    if example.path != "kv_cache":
-        inputs += ["query", "key_cache", "value_cache", "cache", "outs", "lses", "scores", "grad_out", "grad_lse"]
-    before = {word: _copied(arguments[word]) for word in inputs if word in arguments}
+    path = PATHS[example.path]
+    changes = path.in_place or [name for name, _ in path.pools if not path.attends]
+    inputs = dict(_named_tensors({name: x for name, x in arguments.items() if name not in changes}))
+    before = {name: x.clone() for name, x in inputs.items()}
     ask(kernel, example, arguments)
-    for word, old in before.items():
-        news = arguments[word] if isinstance(old, list) else [arguments[word]]
-        for x, y in zip(news, old if isinstance(old, list) else [old], strict=True):
-            if not torch.equal(x.float(), y.float()):
-                raise Broken(f"{word}: changed at {(x.float() != y.float()).nonzero()[0].tolist()}")
+    for name, x in inputs.items():
+        if not torch.equal(x.float(), before[name].float()):
+            at = (x.float() != before[name].float()).nonzero()[0].tolist()
+            raise Broken(f"{name}: changed at {at}: a call may change nothing but its output")
 
 
-def _copied(x: Any) -> Any:
-    return [y.clone() for y in x] if isinstance(x, list) else x.clone()
+def _named_tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in what a call gets, each with its name."""
+    if isinstance(x, Tensor):
+        yield name, x
+    elif is_dataclass(x) and not isinstance(x, type):
+        yield from _named_tensors({of.name: getattr(x, of.name) for of in fields(x)}, name)
+    elif isinstance(x, dict):
+        for word, y in x.items():
+            yield from _named_tensors(y, word if name in ("", "batch") else f"{name}.{word}")
+    elif isinstance(x, list | tuple):
+        for i, y in enumerate(x):
+            yield from _named_tensors(y, f"{name}[{i}]")
 
 
 @outputs_alone
@@ -174,3 +234,61 @@ def strided_out(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
     hold(example, arguments, answers | dict(out=view), only=("out",))
     if not example.seed % 2 and not (memory[:, h:] == 7).all():
         raise Broken("out: memory between the rows of the given one was written")
+    if "last stride" not in kernel.claims.not_claimed:
+        memory = torch.full((t, h, dv, 2), 7.0, dtype=dtype, device=device)
+        answers = ask(kernel, example, arguments, out=memory[..., 0])
+        hold(example, arguments, answers | dict(out=memory[..., 0]), only=("out",))
+        if not (memory[..., 1] == 7).all():
+            raise Broken("out: memory between the elements of the given one was written")
+
+
+@outputs_alone
+def out_over_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Give the memory of the query for the output: it is written once the query has been read."""
+    if example.output_size != example.head_size:
+        raise NotClaimedError("has outputs of another size than queries")
+    arguments = example.tensors(dtype, device)
+    shared = arguments["query"].clone()
+    answers = ask(kernel, example, arguments | dict(query=shared), out=shared)
+    kernel.calls[-1] = arguments, kernel.calls[-1][1]
+    try:
+        hold(example, arguments, answers | dict(out=shared), only=("out",))
+    except Broken as error:
+        raise Broken(f"with the memory of the query for the output, {error}") from None
+
+
+def of_heads(draw: Draw, kernel: Kernel) -> Example:
+    """Draw all options that have a number for each head."""
+    options: Arguments = {name: True for name in ("alibi_slopes", "sinks") if kernel.takes(name)}
+    if kernel.path == "quantized":
+        options["scales_of"] = draw(st.sampled_from(("heads", "sequences")))
+    return draw_example(draw, kernel, options=options)
+
+
+PROPERTIES = (
+    Property(
+        "strides of options",
+        "Slopes, sinks, scales and weights of heads may be views with any strides.",
+        of_heads,
+        option_strides,
+        paths=ATTENDS,
+        examples=6,
+    ),
+    Property(
+        "far rows",
+        "Rows of queries, keys and values may lie more than 2^31 elements apart.",
+        plain,
+        far_rows,
+        paths=(*ATTENDS, "select", "kv_cache", "recurrent"),
+        examples=2,
+    ),
+    Property(
+        "out over the query",
+        "out= may be the memory of the query: it is written once the query has been read.",
+        plain,
+        out_over_query,
+        ("out",),
+        ATTENDS,
+        landmarks=landmarks.some,
+    ),
+)

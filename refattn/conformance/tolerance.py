@@ -36,7 +36,7 @@ def distance(out: Tensor, ref: Tensor) -> Distance:
     return Distance(float(off.abs().max()), float(off.square().mean().sqrt())) if off.numel() else Distance(0.0, 0.0)
 
 
-def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype, largest_score: float = 1.0) -> Distance:
+def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype, largest_score: float = 1.0, rounded: float = 0.0) -> Distance:
     """Return how far an answer of some type may be from `ref`.
 
     Args:
@@ -44,9 +44,10 @@ def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype, largest_score: float =
         low: the reference formula in the type of the answer.
         dtype: that type.
         largest_score: where scores are large, as a weight is off by the rounding of its score.
+        rounded: the size of what is rounded on the way, where that is larger than the answer.
     """
     size = float(ref.abs().max()) if ref.numel() else 0.0
-    return bound(distance(low, ref), size * max(1.0, largest_score), dtype)
+    return bound(distance(low, ref), max(size * max(1.0, largest_score), rounded), dtype)
 
 
 def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
@@ -56,10 +57,12 @@ def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
     return Distance(2 * error_of_low.max + ulp, 2 * error_of_low.rms + ulp)
 
 
-def assert_close(out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out", largest_score: float = 1.0) -> None:
+def assert_close(
+    out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out", largest_score: float = 1.0, rounded: float = 0.0
+) -> None:
     """Hold one tensor to the rule; infinities must stand at the same places, and nothing may be NaN.
 
-    `largest_score` is that of `allowed`.
+    `largest_score` and `rounded` are those of `allowed`.
 
     Raises:
         AssertionError: saying by how much the tensor is off, and how much is allowed.
@@ -75,7 +78,7 @@ def assert_close(out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out", la
         if not torch.equal(out[infinite].double(), ref[infinite].double()):
             raise AssertionError(f"{name}: an infinity has the wrong sign")
         out, ref, low = (x[~infinite] for x in (out, ref, low))
-    limits = allowed(ref, low, dtype, largest_score)._asdict()
+    limits = allowed(ref, low, dtype, largest_score, rounded)._asdict()
     for measure, error in distance(out, ref)._asdict().items():
         if not error <= limits[measure]:
             raise AssertionError(f"{name}: {measure} error {error:.3e}, allowed {limits[measure]:.3e}")

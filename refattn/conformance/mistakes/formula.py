@@ -116,7 +116,9 @@ class Attention(Formula, is_base=True):
             return rows[..., : self.example.head_size], rows[..., : a["latent_rank"]]
         if "key" in a:
             return a["key"], a["value"]
-        return a["key_cache"].flatten(0, 1), a["value_cache"].flatten(0, 1)
+        pools = [a[name].flatten(0, 1) for name in ("key_cache", "value_cache")]
+        key, value = (x.view(a["scales"].format) if x.dtype == torch.uint8 else x for x in pools)
+        return key, value
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply codes of the sequence that is computed with their scales."""
@@ -245,7 +247,9 @@ class Attention(Formula, is_base=True):
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
+            distance = self._distance(pos, j)
+            distance = distance.abs().sqrt() if self.arguments.get("alibi_sqrt") else distance
+            scores = scores - self.slopes.double()[:, None, None] * distance
         return scores
 
     def _products(self, query: Tensor, key: Tensor) -> Tensor:
