@@ -8,7 +8,10 @@ the search for failing batches needs the extra `conformance`.
     workload     a call as plain numbers: of a test, of the kit, of the search, of the benchmark
     oracle       its right answer, in float64, without the reference
     cases        the batches of the tests, in a poisoned pool       spec, readout    five proofs of a path
-    example      the workloads that the kit draws                   contract         what a kernel promises
+    example      the workloads that the kit draws                   contract         what a kernel promises, as a table
+    property     one thing that it promises                         draws            batches for it
+    checks, hold what it is asked, and its right answer             numbers, memory  of any size; anywhere
+    conventions  which property asks which convention               drawn, finding   what was asked, and what came of it
     combinations batches in which any two choices meet              landmarks        batches that are always tried
     kernel       how a kernel is called, and what it claims         check, isolate   whether it keeps to it
     libraries    one caller per library                             adapters         their kernels
@@ -17,6 +20,7 @@ the search for failing batches needs the extra `conformance`.
     gradients    what a backward is asked, and its right answer     backward         what gradients promise
     vacuity      somebody's test, run against the known mistakes    testing, plugin  for pytest
     packed       rows of bytes for latents                          states           slots of layers that keep a state
+    state_checks what such layers promise
     operations   what is beside attention: writes, moves, metadata, drafts, ranks
 """
 

@@ -1,6 +1,7 @@
 """`python -m refattn.conformance my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
 
-Exit status: 0 if it honours all that it claims, 1 if not, 2 if it cannot be called, or there is no such device.
+Exit status: 0 if it honours all that it claims, 1 if not, or if a property was not reached, 2 if there is no such
+kernel or device. With `--strict` it is 1, too, if the kernel refuses more than half of the batches of a property.
 
 `python -m refattn.conformance vacuous my_test.py::check chunked_prefill`: check a check; 1 if it lets a mistake pass.
 """
@@ -19,13 +20,13 @@ from rich.text import Text
 
 from refattn.conformance import field
 from refattn.conformance.adapters import ADAPTERS
-from refattn.conformance.check import Finding, Report
 from refattn.conformance.contract import of_path
 from refattn.conformance.example import PATHS
+from refattn.conformance.finding import Finding, Report
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import HALVES, BadKernelError, check_device, find
 from refattn.conformance.operations import OPERATIONS
-from refattn.conformance.report import STYLES, as_html, lines, mark
+from refattn.conformance.report import STYLES, as_html, as_junit, lines, mark
 from refattn.conformance.vacuity import PLANTED, find_check, vacuous
 from refattn.interface.values import check_file, check_folder, check_number, check_sizes
 
@@ -58,6 +59,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one call (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each batch is tried, for races (%(default)s)")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if the kernel refuses more than half of the batches of a property"
+    )
+    for option, name, says in (
+        ("--heads", "heads", "numbers of query heads and key heads, as 32/8"),
+        ("--head-size", "head_sizes", "elements of a head, as 80, or of a key and a value, as 576/512"),
+        ("--block-size", "block_sizes", "tokens in a block"),
+    ):
+        kind = int if name == "block_sizes" else pair
+        parser.add_argument(
+            option, dest=name, action="append", type=kind, metavar="N", help=f"{says}; instead of what it claims"
+        )
+    parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
     parser.add_argument("--list", action="store_true", help="list the adapters, and why some cannot run here")
@@ -95,6 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
         only=asked.only,
         seconds=asked.seconds,
         patience=asked.patience,
+        repeat=asked.repeat,
+        limits={name: tuple(x) for name in ("heads", "head_sizes", "block_sizes") if (x := getattr(asked, name))},
     )
     if asked.all_installed:
         return _all(asked, options, console)
@@ -109,8 +126,24 @@ def main(arguments: list[str] | None = None) -> int:
         asked.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if asked.html:
         asked.html.write_text(as_html([report], field.about(asked.device)))
+    if asked.junit:
+        asked.junit.write_text(as_junit(report, is_strict=asked.strict))
     show(report, console)
-    return 1 if report.failures else 0
+    if asked.strict and report.lapses:
+        console.print(f"strict: refused, or refused on most batches: {', '.join(x.property for x in report.lapses)}")
+    return 1 if report.failures or report.not_reached or (asked.strict and report.lapses) else 0
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Read two numbers as 32/8 or 32,8; one counts for both.
+
+    Raises:
+        ArgumentTypeError: if it is something else.
+    """
+    numbers = text.replace(",", "/").split("/")
+    if len(numbers) > 2 or not all(x.isdecimal() and int(x) for x in numbers):
+        raise argparse.ArgumentTypeError(f"expected a number, or two as 32/8, got {text!r}")
+    return int(numbers[0]), int(numbers[-1])
 
 
 def _check_options(asked: argparse.Namespace) -> None:

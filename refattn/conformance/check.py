@@ -4,9 +4,9 @@ import ast
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from refattn.conformance import checks, contract, draws, gradients, landmarks, mistakes
 from refattn.conformance.adapters import kernel_of
+from refattn.conformance.drawn import Drawn
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
+from refattn.conformance.finding import FAILED, Finding, Report
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
 from refattn.conformance.landmarks import is_huge, is_large, without_an_option
 from refattn.conformance.operations import OperationProperty
@@ -35,7 +37,11 @@ from refattn.conformance.property import (
 )
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
-FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
+SEED = 3  # of the batches
+ENDS = {
+    "call": "it cannot be called",
+    "writes": "it changes its inputs",
+}  # properties without which no other means anything
 EVIDENCE = 6  # more batches, to tell mistakes apart
 SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
 AGAIN = 0.2  # of these, once a mistake is known that other properties have shown
@@ -45,61 +51,6 @@ RACE = (
     "not-deterministic",
     "The same call gives other numbers each time: a race, or memory that is read before it is written.",
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What came of one property.
-
-    Attributes:
-        property: its name.
-        promise: what it says.
-        outcome: "honoured"; "wrong", "raises", "crashed", "hung"; "refused", "not claimed", "not reached".
-        detail: what is wrong, or why it was not asked.
-        examples: how many batches were tried.
-        refused: how many of them the kernel refused.
-        example: the smallest batch that fails, as code.
-        dtype: in which it fails.
-        mistakes: what is probably wrong: names and sentences, the most probable first.
-        expected: the masks of the batch's sequences, as rows of 0 and 1.
-        seen: those read out of the kernel's answers.
-        code: a line that reproduces it.
-        without_lse: whether it would compare the log-sum-exp, too, and did not, as that is wrong or not claimed.
-    """
-
-    property: str
-    promise: str
-    outcome: str
-    detail: str = ""
-    examples: int = 0
-    refused: int = 0
-    example: str = ""
-    dtype: str = ""
-    mistakes: tuple[tuple[str, str], ...] = ()
-    expected: tuple[tuple[str, ...], ...] = ()
-    seen: tuple[tuple[str, ...], ...] = ()
-    code: str = ""
-    without_lse: bool = False
-
-
-@dataclass
-class Report:
-    """What a kernel honours, property by property."""
-
-    kernel: str
-    path: str
-    device: str
-    findings: list[Finding] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def failures(self) -> list[Finding]:
-        """Where the contract is broken."""
-        return [finding for finding in self.findings if finding.outcome in FAILED]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON has it."""
-        return asdict(self)
 
 
 def check(
@@ -112,6 +63,8 @@ def check(
     only: Iterable[str] | None = None,
     seconds: float = math.inf,
     stop_at_first: bool = False,
+    repeat: int = 1,
+    limits: Mapping[str, Any] | None = None,
     on_finding: Callable[[Finding], None] | None = None,
     on_example: Callable[[str, Example], None] | None = None,
 ) -> Report:
@@ -129,6 +82,8 @@ def check(
         only: names of properties; all if None.
         seconds: after which no other property is begun.
         stop_at_first: end with the first failure.
+        repeat: how often each batch is tried: a race shows in some calls.
+        limits: claims that go before those of the kernel, by name: `dict(heads=((32, 2),))`.
         on_finding: called with every finding, as it is made.
         on_example: called with the property and the batch before the kernel is.
 
@@ -139,8 +94,17 @@ def check(
         BadKernelError: if the kernel cannot be called at all, or there is no such device.
     """
     kernel = kernel_of(target, path)
+    kernel = replace(kernel, limits=dict(limits)) if limits else kernel
     check_device(device)
-    report = Report(kernel.name, kernel.path, device)
+    report = Report(kernel.name, kernel.path, device, claims=claims_as_words(kernel), drawn=Drawn(kernel.path))
+    report.asked = dict(examples=examples, repeat=repeat, seed=SEED)
+    drawn, tell = report.drawn, on_example
+
+    def on_batch(name: str, example: Example) -> None:
+        drawn.add(example)
+        if tell is not None:
+            tell(name, example)
+
     began = time.monotonic()
     chosen = contract.of_path(kernel.path)
     if only is not None:
@@ -153,8 +117,10 @@ def check(
     kinds = [dtype for dtype in dtypes or kernel.claims.dtypes if dtype in kernel.claims.dtypes]
     if not kinds:
         raise BadKernelError(f"{kernel.name} claims none of the types asked for")
+    drawn.dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in kinds)
     blamed: list[str] = []
-    look = partial(_look, kinds, device, examples, blamed)
+    look = partial(_look, kinds, device, examples, blamed, repeat)
+    ended = ""  # why nothing else is asked
     lse = next((x for x in contract.of_path(kernel.path) if x.name == "lse"), None)
     if "lse" in kernel.claims.not_claimed:
         kernel = replace(kernel, without_lse=True)
@@ -163,15 +129,19 @@ def check(
         why = prop.not_asked(kernel, device)
         if why is not None:
             finding = Finding(prop.name, prop.promise, "not claimed", why)
+        elif ended:
+            finding = Finding(prop.name, prop.promise, "not reached", ended)
         elif time.monotonic() - began > seconds:
             finding = Finding(prop.name, prop.promise, "not reached", "the time was over")
         else:
-            finding = look(kernel, prop, on_example)
+            finding = look(kernel, prop, on_batch)
             if prop is lse:
                 kernel, is_lse_known = replace(kernel, without_lse=finding.outcome == "wrong"), True
             elif lse is not None and prop.compares_lse and finding.outcome == "wrong" and not is_lse_known:
                 kernel, is_lse_known = replace(kernel, without_lse=look(kernel, lse, None).outcome == "wrong"), True
-                finding = look(kernel, prop, on_example) if kernel.without_lse else finding
+                finding = look(kernel, prop, on_batch) if kernel.without_lse else finding
+        if prop.name in ENDS and finding.outcome in FAILED:
+            ended = ENDS[prop.name]
         report.findings.append(finding)
         blamed += [name for name, _ in finding.mistakes[:1]]
         if on_finding is not None:
@@ -209,6 +179,13 @@ def reproduce(
             kernel.calls.clear()
 
 
+def claims_as_words(kernel: Kernel) -> dict[str, Any]:
+    """Return the claims of a kernel as JSON has them."""
+    values = {of.name: getattr(kernel.claims, of.name) for of in fields(kernel.claims)}
+    values["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in kernel.claims.dtypes]
+    return values | dict(not_claimed=dict(kernel.claims.not_claimed), takes=list(kernel.parameters))
+
+
 @dataclass
 class _Trial:
     """The calls of an example, and whether it failed."""
@@ -223,6 +200,7 @@ def _look(
     device: str,
     examples: int,
     blamed: Sequence[str],
+    repeat: int,
     kernel: Kernel,
     prop: Property,
     on_example: Callable[[str, Example], None] | None,
@@ -234,7 +212,7 @@ def _look(
     drawn = examples if prop.examples is None else prop.examples
     most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
-        search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1))
+        search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1), repeat)
         marks = prop.landmarks(kernel)[: min(2 * examples, kernel.claims.max_examples or 2 * examples)]
         if i:  # each in the first type, and some in each other one
             marks = [mark for mark in marks[i % len(marks) :: len(dtypes)] if not is_huge(mark)] if marks else []
@@ -262,8 +240,9 @@ class _Search:
         device: str,
         on_example: Callable[[str, Example], None] | None,
         shrinking: float,
+        repeat: int,
     ) -> None:
-        self.shrinking = shrinking
+        self.shrinking, self.repeat = shrinking, repeat
         self.kernel, self.prop, self.dtype, self.device, self.on_example = kernel, prop, dtype, device, on_example
         self.tried, self.refused, self.reason, self.not_claimed = 0, 0, "", False
         self.trials: list[_Trial] = []
@@ -316,7 +295,7 @@ class _Search:
             report_multiple_bugs=False,
             print_blob=False,
             verbosity=Verbosity.quiet,
-        )(seed(3)(given(self.batches)(test)))  # any one, but always the same batches
+        )(seed(SEED)(given(self.batches)(test)))  # any one, but always the same batches
         try:
             run()
         except (Broken, Flaky):
@@ -342,7 +321,8 @@ class _Search:
         if self.on_example is not None:
             self.on_example(self.prop.name, example)
         try:
-            self._keep(example, self.prop.check)
+            for _ in range(self.repeat):
+                self._keep(example, self.prop.check)
         except RefusedError as error:
             self.refused, self.reason = self.refused + 1, str(error)
             self.not_claimed = isinstance(error, NotClaimedError)

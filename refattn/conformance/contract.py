@@ -1,6 +1,6 @@
 """The contract of a kernel, property by property: what it promises, and on which batches that is checked."""
 
-from refattn.conformance import combinations, landmarks, memory, numbers
+from refattn.conformance import combinations, landmarks, memory, numbers, state_checks
 from refattn.conformance.checks import (
     again,
     alone,
@@ -39,22 +39,16 @@ from refattn.conformance.draws import (
     odd_lengths,
     of_any_layout,
     of_any_shape,
-    of_entries_unused,
     of_equal_scores,
     of_rows,
-    of_several_chunks,
     of_several_sequences,
-    of_two_sizes,
-    over_states,
     padded,
-    per_channel,
     plain,
     scales_of,
     sinks_over_many_keys,
     windowed,
     with_option,
     with_options,
-    without_tokens,
 )
 from refattn.conformance.example import PACKED, PATHS, SELECTED, Example
 from refattn.conformance.kernel import Kernel
@@ -69,7 +63,6 @@ from refattn.conformance.memory import (
     writes,
 )
 from refattn.conformance.property import ATTENDS, LOUDLY, PAGED, READ_OUT, Property
-from refattn.conformance.state_checks import cut, free_slots, nan_before
 
 
 def all_together(kernel: Kernel) -> list[Example]:
@@ -517,114 +510,6 @@ PROPERTIES = (
         landmarks=landmarks.invariant,
     ),
     Property(
-        "free slots",
-        "Slots of nobody, and of sequences that begin, may hold anything; the first are not written.",
-        plain,
-        free_slots,
-        paths=("recurrent",),
-    ),
-    Property(
-        "padding slot",
-        "A sequence with a negative slot returns 0, and changes no state.",
-        over_states(padding=True),
-        everything,
-        paths=("recurrent",),
-    ),
-    Property(
-        "padding", "Rows after the last sequence are 0 and change nothing.", padded, everything, paths=("recurrent",)
-    ),
-    Property(
-        "no tokens",
-        "A sequence without new tokens keeps its state, and changes no other, whatever slot it has.",
-        without_tokens,
-        everything,
-        paths=("recurrent",),
-    ),
-    Property(
-        "entries unused",
-        "The entries of a sequence without new tokens may be anything: no index is followed.",
-        of_entries_unused,
-        everything,
-        paths=("recurrent",),
-    ),
-    Property(
-        "drafts",
-        "The state after each token is kept in its slot, and a step begins after the last accepted one.",
-        over_states(drafts=True),
-        everything,
-        ("num_accepted",),
-        ("recurrent",),
-    ),
-    Property(
-        "steps",
-        "A sequence that is computed in two steps has the same outputs and state.",
-        plain,
-        cut,
-        paths=("recurrent",),
-    ),
-    Property(
-        "chunks",
-        "A prompt of several chunks of 64 tokens has the same outputs and state as token by token.",
-        of_several_chunks,
-        everything,
-        paths=("recurrent",),
-        examples=3,
-        landmarks=landmarks.long_steps,
-    ),
-    Property(
-        "sizes",
-        "Keys and values may have different sizes.",
-        of_two_sizes,
-        everything,
-        paths=("recurrent",),
-    ),
-    Property(
-        "decay per channel",
-        "Each key channel may have a decay of its own.",
-        per_channel,
-        everything,
-        paths=("recurrent",),
-        layer="kda",
-    ),
-    Property(
-        "strong decays",
-        "Decays may be as strong as e^-60, with weak ones beside them.",
-        over_states(decays="strong"),
-        everything,
-        paths=("recurrent",),
-    ),
-    Property(
-        "forgets",
-        "A decay of 0, whose logarithm is -inf, forgets everything before the token: no NaN from -inf minus -inf.",
-        over_states(decays="forget"),
-        everything,
-        paths=("recurrent",),
-    ),
-    Property(
-        "without delta",
-        "delta=False writes the value itself.",
-        over_states(delta=False),
-        everything,
-        ("delta",),
-        ("recurrent",),
-    ),
-    Property(
-        "read scale",
-        "Any finite scale is used, also 0 and negative ones.",
-        over_states(scale=[0.3, 1.0, 0.0, -0.3]),
-        everything,
-        ("scale",),
-        ("recurrent",),
-    ),
-    Property(
-        "nan before",
-        "A NaN reaches no other sequence, and no token more than a tile of 256 before its own.",
-        plain,
-        nan_before,
-        paths=("recurrent",),
-        landmarks=landmarks.long_steps,
-    ),
-    Property(
         "group scales",
         "Each 128 elements of a packed latent have a scale of their own, which may be tiny; zeros stay zeros.",
         of_rows("apart"),
@@ -667,6 +552,7 @@ PROPERTIES = (
         examples=3,
         cuda=True,
     ),
+    *state_checks.PROPERTIES,
     *memory.PROPERTIES,
     *numbers.PROPERTIES,
 )

@@ -228,7 +228,7 @@ def sinks_over_many_keys(draw: Draw, kernel: Kernel) -> Example:
     pairs = st.one_of(
         sequences(kernel), st.lists(st.tuples(st.just(1), st.sampled_from((300, 700))), min_size=1, max_size=1)
     )
-    kind = draw(st.sampled_from((True, "bfloat16", "large")))
+    kind = draw(st.sampled_from((True, "large", *(("bfloat16",) if kernel.claims.conventions else ()))))
     options: Arguments = {"sinks": kind} | ({"window_size": (700, 0)} if kernel.path == "sliding_window" else {})
     return draw_example(draw, kernel, pairs, options=options)
 

@@ -49,6 +49,7 @@ LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # of differential attention: neith
 ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
 SCALES = (1.7123, 0.2611)  # of fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
+CHAINS = 5  # the seed of trees that are chains
 QUERY_SCALE = 0.0213  # with which a query of about 1 has codes of about 50
 CALLED = (
     "return_lse",
@@ -168,8 +169,10 @@ class Example(Workload):
     def parents(self, i: int) -> list[int]:
         """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed.
 
-        Of odd seeds most nodes follow the one before: those trees are deep, the others are bushy.
+        Of odd seeds most nodes follow the one before: those trees are deep, the others are bushy. Of `CHAINS` all do.
         """
+        if self.seed == CHAINS:
+            return list(range(-1, self.nodes(i) - 1))
         nodes = self.nodes(i)
         chosen = random.Random(1000 * self.seed + nodes)
         drawn = [chosen.randint(-1, node - 1) for node in range(nodes)]

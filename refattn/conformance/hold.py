@@ -1,6 +1,7 @@
 """Call a kernel, and hold what it returns to the reference, by the one tolerance."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from refattn.conformance.property import Broken, CrashedError, RefusedError
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, assert_close, on_cpu
 from refattn.keys import read_packed
 
+MOST_COMPARED = 2**22  # elements of a tensor that is looked at after a call
 LOUD = 100.0  # factor on the queries, at which exp(score) overflows
 
 
 def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> Answers:
-    """Call the kernel, and turn what it raises into what it means; look at the shape of what it returns."""
+    """Call the kernel, and turn what it raises into what it means; look at what came in, and at what it returns."""
+    before = {name: (x, _bits(x)) for name, x in inputs_of(example, arguments, more) if x.numel() <= MOST_COMPARED}
     try:
         answers = kernel(example, arguments, **more)
     except NotImplementedError as error:
@@ -29,8 +32,41 @@ def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> 
         if not _answers_still(arguments):
             raise CrashedError(f"{type(error).__name__}: {says}") from error
         raise Broken(f"raised {type(error).__name__}: {says}") from error
+    for name, (x, bits) in before.items():
+        if not torch.equal(_bits(x), bits):
+            at = int((_bits(x) != bits).nonzero()[0]) // x.itemsize
+            where = [int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)] if x.ndim else []
+            raise Broken(f"{name}: changed at {where}: a call may change nothing but its output")
     check_shape(example, arguments, answers)
     return answers
+
+
+def inputs_of(example: Example, arguments: Arguments, more: Arguments) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a call may not change, each with its name: all but those that it is to write."""
+    path, memory = PATHS[example.path], more.get("out")
+    written = path.in_place or (() if path.attends else tuple(name for name, _ in path.pools))
+    for name, x in named_tensors({name: x for name, x in arguments.items() if name not in written}):
+        if memory is None or x.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+            yield name, x
+
+
+def named_tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in what a call gets, each with its name."""
+    if isinstance(x, Tensor):
+        yield name, x
+    elif is_dataclass(x) and not isinstance(x, type):
+        yield from named_tensors({of.name: vars(x)[of.name] for of in fields(x) if of.name in vars(x)}, name)
+    elif isinstance(x, dict):
+        for word, y in x.items():
+            yield from named_tensors(y, word if name in ("", "batch") else f"{name}.{word}")
+    elif isinstance(x, list | tuple):
+        for i, y in enumerate(x):
+            yield from named_tensors(y, f"{name}[{i}]")
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Copy the bytes of a tensor, in which NaN is equal to itself."""
+    return x.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def check_shape(example: Example, arguments: Arguments, answers: Answers) -> None:

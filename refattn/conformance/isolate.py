@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,8 +21,10 @@ import torch
 
 from refattn.conformance import contract
 from refattn.conformance.adapters import kernel_of
-from refattn.conformance.check import Finding, Report, check
+from refattn.conformance.check import SEED, check, claims_as_words, parse_example
+from refattn.conformance.drawn import Drawn
 from refattn.conformance.example import Example
+from refattn.conformance.finding import Finding, Report
 from refattn.conformance.kernel import BadKernelError
 from refattn.conformance.property import CrashedError
 
@@ -42,6 +44,8 @@ def check_apart(
     only: Sequence[str] | None = None,
     seconds: float = 600.0,
     patience: float = 60.0,
+    repeat: int = 1,
+    limits: Mapping[str, Any] | None = None,
     on_finding: Callable[[Finding], None] | None = None,
 ) -> Report:
     """Check a kernel in a process of its own; the arguments are those of `check`.
@@ -55,6 +59,8 @@ def check_apart(
         only: names of properties.
         seconds: for all properties; what is not reached then is reported so.
         patience: seconds without a sign of life, after which the process is ended.
+        repeat: how often each batch is tried.
+        limits: claims that go before those of the kernel.
         on_finding: called with every finding.
 
     Raises:
@@ -62,13 +68,14 @@ def check_apart(
     """
     began = time.monotonic()
     found: dict[str, Finding] = {}
-    report = Report(target, path or "", device)
+    report = Report(target, path or "", device, asked=dict(examples=examples, repeat=repeat, seed=SEED))
     left = list(only) if only is not None else None
     while True:
         rest = seconds - (time.monotonic() - began)
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             task = dict(target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left)
+            task |= dict(repeat=repeat, limits=dict(limits or {}))
             outcome, status = _watch(task | dict(seconds=rest), log, patience, rest + patience)
             events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         names, last = None, None
@@ -77,6 +84,8 @@ def check_apart(
                 raise BadKernelError(event["error"])
             if "properties" in event:
                 names, report.kernel, report.path = event["properties"], event["kernel"], event["path"]
+                report.claims = event["claims"]
+                report.drawn = report.drawn or Drawn(report.path, tuple(event["dtypes"]))
             elif "finding" in event:
                 finding = finding_of(event["finding"])
                 found[finding.property], last = finding, None
@@ -84,16 +93,23 @@ def check_apart(
                     on_finding(finding)
             else:
                 last = event
+                if report.drawn is not None and "crashed" not in event:
+                    report.drawn.add(parse_example(event["example"]))
         if names is None:
             raise BadKernelError(f"{target}: its process ended before the first property: {status}")
         if last is not None and "crashed" in last:
             outcome, status = "crashed", last["crashed"]
         left = [name for name in names if name not in found]
-        if not left or not outcome:
+        if left and not outcome:
+            outcome, status = "crashed", "its process ended with status 0 in the middle of a call"
+        if not left:
             break
         name = last["property"] if last is not None else left[0]
         prop = next(x for x in contract.of_path(report.path) if x.name == name)
-        finding = Finding(name, prop.promise, outcome, status, 0, 0, (last or {}).get("example", ""))
+        example = (last or {}).get("example", "")
+        says = f"from refattn.conformance.check import Example, reproduce; reproduce({target!r}, {name!r}, {example})"
+        code = says if example and outcome != "not reached" else ""
+        finding = Finding(name, prop.promise, outcome, status, 0, 0, example, code=code)
         found[name] = finding
         if on_finding is not None:
             on_finding(finding)
@@ -147,11 +163,12 @@ def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> 
 
 def finding_of(values: dict[str, Any]) -> Finding:
     """Make a finding of what JSON says of it."""
-
-    def tuples(x: Any) -> Any:
-        return tuple(map(tuples, x)) if isinstance(x, list) else x
-
     return Finding(**{name: tuples(value) for name, value in values.items()})
+
+
+def tuples(x: Any) -> Any:
+    """Make tuples of lists, of which JSON has no other."""
+    return tuple(map(tuples, x)) if isinstance(x, list) else x
 
 
 def main() -> None:
@@ -172,10 +189,15 @@ def _do(task: dict[str, Any], log: TextIO) -> int:
 
     try:
         kernel = kernel_of(task["target"], task["path"])
+        limits = {name: tuples(values) for name, values in task.get("limits", {}).items()}
+        kernel = replace(kernel, limits=limits) if limits else kernel
         names = [x.name for x in contract.of_path(kernel.path)]
         chosen = names if task["only"] is None else task["only"]
-        say(kernel=task["target"], path=kernel.path, properties=[name for name in names if name in chosen])
         dtypes = [getattr(torch, name) for name in task["dtypes"]] or None
+        claims = claims_as_words(kernel)
+        kinds = [name for name in claims["dtypes"] if name in (task["dtypes"] or claims["dtypes"])]
+        asked = [name for name in names if name in chosen]
+        say(kernel=task["target"], path=kernel.path, properties=asked, claims=claims, dtypes=kinds)
         check(
             kernel,
             device=task["device"],
@@ -183,6 +205,7 @@ def _do(task: dict[str, Any], log: TextIO) -> int:
             examples=task["examples"],
             only=task["only"],
             seconds=task["seconds"],
+            repeat=task.get("repeat", 1),
             on_finding=lambda finding: say(finding=asdict(finding)),
             on_example=on_example,
         )

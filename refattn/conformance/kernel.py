@@ -72,14 +72,14 @@ class Claims:
             NotImplementedError.
         max_examples: the most batches per property, for a kernel that compiles for every shape.
         conventions: whether it claims what the conventions say of our twins alone: the same under autocast and whatever
-            the default type of the process is, the same bits for any number of tokens if batch_invariant, selected
-            positions that rise. Without a claim it is taken to, if it has the path's own signature.
+            the default type of the process is, the same bits for any number of tokens if batch_invariant, slopes and
+            sinks of any type, selected positions that rise, fewer slots than rows. Without a claim it is taken to, if it has the path's own signature.
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
     heads: tuple[tuple[int, int], ...] = (
         *((1, 1), (2, 1), (3, 3), (6, 2), (28, 4), (8, 2)),
-        *((10, 2), (12, 2), (16, 2), (32, 2), (48, 1), (4, 2)),
+        *((10, 2), (12, 2), (16, 2), (32, 2), (48, 1), (40, 40), (24, 8), (4, 2)),
     )
     head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (80, 80), (96, 96), (192, 192), (256, 256), (128, 128))
     block_sizes: tuple[int, ...] = (16, 1, 8, 128, 256, 32, 64)
@@ -417,7 +417,8 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
         function_name = PATHS[path].function
         if not hasattr(found, function_name):
             raise BadKernelError(f"{name} has no function {function_name!r}")
-        return Kernel(name, path, getattr(found, function_name), getattr(found, "plan", None))
+        own = {"conventions": True}  # it has the path's own names
+        return Kernel(name, path, getattr(found, function_name), getattr(found, "plan", None), limits=own)
     if path is None:
         raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
     return Kernel(name, path, found)

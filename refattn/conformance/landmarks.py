@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from refattn.conformance.example import CALLED, PATHS, SELECTED, Example
+from refattn.conformance.example import CALLED, CHAINS, PATHS, SELECTED, Example
 from refattn.conformance.kernel import Kernel, Shape
 
 Lens = tuple[tuple[int, int], ...]
@@ -21,6 +21,7 @@ MOST_NODES = 8  # of a tree
 LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `memory.laid_out` says which
 OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
+PAST_A_MODEL = 2**17 + 77  # keys: more than the longest sequences of most models
 PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
 FARTHEST = 2**31 - 1  # the largest side of a window: what some callers give for no limit
@@ -100,11 +101,12 @@ def of_layouts(kernel: Kernel) -> list[Example]:
 def many_sequences(kernel: Kernel) -> list[Example]:
     """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
 
-    There are more decodes than a thousand.
+    There are more decodes than 8 bits can count, and more than a thousand.
     """
-    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_A_THOUSAND))
+    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_8_BITS))
+    crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_A_THOUSAND))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
-    return [example(kernel, mixed), example(kernel, decodes)]  # few of them first: they are tried first, too
+    return [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
 
 
 def many_slots(kernel: Kernel) -> list[Example]:
@@ -124,7 +126,8 @@ def many_queries(kernel: Kernel) -> list[Example]:
 def of_large_trees(kernel: Kernel) -> list[Example]:
     """Return trees with as many nodes as words of 32 and 64 bits have, one more, and more than two or four of them."""
     batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((140, 155), (20, 29)), ((300, 340),)
-    return [replace(example(kernel, lens), lens=lens, seed=1 - i % 2) for i, lens in enumerate(batches)]
+    seeds = (1, 0, 1, CHAINS)
+    return [replace(example(kernel, lens), lens=lens, seed=seed) for lens, seed in zip(batches, seeds, strict=True)]
 
 
 def of_chunks(kernel: Kernel) -> list[Example]:
@@ -135,12 +138,13 @@ def of_chunks(kernel: Kernel) -> list[Example]:
 
 
 def of_far_windows(kernel: Kernel) -> list[Example]:
-    """Return windows with sides that no sequence reaches, as callers give them who mean no limit."""
+    """Return a window of thousands of keys, and such with sides that no sequence reaches, given for no limit."""
     windows: list[dict[str, Any]] = [dict(window_size=(FARTHEST, 0)), dict(window_size=(2**20, 0))]
     if kernel.takes("causal"):
         far = ((FARTHEST, FARTHEST), (5, FARTHEST), (FARTHEST, 2), (-1, 3), (3, -1))
         windows += [dict(window_size=window, causal=False) for window in far]
-    return [example(kernel, ((3, 20), (1, 33), (2, 700)), **window) for window in windows]
+    wide = [example(kernel, ((1, 6000), (3, 4500)), window_size=(4095, 0))]
+    return wide + [example(kernel, ((3, 20), (1, 33), (2, 700)), **window) for window in windows]
 
 
 def long_lists(kernel: Kernel) -> list[Example]:
@@ -221,7 +225,7 @@ def padded(kernel: Kernel) -> list[Example]:
 def past_16_bits(kernel: Kernel) -> list[Example]:
     """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
     rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) and kernel.path not in SELECTED else ()
-    return [example(kernel, lens) for lens in (((1, PAST_16_BITS), (1, 20)), rows) if lens]
+    return [example(kernel, lens) for lens in (((1, PAST_A_MODEL), (1, 20)), rows) if lens]
 
 
 def sees_nothing(kernel: Kernel) -> bool:

@@ -1,9 +1,8 @@
 """Where tensors lie: strides, offsets, memory for the output, and what nobody may read or write."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
@@ -182,31 +181,8 @@ def _strides_of(shape: torch.Size) -> list[int]:
 
 @outputs_alone
 def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare what came in before and after, tables and options, too: a call changes its output alone."""
-    arguments = example.tensors(dtype, device)
-    path = PATHS[example.path]
-    changes = path.in_place or [name for name, _ in path.pools if not path.attends]
-    inputs = dict(_named_tensors({name: x for name, x in arguments.items() if name not in changes}))
-    before = {name: x.clone() for name, x in inputs.items()}
-    ask(kernel, example, arguments)
-    for name, x in inputs.items():
-        if not torch.equal(x.float(), before[name].float()):
-            at = (x.float() != before[name].float()).nonzero()[0].tolist()
-            raise Broken(f"{name}: changed at {at}: a call may change nothing but its output")
-
-
-def _named_tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in what a call gets, each with its name."""
-    if isinstance(x, Tensor):
-        yield name, x
-    elif is_dataclass(x) and not isinstance(x, type):
-        yield from _named_tensors({of.name: getattr(x, of.name) for of in fields(x)}, name)
-    elif isinstance(x, dict):
-        for word, y in x.items():
-            yield from _named_tensors(y, word if name in ("", "batch") else f"{name}.{word}")
-    elif isinstance(x, list | tuple):
-        for i, y in enumerate(x):
-            yield from _named_tensors(y, f"{name}[{i}]")
+    """Call the kernel: `ask` compares what came in before and after, tables and options, too."""
+    ask(kernel, example, example.tensors(dtype, device))
 
 
 @outputs_alone

@@ -172,6 +172,8 @@ def rising(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
 
 def fewer_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare where the mapping ends before the rows of padding."""
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims as many slots as rows: @claims(conventions=True)")
     arguments = example.tensors(dtype, device)
     arguments["slot_mapping"] = arguments["slot_mapping"][: example.num_tokens]
     hold(example, arguments, ask(kernel, example, arguments))
@@ -188,8 +190,9 @@ def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
 
 
 def with_biases(draw: Draw, kernel: Kernel) -> Example:
-    """Draw slopes of float32 and of 16 bits, and biases by the root of the distance where they are taken."""
-    kinds = (True, "bfloat16", *(("root",) if kernel.takes("alibi_sqrt") else ()))
+    """Draw slopes of float32, of 16 bits if that is claimed, and biases by the root of the distance if it is taken."""
+    of_16_bits = ("bfloat16",) if kernel.claims.conventions else ()
+    kinds = (True, *of_16_bits, *(("root",) if kernel.takes("alibi_sqrt") else ()))
     return draw_example(draw, kernel, options={"alibi_slopes": draw(st.sampled_from(kinds))})
 
 
@@ -228,7 +231,7 @@ PROPERTIES = (
     ),
     Property(
         "slopes",
-        "Slopes may have any type; biases are computed in float32, also by the root of the distance.",
+        "Biases are computed in float32, whatever the types of queries and slopes.",
         with_biases,
         bias_in_compute_type,
         ("alibi_slopes",),

@@ -4,8 +4,9 @@ import html
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
+from xml.etree import ElementTree
 
-from refattn.conformance.check import FAILED, Finding, Report
+from refattn.conformance.finding import FAILED, Finding, Report
 
 MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # the others failed
 STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
@@ -32,20 +33,59 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         "",
         ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) + f", {report.seconds:.0f} s",
     )
+    for text in of_drawn(report):
+        yield "dim", text
     width = max((len(finding.property) for finding in report.findings), default=0)
     for finding in report.findings:
         sign = mark(finding.outcome)
         yield STYLES[sign], f"{sign} {finding.property:{width}}  {_says(finding)}"
-    for finding in report.failures:
+    for finding, *others in by_cause(report.failures):
         yield "", ""
         yield from of_failure(finding)
+        if others:
+            yield "", f"  the same in {len(others)} others: {', '.join(other.property for other in others)}"
+
+
+def of_drawn(report: Report) -> list[str]:
+    """Say what was drawn, what is usual and was not, and what the kernel refused."""
+    if report.drawn is None:
+        return []
+    refused, tried = (sum(getattr(x, name) for x in report.findings) for name in ("refused", "examples"))
+    says = [report.drawn.line(), report.drawn.missing(), f"refused {refused} of {tried} batches" if refused else ""]
+    return [text for text in says if text]
+
+
+def by_cause(failures: Sequence[Finding]) -> list[list[Finding]]:
+    """Put failures together that say the same."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in failures:
+        groups.setdefault((finding.outcome, finding.detail), []).append(finding)
+    return list(groups.values())
+
+
+def as_junit(report: Report, *, is_strict: bool = False) -> str:
+    """Write a report as JUnit XML, with a case for each property."""
+    suite = ElementTree.Element("testsuite", name=f"{report.kernel} as {report.path}", time=str(report.seconds))
+    lapses, failed = [x.property for x in report.lapses] if is_strict else [], 0
+    for finding in report.findings:
+        case = ElementTree.SubElement(suite, "testcase", classname=report.kernel, name=finding.property)
+        text = "\n".join(text for _, text in of_failure(finding))
+        if finding.outcome in (*FAILED, "not reached") or finding.property in lapses:
+            says = finding.detail or finding.outcome
+            ElementTree.SubElement(case, "failure", type=finding.outcome, message=says).text = text
+            failed += 1
+        elif finding.outcome != "honoured":
+            ElementTree.SubElement(case, "skipped", message=f"{finding.outcome}: {finding.detail}")
+    suite.attrib |= dict(tests=str(len(report.findings)), failures=str(failed))
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
 def _says(finding: Finding) -> str:
     """Return what a property promises, or why it was not checked."""
     if mark(finding.outcome) not in "✓✗":
         return f"{finding.outcome}: {finding.detail}"
-    return f"{finding.promise} Checked without the LSE." if finding.without_lse else finding.promise
+    says = f"{finding.promise} Checked without the LSE." if finding.without_lse else finding.promise
+    return f"{says} Refused {finding.refused} of {finding.examples} batches." if finding.refused else says
 
 
 def of_failure(finding: Finding) -> Iterator[tuple[str, str]]:
@@ -122,7 +162,8 @@ def as_html(reports: Sequence[Report], about: dict[str, Any] | None = None) -> s
         honoured, unclaimed = (sum(x.outcome == kind for x in report.findings) for kind in ("honoured", "not claimed"))
         counts = f"{honoured} honoured, {len(report.failures)} failed, {unclaimed} not claimed"
         parts.append(
-            f"<h1>{_safe(report.kernel)}</h1><p>{_safe(report.path)} on {_safe(report.device)}: {counts}</p><table>"
+            f"<h1>{_safe(report.kernel)}</h1><p>{_safe(report.path)} on {_safe(report.device)}: {counts}</p>"
+            f"{''.join(f'<p>{_safe(text)}</p>' for text in of_drawn(report))}<table>"
         )
         for finding in report.findings:
             kind = {"✓": "ok", "✗": "bad"}.get(mark(finding.outcome), "none")

@@ -4,10 +4,22 @@ from dataclasses import replace
 
 import torch
 
+from refattn.conformance import landmarks
+from refattn.conformance.checks import everything
+from refattn.conformance.draws import (
+    of_entries_unused,
+    of_several_chunks,
+    of_two_sizes,
+    over_states,
+    padded,
+    per_channel,
+    plain,
+    without_tokens,
+)
 from refattn.conformance.example import Example, expected
 from refattn.conformance.hold import ask, hold
 from refattn.conformance.kernel import Kernel
-from refattn.conformance.property import OTHER_LENGTHS, Broken
+from refattn.conformance.property import OTHER_LENGTHS, Broken, Property
 from refattn.conformance.tolerance import assert_close
 
 LONGEST_TILE = 256  # tokens that a kernel takes at a time
@@ -85,3 +97,115 @@ def nan_before(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 OTHER_LENGTHS.add(cut)
+
+
+PROPERTIES = (
+    Property(
+        "free slots",
+        "Slots of nobody, and of sequences that begin, may hold anything; the first are not written.",
+        plain,
+        free_slots,
+        paths=("recurrent",),
+    ),
+    Property(
+        "padding slot",
+        "A sequence with a negative slot returns 0, and changes no state.",
+        over_states(padding=True),
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "padding", "Rows after the last sequence are 0 and change nothing.", padded, everything, paths=("recurrent",)
+    ),
+    Property(
+        "no tokens",
+        "A sequence without new tokens keeps its state, and changes no other, whatever slot it has.",
+        without_tokens,
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "entries unused",
+        "The entries of a sequence without new tokens may be anything: no index is followed.",
+        of_entries_unused,
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "drafts",
+        "The state after each token is kept in its slot, and a step begins after the last accepted one.",
+        over_states(drafts=True),
+        everything,
+        ("num_accepted",),
+        ("recurrent",),
+    ),
+    Property(
+        "steps",
+        "A sequence that is computed in two steps has the same outputs and state.",
+        plain,
+        cut,
+        paths=("recurrent",),
+    ),
+    Property(
+        "chunks",
+        "A prompt of several chunks of 64 tokens has the same outputs and state as token by token.",
+        of_several_chunks,
+        everything,
+        paths=("recurrent",),
+        examples=3,
+        landmarks=landmarks.long_steps,
+    ),
+    Property(
+        "sizes",
+        "Keys and values may have different sizes.",
+        of_two_sizes,
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "decay per channel",
+        "Each key channel may have a decay of its own.",
+        per_channel,
+        everything,
+        paths=("recurrent",),
+        layer="kda",
+    ),
+    Property(
+        "strong decays",
+        "Decays may be as strong as e^-60, with weak ones beside them.",
+        over_states(decays="strong"),
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "forgets",
+        "A decay of 0, whose logarithm is -inf, forgets everything before the token: no NaN from -inf minus -inf.",
+        over_states(decays="forget"),
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "without delta",
+        "delta=False writes the value itself.",
+        over_states(delta=False),
+        everything,
+        ("delta",),
+        ("recurrent",),
+    ),
+    Property(
+        "read scale",
+        "Any finite scale is used, also 0 and negative ones.",
+        over_states(scale=[0.3, 1.0, 0.0, -0.3]),
+        everything,
+        ("scale",),
+        ("recurrent",),
+    ),
+    Property(
+        "nan before",
+        "A NaN reaches no other sequence, and no token more than a tile of 256 before its own.",
+        plain,
+        nan_before,
+        paths=("recurrent",),
+        landmarks=landmarks.long_steps,
+    ),
+)

@@ -30,6 +30,7 @@ from refattn.metadata import make_batch
 from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
+from tests.helpers.planted_kinds import KINDS
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked", "no_shrinking"),  # each takes as long as all the rest
@@ -58,13 +59,16 @@ def no_shrinking(monkeypatch):
     monkeypatch.setattr(checking, "SHRINKING", 0.0)
     monkeypatch.setattr(checking, "EVIDENCE", 4)
     monkeypatch.setattr(checking, "REPEATS", 2)
-    monkeypatch.setattr(landmarks, "PAST_16_BITS", 2**9 + 9)  # test_conformance_sizes.py asks for as many as there are
+    for name in ("PAST_16_BITS", "PAST_A_MODEL"):  # test_conformance_sizes.py asks for as many as there are
+        monkeypatch.setattr(landmarks, name, 2**9 + 9)
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Ask for fewer sequences, and let kernels by hand take more keys at a time."""
-    monkeypatch.setattr(landmarks, "PAST_8_BITS", 2**5 + 5)
+    for name in ("PAST_8_BITS", "PAST_A_THOUSAND"):
+        monkeypatch.setattr(landmarks, name, 2**5 + 5)
+    monkeypatch.setattr(landmarks, "SPLIT", (150, 250, 420))
     for name, number in TILES.items():
         monkeypatch.setattr(by_hand, name, number)
 
@@ -99,7 +103,9 @@ def test_the_page_says_how_many_mistakes_are_known_and_found():
     named = len(PLANTED) - sum(x[1] in BLAMED_OTHERWISE for x in PLANTED)
     counts = [(len(PLANTED), named), *((len(x), len(x)) for x in (PAST_A_SIZE, planted_backward.PLANTED))]
     rows = re.findall(r"\| (\d+) \| (\d+) \| (\d*)", page)
-    assert rows == [(str(n), str(n), str(names)) for n, names in counts] + [(*[str(len(UNNAMED))] * 2, "")]
+    assert rows == [(str(n), str(n), str(names)) for n, names in counts] + [
+        (*[str(len(x))] * 2, "") for x in (UNNAMED, KINDS)
+    ]
 
 
 @pytest.mark.parametrize("name", BY_HAND)

@@ -1,0 +1,55 @@
+"""Which property asks which convention: each row of docs/proof/conventions.md, and where it is drawn.
+
+A sentence of that page that no property draws is one that a wrong kernel passes.
+"""
+
+PREFILL, STATES = "chunked_prefill", "recurrent"
+
+STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row: by path, the properties
+    "Where is query $i$?": {PREFILL: ("mask", "many queries", "upper bounds")},
+    "What does a window mean?": {PREFILL: ("window", "far windows"), "sliding_window": ("mask",)},
+    "What does a local chunk mean?": {"local": ("mask", "chunk sizes", "outside the chunk")},
+    "What does an interval mean?": {"interval": ("mask", "outside the interval")},
+    "Which of equal scores are selected?": {
+        "select": ("ties", "kinds of scores", "few keys", "many scores", "order"),
+        "sparse": ("listed twice", "long lists"),
+    },
+    "Which scale?": {PREFILL: ("answer", "scale"), "mla": ("scale",), STATES: ("read scale",)},
+    "In which order?": {PREFILL: ("softcap", "together")},
+    "ALiBi?": {PREFILL: ("alibi", "slopes", "root of the distance", "strides of options")},
+    "Sinks?": {PREFILL: ("sinks", "strides of options"), "cascade": ("sinks",)},
+    "Which log-sum-exp?": {PREFILL: ("lse",), "merge": ("lse",), "cascade": ("lse",)},
+    "A fully masked query?": {PREFILL: ("empty rows",), "merge": ("empty parts",)},
+    "Entries past a sequence's last block?": {PREFILL: ("table",)},
+    "Memory that no query may see?": {
+        PREFILL: ("blocks", "tail", "outside the window", "padding", "gaps"),
+        "sparse": ("not selected",),
+        STATES: ("free slots", "entries unused"),
+    },
+    "NaN that a query sees?": {PREFILL: ("nan",), "quantized": ("nan",), "merge": ("nan",), STATES: ("nan before",)},
+    "Scores that are all `-inf`, of an infinite query or key?": {PREFILL: ("infinite key",)},
+    "Which strides?": {
+        PREFILL: ("strides", "last stride", "strides of options", "far rows", "offsets", "out strides"),
+        "merge": ("strides", "last stride"),
+        STATES: ("strides", "last stride", "far rows", "offsets"),
+        "dense_backward": ("strides", "last stride", "strides of the gradient", "far rows"),
+    },
+    "A quantised key or value?": {
+        "quantized": ("answer", "scales", "scales per head", "scales per sequence", "format", "bytes", "query scale")
+    },
+    "Slot `-1`?": {"kv_cache": ("padding", "holes", "rows past the slots"), STATES: ("padding slot",)},
+    "`out=`?": {PREFILL: ("out", "out strides", "out over the query")},
+    "Which lengths are legal?": {PREFILL: ("empty rows",), STATES: ("no tokens",)},
+    "Where is a drafted token?": {"speculative": ("mask", "window", "alibi", "growing trees", "large trees")},
+    "A block table that changes after `plan`?": {PREFILL: ("again",)},
+    "Which compute type?": {PREFILL: ("answer", "products", "sizes of values", "slopes")},
+    "Autocast, the default type of the process?": {PREFILL: ("autocast",), STATES: ("autocast",)},
+    "Gradients?": {"dense_backward": ("mask", "gradients", "sinks", "empty rows", "padding")},
+    "`batch_invariant=True`?": {PREFILL: ("batch invariance", "invariant tokens")},
+}
+
+NOT_ASKED = {  # and why
+    "A quantised latent?": "no path of the kit has latents of fp8 under one scale",
+    "Tables of a plan?": "a strided table is refused when a plan is made, before there is a kernel",
+    "Keys of a sequence on several ranks?": "no path of the kit has ranks",
+}

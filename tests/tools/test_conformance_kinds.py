@@ -1,0 +1,262 @@
+"""What the kit asks of a kernel beyond numbers of about 1 and short sequences, and what its reports say."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from refattn.conformance import Example, claims, contract, landmarks
+from refattn.conformance import __main__ as command
+from refattn.conformance import check as checking
+from refattn.conformance.check import check
+from refattn.conformance.conventions import NOT_ASKED, STATED
+from refattn.conformance.drawn import Drawn
+from refattn.conformance.example import PATHS
+from refattn.conformance.isolate import check_apart
+from refattn.conformance.kernel import Kernel
+from refattn.conformance.report import as_html, as_junit, as_text
+from tests.helpers import by_hand
+from tests.helpers.planted import plant
+from tests.helpers.planted_kinds import KINDS
+
+pytestmark = [
+    pytest.mark.usefixtures("shapes_unchecked"),
+    pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),
+]
+FLOAT32 = dict(dtypes=[torch.float32])
+PATH_OF = {"paged": "chunked_prefill", "write": "kv_cache"}
+
+
+@pytest.fixture(autouse=True)
+def no_shrinking(monkeypatch):
+    for name, number in dict(SHRINKING=0.0, EVIDENCE=1, REPEATS=1).items():
+        monkeypatch.setattr(checking, name, number)
+    for name in ("PAST_16_BITS", "PAST_A_MODEL"):  # what takes as long as all the rest
+        monkeypatch.setattr(landmarks, name, 2**12 + 77)
+    monkeypatch.setattr(checking, "probable", lambda *args: [])  # what is known is asked elsewhere
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_mistake_is_found(name):
+    kernel, prop, dtype, old, new = KINDS[name]
+    tiles = dict(TILE=512, SPLIT=1024) if kernel in ("paged", "local") else {}
+    planted = plant(kernel, old, new, **tiles)
+    examples = 6 if prop == "answer" else 3
+    found = check(planted, PATH_OF.get(kernel, kernel), examples=examples, only=[prop], dtypes=[getattr(torch, dtype)])
+    assert found.failures, found.findings
+
+
+# --- the conventions ---
+
+
+def test_each_convention_names_its_properties():
+    """A sentence of that page that no property draws is one that a wrong kernel passes."""
+    page = (Path(__file__).parents[2] / "docs/proof/conventions.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", page, re.MULTILINE)
+    asked = [row for row in rows if row not in ("question",) and not row.startswith("---")]
+    assert sorted(asked) == sorted({**STATED, **NOT_ASKED})
+    known = {(path, x.name) for path in PATHS for x in contract.of_path(path)}
+    named = {(path, name) for properties in STATED.values() for path, names in properties.items() for name in names}
+    assert named <= known, sorted(named - known)
+
+
+# --- what is no mistake ---
+
+
+def neutral(default):
+    """Return a kernel with another default of `causal`."""
+
+    def kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=default):
+        return by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=causal)
+
+    return kernel
+
+
+def test_an_option_that_nobody_asks_for_is_said():
+    """Defaults differ: that of `causal` is False in some libraries, and True in others."""
+    for default in (True, False):
+        report = check(neutral(default), "dense", examples=2, only=["mask", "answer"], **FLOAT32)
+        assert not report.failures, as_text(report)
+
+
+def test_a_log_sum_exp_near_zero_is_held_to_the_size_of_its_scores():
+    """Two scores of about -0.8 and -0.6 have one of 0.007: half a rounding of a score is more than 16 of it."""
+
+    def by_another_sum(query, cache, cu_seqlens_q, seq_lens, block_table, latent_rank, softmax_scale):
+        turned = torch.arange(query.shape[-1]).flip(0)  # another order of the same products
+        keys, values = cache[..., turned, None].mT, cache[..., :latent_rank].unsqueeze(2)
+        batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+        return by_hand.paged(query[..., turned], keys, values, *batch, softmax_scale=softmax_scale, return_lse=True)
+
+    kernel = Kernel("mine", "mla", by_another_sum)
+    for seed in range(12):
+        example = Example("mla", ((1, 2),), (1, 1), 96, 64, seed=seed)
+        contract.lse(kernel, example, torch.float32, "cpu")
+
+
+def test_a_log_sum_exp_of_float64_is_judged_as_the_rounded_numbers_that_it_is_of():
+    def in_float64(query, key, value, cu_seqlens_q, cu_seqlens_k):
+        out, lse = by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=True)
+        return out, lse.double()
+
+    report = check(in_float64, "dense", examples=2, only=["lse", "many keys", "edges"], **FLOAT32)
+    assert not report.failures, as_text(report)
+
+
+def test_tokens_of_a_tile_may_share_a_nan():
+    def by_one_product(query, key, value, log_decay, beta, states, state_indices, scale, cu_seqlens_q):
+        out = by_hand.recurrent(
+            *(query, key, value, log_decay, beta, states, cu_seqlens_q, state_indices),
+            torch.ones(len(state_indices), dtype=torch.bool),
+            scale,
+        )
+        for first, last in cu_seqlens_q.unfold(0, 2, 1).tolist():
+            for begin in range(first, last, 64):  # 0 * NaN
+                out[begin : min(begin + 64, last)] += 0.0 * value[begin : min(begin + 64, last)].sum(0)
+        return out
+
+    assert not check(by_one_product, "recurrent", examples=2, only=["nan before"], **FLOAT32).failures
+
+
+# --- how a check ends ---
+
+STRANGER = """
+import os, sys
+from refattn import merge as right
+
+def leaves(outs, lses):
+    if len(outs) > 2:
+        os._exit(0)
+    return right.merge(outs, lses)
+
+def exits(outs, lses):
+    if len(outs) > 2:
+        sys.exit(0)
+    return right.merge(outs, lses)
+
+def hardly(outs, lses):
+    if len(outs) < 5:
+        raise NotImplementedError("many parts alone")
+    return right.merge(outs, lses)
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(command.__file__).parents[2]}")
+    return tmp_path
+
+
+def test_a_process_that_ends_with_status_0_has_crashed(stranger):
+    report = check_apart("stranger:leaves", "merge", examples=6, dtypes=["float32"], only=["answer"])
+    (finding,) = report.failures
+    assert finding.outcome == "crashed" and "status 0 in the middle of a call" in finding.detail
+    assert "reproduce('stranger:leaves', 'answer', Example('merge'" in finding.code
+
+
+def test_an_exit_is_an_exception():
+    def exits(outs, lses):
+        raise SystemExit(0)
+
+    (finding,) = check(exits, "merge", examples=1, only=["answer"], **FLOAT32).failures
+    assert finding.detail == "raised SystemExit: 0"
+
+
+def test_what_is_refused_is_said_and_strict_fails(stranger, capsys, monkeypatch):
+    monkeypatch.setattr(command, "check_apart", in_this_process)
+    asked = ["stranger:hardly", "--path=merge", "--examples=8", "--property=answer", "--dtype=float32"]
+    written = [f"--json={stranger / 'a.json'}", f"--junit={stranger / 'a.xml'}", "--repeat=2", "--heads=6/6"]
+    assert command.main([*asked, *written]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"✓ answer .* Refused \d+ of \d+ batches\.", said)
+    assert re.search(r"refused \d+ of \d+ batches", said)
+    assert "drawn: float32; heads 6/6; head sizes 64" in said
+    report = json.loads((stranger / "a.json").read_text())
+    assert report["asked"] == {"examples": 8, "repeat": 2, "seed": checking.SEED}
+    assert report["about"]["torch"] == torch.__version__ and {"twinattn", "python", "device"} < set(report["about"])
+    assert report["claims"]["heads"] == [[6, 6]] and report["claims"]["takes"] == ["outs", "lses"]
+    assert report["drawn"]["heads"] == [[6, 6]] and report["drawn"]["batches"] > 8
+    assert ElementTree.parse(stranger / "a.xml").getroot().get("failures") == "0"
+    assert command.main([*asked, "--strict", written[1]]) == 1
+    assert "strict: refused, or refused on most batches: answer" in capsys.readouterr().out
+    assert ElementTree.parse(stranger / "a.xml").getroot().get("failures") == "1"
+
+
+def in_this_process(target, path, *, dtypes, patience, **options):
+    """Check where it is seen what is asked."""
+    return check(target, path, dtypes=[getattr(torch, name) for name in dtypes], **options)
+
+
+def test_what_is_not_reached_is_no_success(monkeypatch, capsys):
+    monkeypatch.setattr(command, "check_apart", in_this_process)
+    assert command.main(["refattn.merge", "--examples=1", "--seconds=0", "--property=answer"]) == 1
+    assert "1 not reached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "a", "1/2/3", "0", "4/-1"])
+def test_heads_are_numbers(text, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["refattn.merge", f"--heads={text}"])
+    assert "expected a number, or two as 32/8" in capsys.readouterr().err
+
+
+def test_what_cannot_be_called_ends_the_search():
+    """And so does an input that changes: all that comes after would speak of other numbers."""
+
+    def flat(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+        return torch.zeros(len(query), query.shape[1] * query.shape[2])
+
+    def scales(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+        return query.mul_(0.125)
+
+    for kernel, name, says in (
+        (flat, "call", "out: shape [1, 64], expected [1, 1, 64]: tokens, heads, elements of a value"),
+        (scales, "call", "query: changed at [0, 0, 0]: a call may change nothing but its output"),
+    ):
+        report = check(kernel, "chunked_prefill", examples=1, **FLOAT32)
+        (finding,) = report.failures
+        assert (finding.property, finding.detail) == (name, says)
+        assert {x.outcome for x in report.findings} == {"wrong", "not reached", "not claimed"}
+
+
+def test_failures_of_one_cause_are_one():
+    def raises(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+        if len(seq_lens) > 1:
+            raise RuntimeError("no batches")
+        return by_hand.paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, 0, 0)
+
+    report = check(raises, "chunked_prefill", examples=4, only=["mask", "answer", "tail", "call"], **FLOAT32)
+    text = as_text(report)
+    assert len(report.failures) == 3 and text.count("no batches") == 1
+    assert "the same in 2 others: answer, tail" in text
+
+
+# --- what was drawn ---
+
+
+def test_a_report_says_what_was_drawn_and_what_was_not():
+    @claims(heads=((8, 2),), head_sizes=((64, 64),), block_sizes=(16,))
+    def small(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+        return by_hand.paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, 0, 0)
+
+    report = check(small, "chunked_prefill", examples=2, only=["answer"], **FLOAT32)
+    lines = as_text(report).splitlines()[2:4]
+    assert lines[0].startswith("drawn: float32; heads 8/2; head sizes 64; blocks of 16; up to ")
+    assert lines[1].startswith(
+        "not drawn: groups of 1, 2, 3, 5, 6, 7, 8, 16; head sizes 80, 96, 128, 192, 256; blocks of 1, 8, 32, 64"
+    )
+    assert lines[0] in as_html([report])
+    assert 'tests="1"' in as_junit(report)
+
+
+def test_by_default_all_that_is_usual_is_drawn():
+    drawn = Drawn("chunked_prefill")
+    kernel = Kernel("paged", "chunked_prefill", by_hand.paged)
+    for example in landmarks.every_shape(kernel):
+        drawn.add(example)
+    assert drawn.missing() == ""
