@@ -170,7 +170,7 @@ def with_option(name: str, *values: Any) -> Callable[[Draw, Kernel], Example]:
 def of_two_sizes(draw: Draw, kernel: Kernel) -> Example:
     """Draw keys that are larger or smaller than values."""
     heads, _, block_size = draw(st.sampled_from(kernel.claims.few_shapes))
-    sizes = draw(st.sampled_from(((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))))
+    sizes = draw(st.sampled_from(landmarks.TWO_SIZES))
     return draw_example(draw, kernel, shapes=[(heads, sizes, block_size)])
 
 

@@ -73,7 +73,8 @@ class Claims:
         max_examples: the most batches per property, for a kernel that compiles for every shape.
         conventions: whether it claims what the conventions say of our twins alone: the same under autocast and whatever
             the default type of the process is, the same bits for any number of tokens if batch_invariant, slopes and
-            sinks of any type, selected positions that rise, fewer slots than rows. Without a claim it is taken to, if it has the path's own signature.
+            sinks of any type, selected positions that rise, fewer slots than rows. Without a claim it is taken to, if
+            it has the path's own signature.
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES

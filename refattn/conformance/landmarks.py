@@ -22,6 +22,7 @@ LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `memory.laid_out` says which
 OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 PAST_A_MODEL = 2**17 + 77  # keys: more than the longest sequences of most models
+TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # of keys and values of a state
 PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
 FARTHEST = 2**31 - 1  # the largest side of a window: what some callers give for no limit
@@ -84,7 +85,7 @@ def without_queries(kernel: Kernel) -> list[Example]:
 
 def very_long(kernel: Kernel) -> list[Example]:
     """Return decodes that are split, one of them over more keys than 64 splits of 64 have."""
-    return [*long()(kernel), example(kernel, ((1, 4200),), most_heads(kernel))]
+    return [*long()(kernel), example(kernel, ((1, SPLIT[2]),), most_heads(kernel)), example(kernel, ((3, SPLIT[2]),))]
 
 
 def some(kernel: Kernel) -> list[Example]:
@@ -127,7 +128,17 @@ def of_large_trees(kernel: Kernel) -> list[Example]:
     """Return trees with as many nodes as words of 32 and 64 bits have, one more, and more than two or four of them."""
     batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((140, 155), (20, 29)), ((300, 340),)
     seeds = (1, 0, 1, CHAINS)
-    return [replace(example(kernel, lens), lens=lens, seed=seed) for lens, seed in zip(batches, seeds, strict=True)]
+    trees = [replace(example(kernel, lens), lens=lens, seed=seed) for lens, seed in zip(batches, seeds, strict=True)]
+    counted: dict[str, Any] = dict(window_size=(40, 0), alibi_slopes=True)  # along a branch
+    return trees + [
+        replace(trees[-1], options={**trees[-1].options, name: x}) for name, x in counted.items() if kernel.takes(name)
+    ]
+
+
+def of_two_sizes(kernel: Kernel) -> list[Example]:
+    """Return keys that are larger or smaller than values."""
+    heads, _, block_size = kernel.claims.shapes[0]
+    return [example(kernel, ((3, 20), (1, 9)), (heads, sizes, block_size)) for sizes in TWO_SIZES]
 
 
 def of_chunks(kernel: Kernel) -> list[Example]:
@@ -245,6 +256,7 @@ def long(**options: Any) -> Landmarks:
             example(kernel, ((1, 520),), shape, **options),
             example(kernel, ((130, 333),), **options),
             example(kernel, tuple((1, s) for s in SPLIT[1:]), **options),
+            example(kernel, ((5, SPLIT[1]), (1, 9)), **options),
         ]
 
     return batches

@@ -161,6 +161,7 @@ PROPERTIES = (
         of_two_sizes,
         everything,
         paths=("recurrent",),
+        landmarks=landmarks.of_two_sizes,
     ),
     Property(
         "decay per channel",

@@ -77,8 +77,9 @@ KINDS = {
         "far windows",
         "float32",
         "if window_size[0] >= 0:",
-        "if 0 <= window_size[0] and window_size[0] + 1 < 2**31:\n                    see = see & (j >= pos - window_size[0])\n"
-        "                elif window_size[0] >= 0:\n                    see = see & (j > pos)\n                if False:",
+        "if window_size[0] >= 0:\n"
+        "                    width = torch.tensor([window_size[0]], dtype=torch.int32) + 1\n"
+        "                    see = see & (j > pos - width)\n                if False:",
     ),
     "slopes-of-16-bits": (
         "paged",
@@ -145,7 +146,8 @@ KINDS = {
         "float32",
         "    order = torch.argsort(scores, dim=1,",
         "    near = scores > scores.amax(1, keepdim=True) - 0.125\n"
-        "    scores = scores.masked_fill(near & (near.cumsum(1) > 4096), 0.0)\n    order = torch.argsort(scores, dim=1,",
+        "    scores = scores.masked_fill(near & (near.cumsum(1) > 4096), 0.0)\n"
+        "    order = torch.argsort(scores, dim=1,",
     ),
     "channels-past-128": (
         "recurrent",
@@ -181,6 +183,7 @@ KINDS = {
         "nan",
         "float32",
         "top = torch.stack(list(lses)).amax(0)",
-        "lses = [x.nan_to_num(-torch.inf, torch.inf, -torch.inf) for x in lses]\n    top = torch.stack(list(lses)).amax(0)",
+        "lses = [x.nan_to_num(-torch.inf, torch.inf, -torch.inf) for x in lses]\n"
+        "    top = torch.stack(list(lses)).amax(0)",
     ),
 }
