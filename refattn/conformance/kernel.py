@@ -324,8 +324,10 @@ class Kernel:
                 everybody = (0, arguments["batch"].num_seqs)
                 ends = [end for first, last, end in arguments.get("prefixes", ()) if (first, last) == everybody]
                 asked[name] = max(ends, default=0)
-            elif name in NEUTRAL and name in words:  # said, though nothing is asked: defaults differ
-                asked[name] = NEUTRAL[name]
+            elif name in NEUTRAL and name in words and (parameter.default is not None or name == "causal"):
+                asked[name] = NEUTRAL[
+                    name
+                ]  # said, though nothing is asked: defaults differ; None asks for nothing, too
             elif name == "softmax_scale" and parameter.default is not None:
                 asked[name] = example.head_size**-0.5
         return asked

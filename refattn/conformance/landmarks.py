@@ -224,7 +224,7 @@ def many_scores(kernel: Kernel) -> list[Example]:
         example(kernel, ((2, 20_000),), topk=64, kind="crowded"),
         example(kernel, ((1, 70_000),), topk=2048, kind="crowded"),
         example(kernel, ((2, 5000),), topk=2047, kind="zeros"),
-        example(kernel, ((2, 3000),), topk=500, kind="apart"),
+        example(kernel, ((2, 3000),), topk=300, kind="apart"),
     ]
 
 

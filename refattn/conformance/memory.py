@@ -159,17 +159,16 @@ def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     (first, before), *_ = pools = PATHS[example.path].pools or (("states", 0),)
     n = max(2, arguments[first].shape[before])
     stride = (LARGE // (n - 1) // 4096 + 2) * 4096  # pages begin where a kernel may load 16 bytes at once
-    outer = math.prod(arguments[first].shape[:before])  # halves, keys and values of pairs
-    memory = untouched(stride * n * outer, arguments[first].dtype, device)
+    memory = untouched(stride * n, arguments[first].dtype, device)
     begin = 0
     for word, _ in pools:
         pool = arguments[word]
-        inner = [*pool[(slice(None),) * before + (0,)].contiguous().stride()]  # of one page, with all that is outside
-        outside = [size * stride * n for size in _strides_of(pool.shape[:before])]
-        view = memory[begin:].as_strided(pool.shape, (*outside, stride, *inner[before:]))
+        shape, page = pool.shape[before + 1 :], math.prod(pool.shape[before + 1 :])
+        outside = [size * page for size in _strides_of(pool.shape[:before])]  # halves, keys and values: side by side
+        view = memory[begin:].as_strided(pool.shape, (*outside, stride, *_strides_of(shape)))
         view.copy_(pool)
         arguments[word] = view
-        begin += max(2**18, math.prod(pool.shape[before + 1 :]))
+        begin += max(2**18, page)
     hold(example, arguments, ask(kernel, example, arguments))
     kernel.calls.clear()
 

@@ -21,6 +21,7 @@ ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
 LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
 READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # whose output is the mask
 PAGED = tuple(path.name for path in PATHS.values() if path.pools and path.attends)
+OF_VIEWS = ("gaps", "far rows", "strides of options")  # what is asked of who takes strides
 OUTPUTS_ALONE = set[Check]()  # checks that compare no log-sum-exp
 OTHER_LENGTHS = set[Drawing | Check]()  # where a sequence has no new token, or several, whatever a kernel claims
 
@@ -91,7 +92,7 @@ class Property:
         """Return why this is not asked of a kernel, or None if it is."""
         if self.name in kernel.claims.not_claimed:
             return kernel.claims.not_claimed[self.name]
-        if self.name == "gaps" and "strides" in kernel.claims.not_claimed:  # they are between the rows of a view
+        if self.name in OF_VIEWS and "strides" in kernel.claims.not_claimed:
             return kernel.claims.not_claimed["strides"]
         for option in self.needs:
             if not kernel.takes(option):
