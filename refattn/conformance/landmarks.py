@@ -22,6 +22,7 @@ LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `memory.laid_out` says which
 OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 PAST_A_MODEL = 2**17 + 77  # keys: more than the longest sequences of most models
+LONG_STEP = 577  # tokens of a step
 TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # of keys and values of a state
 PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
@@ -188,7 +189,12 @@ def with_nan(kernel: Kernel) -> list[Example]:
 
 def long_steps(kernel: Kernel) -> list[Example]:
     """Return prompts of many chunks, whose lengths no chunk divides."""
-    return [example(kernel, lens) for lens in (((513, 520), (257, 257)), ((1000, 1003),))]
+    return [example(kernel, ((LONG_STEP, LONG_STEP + 7), (67, 67)))]
+
+
+def of_two_tiles(kernel: Kernel) -> list[Example]:
+    """Return a prompt that is longer than a tile of any kernel, and a short one."""
+    return [example(kernel, ((300, 303), (2, 9)))]
 
 
 def one_small(kernel: Kernel) -> list[Example]:

@@ -207,6 +207,6 @@ PROPERTIES = (
         plain,
         nan_before,
         paths=("recurrent",),
-        landmarks=landmarks.long_steps,
+        landmarks=landmarks.of_two_tiles,
     ),
 )
