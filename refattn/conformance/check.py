@@ -216,7 +216,7 @@ def _look(
         marks = prop.landmarks(kernel)[: min(2 * examples, kernel.claims.max_examples or 2 * examples)]
         if i:  # each in the first type, and some in each other one
             marks = [mark for mark in marks[i % len(marks) :: len(dtypes)] if not is_huge(mark)] if marks else []
-        failure = search.run(most if i == 0 else -(-most // 3)) or search.visit(marks)
+        failure = search.run(most if i == 0 else -(-most // 4)) or search.visit(marks)
         if search.not_claimed:
             return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason

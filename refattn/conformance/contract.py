@@ -72,6 +72,7 @@ def all_together(kernel: Kernel) -> list[Example]:
     return at_once + combinations.every_pair(kernel)
 
 
+WINDOWED = ("dense", "chunked_prefill", "sliding_window", "cascade", "speculative", "differential", "quantized")
 INVARIANT = ("dense", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla")
 PROPERTIES = (
     Property(
@@ -194,6 +195,7 @@ PROPERTIES = (
         windowed,
         everything,
         ("window_size",),
+        WINDOWED,
         landmarks=landmarks.of_far_windows,
         examples=2,
     ),
