@@ -234,6 +234,11 @@ def many_scores(kernel: Kernel) -> list[Example]:
     ]
 
 
+def kinds_of_scores(kernel: Kernel) -> list[Example]:
+    """Return scores of each kind: with NaN, of any size, and nearly alike."""
+    return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in ("nan", "apart", "crowded")]
+
+
 def padded(kernel: Kernel) -> list[Example]:
     """Return more rows of padding than a tile has."""
     return [replace(example(kernel, ((3, 20), (1, 33))), padding_rows=300)]

@@ -284,6 +284,7 @@ PROPERTIES = (
         with_option("kind", "nan", "apart", "crowded"),
         answer,
         paths=("select",),
+        landmarks=landmarks.kinds_of_scores,
     ),
     Property("order", "Positions rise, and -1 is past the last.", plain, rising, paths=("select",)),
     Property(
