@@ -94,11 +94,11 @@ def check(
         BadKernelError: if the kernel cannot be called at all, or there is no such device.
     """
     kernel = kernel_of(target, path)
-    kernel = replace(kernel, limits=dict(limits)) if limits else kernel
+    kernel = replace(kernel, limits={**kernel.limits, **limits}) if limits else kernel
     check_device(device)
-    report = Report(kernel.name, kernel.path, device, claims=claims_as_words(kernel), drawn=Drawn(kernel.path))
+    drawn, tell = Drawn(kernel.path), on_example
+    report = Report(kernel.name, kernel.path, device, claims=claims_as_words(kernel), drawn=drawn)
     report.asked = dict(examples=examples, repeat=repeat, seed=SEED)
-    drawn, tell = report.drawn, on_example
 
     def on_batch(name: str, example: Example) -> None:
         drawn.add(example)

@@ -80,9 +80,11 @@ class Drawn:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        sets = dict(heads=self.heads, head_sizes=self.head_sizes, block_sizes=self.block_sizes)
-        numbers = dict(longest=self.longest, most_queries=self.most_queries, most_sequences=self.most_sequences)
-        return dict(dtypes=self.dtypes, batches=self.batches, **numbers) | {x: sorted(of) for x, of in sets.items()}
+        sets = dict(heads=sorted(self.heads), head_sizes=sorted(self.head_sizes), block_sizes=sorted(self.block_sizes))
+        numbers: dict[str, Any] = dict(
+            longest=self.longest, most_queries=self.most_queries, most_sequences=self.most_sequences
+        )
+        return dict(dtypes=self.dtypes, batches=self.batches, **numbers, **sets)
 
 
 def _listed(names: Iterable[str]) -> str:

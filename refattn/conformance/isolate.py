@@ -74,7 +74,9 @@ def check_apart(
         rest = seconds - (time.monotonic() - began)
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
-            task = dict(target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left)
+            task: dict[str, Any] = dict(
+                target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left
+            )
             task |= dict(repeat=repeat, limits=dict(limits or {}))
             outcome, status = _watch(task | dict(seconds=rest), log, patience, rest + patience)
             events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -190,7 +192,7 @@ def _do(task: dict[str, Any], log: TextIO) -> int:
     try:
         kernel = kernel_of(task["target"], task["path"])
         limits = {name: tuples(values) for name, values in task.get("limits", {}).items()}
-        kernel = replace(kernel, limits=limits) if limits else kernel
+        kernel = replace(kernel, limits={**kernel.limits, **limits}) if limits else kernel
         names = [x.name for x in contract.of_path(kernel.path)]
         chosen = names if task["only"] is None else task["only"]
         dtypes = [getattr(torch, name) for name in task["dtypes"]] or None
