@@ -154,9 +154,10 @@ def _check_options(asked: argparse.Namespace) -> None:
     """
     check_number("--seconds", asked.seconds, above=0)
     check_number("--patience", asked.patience, above=0)
-    check_sizes(**{"--examples": asked.examples, "--jobs": asked.jobs})
+    check_sizes(**{"--examples": asked.examples, "--jobs": asked.jobs, "--repeat": asked.repeat})
     check_file("--json", asked.json)
     check_file("--html", asked.html)
+    check_file("--junit", asked.junit)
     check_folder("--out", asked.out.parent if asked.out else None)
     known = {x.name for path in (*PATHS, *OPERATIONS) for x in of_path(path)}
     for name in asked.only or ():

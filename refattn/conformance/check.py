@@ -569,13 +569,21 @@ class _Evidence:
         return self.errors[name]
 
 
+class _Numbers(ast.NodeTransformer):
+    """Make numbers of `nan` and `inf`, which print so and are no literals."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace the two names."""
+        return ast.Constant(float(node.id)) if node.id in ("nan", "inf") else node
+
+
 def parse_example(text: str) -> Example:
     """Read an example as it prints: `Example('local', lens=((1, 5),), options={'chunk_size': 16})`.
 
     Raises:
         ValueError: if it is something else.
     """
-    node = ast.parse(text.strip(), mode="eval").body
+    node = _Numbers().visit(ast.parse(text.strip(), mode="eval")).body
     if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Example" or len(node.args) != 1:
         raise ValueError(f"example: expected Example('path', lens=...), got {text}")
     named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}

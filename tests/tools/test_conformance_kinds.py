@@ -194,7 +194,7 @@ def in_this_process(target, path, *, dtypes, patience, **options):
 
 def test_what_is_not_reached_is_no_success(monkeypatch, capsys):
     monkeypatch.setattr(command, "check_apart", in_this_process)
-    assert command.main(["refattn.merge", "--examples=1", "--seconds=0", "--property=answer"]) == 1
+    assert command.main(["refattn.merge", "--examples=1", "--seconds=1e-9", "--property=answer"]) == 1
     assert "1 not reached" in capsys.readouterr().out
 
 

@@ -474,6 +474,8 @@ def test_every_path_has_properties_and_every_property_a_path():
 def test_an_example_is_code():
     example = Example("local", ((1, 5), (3, 3)), (4, 2), options={"chunk_size": 16})
     assert checking.parse_example(repr(example)) == example
+    garbage = Example("merge", options={"parts": 2, "garbage": float("nan")})
+    assert repr(checking.parse_example(repr(garbage))) == repr(garbage)
     with pytest.raises(ValueError, match="example: expected Example"):
         checking.parse_example("print('no')")
 
