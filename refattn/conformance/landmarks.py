@@ -23,6 +23,8 @@ OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batc
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 PAST_A_MODEL = 2**17 + 77  # keys: more than the longest sequences of most models
 LONG_STEP = 577  # tokens of a step
+LONG_LIST = 2048  # selected keys
+WIDE_WINDOW = 4095
 TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # of keys and values of a state
 PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
@@ -155,14 +157,15 @@ def of_far_windows(kernel: Kernel) -> list[Example]:
     if kernel.takes("causal"):
         far = ((FARTHEST, FARTHEST), (5, FARTHEST), (FARTHEST, 2), (-1, 3), (3, -1))
         windows += [dict(window_size=window, causal=False) for window in far]
-    wide = [example(kernel, ((1, 6000), (3, 4500)), window_size=(4095, 0))]
+    wide = [example(kernel, ((1, WIDE_WINDOW + 1905), (3, WIDE_WINDOW + 405)), window_size=(WIDE_WINDOW, 0))]
     return wide + [example(kernel, ((3, 20), (1, 33), (2, 700)), **window) for window in windows]
 
 
 def long_lists(kernel: Kernel) -> list[Example]:
     """Return queries that select more keys than 2048, and exactly as many, and one more."""
     shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
-    lists = ((1, 3000), 2500), ((1, 2100), 2048), ((2, 2052), 2049)
+    n = LONG_LIST
+    lists = ((1, n + 952), n + 452), ((1, n + 52), n), ((2, n + 4), n + 1)
     return [example(kernel, (pair,), shape, topk=topk, full=True) for pair, topk in lists]
 
 

@@ -385,7 +385,7 @@ def select(scores, topk):
     """Select the best scores, by a stable sort."""
     t, s = scores.shape
     order = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :topk]
-    chosen = torch.where(scores.gather(1, order) > -torch.inf, order, -1)
+    chosen = torch.where(scores.gather(1, order) != -torch.inf, order, -1)
     return torch.cat([chosen, torch.full((t, max(0, topk - s)), -1)], dim=1)
 
 

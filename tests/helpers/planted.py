@@ -814,14 +814,14 @@ PLANTED = [
         "select",
         "no-key-selected",
         "few keys",
-        "torch.where(scores.gather(1, order) > -torch.inf, order, -1)",
+        "torch.where(scores.gather(1, order) != -torch.inf, order, -1)",
         "order",
     ),
     (
         "select",
         "zero-is-no-key",
         "ties",
-        "torch.where(scores.gather(1, order) > -torch.inf, order, -1)",
+        "torch.where(scores.gather(1, order) != -torch.inf, order, -1)",
         "torch.where(scores.gather(1, order) > 0, order, -1)",
     ),
     (

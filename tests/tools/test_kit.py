@@ -69,7 +69,8 @@ def quick(monkeypatch):
     for name in ("PAST_8_BITS", "PAST_A_THOUSAND"):
         monkeypatch.setattr(landmarks, name, 2**5 + 5)
     monkeypatch.setattr(landmarks, "SPLIT", (150, 250, 420))
-    monkeypatch.setattr(landmarks, "LONG_STEP", 77)
+    for name, number in dict(LONG_STEP=77, LONG_LIST=96, WIDE_WINDOW=70).items():
+        monkeypatch.setattr(landmarks, name, number)
     for name, number in TILES.items():
         monkeypatch.setattr(by_hand, name, number)
 
