@@ -248,7 +248,7 @@ PROPERTIES = (
         "Sequences may have several tiles of queries.",
         plain,
         at_landmarks,
-        paths=ATTENDS,
+        paths=tuple(name for name in ATTENDS if name not in SELECTED),
         examples=0,
         landmarks=landmarks.many_queries,
     ),

@@ -219,7 +219,7 @@ PROPERTIES = (
         plain,
         of_any_size,
         paths=(*(name for name in READ_OUT if "latents" not in name and "mla" not in name), "merge"),
-        landmarks=landmarks.long(),
+        landmarks=landmarks.some,
     ),
     Property(
         "infinite key",
