@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.conformance.contract import Broken
 from refattn.conformance.example import Arguments
 from refattn.conformance.operations.operation import Answers, Mistake, Operation, word_of
+from refattn.conformance.property import Broken
 from refattn.conformance.tolerance import bound, distance
 
 LOOSER = 4.0  # how much further a mistake's output may be from what came

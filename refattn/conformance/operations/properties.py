@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.conformance.contract import Broken, CrashedError, RefusedError
 from refattn.conformance.example import Arguments
 from refattn.conformance.kernel import synchronize
 from refattn.conformance.operations.hold import agrees, hold
@@ -31,6 +30,7 @@ from refattn.conformance.operations.operation import (
     with_tensors,
     word_of,
 )
+from refattn.conformance.property import Broken, CrashedError, RefusedError
 
 SHOWN = 1e-3  # of the largest output: what moves by more depends on a number
 EVIDENCE = 6  # calls that a mistake has to explain, beside the one that failed
