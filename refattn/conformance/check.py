@@ -24,7 +24,7 @@ from refattn.conformance.example import PATHS, Answers, Arguments, Example, expe
 from refattn.conformance.finding import FAILED, Finding, Report
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
 from refattn.conformance.landmarks import is_huge, is_large, without_an_option
-from refattn.conformance.operations import OperationProperty
+from refattn.conformance.operations import Case, OperationProperty
 from refattn.conformance.property import (
     READ_OUT,
     Broken,
@@ -577,14 +577,16 @@ class _Numbers(ast.NodeTransformer):
         return ast.Constant(float(node.id)) if node.id in ("nan", "inf") else node
 
 
-def parse_example(text: str) -> Example:
-    """Read an example as it prints: `Example('local', lens=((1, 5),), options={'chunk_size': 16})`.
+def parse_example(text: str) -> Example | Case:
+    """Read an example as it prints: `Example('local', lens=((1, 5),), options={'chunk_size': 16})`, or a `Case`.
 
     Raises:
         ValueError: if it is something else.
     """
     node = _Numbers().visit(ast.parse(text.strip(), mode="eval")).body
-    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Example" or len(node.args) != 1:
+    name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+    if (name, len(getattr(node, "args", ()))) not in (("Example", 1), ("Case", 2)):
         raise ValueError(f"example: expected Example('path', lens=...), got {text}")
     named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
-    return Example(ast.literal_eval(node.args[0]), **named)
+    values = [ast.literal_eval(value) for value in node.args]
+    return Example(*values, **named) if name == "Example" else Case(*values, **named)

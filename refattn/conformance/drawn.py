@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from refattn.conformance.example import PATHS, Example
+from refattn.conformance.operations import Case
 
 USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a key head, of models that are served
 USUAL_SIZES = (64, 80, 96, 128, 192, 256)  # of heads
@@ -26,6 +27,7 @@ class Drawn:
         most_queries: query rows of the largest batch.
         most_sequences: of a batch.
         batches: how many there were.
+        largest: of an operation beside attention, the largest of each size by name.
     """
 
     path: str
@@ -37,10 +39,15 @@ class Drawn:
     most_queries: int = 0
     most_sequences: int = 0
     batches: int = 0
+    largest: dict[str, int] = field(default_factory=dict)
 
-    def add(self, example: Example) -> None:
+    def add(self, example: Example | Case) -> None:
         """Count a batch."""
         self.batches += 1
+        if isinstance(example, Case):
+            sizes = {name: size for name, size in example.sizes.items() if type(size) is int}
+            self.largest |= {name: max(size, self.largest.get(name, size)) for name, size in sizes.items()}
+            return
         self.heads.add(example.heads)
         self.head_sizes.add((example.head_size, example.value_size))
         self.block_sizes.add(example.block_size)
@@ -53,6 +60,9 @@ class Drawn:
         if not self.batches:
             return "drawn: nothing"
         of = [", ".join(self.dtypes)]
+        if self.path not in PATHS:
+            of += [f"{name} up to {size:,}" for name, size in self.largest.items()]
+            return f"drawn: {'; '.join(of)}"
         if self.path not in WITHOUT_HEADS:
             of.append(f"heads {_listed(f'{h}/{hk}' for h, hk in sorted(self.heads))}")
             sizes = sorted(self.head_sizes)
@@ -64,9 +74,9 @@ class Drawn:
 
     def missing(self) -> str:
         """Say what is usual and was not drawn; "" if all of it was."""
-        path, left = PATHS[self.path], []
-        if not path.attends or "latent_rank" in path.words:
+        if self.path not in PATHS or not PATHS[self.path].attends or "latent_rank" in PATHS[self.path].words:
             return ""
+        path, left = PATHS[self.path], []
         groups = {h // hk for h, hk in self.heads}
         sizes = {d for d, _ in self.head_sizes}
         for name, usual, had in (
@@ -84,7 +94,7 @@ class Drawn:
         numbers: dict[str, Any] = dict(
             longest=self.longest, most_queries=self.most_queries, most_sequences=self.most_sequences
         )
-        return dict(dtypes=self.dtypes, batches=self.batches, **numbers, **sets)
+        return dict(dtypes=self.dtypes, batches=self.batches, **numbers, **sets, largest=self.largest)
 
 
 def _listed(names: Iterable[str]) -> str:

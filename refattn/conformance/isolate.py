@@ -109,7 +109,8 @@ def check_apart(
         name = last["property"] if last is not None else left[0]
         prop = next(x for x in contract.of_path(report.path) if x.name == name)
         example = (last or {}).get("example", "")
-        says = f"from refattn.conformance.check import Example, reproduce; reproduce({target!r}, {name!r}, {example})"
+        kind = example.partition("(")[0]
+        says = f"from refattn.conformance.check import {kind}, reproduce; reproduce({target!r}, {name!r}, {example})"
         code = says if example and outcome != "not reached" else ""
         finding = Finding(name, prop.promise, outcome, status, 0, 0, example, code=code)
         found[name] = finding
