@@ -25,13 +25,13 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
-	$(BIN)/python -m fastattn demo $(ARGS)
+	$(BIN)/twinattn demo $(ARGS)
 
 exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
-	@$(BIN)/python -m refattn.exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
+	@$(BIN)/twinattn exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
 
 serve: $(VENV)/.serve $(VENV)/.model  ## the demo's model behind HTTP, for OpenAI's clients; ARGS=--log-steps
-	$(BIN)/python -m fastattn serve $(ARGS)
+	$(BIN)/twinattn serve $(ARGS)
 
 lab: $(VENV)/.notebooks $(VENV)/.model  ## the notebooks in JupyterLab, which opens the first
 	$(BIN)/python -m jupyter lab notebooks/01_ragged_batch.ipynb $(ARGS)
@@ -62,7 +62,7 @@ matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with 
 	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)
 
 search: $(VENV)/.test  ## random batches of every path against an oracle; ARGS="--device cuda --seconds 300"
-	$(BIN)/python -m fastattn search $(ARGS)
+	$(BIN)/twinattn search $(ARGS)
 
 gpu-report: $(VENV)/.test $(VENV)/.model  ## doctor, tests, search, bench and kit on a GPU in one file, gpu-report.json
 	$(BIN)/python tests/gpu_report.py $(ARGS)
@@ -74,7 +74,7 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
-	$(BIN)/python -m fastattn bench $(ARGS)
+	$(BIN)/twinattn bench $(ARGS)
 
 readme: $(VENV)/.docs  ## the README's measurements, from docs/results, the pages of what is covered and of bugs
 	$(BIN)/python docs/readme.py
@@ -99,7 +99,7 @@ release-check: $(VENV)/.release  ## build the wheel and the sdist, and try both 
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .venv-newest .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist docs/assets/pyodide
-	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find refattn fastattn twinattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/.NAME is the stamp of the extra NAME. run.py makes .venv, and refuses a Python that is too old.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS)

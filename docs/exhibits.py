@@ -19,19 +19,19 @@ from torch import Tensor
 
 from refattn import context_parallel, interval, kv_cache, masks, merge, sparse, speculative
 from refattn.attention import attend
-from refattn.conformance import states
-from refattn.conformance.example import Arguments, Example, expected
-from refattn.conformance.mistakes import differential as of_differential
-from refattn.conformance.mistakes import empty, hidden, pages, selection, softmax
-from refattn.conformance.mistakes import masks as of_masks
-from refattn.conformance.mistakes import merge as of_merge
-from refattn.conformance.mistakes import states as of_states
-from refattn.conformance.mistakes.formula import Attention, as_contiguous
-from refattn.exercises.functions.visibility import virtual_batches
-from refattn.exercises.puzzles import PUZZLES
 from refattn.interface import Batch, Shard
 from refattn.metadata import make_batch
-from refattn.serving.window_pool import WindowPool
+from twinattn.course.exercises.functions.visibility import virtual_batches
+from twinattn.course.exercises.puzzles import PUZZLES
+from twinattn.engine.window_pool import WindowPool
+from twinattn.kit import states
+from twinattn.kit.example import Arguments, Example, expected
+from twinattn.kit.mistakes import differential as of_differential
+from twinattn.kit.mistakes import empty, hidden, pages, selection, softmax
+from twinattn.kit.mistakes import masks as of_masks
+from twinattn.kit.mistakes import merge as of_merge
+from twinattn.kit.mistakes import states as of_states
+from twinattn.kit.mistakes.formula import Attention, as_contiguous
 
 PUZZLE_FILES = sorted((Path(__file__).parent.parent / "notebooks/exercises/puzzles").glob("[0-9]*.py"))
 Cells = list[list[float]] | list[list[str]]

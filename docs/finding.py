@@ -22,8 +22,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
 
-from refattn import drawing
-from refattn.drawing.figure import as_image
+from twinattn.course import drawing
+from twinattn.course.drawing.figure import as_image
 
 PREVIEW = "assets/preview.png"
 SEEN: dict[str, Any] = {}  # what one event leaves for a later one

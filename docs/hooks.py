@@ -3,7 +3,7 @@
 In a page, a line that ends with a comment is replaced by what the function of that name in `INSERTS` returns. What
 stands before the comment is for those who read the page on a code host, which hides comments: a link, or a caption.
 
-    *Caption.* ... <!-- picture local -->                   an example of refattn.drawing, drawn when the site is built
+    *Caption.* ... <!-- picture local -->                   an example of twinattn.course.drawing, drawn with the site
     [...](...) <!-- code refattn.local.attention -->        a function as it stands in its file, without its docstring
     [...](...) <!-- code refattn.local.plan whole -->       and with it
     ... <!-- says fastattn.cascade -->                      what a file says of itself, after its first sentence
@@ -50,14 +50,14 @@ from mkdocs.structure.pages import Page
 from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
-from fastattn.tools.bench import clocks
-from refattn import drawing
-from refattn.conformance import field
-from refattn.conformance.contract import PROPERTIES, of_path
-from refattn.conformance.property import ATTENDS
-from refattn.exercises import in_page, learner, lists, predict
-from refattn.exercises.exercise import Exercise
-from refattn.exercises.functions import EXERCISES
+from twinattn.bench import clocks
+from twinattn.course import drawing
+from twinattn.course.exercises import in_page, learner, lists, predict
+from twinattn.course.exercises.exercise import Exercise
+from twinattn.course.exercises.functions import EXERCISES
+from twinattn.kit import field
+from twinattn.kit.contract import PROPERTIES, of_path
+from twinattn.kit.property import ATTENDS
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
@@ -70,7 +70,10 @@ SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
 DEFINITION = re.compile(r" *(async def|class|def) ")
-SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "fastattn/**/*.c", "tests/**/*.py", "notebooks/exercises/**/*.py")
+SOURCES = (
+    *("refattn/**/*.py", "fastattn/**/*.py", "fastattn/**/*.c", "twinattn/**/*.py"),
+    *("tests/**/*.py", "notebooks/exercises/**/*.py"),
+)
 
 
 # --- what mkdocs calls ---
@@ -326,7 +329,7 @@ def figure(url: str, caption: str) -> str:
     return f'<figure markdown="span">\n  ![{caption}]({url})\n  <figcaption>{caption}</figcaption>\n</figure>'
 
 
-# --- measurements: files of `fastattn.tools.bench.report` ---
+# --- measurements: files of `twinattn.bench.report` ---
 
 
 def in_short(rows: list[dict[str, Any]]) -> str:
@@ -706,7 +709,7 @@ def written(exercise: Exercise, top: str) -> str:
     source = f"[`{file.relative_to(ROOT).as_posix()}`]({top}source/notebooks/exercises/{file.name}.md)"
     elsewhere = (
         f"{source}, checked by `make exercises ARGS={number}`, or {cell}: "
-        f"`from refattn.exercises.here import check`, then `check({exercise.name})`. [How]({top}exercises.md)"
+        f"`from twinattn.course.exercises.here import check`, then `check({exercise.name})`. [How]({top}exercises.md)"
     )
     why = "On your machine: " if runs else "Write it in " if exercise.in_page else "It needs PyTorch. Write it in "
     stub = lists.stub(file) if exercise.in_page else learner.code(file)
@@ -730,6 +733,6 @@ def text_of_notebook(path: Path, source: str) -> str:
     source = (
         source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
     )
-    source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
+    source = re.sub(r"\]\(\.\./((?:refattn|fastattn|twinattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
     source = re.sub(r"\]\((exercises/[\w/]+\.py)\)", r"](../source/notebooks/\1.md)", source)
     return LINK_TO_EXPLORER.sub(r'<a href="\2.html\3">\1</a>', source)

@@ -10,10 +10,10 @@ from typing import Any
 import address
 import behind
 
-from fastattn.tools.bench import clocks, report, roofline
-from refattn.conformance import field
-from refattn.drawing import animation
-from refattn.serving import demo_model
+from twinattn.bench import clocks, report, roofline
+from twinattn.course.drawing import animation
+from twinattn.engine import demo_model
+from twinattn.kit import field
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -50,7 +50,7 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("quantized", "decode-16x4096-fp8"): "16 decodes, 4096 tokens of context in fp8",
         ("speculative", "tree-4x4096-drafts-16"): "4 trees of 16 drafted tokens, 4096 tokens of context",
         ("engine", "decode-8x23"): "SmolLM2-135M, 23 tokens for each of 8 prompts",
-        ("engine", "decode-8x23-packed"): "the same, with packed weights (`fastattn.serving.pack`)",
+        ("engine", "decode-8x23-packed"): "the same, with packed weights (`twinattn.engine.pack`)",
     },
 }
 

@@ -20,12 +20,12 @@ from types import ModuleType
 import torch
 
 import fastattn.chunked_prefill
-from fastattn.tools.bench import measure
 from refattn import kv_cache, metadata
 from refattn.attention import attend
-from refattn.conformance import tolerance
 from refattn.masks import full
 from refattn.merge import merge
+from twinattn.bench import measure
+from twinattn.kit import tolerance
 
 NOTEBOOK = Path(__file__).with_name("10_kernel.ipynb")
 RESULT = Path(__file__).with_name("10_kernel.json")

@@ -9,7 +9,7 @@ A decode at position 13 under a window of 5 tokens, `(4, 0)`, in blocks of 4:
 
 Whole blocks are removed from the front, which shifts queries and keys by the same amount: their distance does not
 change, and the window and ALiBi depend only on that distance. So a window is chunked prefill over a trimmed batch. A
-server need not keep blocks 9 and 2, because no later query sees them (`refattn.serving.WindowPool`).
+server need not keep blocks 9 and 2, because no later query sees them (`twinattn.engine.WindowPool`).
 """
 
 import torch

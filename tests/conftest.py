@@ -54,7 +54,7 @@ def pytest_configure(config):
     gc.disable()  # until all tests are collected: there is no garbage among them
     # Annotated shapes are checked on every call, in the cases that are chosen below, except in Triton's own language.
     jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)
-    jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
+    jaxtyping.install_import_hook(["refattn", "fastattn", "twinattn"], "beartype.beartype")
     jaxtyping.config.__class__ = ChecksOfSomeCalls
     jaxtyping.config.update("jaxtyping_disable", False)
 
@@ -132,7 +132,7 @@ def pytest_terminal_summary(terminalreporter, config):
     ):  # a worker of pytest-xdist has its share only
         return
     from fastattn import kernels
-    from fastattn.tools.bench import measure
+    from twinattn.bench import measure
 
     counts = {"all": {}, "by_file": {}, "by_kernel": {}, "not_passed": []}
     for outcome in ("passed", "failed", "error", "skipped"):

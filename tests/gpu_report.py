@@ -35,11 +35,11 @@ def parts(device: str, seconds: float, jobs: int, *, quick: bool) -> dict[str, t
     rows = ("--quick", "--rows", "metadata") if quick else ()
     kit = ("--examples", "2", "--adapter", "fastattn.merge") if quick else ()
     return {
-        "doctor": ("fastattn.tools.doctor", "{out}"),
+        "doctor": ("fastattn.doctor", "{out}"),
         "tests": ("pytest", "-q", "--device", device, "--results", "{out}", *few),
-        "search": ("fastattn", "search", "--device", device, "--results", "{out}", *search),
-        "bench": ("fastattn", "bench", "--device", device, "--out", "{out}", *rows),
-        "kit": ("refattn.conformance", "--all-installed", "--device", device, "--out", "{out}", *kit),
+        "search": ("twinattn", "search", "--device", device, "--results", "{out}", *search),
+        "bench": ("twinattn", "bench", "--device", device, "--out", "{out}", *rows),
+        "kit": ("twinattn.kit", "--all-installed", "--device", device, "--out", "{out}", *kit),
     }
 
 
@@ -72,7 +72,7 @@ def about(device: str, *, quick: bool) -> dict[str, Any]:
     """
     import torch
 
-    from fastattn.tools.bench import measure
+    from twinattn.bench import measure
 
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that torch finds, got {device!r}")

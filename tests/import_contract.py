@@ -1,16 +1,14 @@
 """The import rule of the fast twin, for `lint-imports`: of `refattn`, its paths and kernels import the interface alone.
 
-A twin that calls its own oracle proves nothing. A server and the tools stand above both twins and may import both.
+A twin that calls its own oracle proves nothing. `twinattn` may import both twins; neither imports it.
 """
 
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, output
 
-BOTH = ("fastattn.serving", "fastattn.integrations", "fastattn.tools", "fastattn.__main__")
-
 
 class TwinsStayApart(Contract):
-    """Every module of `fastattn`, but for those of servers and of the tools, imports `refattn.interface` alone."""
+    """Every module of `fastattn` imports, of the project, `fastattn` and `refattn.interface` alone."""
 
     type_name = "twins_stay_apart"
 
@@ -19,9 +17,8 @@ class TwinsStayApart(Contract):
         wrong = sorted(
             (importer, imported)
             for importer in graph.find_descendants("fastattn")
-            if not _is_in(importer, BOTH)
             for imported in graph.find_modules_directly_imported_by(importer)
-            if _is_in(imported, ("refattn", *BOTH)) and not _is_in(imported, ("refattn.interface",))
+            if _is_in(imported, ("refattn", "twinattn")) and not _is_in(imported, ("refattn.interface",))
         )
         return ContractCheck(kept=not wrong, metadata={"wrong": wrong})
 

@@ -31,11 +31,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import coverage_rows  # noqa: E402
 
-from tests.helpers.planted import replace_lines  # noqa: E402
 from tests.tools.mutations import MUTATIONS, UNBROKEN, Mutation  # noqa: E402
 from tests.tools.mutations_at_large import AT_LARGE  # noqa: E402
+from tests.tools.places import file_of, replaced  # noqa: E402
 
-COPIED = ("refattn", "fastattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
+COPIED = ("refattn", "fastattn", "twinattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
 LARGE = "at large"  # in place of a row
 TIMES = itertools.count(2**31)  # of what is planted, in seconds: no compiled file has them
 LOADED = ("torch", "triton", "transformers.modeling_utils", "hypothesis", "jaxtyping", "beartype", "einops", "pytest")
@@ -96,9 +96,9 @@ def test_of(nodeid: str) -> str:
 
 def plant(mutation: Mutation, tree: Path) -> tuple[Path, str]:
     """Plant a mutation into a copy of the tree; return the file, and what was in it."""
-    file = tree / mutation.file
+    file = file_of(mutation.place, tree)
     source = file.read_text()
-    file.write_text(replace_lines(source, mutation.old, mutation.new, mutation.file))
+    file.write_text(replaced(source, mutation.place, mutation.old, mutation.new))
     now = next(TIMES)
     os.utime(file, (now, now))
     return file, source
@@ -214,7 +214,7 @@ def run_all(
 
 def say(mutation: Mutation | None, outcome: dict[str, Any]) -> None:
     """Print what came of a mutation."""
-    name = "nothing broken" if mutation is None else f"{mutation.file}: {mutation.name} ({' '.join(mutation.rows)})"
+    name = "nothing broken" if mutation is None else f"{mutation.place}: {mutation.name} ({' '.join(mutation.rows)})"
     judged = {} if mutation is None else judge(mutation, outcome)
     left = [f"{row} {verdict}" for row, verdict in judged.items() if verdict != "caught"]
     verdict = ", ".join(left) or ("caught" if mutation else f"failed: {outcome['failed'] or 'none'}")
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with a mutation of its own")
     parser.add_argument("--seconds", type=float, default=60.0, help="the most that the tests of a mutation take")
     parser.add_argument("--device", default="cpu", help="where the twins compute: cpu or cuda")
-    parser.add_argument("--name", default="", help="only mutations with this in their name or file")
+    parser.add_argument("--name", default="", help="only mutations with this in their name or place")
     parser.add_argument("--unbroken", action="store_true", help="plant nothing: the tests have to pass")
     parser.add_argument(
         "--at-large", action="store_true", help="those of no row: kernels, plans, serving, integrations"
@@ -260,17 +260,17 @@ def main() -> None:
     tests = covering_tests()
     chosen: list[tuple[Mutation | None, list[str]]] = []
     for mutation in AT_LARGE if options.at_large else []:
-        if options.name in f"{mutation.file} {mutation.name}":
+        if options.name in f"{mutation.place} {mutation.name}":
             chosen.append((mutation, list(mutation.tests)))
     for mutation in [] if options.at_large else MUTATIONS:
         rows = tuple(row for row in mutation.rows if not options.rows or row in options.rows)
-        if rows and options.name in f"{mutation.file} {mutation.name}":
+        if rows and options.name in f"{mutation.place} {mutation.name}":
             chosen.append((mutation._replace(rows=rows), sorted({test for row in rows for test in tests.get(row, [])})))
     if options.unbroken:
         chosen = [(None, sorted({test for _, tests in chosen for test in tests}))]
     if options.list:
         for mutation, _ in chosen:
-            sys.stdout.write(f"{' '.join(mutation.rows):24} {mutation.file}: {mutation.name}\n")
+            sys.stdout.write(f"{' '.join(mutation.rows):24} {mutation.place}: {mutation.name}\n")
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.device == "cpu":
@@ -284,7 +284,7 @@ def main() -> None:
     failed: dict[str, set[str]] = {}
     for (mutation, _), outcome in zip(chosen, outcomes, strict=True):
         for row, verdict in judge(mutation, outcome).items():
-            verdicts.setdefault(row, {})[f"{mutation.file}: {mutation.name}"] = verdict
+            verdicts.setdefault(row, {})[f"{mutation.place}: {mutation.name}"] = verdict
             failed.setdefault(row, set()).update(outcome["failed"])
     idle = {row: [test for test in tests[row] if test not in failed[row]] for row in verdicts if row in tests}
     wrong = {row: found for row, found in verdicts.items() if {*found.values()} != {"caught"}}
@@ -301,7 +301,7 @@ def main() -> None:
     if options.output:
         import torch
 
-        from fastattn.tools.bench import measure  # not before: what is forked has to import what is planted
+        from twinattn.bench import measure  # not before: what is forked has to import what is planted
 
         machine = measure.machine(torch.device(options.device))
         about = {**measure.circumstances(), "device": options.device, "machine": machine}

@@ -3,7 +3,7 @@
 pip chooses the newest versions that go together, in an environment of its own, `.venv-newest`. If tests fail, these
 run again, with one dependency at a time as constraints.txt has it: a dependency breaks the tests that then pass.
 
-    make newest ARGS=tests/serving      some of the tests
+    make newest ARGS=tests/engine      some of the tests
 """
 
 import json

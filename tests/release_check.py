@@ -74,9 +74,9 @@ def look_into(wheel: Path, sdist: Path) -> None:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         description = str(message_from_bytes(archive.read(metadata)).get_payload())
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"refattn", "fastattn"}, f"the wheel has {sorted(tops)}"
+    assert tops == {"refattn", "fastattn", "twinattn"}, f"the wheel has {sorted(tops)}"
     expected = ["refattn/py.typed", "fastattn/py.typed"]
-    expected += [f"fastattn/course/notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
+    expected += [f"twinattn/course/notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert not [name for name in expected if name not in names], f"of {expected} the wheel lacks some"
     assert not [name for name in names if "__pycache__" in name or ".ipynb_checkpoints" in name]
     without_code = re.sub(r"^```.*?^```$", "", description, flags=re.MULTILINE | re.DOTALL)

@@ -1,7 +1,7 @@
 // Predictions: a field below each question of a notebook. What a reader types, chooses or paints is compared with the
 // stored answer before that unfolds, and remembered in this browser; the start page shows how far they are.
 //
-//   predictions.judge(question, guess)    [right parts, parts], as refattn.exercises.predict.judge
+//   predictions.judge(question, guess)    [right parts, parts], as twinattn.course.exercises.predict.judge
 //   predictions.numbers(text)             the numbers in what somebody typed
 //
 // The first part computes and knows nothing of a page, so that the tests can run it.

@@ -1,7 +1,7 @@
 // The engine, played: requests in, steps out. No page, so that the tests can run it.
 //
-//     play ─┬─ Scheduler      which tokens of whom go into a step?       (refattn.serving.scheduler.Scheduler)
-//           ├─ BlockPool      whose are the blocks, and which are kept?  (refattn.serving.block_pool.BlockPool)
+//     play ─┬─ Scheduler      which tokens of whom go into a step?       (twinattn.engine.scheduler.Scheduler)
+//           ├─ BlockPool      whose are the blocks, and which are kept?  (twinattn.engine.block_pool.BlockPool)
 //           └─ cost           how long does the step take?               bytes and operations at the rates of a machine
 //
 // Both classes are those of refattn for layers that see everything, and have the names of their methods.

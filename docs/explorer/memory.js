@@ -1,7 +1,7 @@
 // What a model keeps for each token, from its config.json: no page, no model, so that the tests can run it.
 //
 //   memory.layers(config)               how each layer keeps its keys: kind, elements per token, how far it looks back
-//   memory.poolBytes(config, sizes)     bytes of all pools of an engine, as refattn.serving.Engine.pool_bytes
+//   memory.poolBytes(config, sizes)     bytes of all pools of an engine, as twinattn.engine.Engine.pool_bytes
 //   memory.conversation(config, how)    bytes that one conversation takes
 //   memory.fit(config, how)             conversations that fit, bytes that a step reads, and from where on it is what
 
@@ -68,7 +68,7 @@ var memory = (() => {
   /** Return the bytes of a token in a layer; an int8 key has a scale of four bytes per head. */
   const bytesPerToken = (layer, dtype) => layer.elements * DTYPES[dtype] + (dtype === "int8" ? 4 * layer.heads : 0)
 
-  /** Return the blocks of a layer's pool, as refattn.serving.layers.Layer.pool_blocks. */
+  /** Return the blocks of a layer's pool, as twinattn.engine.layers.Layer.pool_blocks. */
   function poolBlocks(layer, { blocks, block, maxTokens, maxSeqs }) {
     if (!layer.reach) return blocks
     const seen = Math.min(maxSeqs, blocks) * (layer.reach - 1 + 2 * block - 2)

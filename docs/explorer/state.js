@@ -1,7 +1,7 @@
 // A state beside the pages: which slots a request reads and writes, which states are kept, and where another request
 // can begin. No page, so that the tests can run it.
 //
-//     play ── StatePool      the slots of layers that keep a state      (refattn.serving.state_pool.StatePool)
+//     play ── StatePool      the slots of layers that keep a state      (twinattn.engine.state_pool.StatePool)
 //
 // The class is that of refattn, and has the names of its methods; tests/tools/test_state_played.py compares every step
 // with the Python one. Request a computes its prompt in chunks, then its output, with drafts. When it has ended, request

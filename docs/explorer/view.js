@@ -1,5 +1,5 @@
 // The explorer's page: controls, three panes and a cost, drawn anew from `explorer.everything` at every change. The state
-// is in the address, after the #. Colours, words and shapes are those of refattn.drawing.
+// is in the address, after the #. Colours, words and shapes are those of twinattn.course.drawing.
 ;(() => {
   "use strict"
 

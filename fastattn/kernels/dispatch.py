@@ -29,7 +29,6 @@ whoever may see whom; a kernel says which storages it takes, under which of them
     plan_selected(batch, positions, *, block_size)                  lengths and tables of a sequence for each query
     recurrent(query, key, value, log_decay, beta, states, plan, options, out)    fold new tokens into states
     convolve(inputs, weight, states, plan, bias, silu, out)         mix tokens with the inputs before them
-    sample(logits, temperature, top_p, uniform)                     draw the next tokens
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
@@ -337,7 +336,7 @@ def _load(name: str) -> Kernel:
 # --- attention ---
 
 
-def _launches(function: Callable[P, T]) -> Callable[P, T]:
+def launches(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function launch on the GPU of its first argument, and say what helps where memory runs out.
 
     A launch goes to the current GPU, whichever one the tensors are on. It computes in the types that it is given, in
@@ -411,7 +410,7 @@ def attend(
     return (answer, lse) if return_lse else answer
 
 
-@_launches
+@launches
 def compute(
     query: Tensor,
     keys: AnyKeys,
@@ -640,7 +639,7 @@ def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 # --- what goes with it: partial answers, the cache, tables ---
 
 
-@_launches
+@launches
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -648,7 +647,7 @@ def merge(
     return choose(Problem("merge", outs[0].device, lses[0].dtype)).merge(outs, lses)
 
 
-@_launches
+@launches
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -667,7 +666,7 @@ def replay_write(
     return cache_key, replay is not None
 
 
-@_launches
+@launches
 def write(
     key: Shaped[Tensor, "t hk d"],
     value: Shaped[Tensor, "t hk dv"],
@@ -686,7 +685,7 @@ def write(
         remember_write(cache_key, replay, tuple(end - begin for begin, end in ends))
 
 
-@_launches
+@launches
 def write_quantized(
     key: Float[Tensor, "t hk d"],
     value: Float[Tensor, "t hk dv"],
@@ -701,7 +700,7 @@ def write_quantized(
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
-@_launches
+@launches
 def write_packed(
     latent: Float[Tensor, "t r"],
     rope_key: Float[Tensor, "t rope"],
@@ -730,7 +729,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
         problem = Problem("copy_blocks", pool.device, pool.dtype, num_pairs=len(pairs))
         kernels.append(choose(problem._replace(contiguous_blocks=last == pool.shape[1:].numel() - 1)))
     for kernel, pool in zip(kernels, caches, strict=True):
-        _launches(kernel.copy_blocks)(pool, pairs)
+        launches(kernel.copy_blocks)(pool, pairs)
 
 
 def compact(
@@ -740,17 +739,17 @@ def compact(
     asks = asked_of(batch, trees, accepted)
     kernels = [choose(Problem("compact", x.device, x.dtype, num_dims=x.ndim, asks=asks)) for x in caches]
     for kernel, pool in zip(kernels, caches, strict=True):
-        _launches(kernel.compact)(pool, batch, trees, accepted, block_size)
+        launches(kernel.compact)(pool, batch, trees, accepted, block_size)
 
 
-@_launches
+@launches
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
     """Compute the slot of each new token; arguments are those of `fastattn.metadata.slot_mapping`."""
     kernel = choose(Problem("slot_mapping", batch.device, torch.int64, asks=asked_of(batch)))
     return kernel.slot_mapping(batch, num_tokens, block_size=block_size)
 
 
-@_launches
+@launches
 def trim(
     batch: Batch, left: int, *, block_size: int, columns: int
 ) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
@@ -759,7 +758,7 @@ def trim(
     return kernel.trim(batch, left, block_size=block_size, columns=columns)
 
 
-@_launches
+@launches
 def cut_chunks(
     batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
@@ -768,7 +767,7 @@ def cut_chunks(
     return kernel.cut_chunks(batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns)
 
 
-@_launches
+@launches
 def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
@@ -780,7 +779,7 @@ def draw_trees(
 # --- selected keys ---
 
 
-@_launches
+@launches
 def write_index(
     key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]
 ) -> None:
@@ -795,7 +794,7 @@ def read_index(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) 
     return keys
 
 
-@_launches
+@launches
 def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
@@ -805,14 +804,14 @@ def score_index(
     return scores
 
 
-@_launches
+@launches
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t k"]:
     """Select the keys with the highest scores; arguments are those of `fastattn.sparse.select`."""
     selected: Tensor = choose(Problem("select", scores.device, scores.dtype)).select(scores, topk)
     return selected
 
 
-@_launches
+@launches
 def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
     """Find the slots of selected keys; arguments are those of `fastattn.sparse.slots`."""
     kernel = choose(Problem("selected_slots", batch.device, torch.int32, asks=asked_of(batch)))
@@ -820,7 +819,7 @@ def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size:
     return slots
 
 
-@_launches
+@launches
 def plan_selected(
     batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
@@ -832,7 +831,7 @@ def plan_selected(
 # --- layers that keep a state ---
 
 
-@_launches
+@launches
 def recurrent(
     query: Float[Tensor, "t h dk"],
     key: Float[Tensor, "t h dk"],
@@ -859,7 +858,7 @@ def recurrent(
     return result if out is None or memory is out else out.copy_(result)
 
 
-@_launches
+@launches
 def convolve(
     inputs: Float[Tensor, "t c"],
     weight: Float[Tensor, "c width"],
@@ -874,18 +873,3 @@ def convolve(
     kernel = choose(Problem("convolve", inputs.device, inputs.dtype, asks=asked_of(plan)))
     result: Tensor = kernel.convolve(inputs, weight, states, plan, bias, silu, memory)
     return result if out is None or memory is out else out.copy_(result)
-
-
-# --- next tokens ---
-
-
-@_launches
-def sample(
-    logits: Float[Tensor, "b v"],
-    temperature: Float[Tensor, "b"],
-    top_p: Float[Tensor, "b"] | None,
-    uniform: Float[Tensor, "b"],
-) -> Int64[Tensor, "b"]:
-    """Draw a token from each row; arguments are those of `fastattn.serving.sampling.sample`."""
-    tokens: Tensor = choose(Problem("sample", logits.device, logits.dtype)).sample(logits, temperature, top_p, uniform)
-    return tokens

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from refattn.exercises import predict
+from twinattn.course.exercises import predict
 
 ROOT = Path(__file__).parent.parent.parent
 CELLS = [json.loads(path.read_text())["cells"] for path in (ROOT / "notebooks").glob("*.ipynb")]

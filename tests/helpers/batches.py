@@ -1,10 +1,10 @@
-"""The batches that every path is tested with, as test parameters: those of `refattn.conformance`, and drawn ones."""
+"""The batches that every path is tested with, as test parameters: those of `twinattn.kit`, and drawn ones."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from refattn.conformance import (
+from twinattn.kit import (
     CASES,
     HARMLESS,
     POISON,
@@ -17,8 +17,8 @@ from refattn.conformance import (
     poisoned,
     read_masks,
 )
-from refattn.conformance.cases import FINITE_POISON, GARBAGE, STALE
-from refattn.conformance.search import draw_lens
+from twinattn.kit.cases import FINITE_POISON, GARBAGE, STALE
+from twinattn.kit.search import draw_lens
 
 __all__ = [
     "CASES",

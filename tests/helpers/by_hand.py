@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from refattn.conformance import claims
+from twinattn.kit import claims
 
 TILE = 16  # keys at a time
 SPLIT = 64  # keys of a part, merged at the end

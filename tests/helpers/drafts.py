@@ -2,8 +2,8 @@
 
 import torch
 
-from refattn.serving import Draft, NGram
 from tests.helpers.tiny_models import SIZES
+from twinattn.engine import Draft, NGram
 
 
 class Wild(NGram):

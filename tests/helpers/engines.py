@@ -15,9 +15,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from fastattn.serving import CudaGraphs
-from refattn.serving import Engine, SamplingParams
 from tests.helpers.tiny_models import LATENT_SIZES, SIZES, YARN
+from twinattn.engine import CudaGraphs, Engine, SamplingParams
 
 TWINS = ("refattn", "fastattn")
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]

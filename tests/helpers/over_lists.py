@@ -2,7 +2,7 @@
 
 import json
 
-from refattn.exercises import in_page, lists
+from twinattn.course.exercises import in_page, lists
 
 ROWS = "[[{} for j in range(seq_len)] for i in range(seq_len - query_len, seq_len)]"
 

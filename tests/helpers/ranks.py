@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from refattn.conformance import Case, build
-from refattn.conformance.call import OPTIONS
 from refattn.interface import AttentionOptions, Batch, DistributedGroup, Group, Int8Scales, Shard, simulate_ranks
 from refattn.kv_cache import gather
 from refattn.metadata import make_batch
+from twinattn.kit import Case, build
+from twinattn.kit.call import OPTIONS
 
 PER_HEAD = ("alibi_slopes", "sinks")
 

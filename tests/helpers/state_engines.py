@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from refattn.serving import Engine, NGram, Request, SamplingParams
-from refattn.serving.request import Draft
 from tests.helpers.engines import SYSTEM
 from tests.helpers.tiny_models import STATES, make_family
+from twinattn.engine import Engine, NGram, Request, SamplingParams
+from twinattn.engine.request import Draft
 
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], [*SYSTEM, 40, 41, 42]]
 GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())

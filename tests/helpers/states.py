@@ -11,13 +11,13 @@ from torch.nn.functional import normalize
 import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
-from refattn.conformance import assert_close
-from refattn.conformance.search import inputs as as_in_memory
-from refattn.conformance.tolerance import WIDER
 from refattn.interface import RecurrentOptions
 from refattn.interface.ambient import computing_in
 from refattn.metadata import make_batch
 from tests.helpers.kernels_present import PRESENT
+from twinattn.kit import assert_close
+from twinattn.kit.search import inputs as as_in_memory
+from twinattn.kit.tolerance import WIDER
 
 KERNELS = [name for name in ("torch", "triton") if os.environ["TWINATTN_TEST_DEVICE"] == "cpu" or name == "triton"]
 if not any(kernel.name == "triton" for kernel in PRESENT):

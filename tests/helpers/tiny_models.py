@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from refattn.serving.models import LATENT
+from twinattn.engine.models import LATENT
 
 SIZES = dict(
     vocab_size=97,

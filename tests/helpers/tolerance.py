@@ -1,4 +1,4 @@
-"""Hold a twin to its reference by the one tolerance, `refattn.conformance.tolerance`."""
+"""Hold a twin to its reference by the one tolerance, `twinattn.kit.tolerance`."""
 
 import importlib
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from refattn.conformance import assert_close, assert_matches_reference, plan_and_attend
+from twinattn.kit import assert_close, assert_matches_reference, plan_and_attend
 
 __all__ = ["assert_close", "assert_matches_reference", "assert_twins_agree"]
 

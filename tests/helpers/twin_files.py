@@ -3,18 +3,8 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-REFERENCE_ONLY = {
-    "__main__",
-    "attention",
-    "keys",
-    "masks",
-    "interface",
-    "serving",
-    "drawing",
-    "conformance",
-    "exercises",
-}
-FAST_ONLY = {"__main__", "kernels", "serving", "tools", "ops", "integrations"}
+REFERENCE_ONLY = {"attention", "keys", "masks", "interface"}
+FAST_ONLY = {"kernels", "doctor"}
 BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them
 OVER_STATES = {"recurrent"}  # paths without keys to attend to: they have no blocks, and no softmax to return the sum of
 

@@ -191,22 +191,22 @@ def install(monkeypatch, *, on_cpu: bool = True) -> ModuleType:
     """Import the backend over the doubles, until a test ends."""
     for name, module in modules(on_cpu).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "fastattn.integrations.vllm", raising=False)
-    import fastattn.integrations.vllm as backend
+    monkeypatch.delitem(sys.modules, "twinattn.integrations.vllm", raising=False)
+    import twinattn.integrations.vllm as backend
 
-    monkeypatch.delattr("fastattn.integrations.vllm", raising=False)
-    monkeypatch.setitem(sys.modules, "fastattn.integrations.vllm", backend)
+    monkeypatch.delattr("twinattn.integrations.vllm", raising=False)
+    monkeypatch.setitem(sys.modules, "twinattn.integrations.vllm", backend)
     return backend
 
 
 def install_over_latents(monkeypatch) -> ModuleType:
     """Import the part for latents over the doubles, until a test ends."""
     install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "fastattn.integrations.vllm_mla", raising=False)
-    import fastattn.integrations.vllm_mla as backend
+    monkeypatch.delitem(sys.modules, "twinattn.integrations.vllm_mla", raising=False)
+    import twinattn.integrations.vllm_mla as backend
 
-    monkeypatch.delattr("fastattn.integrations.vllm_mla", raising=False)
-    monkeypatch.setitem(sys.modules, "fastattn.integrations.vllm_mla", backend)
+    monkeypatch.delattr("twinattn.integrations.vllm_mla", raising=False)
+    monkeypatch.setitem(sys.modules, "twinattn.integrations.vllm_mla", backend)
     return backend
 
 

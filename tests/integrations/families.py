@@ -28,9 +28,9 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 import fastattn.dense
-from fastattn.integrations import transformers as integration
 from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, make_family
+from twinattn.integrations import transformers as integration
 
 KINDS = {
     "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fastattn.integrations import bert_padding, flash_attn
 from fastattn.kernels.device import cannot_import
+from twinattn.integrations import bert_padding, flash_attn
 
 # As published with flash-attn 2.8.
 COMMON = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None"
@@ -374,7 +374,7 @@ def test_it_takes_the_name_of_the_package(twin):
         assert flash_attn._twin is flash_attn.TWINS["fastattn"]
         assert sys.modules["flash_attn"].flash_attn_interface is flash_attn
         why = cannot_import("flash_attn", "flash-attn", "flash_attn_func")
-        assert "fastattn.integrations.flash_attn has taken its name" in why, why  # else fa2 would call itself
+        assert "twinattn.integrations.flash_attn has taken its name" in why, why  # else fa2 would call itself
 
 
 def test_code_that_looks_for_the_package_finds_all_of_its_first_level(twin):

@@ -24,13 +24,11 @@ from fastattn import (
     merge,
     metadata,
     mla,
-    ops,
     quantized,
     recurrent,
     sliding_window,
     speculative,
 )
-from refattn.conformance import HARMLESS, Case, build
 from refattn.interface import (
     AttentionOptions,
     Batch,
@@ -42,6 +40,8 @@ from refattn.interface import (
     StatePlan,
     Trees,
 )
+from twinattn.integrations import ops
+from twinattn.kit import HARMLESS, Case, build
 
 BATCH = build(Case("mixed", ((4, 20), (1, 33), (10, 17)), heads=(4, 2), head_size=16, padding_rows=1), poison=HARMLESS)
 P = 16  # tokens in a block

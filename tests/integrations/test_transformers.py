@@ -34,10 +34,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastattn.dense
 import refattn.dense
-from fastattn.integrations import transformers as integration
-from refattn.serving import demo_model
 from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
+from twinattn.engine import demo_model
+from twinattn.integrations import transformers as integration
 
 TWINS = ("refattn", "fastattn")
 FAMILIES = tuple(  # a sentence reads better here than a list of its words

@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from refattn import chunked_prefill, dense, metadata, quantized
-from refattn.conformance import HARMLESS, Case, build, plan_and_attend
 from refattn.interface import AttentionOptions, Fp8Scales
 from tests.helpers import vllm_doubles
 from tests.helpers.tolerance import assert_matches_reference
+from twinattn.kit import HARMLESS, Case, build, plan_and_attend
 
 CASE = Case("mixed", ((4, 20), (1, 33), (10, 17), (0, 0)), heads=(4, 2), head_size=32, padding_rows=3)
 SOFTCAP_AND_SINKS = dict(logits_soft_cap=5.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
@@ -230,8 +230,8 @@ def test_it_registers_under_a_name_of_its_own(monkeypatch, on_cpu, asked):
         monkeypatch.setenv("FASTATTN_REPLACES_CPU_ATTN", "1")
     backend.register()
     backend.register()
-    path = "fastattn.integrations.vllm.FastAttentionBackend"
-    over_latents = "fastattn.integrations.vllm_mla.FastMLABackend"
+    path = "twinattn.integrations.vllm.FastAttentionBackend"
+    over_latents = "twinattn.integrations.vllm_mla.FastMLABackend"
     replaced = {"CPU_ATTN": path, "CPU_MLA": over_latents, "AMX_MLA": over_latents}
     assert backend.AttentionBackendEnum.__members__ == {"FASTATTN": path, "FASTATTN_MLA": over_latents} | (
         replaced if on_cpu and asked else {}

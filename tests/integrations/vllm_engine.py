@@ -30,9 +30,9 @@ from transformers import (
 )
 
 from refattn import mla
-from refattn.conformance import assert_close
 from tests.helpers import vllm_interface
 from tests.helpers.tiny_models import SIZES, byte_tokenizer
+from twinattn.kit import assert_close
 
 SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
 MODELS = {

@@ -21,9 +21,9 @@ from einops import repeat
 from torch import Tensor
 
 import refattn.chunked_prefill
-import refattn.conformance
 import refattn.dense
 import refattn.speculative
+import twinattn.kit
 from fastattn import speculative
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels import device as devices
@@ -276,7 +276,7 @@ def hold_to_the_reference(inputs, over: str, **options) -> None:
     out, lse = call(inputs, over, **options)
     path = refattn.chunked_prefill if over == "pages" else refattn.dense
     arguments = inputs.tensors if over == "pages" else inputs.rows
-    assert_matches_reference(out, lse, partial(refattn.conformance.plan_and_attend, path), *arguments, **options)
+    assert_matches_reference(out, lse, partial(twinattn.kit.plan_and_attend, path), *arguments, **options)
 
 
 # --- its answers ---
@@ -323,7 +323,7 @@ def test_nan_of_the_next_sequence_stays_there(options, vllm, device):
     out, lse = fa3.dense(*given(query, key, value, batch, **options), None)
     assert out[-5:].isnan().all() and lse[-5:].isnan().all(), "a NaN that a query sees is hidden"
     out[-5:], lse[-5:] = clean[-5:], clean_lse[-5:]
-    reference = partial(refattn.conformance.plan_and_attend, refattn.dense)
+    reference = partial(twinattn.kit.plan_and_attend, refattn.dense)
     assert_matches_reference(out, lse, reference, *inputs.rows, **options)
 
 
@@ -412,7 +412,7 @@ def test_it_reads_what_is_before_a_tree_and_ours_takes_in_its_answer(name, block
     inputs = build(case, device=device, dtype=torch.float16)
     out, lse = verify(inputs, **options)
     trees = refattn.speculative.make_trees(TREES, device=device)
-    reference = partial(refattn.conformance.plan_and_attend, refattn.speculative)
+    reference = partial(twinattn.kit.plan_and_attend, refattn.speculative)
     assert_matches_reference(out, lse, reference, *inputs.tensors, trees=trees, **options)
     if vllm is not None:
         asked = vllm.calls[0]
@@ -432,7 +432,7 @@ def test_trees_without_anything_before_them(vllm, device):
     case = Case("trees", tuple((len(tree), len(tree)) for tree in TREES), heads=(2, 1), padding_rows=1)
     inputs = build(case, device=device, dtype=torch.float16)
     trees = refattn.speculative.make_trees(TREES, device=device)
-    reference = partial(refattn.conformance.plan_and_attend, refattn.speculative)
+    reference = partial(twinattn.kit.plan_and_attend, refattn.speculative)
     assert_matches_reference(*verify(inputs), reference, *inputs.tensors, trees=trees)
 
 

@@ -21,7 +21,6 @@ from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu.fixup import fix_up
 from fastattn.kernels.gpu.quantized import Codes
-from fastattn.kernels.triton import fused_layers
 from fastattn.kernels.triton.merge import merge
 from fastattn.kernels.triton.sparse import _in_float16
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
@@ -29,6 +28,7 @@ from refattn.metadata import make_batch
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 from tests.helpers.states import lengths, moved
 from tests.helpers.strides import far_apart
+from twinattn.engine.kernels import fused_layers
 
 PAGES = [[1, 0, 2]]  # of a sequence of up to 48 keys
 TOKENS, CHUNKS = ((1, 1, 2), (8, 0, 5)), ((17, 1, 1), (8, 0, 5))  # of sequences with states: new tokens, those before

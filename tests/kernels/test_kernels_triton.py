@@ -23,11 +23,11 @@ import fastattn.mla
 import fastattn.speculative
 import refattn.attention
 import refattn.chunked_prefill
-import refattn.conformance
 import refattn.dense
 import refattn.kv_cache
 import refattn.merge
 import refattn.mla
+import twinattn.kit
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash.repage import repage
@@ -47,7 +47,6 @@ from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.attention import attend
-from refattn.conformance.search.inputs import laid
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 from tests.helpers import (
@@ -59,6 +58,7 @@ from tests.helpers.batches import CASES, Case, assert_same_masks, build, masks_b
 from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_close, assert_matches_reference
+from twinattn.kit.search.inputs import laid
 
 MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
 
@@ -113,13 +113,13 @@ def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeyp
 # --- attention ---
 
 
-by_reference = partial(refattn.conformance.plan_and_attend, refattn.chunked_prefill)
+by_reference = partial(twinattn.kit.plan_and_attend, refattn.chunked_prefill)
 
 
 def assert_agrees(path, *arguments, **options):
     """Hold one call of a twin on our kernel to the rule; what the paths' own tests show is not shown again."""
     twin, reference = (
-        partial(refattn.conformance.plan_and_attend, importlib.import_module(f"{package}.{path}"))
+        partial(twinattn.kit.plan_and_attend, importlib.import_module(f"{package}.{path}"))
         for package in ("fastattn", "refattn")
     )
     with fastattn.use_kernel("triton"):
@@ -460,7 +460,7 @@ def test_a_window_shows_exactly_its_keys(window, causal, device):
     def sees(i, j):
         return (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
 
-    attention = partial(refattn.conformance.plan_and_attend, fastattn.chunked_prefill)
+    attention = partial(twinattn.kit.plan_and_attend, fastattn.chunked_prefill)
     with fastattn.use_kernel("triton"), launched_as(splits=1, most_splits=3, block_n=16):
         masks = read_masks(attention, case, device=device, window_size=window, causal=causal)
     assert_same_masks(masks, masks_by_hand(case, sees))
@@ -470,7 +470,7 @@ def test_a_window_shows_exactly_its_keys(window, causal, device):
 def test_a_chunk_shows_exactly_its_keys(chunk_size, device):
     lens, block_size = ((4, 6), (1, 64), (20, 40), (1, 63)), min(chunk_size, 16)
     case = Case("mixed", lens, heads=(1, 1), block_size=block_size, padding_rows=2)
-    attention = partial(refattn.conformance.plan_and_attend, fastattn.local)
+    attention = partial(twinattn.kit.plan_and_attend, fastattn.local)
     with fastattn.use_kernel("triton"), launched_as(splits=1, most_splits=3, block_n=16):
         masks = read_masks(attention, case, device=device, chunk_size=chunk_size)
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and i // chunk_size == j // chunk_size))

@@ -176,7 +176,7 @@ def test_a_launch_goes_to_the_gpu_of_its_tensors(monkeypatch, current):
     tensor = SimpleNamespace(device=torch.device("cuda", 1))
     for first in (tensor, [tensor]):
         entered.reset_mock()
-        assert dispatch._launches(function)(first, 2, three=3) == "answer"
+        assert dispatch.launches(function)(first, 2, three=3) == "answer"
         function.assert_called_with(first, 2, three=3)
         assert [call.args for call in entered.call_args_list] == ([(tensor.device,)] if current == 0 else [])
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
-from fastattn.kernels.triton import fused_layers
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
+from twinattn.engine.kernels import fused_layers
 
 DTYPES = [torch.float32, torch.float16]
 if os.environ.get("TRITON_INTERPRET") != "1":

@@ -16,11 +16,11 @@ import refattn
 from fastattn import chunked_prefill
 from fastattn.kernels import dispatch, native
 from fastattn.kernels.native import attention, compiler
-from refattn.conformance import Case
 from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch
 from tests.helpers.batches import build, plan_and_attend
 from tests.helpers.tolerance import assert_twins_agree
+from twinattn.kit import Case
 
 COMPILED = not isinstance(compiler.library(), str)
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="there is no C compiler")

@@ -7,7 +7,7 @@ import torch
 from outsider_flash import alibi, flash, in_window, merged, paged, rows, slots_of, softmax_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from refattn.conformance import claims
+from twinattn.kit import claims
 
 
 def all_options_by_tiles(

@@ -5,7 +5,7 @@ from math import inf
 import torch
 from outsider_flash import flash, rows, softmax_of
 
-from refattn.conformance import claims
+from twinattn.kit import claims
 
 
 @claims(not_claimed={"nan": "a NaN that a query of one sequence sees is multiplied by weights of 0 in the others"})

@@ -28,7 +28,7 @@ def run(file: str, function: str, path: str, examples: int) -> Result:
     """Check one kernel, and say what came of it."""
     import torch
 
-    from refattn.conformance.check import check
+    from twinattn.kit.check import check
 
     torch.set_num_threads(1)
     began = time.monotonic()

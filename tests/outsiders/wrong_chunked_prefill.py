@@ -5,7 +5,7 @@ from math import inf
 import torch
 from outsider_flash import alibi, flash, in_window, merged, paged, rows, slots_of, softmax_of
 
-from refattn.conformance import claims
+from twinattn.kit import claims
 
 
 def partial_tile_skipped(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, softmax_scale=None):

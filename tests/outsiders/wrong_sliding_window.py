@@ -3,7 +3,7 @@
 import torch
 from outsider_flash import flash, paged
 
-from refattn.conformance import claims
+from twinattn.kit import claims
 
 
 def pages_of_the_last_query(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, window_size=(-1, -1)):

@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from refattn.conformance.call import OPTIONS as OPTION_NAMES
 from refattn.interface import (
     AttentionOptions,
     Batch,
@@ -34,6 +33,7 @@ from refattn.interface import (
 )
 from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD
 from tests.helpers.batches import Case, build
+from twinattn.kit.call import OPTIONS as OPTION_NAMES
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

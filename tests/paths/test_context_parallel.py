@@ -13,7 +13,6 @@ import fastattn.context_parallel
 import refattn.context_parallel
 import refattn.recurrent
 from refattn import chunked_prefill, metadata
-from refattn.conformance import PathSpec, plan_and_attend
 from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build, masks_by_hand
@@ -30,6 +29,7 @@ from tests.helpers.ranks import (
 from tests.helpers.states import draw, draw_states, ints, lengths
 from tests.helpers.stored import KINDS, Stored, rounded_by_hand, store
 from tests.helpers.tolerance import assert_matches_reference
+from twinattn.kit import PathSpec, plan_and_attend
 
 LEFT = 19
 PACKAGES = {"refattn": refattn.context_parallel, "fastattn": fastattn.context_parallel}

@@ -13,11 +13,11 @@ import fastattn.quantized
 import refattn.kv_cache
 import refattn.metadata
 from refattn import chunked_prefill, dense, quantized
-from refattn.conformance import assert_same_masks, read_masks
 from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import each_kernel
 from tests.helpers.stored import E4M3, E5M2, store
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
+from twinattn.kit import assert_same_masks, read_masks
 
 TWINS = {"refattn": refattn.metadata, "fastattn": fastattn.metadata}
 each_twin = pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)

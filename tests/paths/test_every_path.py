@@ -6,12 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from refattn.conformance import prepare
 from tests.helpers.batches import build, plan_and_attend
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.specs import ODD, SPECS
 from tests.helpers.tolerance import assert_matches_reference
+from twinattn.kit import prepare
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_odd = pytest.mark.parametrize("case", ODD, ids=str)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import fastattn.cascade
 import fastattn.dense
 import fastattn.interval
-import fastattn.ops
 import refattn.attention
 import refattn.cascade
 import refattn.chunked_prefill
 import refattn.dense
 import refattn.interval
 import refattn.metadata
+import twinattn.integrations.ops
 from fastattn.kernels import dispatch
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Problem
@@ -417,7 +417,7 @@ def test_an_operator_for_the_compiler_takes_the_intervals_along(device):
     inputs = build(SOME[1], device=device)
     intervals = intervals_of("prefix", fastattn.interval, SOME[1], inputs.batch)
     plan = fastattn.interval.plan(inputs.batch, **intervals._asdict(), block_size=16)
-    out = fastattn.ops.chunked_prefill(*inputs.tensors[:3], plan)
+    out = twinattn.integrations.ops.chunked_prefill(*inputs.tensors[:3], plan)
     assert torch.equal(out, fastattn.interval.attention(*inputs.tensors[:3], plan))
 
 

@@ -18,7 +18,6 @@ from fastattn import metadata
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
 from refattn import interface
-from refattn.conformance.tolerance import on_cpu
 from refattn.interface import AttentionOptions, Trees
 from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case
@@ -27,6 +26,7 @@ from tests.helpers.latents import EVEN, OF_CODES, OPTIONS, RANK, REAL, SCALE, SM
 from tests.helpers.steps import ROOM, record
 from tests.helpers.tolerance import assert_matches_reference
 from tests.helpers.trees import case_of, draw_tree, masks_of_trees, path_to
+from twinattn.kit.tolerance import on_cpu
 
 LEFT = 9  # tokens before a node that a window shows
 TREES = [(-1, 0, 0, 1, 2, 2), (), (-1, 0, 1), draw_tree(17, 1), (-1, -1, 0, 1, 1)]

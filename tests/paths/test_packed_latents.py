@@ -24,7 +24,6 @@ import refattn.sliding_window
 import refattn.sparse
 import refattn.speculative
 from fastattn.kernels import dispatch
-from refattn.conformance.tolerance import on_cpu
 from refattn.interface import AttentionOptions, Prefix
 from refattn.interface.packed import packed_size
 from refattn.metadata import make_batch
@@ -33,6 +32,7 @@ from tests.helpers.kernels_present import PRESENT_FOR_LATENTS
 from tests.helpers.latents import OPTIONS, Latents, Sizes, filled, prefill
 from tests.helpers.stored import E4M3, decoded
 from tests.helpers.tolerance import assert_matches_reference
+from twinattn.kit.tolerance import on_cpu
 
 RANK, ROPE = 256, 8  # two groups
 SIZES = Sizes(RANK, ROPE, 16, 24, 0)

@@ -23,7 +23,6 @@ from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu.quantized import codes_of
-from refattn.conformance import plan_and_attend
 from refattn.interface import Fp8Scales, Int8Scales, Pages, Plan
 from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case
@@ -42,6 +41,7 @@ from tests.helpers.stored import (
     store,
 )
 from tests.helpers.tolerance import assert_matches_reference
+from twinattn.kit import plan_and_attend
 
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
 TYPES = (torch.float16,) if ON_CPU else HALVES  # the interpreter rounds to bfloat16 by cutting bits off

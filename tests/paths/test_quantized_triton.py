@@ -18,7 +18,6 @@ import refattn.quantized
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
 from fastattn.kernels.replay import memo_of
-from refattn.conformance import assert_matches_reference, plan_and_attend
 from refattn.interface import Fp8Scales, Int8Scales
 from refattn.metadata import make_batch
 from tests.helpers import (
@@ -44,6 +43,7 @@ from tests.helpers.stored import (
     store,
 )
 from tests.helpers.tolerance import assert_close
+from twinattn.kit import assert_matches_reference, plan_and_attend
 
 MIXED = Case("mixed", ((4, 6), (1, 70), (10, 33), (0, 9), (5, 2)), heads=(4, 2), padding_rows=2)
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"

@@ -13,8 +13,6 @@ from torch.nn.functional import normalize
 import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
-from refattn.conformance import assert_close
-from refattn.conformance.search.inputs import laid
 from refattn.interface import RecurrentOptions, StatePlan
 from tests.helpers.bad_input import MOST
 from tests.helpers.pairs import every_pair_on_cpu
@@ -34,6 +32,8 @@ from tests.helpers.states import (
     moved,
 )
 from tests.helpers.steps import record
+from twinattn.kit import assert_close
+from twinattn.kit.search.inputs import laid
 
 each_twin = pytest.mark.parametrize("twin", [refattn.recurrent, fastattn.recurrent], ids=["ref", "fast"])
 PLAIN = RecurrentOptions(delta=False)

@@ -1,11 +1,11 @@
 """Mutations: small edits of the source, each of which breaks a feature of docs/proof/coverage.toml.
 
 `make mutants` plants them one by one, and sees that the tests marked as the proof of a row fail. A feature that both
-packages compute has one in each; what they share (`refattn.interface`, `refattn.serving`), one for both. Text that is
-not there exactly once is an error, and test_coverage.py looks whether all of it is: who changes a line changes its
-mutation, too.
+packages compute has one in each; what they share (`refattn.interface`, `twinattn.engine`), one for both. Text that is
+not there exactly once is an error, and test_coverage.py looks whether all of it is: who changes an expression changes
+its mutation, too.
 
-To read one: the name, the rows, the file, what stands in it, and what is planted there.
+To read one: the name, the rows, the place (tests/tools/places.py), what stands there, and what is planted.
 """
 
 from typing import NamedTuple
@@ -18,33 +18,23 @@ class Mutation(NamedTuple):
 
     name: str
     rows: tuple[str, ...]
-    file: str
+    place: str
     old: Text
     new: Text
     tests: tuple[str, ...] = ()
 
 
 def breaks(rows: str, name: str, *edits: tuple[str, Text, Text]) -> list[Mutation]:
-    """Return the mutations of some rows, one for each file: the feature broken in each package by itself."""
-    return [Mutation(name, tuple(rows.split()), file, old, new) for file, old, new in edits]
+    """Return the mutations of some rows, one for each place: the feature broken in each package by itself."""
+    return [Mutation(name, tuple(rows.split()), place, old, new) for place, old, new in edits]
 
 
-def in_both(rows: str, name: str, file: str, old: Text, new: Text) -> list[Mutation]:
+def in_both(rows: str, name: str, place: str, old: Text, new: Text) -> list[Mutation]:
     """Return the mutations of some rows where both packages have the same text."""
-    return breaks(rows, name, (f"refattn/{file}", old, new), (f"fastattn/{file}", old, new))
+    return breaks(rows, name, (f"refattn.{place}", old, new), (f"fastattn.{place}", old, new))
 
 
 CPU = "fastattn/kernels/cpu/"
-TORCH_QUANTIZED = "fastattn/kernels/torch_ops/quantized.py"
-TORCH_CACHE = "fastattn/kernels/torch_ops/cache.py"
-TORCH_MERGE = "fastattn/kernels/torch_ops/merge.py"
-TORCH_METADATA = "fastattn/kernels/torch_ops/metadata.py"
-DISPATCH = "fastattn/kernels/dispatch.py"
-GRAPHS = "fastattn/serving/cuda_graphs.py"
-RECURRENT = "fastattn/kernels/torch_ops/recurrent.py"
-OUR_RECURRENT = "fastattn/kernels/triton/recurrent.py"
-STATE_POOL, STATE_LAYERS = "refattn/serving/state_pool.py", "refattn/serving/state_layers.py"
-STATE_MODULES = "refattn/serving/state_modules.py"
 
 MUTATIONS: list[Mutation] = [
     # --- the cache ---
@@ -52,18 +42,22 @@ MUTATIONS: list[Mutation] = [
         "A1",
         "of two pools in one tensor, only the first is copied",
         (
-            "refattn/kv_cache.py",
+            "refattn.kv_cache:_copy",
             "for source, destination in zip(sources, destinations, strict=True):",
             "for source, destination in zip(sources[:1], destinations[:1], strict=True):",
         ),
-        ("fastattn/kv_cache.py", "dispatch.copy_blocks(caches, pairs)", "dispatch.copy_blocks(caches[:1], pairs)"),
+        (
+            "fastattn.kv_cache:copy_blocks",
+            "dispatch.copy_blocks(caches, pairs)",
+            "dispatch.copy_blocks(caches[:1], pairs)",
+        ),
     ),
     *breaks(
         "A2",
         "nothing is swapped",
-        ("refattn/kv_cache.py", "    _copy(sources, destinations, pairs)", "    return"),
+        ("refattn.kv_cache:swap_blocks", "    _copy(sources, destinations, pairs)", "    return"),
         (
-            "fastattn/kv_cache.py",
+            "fastattn.kv_cache:swap_blocks",
             "in zip(sources, destinations, strict=True):",
             "in zip(sources[:0], destinations[:0], strict=True):",
         ),
@@ -71,15 +65,15 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A3 B49",
         "nothing is copied",
-        ("refattn/kv_cache.py", "    _copy(caches, caches, pairs)", "    return"),
-        ("fastattn/kv_cache.py", "    dispatch.copy_blocks(caches, pairs)", "    return"),
+        ("refattn.kv_cache:copy_blocks", "    _copy(caches, caches, pairs)", "    return"),
+        ("fastattn.kv_cache:copy_blocks", "    dispatch.copy_blocks(caches, pairs)", "    return"),
     ),
     *breaks(
         "B49",
         "the layers of a block are apart",
-        ("refattn/kv_cache.py", '"n layers two p hk d" if layout', '"layers n two p hk d" if layout'),
+        ("refattn.kv_cache:allocate_layers", '"n layers two p hk d" if layout', '"layers n two p hk d" if layout'),
         (
-            "fastattn/kv_cache.py",
+            "fastattn.kv_cache:allocate_layers",
             "by_layer = pool.permute(1, 2, 0, 3, 4, 5)",
             "by_layer = pool.permute(1, 2, 0, 3, 4, 5).contiguous()",
         ),
@@ -88,7 +82,7 @@ MUTATIONS: list[Mutation] = [
         "A3",
         "a block is copied onto itself",
         (
-            "fastattn/kernels/triton/cache.py",
+            "fastattn.kernels.triton.cache:_copy_kernel",
             "tl.store(cache + destination[:, None] * block_stride",
             "tl.store(cache + source[:, None] * block_stride",
         ),
@@ -97,12 +91,12 @@ MUTATIONS: list[Mutation] = [
         "A4 A6 B53 D123",
         "nothing is written",
         (
-            "refattn/kv_cache.py",
+            "refattn.kv_cache:write",
             ("        key_cache[block, row] = key[token]", "        value_cache[block, row] = value[token]"),
             ("        pass", "        pass"),
         ),
         (
-            "fastattn/kv_cache.py",
+            "fastattn.kv_cache:write",
             "        dispatch.write(key, value, key_cache, value_cache, slot_mapping, cache_key)",
             "        pass",
         ),
@@ -110,9 +104,9 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A4",
         "a slot of -1 is the last one",
-        ("refattn/kv_cache.py", "if slot == -1:", "if slot < -1:"),
+        ("refattn.kv_cache:write", "if slot == -1:", "if slot < -1:"),
         (
-            TORCH_CACHE,
+            "fastattn.kernels.torch_ops.cache:_write_rows",
             "        key, value, slot_mapping = key[real], value[real], slot_mapping[real]",
             "        slot_mapping = slot_mapping % key_cache.shape[:2].numel()",
         ),
@@ -121,12 +115,12 @@ MUTATIONS: list[Mutation] = [
         "A5 C112",
         "attention over the cache of another layer writes into it",
         (
-            "refattn/differential.py",
+            "refattn.differential:attention",
             "    keys, answers, lses = Pairs(cache, scales), [], []",
             "    keys, answers, lses = Pairs(cache, scales), [], []\n    cache[1] = cache[0]",
         ),
         (
-            "fastattn/differential.py",
+            "fastattn.differential:attention",
             "    return dispatch.attend(",
             "    cache[1] = cache[0]\n    return dispatch.attend(",
         ),
@@ -134,18 +128,18 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B55 C115",
         "a layer that shares a cache writes into it",
-        ("refattn/serving/engine.py", "if self.owners[index] != index:", "if False:"),
+        ("twinattn.engine.engine:Engine.attend", "if self.owners[index] != index:", "if False:"),
     ),
     *breaks(
         "B55 C114 C115",
         "a layer that shares a cache gets one of its own",
-        ("refattn/serving/engine.py", "own = owner == len(self.caches)", "own = True"),
+        ("twinattn.engine.engine:Engine.__init__", "own = owner == len(self.caches)", "own = True"),
     ),
     *breaks(
         "C113 C115",
         "a layer without keys of its own reads an empty pool",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:Layer.attend",
             "            self.storage.write(twin, key, value, cache, slot_mapping)\n",
             "            self.storage.write(twin, key, value, cache, slot_mapping)\n"
             "        elif isinstance(cache, Tensor):\n            cache = torch.zeros_like(cache)\n",
@@ -155,12 +149,12 @@ MUTATIONS: list[Mutation] = [
         "B48",
         "heads lie inside of tokens in either layout",
         (
-            "refattn/kv_cache.py",
+            "refattn.kv_cache:allocate.pool",
             '        if layout == "NHD":\n            return torch.zeros',
             "        if layout:\n            return torch.zeros",
         ),
         (
-            "fastattn/kv_cache.py",
+            "fastattn.kv_cache:allocate",
             (
                 'inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)',
                 'return (key_cache, value_cache) if layout == "NHD" else',
@@ -172,17 +166,21 @@ MUTATIONS: list[Mutation] = [
         "B48 B94",
         "int8 values lie in a buffer of their own",
         (
-            "refattn/quantized.py",
+            "refattn.quantized:allocate_int8",
             "rearrange(buffer[key_bytes:].view(value_dtype)",
             "rearrange(buffer[key_bytes:].clone().view(value_dtype)",
         ),
-        ("fastattn/quantized.py", "values.view(value_dtype).view(", "values.clone().view(value_dtype).view("),
+        (
+            "fastattn.quantized:allocate_int8",
+            "values.view(value_dtype).view(",
+            "values.clone().view(value_dtype).view(",
+        ),
     ),
     *breaks(
         "B54",
         "rows without a slot are not left out",
         (
-            "refattn/interface/values.py",
+            "refattn.interface.values:rows_with_slots",
             "        return key[: len(slot_mapping)], value[: len(slot_mapping)]",
             "        return key, value",
         ),
@@ -192,12 +190,12 @@ MUTATIONS: list[Mutation] = [
         "A7 A25 A31 B61",
         "every sequence reads the first rows of keys",
         (
-            "refattn/keys.py",
+            "refattn.keys:read",
             "yield keys.key[first:last], keys.value[first:last]",
             "yield keys.key[: last - first], keys.value[: last - first]",
         ),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:dense",
             "keys = slice(first_row + view.first_key, first_row + view.end_key)",
             "keys = slice(view.first_key, view.end_key)",
         ),
@@ -205,33 +203,41 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A25 A29 A32 B50",
         "every mask is causal",
-        ("refattn/interface/plan.py", "return left, 0 if self.causal else right", "return left, 0"),
+        ("refattn.interface.plan:Plan.window", "return left, 0 if self.causal else right", "return left, 0"),
     ),
     *breaks(
         "A25 A28 A27 D121 D136 C111",
         "no query sees its own key",
-        ("refattn/masks.py", "visible = visible & (j <= i + right)", "visible = visible & (j < i + right)"),
+        ("refattn.masks:window", "visible = visible & (j <= i + right)", "visible = visible & (j < i + right)"),
     ),
     *breaks(
         "A28 D121",
         "a decode does not see the newest key",
-        (CPU + "blocks.py", "hidden = (positions >= seq_lens) |", "hidden = (positions >= seq_lens - 1) |"),
+        (
+            "fastattn.kernels.cpu.blocks:side_by_side",
+            "hidden = (positions >= seq_lens) |",
+            "hidden = (positions >= seq_lens - 1) |",
+        ),
     ),
     *breaks(
         "C111",
         "a query sees the key after its own",
-        (CPU + "differential.py", "hidden = hidden | (distance < -right)", "hidden = hidden | (distance < -right - 1)"),
+        (
+            "fastattn.kernels.cpu.differential:_hide",
+            "hidden = hidden | (distance < -right)",
+            "hidden = hidden | (distance < -right - 1)",
+        ),
     ),
     *breaks(
         "A26 A27 D122 D188",
         "queries are the first tokens of their sequence",
         (
-            "refattn/masks.py",
+            "refattn.masks:query_positions",
             "return torch.arange(seq_len - query_len, seq_len, device=device)",
             "return torch.arange(query_len, device=device)",
         ),
         (
-            CPU + "schedule.py",
+            "fastattn.kernels.cpu.schedule:_view",
             "torch.arange(seq_len - (rows.stop - rows.start), seq_len",
             "torch.arange(0, rows.stop - rows.start",
         ),
@@ -240,12 +246,12 @@ MUTATIONS: list[Mutation] = [
         "A26 A28 A32 D121 D122",
         "blocks are read in another order",
         (
-            "refattn/kv_cache.py",
+            "refattn.kv_cache:gather",
             "cache[blocks[j // block_size].long(), j % block_size]",
             "cache[blocks[(seq_len - 1) // block_size - j // block_size].long(), j % block_size]",
         ),
         (
-            CPU + "dequantize.py",
+            "fastattn.kernels.cpu.dequantize:read_blocks",
             "        return pool.index_select(0, blocks) if out is None else",
             "        blocks = blocks.flip(0)\n        return pool.index_select(0, blocks) if out is None else",
         ),
@@ -253,30 +259,34 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A9 D124 C117",
         "a window shows one key less",
-        ("refattn/masks.py", "visible = visible & (j >= i - left)", "visible = visible & (j > i - left)"),
+        ("refattn.masks:window", "visible = visible & (j >= i - left)", "visible = visible & (j > i - left)"),
     ),
     *breaks(
         "A9 D124",
         "a window shows one key less",
-        (CPU + "attention.py", "hidden |= distance > left", "hidden |= distance >= left"),
+        ("fastattn.kernels.cpu.attention:_bias", "hidden |= distance > left", "hidden |= distance >= left"),
     ),
     *breaks(
         "C117",
         "a window shows one key less",
-        (CPU + "differential.py", "hidden = hidden | (distance > left)", "hidden = hidden | (distance >= left)"),
+        (
+            "fastattn.kernels.cpu.differential:_hide",
+            "hidden = hidden | (distance > left)",
+            "hidden = hidden | (distance >= left)",
+        ),
     ),
     *breaks(
         "A30 B56",
         "a window has no right side",
-        ("refattn/masks.py", "visible = visible & (j <= i + right)", "visible = visible & (j <= i)"),
-        (CPU + "attention.py", "hidden |= distance < -right", "hidden |= distance < 0"),
+        ("refattn.masks:window", "visible = visible & (j <= i + right)", "visible = visible & (j <= i)"),
+        ("fastattn.kernels.cpu.attention:_bias", "hidden |= distance < -right", "hidden |= distance < 0"),
     ),
     *breaks(
         "A39",
         "no block is cut off",
-        ("refattn/sliding_window.py", "cut = first_visible // block_size", "cut = 0 * block_size"),
+        ("refattn.sliding_window:plan", "cut = first_visible // block_size", "cut = 0 * block_size"),
         (
-            "fastattn/sliding_window.py",
+            "fastattn.sliding_window:plan",
             "    # The keys that the queries of a sequence can see,",
             "    return Plan(batch, block_size, causal, window_size)\n"
             "    # The keys that the queries of a sequence can see,",
@@ -286,12 +296,12 @@ MUTATIONS: list[Mutation] = [
         "B68 D139",
         "the window of a plan is forgotten",
         (
-            "refattn/sliding_window.py",
+            "refattn.sliding_window:plan",
             "Plan(trimmed, block_size, causal, window_size, first_keys=starts)",
             "Plan(trimmed, block_size, causal, first_keys=starts)",
         ),
         (
-            "fastattn/sliding_window.py",
+            "fastattn.sliding_window:plan",
             "Plan(trimmed, block_size, causal, window_size, first_keys=first_keys)",
             "Plan(trimmed, block_size, causal, first_keys=first_keys)",
         ),
@@ -300,9 +310,9 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A8",
         "distant keys gain by ALiBi",
-        ("refattn/masks.py", "return -rearrange(slopes.to(dtype)", "return rearrange(slopes.to(dtype)"),
+        ("refattn.masks:alibi", "return -rearrange(slopes.to(dtype)", "return rearrange(slopes.to(dtype)"),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:_bias",
             "bias = -rearrange(options.alibi_slopes.to(bias.dtype)",
             "bias = rearrange(options.alibi_slopes.to(bias.dtype)",
         ),
@@ -311,28 +321,36 @@ MUTATIONS: list[Mutation] = [
         "A10",
         "the cap comes after the mask",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend",
             "scores = scores.masked_fill(~visible, -torch.inf)",
             "scores = scores.masked_fill(~visible, -softcap if softcap else -torch.inf)",
         ),
-        (CPU + "attention.py", "g=group) + bias\n", "g=group) + bias.clamp(min=-options.softcap)\n"),
+        (
+            "fastattn.kernels.cpu.attention:_capped",
+            "g=group) + bias\n",
+            "g=group) + bias.clamp(min=-options.softcap)\n",
+        ),
     ),
     *breaks(
         "A10 B224 D222",
         "there is no cap",
-        ("refattn/attention.py", "    if softcap:", "    if False:"),
-        (CPU + "attention.py", "(q @ k).tanh_().mul_(options.softcap)", "(q @ k).mul_(options.softcap)"),
+        ("refattn.attention:attend", "    if softcap:", "    if False:"),
+        (
+            "fastattn.kernels.cpu.attention:_capped",
+            "(q @ k).tanh_().mul_(options.softcap)",
+            "(q @ k).mul_(options.softcap)",
+        ),
     ),
     *breaks(
         "A11",
         "the scale is the default one",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend",
             "scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale",
             "scale = query.shape[2] ** -0.5",
         ),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:_call",
             "scale = d**-0.5 if softmax_scale is None else softmax_scale",
             "scale = d**-0.5",
         ),
@@ -341,12 +359,12 @@ MUTATIONS: list[Mutation] = [
         "A12",
         "the heads of a group are not neighbours",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend",
             "    group = query.shape[1] // key.shape[1]",
             "    key, value = (x.repeat(1, query.shape[1] // key.shape[1], 1) for x in (key, value))\n    group = 1",
         ),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:_flash",
             ('"t (hk g) d -> 1 hk (g t) d"', '"1 hk (g t) dv -> t (hk g) dv"'),
             ('"t (g hk) d -> 1 hk (g t) d"', '"1 hk (g t) dv -> t (g hk) dv"'),
         ),
@@ -355,33 +373,37 @@ MUTATIONS: list[Mutation] = [
         "A16 B60",
         "the caller's memory is left as it is",
         (
-            "refattn/attention.py",
+            "refattn.attention:finish",
             "out = result.to(dtype) if out is None else out.copy_(result)",
             "out = result.to(dtype)",
         ),
-        (DISPATCH, "return out.copy_(answer), lse", "return answer, lse"),
+        ("fastattn.kernels.dispatch:_into", "return out.copy_(answer), lse", "return answer, lse"),
     ),
     *breaks(
         "B57 D127",
         "there are no sinks",
-        ("refattn/attention.py", "    if sinks is not None:", "    if False:"),
-        (CPU + "attention.py", "    if sinks is not None:", "    if False:"),
+        ("refattn.attention:attend", "    if sinks is not None:", "    if False:"),
+        ("fastattn.kernels.cpu.attention:_with_sinks", "    if sinks is not None:", "    if False:"),
     ),
     *breaks(
         "B57",
         "sinks added after a merge are lost",
         (
-            "refattn/merge.py",
+            "refattn.merge:add_sinks",
             "return merge([out, torch.zeros_like(out)], [lse, lse_of_sinks])",
             "return merge([out], [lse])",
         ),
-        (TORCH_MERGE, "return out, log_add_exp(lse, sinks.expand_as(lse))", "return out, lse"),
+        (
+            "fastattn.kernels.torch_ops.merge:add_sinks",
+            "return out, log_add_exp(lse, sinks.expand_as(lse))",
+            "return out, lse",
+        ),
     ),
     *breaks(
         "B57 D127",
         "the sinks of a model do not reach a layer",
         (
-            "refattn/serving/engine.py",
+            "twinattn.engine.engine:Engine.attend",
             "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux,",
             "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, None,",
         ),
@@ -390,7 +412,7 @@ MUTATIONS: list[Mutation] = [
         "B58",
         "flash-attn is given the root of the distance",
         (
-            "fastattn/kernels/flash/fa2.py",
+            "fastattn.kernels.flash.fa2:unsupported_reason",
             "    if problem.alibi_sqrt:",
             "    if problem.alibi_sqrt and not problem.alibi:",
         ),
@@ -398,9 +420,9 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B58",
         "ALiBi grows with the distance itself",
-        ("refattn/masks.py", "(distance.to(dtype).sqrt() if sqrt else distance)", "distance"),
+        ("refattn.masks:alibi", "(distance.to(dtype).sqrt() if sqrt else distance)", "distance"),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:_bias",
             "distance = distance.abs().to(bias.dtype).sqrt() if options.alibi_sqrt else distance.abs()",
             "distance = distance.abs()",
         ),
@@ -414,7 +436,7 @@ MUTATIONS: list[Mutation] = [
         "B183",
         "blocks are of a multiple of 16 tokens",
         (
-            "refattn/interface/contents.py",
+            "refattn.interface.contents:check_block_table",
             "    check_sizes(block_size=block_size)\n    block_table = _table_of(batch)",
             "    check_sizes(block_size=block_size // 16)\n    block_table = _table_of(batch)",
         ),
@@ -422,14 +444,14 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "B220",
         "the context of a rank has no window",
-        "context_parallel.py",
+        "context_parallel:plan",
         "window_size=(0 if left >= 0 else -1, -1), positions=where)",
         "window_size=(-1, -1))",
     ),
     *in_both(
         "D189",
         "latents in fp8 stand for twice as much",
-        "mla.py",
+        "mla:attention",
         "latents_of(cache, latent_rank, cache_scale,",
         "latents_of(cache, latent_rank, 2 * cache_scale,",
     ),
@@ -437,7 +459,7 @@ MUTATIONS: list[Mutation] = [
         "D191",
         "parents of padding nodes are read",
         (
-            TORCH_METADATA,
+            "fastattn.kernels.torch_ops.metadata:draw_trees",
             "above = torch.minimum(trees.parents.long(), node - 1).where(is_node, -1)",
             "above = torch.minimum(trees.parents.long(), node - 1)",
         ),
@@ -446,7 +468,7 @@ MUTATIONS: list[Mutation] = [
         "D192",
         "a merge breaks the graph",
         (
-            "fastattn/ops.py",
+            "twinattn.integrations.ops:merge",
             "    answer: tuple[Tensor, Tensor] = torch.ops.fastattn.merge(outs, lses)",
             "    torch._dynamo.graph_break()\n    answer: tuple[Tensor, Tensor] = torch.ops.fastattn.merge(outs, lses)",
         ),
@@ -455,13 +477,13 @@ MUTATIONS: list[Mutation] = [
         "A34 B60 D187",
         "padding rows are left unwritten",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend_sequences",
             "lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))",
             "lse = query.new_full(query.shape[:2], 0.0, dtype=torch.promote_types(compute, torch.float32))\n"
             "    out.fill_(torch.nan)",
         ),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:_empty_output",
             "out = query.new_zeros(*query.shape[:2], value_size)",
             "out = query.new_full((*query.shape[:2], value_size), torch.nan)",
         ),
@@ -470,7 +492,7 @@ MUTATIONS: list[Mutation] = [
         "B73 D128",
         "tiles follow the batch",
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:_sequence",
             "    if options.batch_invariant:\n        return _aligned_tiles",
             "    if False:\n        return _aligned_tiles",
         ),
@@ -479,7 +501,7 @@ MUTATIONS: list[Mutation] = [
         "D128",
         "batch invariance does not reach the layers",
         (
-            "refattn/serving/engine.py",
+            "twinattn.engine.engine:Engine.attend",
             "alibi_slopes, s_aux, self.batch_invariant)",
             "alibi_slopes, s_aux, False)",
         ),
@@ -488,7 +510,7 @@ MUTATIONS: list[Mutation] = [
         "D128",
         "batch invariance does not reach layers without slopes and sinks",
         (
-            "refattn/serving/engine.py",
+            "twinattn.engine.engine:Engine.attend",
             "_plain_options(scale, softcap or 0.0, self.batch_invariant)",
             "_plain_options(scale, softcap or 0.0, False)",
         ),
@@ -497,12 +519,12 @@ MUTATIONS: list[Mutation] = [
         "E177 B184",
         "there is no log-sum-exp",
         (
-            "refattn/attention.py",
+            "refattn.attention:finish",
             "return (out, lse) if return_lse else out",
             "return (out, torch.zeros_like(lse)) if return_lse else out",
         ),
         (
-            "fastattn/chunked_prefill.py",
+            "fastattn.chunked_prefill:attention",
             "    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)",
             "    answer = dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)\n"
             "    return (answer[0], answer[1] * 0) if return_lse else answer",
@@ -512,21 +534,21 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "A35",
         "a batch has other numbers of tokens and of keys",
-        "metadata.py",
+        "metadata:make_batch",
         "        num_keys=sum(seq_lens),\n        num_tokens=sum(query_lens),",
         "        num_keys=sum(query_lens),\n        num_tokens=sum(seq_lens),",
     ),
     *in_both(
         "A36 B66",
         "parts have the maxima of the whole",
-        "metadata.py",
+        "metadata:_part",
         "max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0)",
         "max_seq_len=batch.max_seq_len",
     ),
     *in_both(
         "B185",
         "drafts do not count as tokens of a decode",
-        "metadata.py",
+        "metadata:order_decodes_first",
         '    check_int("decode_len", decode_len)\n',
         '    check_int("decode_len", decode_len)\n    decode_len = 1\n',
     ),
@@ -534,7 +556,7 @@ MUTATIONS: list[Mutation] = [
         "A179",
         "the scales of a step are not worked out",
         (
-            "refattn/serving/engine.py",
+            "twinattn.engine.engine:Engine.attend",
             "if self._calculates_scales and self.owners[index] == index:",
             "if self._calculates_scales and self.owners[index] == index + 1:",
         ),
@@ -543,7 +565,7 @@ MUTATIONS: list[Mutation] = [
         "B185",
         "an engine takes requests with drafts for prefills",
         (
-            "refattn/serving/engine.py",
+            "twinattn.engine.engine:Engine._decodes_first",
             "order_decodes_first(counts, decode_len=self.decode_len)",
             "order_decodes_first(counts)",
         ),
@@ -551,21 +573,21 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "B66",
         "every part has the first rows of the table",
-        "metadata.py",
+        "metadata:_part",
         "else batch.block_table[first:last]",
         "else batch.block_table[: last - first]",
     ),
     *in_both(
         "A37",
         "cross attention has the lengths of the decoder",
-        "metadata.py",
+        "metadata:make_cross_batch",
         "        seq_lens=keys.seq_lens,",
         "        seq_lens=batch.seq_lens,",
     ),
     *in_both(
         "A37",
         "cross attention has the table of the decoder",
-        "metadata.py",
+        "metadata:make_cross_batch",
         "        block_table=keys.block_table,",
         "        block_table=batch.block_table,",
     ),
@@ -573,12 +595,12 @@ MUTATIONS: list[Mutation] = [
         "A38 A35 A6 D123 A37",
         "a slot is a block and a row",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:slot_mapping",
             "result[row] = block * block_size + place[row] % block_size",
             "result[row] = block + place[row] % block_size",
         ),
         (
-            TORCH_METADATA,
+            "fastattn.kernels.torch_ops.metadata:slot_mapping",
             "return (block * block_size + place % block_size).masked_fill(nowhere, -1)",
             "return (block + place % block_size).masked_fill(nowhere, -1)",
         ),
@@ -587,22 +609,26 @@ MUTATIONS: list[Mutation] = [
         "A34",
         "padding rows go to slots",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:slot_mapping",
             "result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
             "result = torch.arange(num_tokens, dtype=torch.int64, device=batch.device)",
         ),
-        (TORCH_METADATA, "    nowhere = padding | (place < 0)", "    nowhere = place < 0"),
+        (
+            "fastattn.kernels.torch_ops.metadata:slot_mapping",
+            "    nowhere = padding | (place < 0)",
+            "    nowhere = place < 0",
+        ),
     ),
     *breaks(
         "A42",
         "tokens without a block go to the first slot",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:slot_mapping",
             "result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
             "result = torch.full((num_tokens,), 0, dtype=torch.int64, device=batch.device)",
         ),
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:slot_mapping",
             "return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
             "return torch.full((num_tokens,), 0, dtype=torch.int64, device=batch.device)",
         ),
@@ -611,12 +637,12 @@ MUTATIONS: list[Mutation] = [
         "A40",
         "one token more is written than a window sees",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:slot_mapping",
             "place[row] >= place[q1 - 1] + 1 - window",
             "place[row] >= place[q1 - 1] - window",
         ),
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:slot_mapping",
             "place < (batch.seq_lens - window)[sequence]",
             "place < (batch.seq_lens - window - 1)[sequence]",
         ),
@@ -624,19 +650,27 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A24",
         "prefills that come first lose one",
-        ("refattn/metadata.py", "prefills = batch.num_seqs - decodes", "prefills = batch.num_seqs - decodes - 1"),
-        ("fastattn/metadata.py", "return (head, tail) if decodes_first else (tail, head)", "return head, tail"),
+        (
+            "refattn.metadata:split_decodes_and_prefills",
+            "prefills = batch.num_seqs - decodes",
+            "prefills = batch.num_seqs - decodes - 1",
+        ),
+        (
+            "fastattn.metadata:split_decodes_and_prefills",
+            "return (head, tail) if decodes_first else (tail, head)",
+            "return head, tail",
+        ),
     ),
     *breaks(
         "B63",
         "decodes that come first lose one",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:split_decodes_and_prefills",
             "return _part(batch, query_lens, seq_lens, 0, decodes), _part(",
             "return _part(batch, query_lens, seq_lens, 0, max(0, decodes - 1)), _part(",
         ),
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:split_decodes_and_prefills",
             "cut = sum(kinds) if decodes_first else changes[0]",
             "cut = max(0, sum(kinds) - 1) if decodes_first else changes[0]",
         ),
@@ -645,12 +679,12 @@ MUTATIONS: list[Mutation] = [
         "B65",
         "a decode has one token at most",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:split_decodes_and_prefills",
             "[length <= decode_len for length in query_lens]",
             "[length <= 1 for length in query_lens]",
         ),
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:split_decodes_and_prefills",
             "[length <= decode_len for length in query_lens]",
             "[length <= 1 for length in query_lens]",
         ),
@@ -658,27 +692,31 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "A46",
         "padding sequences grow, too",
-        "metadata.py",
+        "metadata:advance",
         "batch.seq_lens.add_(batch.query_lens)",
         "batch.seq_lens.add_(1)",
     ),
     *in_both(
         "A46",
         "the slots stay those of the step before",
-        "metadata.py",
+        "metadata:advance",
         "    slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))\n",
         "",
     ),
     *breaks(
         "A47",
         "a prefill stays one",
-        ("refattn/metadata.py", "[min(query_len, 1) for query_len", "[query_len for query_len"),
-        ("fastattn/metadata.py", "has_query = batch.query_lens.clamp(max=1)", "has_query = batch.query_lens"),
+        ("refattn.metadata:turn_prefills_into_decodes", "[min(query_len, 1) for query_len", "[query_len for query_len"),
+        (
+            "fastattn.metadata:turn_prefills_into_decodes",
+            "has_query = batch.query_lens.clamp(max=1)",
+            "has_query = batch.query_lens",
+        ),
     ),
     *in_both(
         "B67",
         "the table of the first group stays",
-        "metadata.py",
+        "metadata:update_block_table",
         "    return dataclasses.replace(batch, block_table=block_table)",
         "    return batch",
     ),
@@ -686,32 +724,36 @@ MUTATIONS: list[Mutation] = [
         "D119 D120",
         "the slots are those of the first requests",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:block_table_from_slots",
             "token_slots[request, column * block_size]",
             "token_slots[i, column * block_size]",
         ),
-        ("fastattn/metadata.py", "token_slots[requests[:, None], first]", "token_slots[: len(requests), first]"),
+        (
+            "fastattn.metadata:block_table_from_slots",
+            "token_slots[requests[:, None], first]",
+            "token_slots[: len(requests), first]",
+        ),
     ),
     *breaks(
         "D120",
         "a slot is taken for a block",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:block_table_from_slots",
             "token_slots[request, column * block_size] // block_size",
             "token_slots[request, column * block_size]",
         ),
-        ("fastattn/metadata.py", "first] // block_size).int()", "first]).int()"),
+        ("fastattn.metadata:block_table_from_slots", "first] // block_size).int()", "first]).int()"),
     ),
     *breaks(
         "D125",
         "self-attention begins with the encoder's blocks",
         (
-            "refattn/metadata.py",
+            "refattn.metadata:split_encoder",
             "= blocks[cut[i] :]",
             "= blocks[: len(blocks) - cut[i]]",
         ),
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:split_encoder",
             "device=batch.device) + lens[:, None] // block_size",
             "device=batch.device) + 0 * lens[:, None]",
         ),
@@ -719,7 +761,7 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "D170",
         "sequences of the step before stay in the buffers",
-        "metadata.py",
+        "metadata:refill",
         "    buffers.seq_lens[b:].zero_()",
         "    pass",
     ),
@@ -727,7 +769,7 @@ MUTATIONS: list[Mutation] = [
         "B64 D162 D163 D166 D168 B69",
         "the buffers keep the lengths of the first step",
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:refill",
             "    buffers.seq_lens[:b].copy_(batch.seq_lens)",
             "    if not buffers.seq_lens.any():\n        buffers.seq_lens[:b].copy_(batch.seq_lens)",
         ),
@@ -736,7 +778,7 @@ MUTATIONS: list[Mutation] = [
         "D168 D161 D164 D165",
         "the buffers keep the table of the first step",
         (
-            "fastattn/metadata.py",
+            "fastattn.metadata:refill",
             "        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])",
             "        if not buffers.block_table.any():\n"
             "            buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])",
@@ -746,9 +788,9 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B78",
         "parts are weighed to the base of two",
-        ("refattn/merge.py", "torch.exp(part_lse - ", "torch.exp2(part_lse - "),
+        ("refattn.merge:merge", "torch.exp(part_lse - ", "torch.exp2(part_lse - "),
         (
-            TORCH_MERGE,
+            "fastattn.kernels.torch_ops.merge:merge",
             "part = part_out * torch.exp(part_lse - lse)[..., None]",
             "part = part_out * torch.exp2(part_lse - lse)[..., None]",
         ),
@@ -757,12 +799,12 @@ MUTATIONS: list[Mutation] = [
         "D159",
         "the log-sum-exp of a merge is one of [h, t]",
         (
-            "refattn/merge.py",
+            "refattn.merge:merge",
             "return out.to(outs[0].dtype), lse.to(lses[0].dtype)",
             "return out.to(outs[0].dtype), lse.T.reshape(lse.shape).to(lses[0].dtype)",
         ),
         (
-            "fastattn/merge.py",
+            "fastattn.merge:merge",
             "    return out, lse.to(lses[0].dtype)",
             "    return out, lse.T.reshape(lse.shape).to(lses[0].dtype)",
         ),
@@ -771,12 +813,12 @@ MUTATIONS: list[Mutation] = [
         "D159",
         "parts are merged by log-sum-exps of [h, t]",
         (
-            "refattn/merge.py",
+            "refattn.merge:merge",
             "torch.stack([lse.to(compute) for lse in lses])",
             "torch.stack([lse.T.reshape(lse.shape).to(compute) for lse in lses])",
         ),
         (
-            "fastattn/merge.py",
+            "fastattn.merge:merge",
             "[part.to(wider) for part in lses]",
             "[part.T.reshape(part.shape).to(wider) for part in lses]",
         ),
@@ -785,12 +827,12 @@ MUTATIONS: list[Mutation] = [
         "B75",
         "levels begin at the first key",
         (
-            "refattn/cascade.py",
+            "refattn.cascade:plan.add_level",
             "[tables[first][begins[first] // block_size : ceil(end / block_size)]",
             "[tables[first][: ceil(end / block_size)]",
         ),
         (
-            "fastattn/cascade.py",
+            "fastattn.cascade:plan",
             "block_table=_cut(block_table, begins, None, block_size)",
             "block_table=_cut(block_table, [0] * batch.num_seqs, None, block_size)",
         ),
@@ -799,12 +841,12 @@ MUTATIONS: list[Mutation] = [
         "B76",
         "a shared prefix has a causal mask",
         (
-            "refattn/cascade.py",
+            "refattn.cascade:plan.add_level",
             "Plan(keys, block_size, False, (window_size[0], -1), first_keys=starts, positions=places)",
             "Plan(keys, block_size, True, (window_size[0], -1), first_keys=starts)",
         ),
         (
-            "fastattn/cascade.py",
+            "fastattn.cascade:plan",
             "levels.append(Plan(keys, block_size, False, (left, -1), first_keys=first_keys, positions=where))",
             "levels.append(Plan(keys, block_size, True, (left, -1), first_keys=first_keys))",
         ),
@@ -813,12 +855,12 @@ MUTATIONS: list[Mutation] = [
         "B77",
         "what follows the prefix has no causal mask",
         (
-            "refattn/cascade.py",
+            "refattn.cascade:plan.add_level",
             "levels.append(Plan(keys, block_size, True, window_size,",
             "levels.append(Plan(keys, block_size, False, window_size,",
         ),
         (
-            "fastattn/cascade.py",
+            "fastattn.cascade:plan",
             "levels.append(Plan(own_keys, block_size, True,",
             "levels.append(Plan(own_keys, block_size, False,",
         ),
@@ -827,12 +869,12 @@ MUTATIONS: list[Mutation] = [
         "B78 B76",
         "only the last level counts",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend_plan",
             "return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))",
             "return parts[-1]",
         ),
         (
-            DISPATCH,
+            "fastattn.kernels.dispatch:_attention_fn.one_by_one",
             "merge(*zip(*parts, strict=True))",
             "parts[-1]",
         ),
@@ -840,14 +882,14 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B79",
         "shared levels have no window",
-        ("refattn/cascade.py", "False, (window_size[0], -1)", "False, (-1, -1)"),
-        ("fastattn/cascade.py", "block_size, False, (left, -1)", "block_size, False, (-1, -1)"),
+        ("refattn.cascade:plan.add_level", "False, (window_size[0], -1)", "False, (-1, -1)"),
+        ("fastattn.cascade:plan", "block_size, False, (left, -1)", "block_size, False, (-1, -1)"),
     ),
     *breaks(
         "B79",
         "prefixes of other blocks pass",
         (
-            "refattn/interface/contents.py",
+            "refattn.interface.contents:check_prefixes",
             "if tables[member][: end // block_size] != tables[first][: end // block_size]:",
             "if False:",
         ),
@@ -855,28 +897,36 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B79",
         "prefixes of parts of a block pass",
-        ("refattn/interface/contents.py", "if end < 1 or end % block_size:", "if end < 1:"),
+        ("refattn.interface.contents:check_prefixes", "if end < 1 or end % block_size:", "if end < 1:"),
     ),
     *breaks(
         "B80",
         "every level counts the sinks",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend_plan",
             "its_options = options if level is plan.levels[-1] else options.without_sinks()",
             "its_options = options",
         ),
-        (DISPATCH, "((level, options.without_sinks()) for level in shared)", "((level, options) for level in shared)"),
+        (
+            "fastattn.kernels.dispatch:_levels_of",
+            "((level, options.without_sinks()) for level in shared)",
+            "((level, options) for level in shared)",
+        ),
     ),
     *breaks(
         "B81",
         "a cascade is used for short prefixes, too",
-        ("refattn/serving/cost_model.py", "if common_prefix_len < 256 or", "if common_prefix_len < 128 or"),
+        (
+            "twinattn.engine.cost_model:vllm_use_cascade",
+            "if common_prefix_len < 256 or",
+            "if common_prefix_len < 128 or",
+        ),
     ),
     *breaks(
         "B81",
         "the slowest choice is taken",
         (
-            "refattn/serving/cost_model.py",
+            "twinattn.engine.cost_model:worthwhile_prefixes",
             "return min(choices, key=lambda chosen:",
             "return max(choices, key=lambda chosen:",
         ),
@@ -885,7 +935,7 @@ MUTATIONS: list[Mutation] = [
         "B82",
         "levels share the memory of their splits",
         (
-            "fastattn/kernels/triton/attention.py",
+            "fastattn.kernels.triton.attention:attend_levels",
             "        first += tuning.most_splits",
             "        first += tuning.splits",
         ),
@@ -894,23 +944,27 @@ MUTATIONS: list[Mutation] = [
         "B83",
         "only the last level of codes counts",
         (
-            "refattn/attention.py",
+            "refattn.attention:attend_plan",
             "return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))",
             "return parts[-1]",
         ),
-        (CPU + "quantized.py", "merge(*zip(*parts, strict=True)) if shared else parts[0]", "parts[-1]"),
+        (
+            "fastattn.kernels.cpu.quantized:attention",
+            "merge(*zip(*parts, strict=True)) if shared else parts[0]",
+            "parts[-1]",
+        ),
     ),
     # --- context parallelism ---
     *breaks(
         "B84",
         "tokens are dealt out one by one",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:own_positions",
             "place[place // shard.interleave % shard.num_ranks == shard.rank]",
             "place[place % shard.num_ranks == shard.rank]",
         ),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:local_lens",
             "clamp(0, shard.interleave)",
             "clamp(0, 1)",
         ),
@@ -918,7 +972,7 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "B85",
         "the share of a rank is as long as the longest sequence",
-        "context_parallel.py",
+        "context_parallel:plan",
         "longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave",
         "longest = batch.max_seq_len",
     ),
@@ -926,7 +980,7 @@ MUTATIONS: list[Mutation] = [
         "B85",
         "the longest share of a rank is read from the device",
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:plan",
             "longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave",
             "longest = int(local_lens(batch.seq_lens, shard).max())",
         ),
@@ -934,7 +988,7 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "B86",
         "a rank asks with its own heads only",
-        "context_parallel.py",
+        "context_parallel:attention",
         "all_heads = group.all_gather(query, dim=1)",
         "all_heads = torch.cat([query] * group.size, dim=1)",
     ),
@@ -942,7 +996,7 @@ MUTATIONS: list[Mutation] = [
         "B86",
         "ranks are gathered in another order",
         (
-            "refattn/interface/parallel.py",
+            "refattn.interface.parallel:_SimulatedGroup.all_gather",
             "return torch.cat(self._exchange(part), dim)",
             "return torch.cat(self._exchange(part)[::-1], dim)",
         ),
@@ -950,9 +1004,9 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B87",
         "the newest key of the context is hidden",
-        ("refattn/context_parallel.py", "else j < i,", "else j < i - 1,"),
+        ("refattn.context_parallel:_attend_to_own_context", "else j < i,", "else j < i - 1,"),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:plan",
             "context = Plan(keys, block_size, causal=False,",
             "context = Plan(keys, block_size, causal=True,",
         ),
@@ -961,18 +1015,18 @@ MUTATIONS: list[Mutation] = [
         "B221",
         "ALiBi over ranks counts the keys of a rank",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:_attend_to_own_context",
             "bias=None if slopes is None else -rearrange",
             "bias=None if slopes is None else rearrange",
         ),
-        ("fastattn/context_parallel.py", "alibi_slopes=slopes * period)", "alibi_slopes=slopes)"),
+        ("fastattn.context_parallel:_attend_by_distance", "alibi_slopes=slopes * period)", "alibi_slopes=slopes)"),
     ),
     *breaks(
         "B88",
         "ranks are summed without weights",
-        ("refattn/context_parallel.py", "weight = torch.exp(lse - total)", "weight = torch.ones_like(total)"),
+        ("refattn.context_parallel:attention", "weight = torch.exp(lse - total)", "weight = torch.ones_like(total)"),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:attention",
             "weight = (lse - total).exp_()[..., None]",
             "weight = torch.ones_like(total)[..., None]",
         ),
@@ -981,7 +1035,7 @@ MUTATIONS: list[Mutation] = [
         "B88",
         "a rank gets the heads of another",
         (
-            "refattn/interface/parallel.py",
+            "refattn.interface.parallel:DistributedGroup.reduce_scatter",
             "shares = torch.stack(part.chunk(self.size, dim))",
             "shares = torch.stack(part.chunk(self.size, dim)).flip(0)",
         ),
@@ -989,14 +1043,14 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "B89",
         "new tokens see one another in both directions",
-        "context_parallel.py",
+        "context_parallel:plan",
         "Plan(new, causal=",
         "Plan(new, causal=False and ",
     ),
     *in_both(
         "B181",
         "new tokens always have a causal mask",
-        "context_parallel.py",
+        "context_parallel:plan",
         "Plan(new, causal=",
         "Plan(new, causal=True or ",
     ),
@@ -1004,13 +1058,13 @@ MUTATIONS: list[Mutation] = [
         "B182",
         "the codes of a rank stand for twice as much",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:_attend_to_own_context",
             "read_query(query, stored, plan.context), read(query, stored, plan.context)",
             "read_query(query, stored, plan.context), read(query, stored, plan.context)\n"
             "    sequences = ((key if scales is None else 2 * key, value) for key, value in sequences)",
         ),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:attention",
             "dispatch.compute(all_heads, keys,",
             "dispatch.compute(all_heads if scales is None else 2 * all_heads, keys,",
         ),
@@ -1019,12 +1073,12 @@ MUTATIONS: list[Mutation] = [
         "B90",
         "only the new tokens count",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:attention",
             "result, lse = merge([context, new], [context_lse, new_lse])",
             "result, lse = new, new_lse",
         ),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:attention",
             "dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])",
             "(new.to(context.dtype), new_lse)",
         ),
@@ -1033,12 +1087,12 @@ MUTATIONS: list[Mutation] = [
         "B91",
         "a rank writes into the slot after its own",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:slot_mapping",
             " * block_size + i % block_size",
             " * block_size + (i + 1) % block_size",
         ),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:slot_mapping",
             "(block * block_size + local % block_size).masked_fill(elsewhere, -1)",
             "(block * block_size + (local + 1) % block_size).masked_fill(elsewhere, -1)",
         ),
@@ -1048,12 +1102,12 @@ MUTATIONS: list[Mutation] = [
         "A18",
         "keys are read under the scale of values",
         (
-            "refattn/keys.py",
+            "refattn.keys:_read_fp8",
             "for x in (scales.key, scales.value))",
             "for x in (scales.value, scales.key))",
         ),
         (
-            TORCH_QUANTIZED,
+            "fastattn.kernels.torch_ops.quantized:fold_scales",
             "for scale in (scales.key, scales.value))",
             "for scale in (scales.value, scales.key))",
         ),
@@ -1061,19 +1115,19 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A19",
         "a write multiplies by the scale",
-        ("refattn/keys.py", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
-        (TORCH_QUANTIZED, "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
+        ("refattn.keys:to_fp8", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
+        ("fastattn.kernels.torch_ops.quantized:to_fp8", "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
     ),
     *breaks(
         "A19",
         "a write rounds towards zero",
         (
-            "refattn/keys.py",
+            "refattn.keys:to_fp8",
             ".clamp(-largest, largest).to(kind)",
             ".clamp(-largest, largest).mul(1 - 2**-5).to(kind)",
         ),
         (
-            TORCH_QUANTIZED,
+            "fastattn.kernels.torch_ops.quantized:to_fp8",
             ".clamp_(-largest, largest).to(kind)",
             ".clamp_(-largest, largest).mul(1 - 2**-5).to(kind)",
         ),
@@ -1081,15 +1135,15 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A19 B101",
         "infinity stays infinite",
-        ("refattn/keys.py", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
-        (TORCH_QUANTIZED, ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
+        ("refattn.keys:to_fp8", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
+        ("fastattn.kernels.torch_ops.quantized:to_fp8", ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
     ),
     *breaks(
         "A20 A17",
         "bytes are read as whole numbers",
-        ("refattn/keys.py", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
+        ("refattn.keys:_read_fp8", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
         (
-            CPU + "quantized.py",
+            "fastattn.kernels.cpu.quantized:attention",
             "keys = Codes(key_cache.view(scales.format), compute)",
             "keys = Codes(key_cache.view(torch.uint8), compute)",
         ),
@@ -1098,17 +1152,17 @@ MUTATIONS: list[Mutation] = [
         "A21",
         "queries stay as they are",
         (
-            "refattn/keys.py",
+            "refattn.keys:read_query",
             "if isinstance(scales, Fp8Scales) and scales.query is None:",
             "if isinstance(scales, Fp8Scales):",
         ),
-        (TORCH_QUANTIZED, "if scales.query is not None:", "if False:"),
+        ("fastattn.kernels.torch_ops.quantized:fold_scales", "if scales.query is not None:", "if False:"),
     ),
     *breaks(
         "B180",
         "queries in fp8 are rounded once more",
         (
-            "refattn/keys.py",
+            "refattn.keys:read_query",
             "codes = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)",
             "codes = to_fp8(x, of_heads, scales.format)",
         ),
@@ -1117,7 +1171,7 @@ MUTATIONS: list[Mutation] = [
         "B180",
         "the scale of queries in fp8 is forgotten",
         (
-            "fastattn/quantized.py",
+            "fastattn.quantized:_as_numbers",
             "Fp8Scales(scales.key * scales.query, scales.value,",
             "Fp8Scales(scales.key, scales.value,",
         ),
@@ -1125,35 +1179,39 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A22 B93 B98 B100",
         "keys are read without their scales",
-        ("refattn/keys.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
-        (CPU + "dequantize.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
+        ("refattn.keys:_read_int8", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
+        (
+            "fastattn.kernels.cpu.dequantize:Codes.read",
+            "return out if self.scale is None else out.mul_",
+            "return out if True else out.mul_",
+        ),
     ),
     *breaks(
         "A17 B186",
         "a type that is not there passes",
-        ("refattn/serving/layers.py", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
+        ("twinattn.engine.layers:quantize", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
     ),
     *breaks(
         "B101",
         "fp8_e5m2 is no name",
-        ("fastattn/integrations/vllm.py", ', "fp8_e5m2": torch.float8_e5m2}', "}"),
+        ("twinattn.integrations.vllm", ', "fp8_e5m2": torch.float8_e5m2}', "}"),
     ),
     *breaks(
         "A23",
         "every sequence has the scales of the first",
-        ("refattn/keys.py", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
-        (TORCH_QUANTIZED, "scale.index_select(0, sequences)", "scale[:1]"),
+        ("refattn.keys:per_head", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
+        ("fastattn.kernels.torch_ops.quantized:_per_row", "scale.index_select(0, sequences)", "scale[:1]"),
     ),
     *breaks(
         "D126",
         "virtual sequences have the scales of the first",
         (
-            "refattn/keys.py",
+            "refattn.keys:_member",
             "return i if plan.sequences is None else int(plan.sequences[i])",
             "return i if plan.sequences is None else 0",
         ),
         (
-            TORCH_QUANTIZED,
+            "fastattn.kernels.torch_ops.quantized:_sequences",
             "if plan.sequences is None else plan.sequences.long()",
             "if plan.sequences is None else plan.sequences.long() * 0",
         ),
@@ -1162,12 +1220,12 @@ MUTATIONS: list[Mutation] = [
         "B51",
         "every head has the scale of the first",
         (
-            "refattn/keys.py",
+            "refattn.keys:per_head",
             "numbers.expand(num_kv_heads)",
             "numbers.flatten()[:1].expand(num_kv_heads)",
         ),
         (
-            TORCH_QUANTIZED,
+            "fastattn.kernels.torch_ops.quantized:_per_row",
             "scale = scale.repeat_interleave(group, -1)",
             "scale = scale[..., :1].repeat_interleave(group * scale.shape[-1], -1)",
         ),
@@ -1176,12 +1234,12 @@ MUTATIONS: list[Mutation] = [
         "B92",
         "int8 values are read without their scales",
         (
-            "refattn/keys.py",
+            "refattn.keys:_read_int8",
             "value.to(compute) * (1.0 if of_value is None else of_value.to(compute))",
             "value.to(compute)",
         ),
         (
-            TORCH_QUANTIZED,
+            "fastattn.kernels.torch_ops.quantized:fold_scales",
             "    if scales.value is None:\n",
             "    if True:\n",
         ),
@@ -1190,12 +1248,12 @@ MUTATIONS: list[Mutation] = [
         "B95",
         "all heads of a token share a scale",
         (
-            "refattn/keys.py",
+            "refattn.keys:row_scale",
             "return scale_of(x.float().abs().amax(-1, keepdim=True))",
             "return scale_of(x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).clone())",
         ),
         (
-            TORCH_QUANTIZED,
+            "fastattn.kernels.torch_ops.quantized:row_scale",
             "scale = x.float().abs().amax(-1, keepdim=True).div_(127)",
             "scale = x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).div(127)",
         ),
@@ -1203,24 +1261,24 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B95",
         "whole numbers are rounded down",
-        ("refattn/keys.py", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
-        (TORCH_QUANTIZED, ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
+        ("refattn.keys:to_int8", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
+        ("fastattn.kernels.torch_ops.quantized:to_int8", ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
     ),
     *breaks(
         "B96",
         "the scale is that of the last values",
         (
-            "refattn/quantized.py",
+            "refattn.quantized:value_scales",
             "torch.stack([_largest(value) for value in values]).amax(0)",
             "torch.stack([_largest(value) for value in values])[-1]",
         ),
         (
-            "fastattn/quantized.py",
+            "fastattn.quantized:value_scales",
             "largest = torch.maximum(largest, value.float().abs().amax(0))",
             "largest = value.float().abs().amax(0)",
         ),
         (
-            "refattn/serving/calibration.py",
+            "twinattn.engine.calibration:_Observer.attend",
             "torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])",
             "here",
         ),
@@ -1228,25 +1286,25 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B97",
         "the codes of keys are not written",
-        ("refattn/quantized.py", "key_cache[block, row] = to_int8(key[token], scale)", "pass"),
-        (CPU + "quantized.py", "key_cache[blocks, rows] = to_int8(key, scale)", "pass"),
+        ("refattn.quantized:write", "key_cache[block, row] = to_int8(key[token], scale)", "pass"),
+        ("fastattn.kernels.cpu.quantized:write", "key_cache[blocks, rows] = to_int8(key, scale)", "pass"),
     ),
     *breaks(
         "B97",
         "the scales of keys are not written",
-        ("refattn/quantized.py", 'scales.key[block, row] = rearrange(scale, "hk 1 -> hk")', "pass"),
-        (CPU + "quantized.py", "scales.key[blocks, rows] = scale[..., 0]", "pass"),
+        ("refattn.quantized:write", 'scales.key[block, row] = rearrange(scale, "hk 1 -> hk")', "pass"),
+        ("fastattn.kernels.cpu.quantized:write", "scales.key[blocks, rows] = scale[..., 0]", "pass"),
     ),
     *breaks(
         "B101",
         "fp8 is a name for e5m2",
-        ("fastattn/integrations/vllm.py", '"fp8": torch.float8_e4m3fn', '"fp8": torch.float8_e5m2'),
+        ("twinattn.integrations.vllm", '"fp8": torch.float8_e4m3fn', '"fp8": torch.float8_e5m2'),
     ),
     # --- differential attention ---
     *in_both(
         "C102",
         "a cache has room for all heads in each half",
-        "differential.py",
+        "differential:allocate",
         "num_kv_heads // 2, head_size, dtype=dtype",
         "num_kv_heads, head_size, dtype=dtype",
     ),
@@ -1254,12 +1312,12 @@ MUTATIONS: list[Mutation] = [
         "C103",
         "only keys are moved",
         (
-            "refattn/differential.py",
+            "refattn.differential:pools",
             "[cache[half, kind] for half in (0, 1) for kind in (0, 1)]",
             "[cache[half, 0] for half in (0, 1)]",
         ),
         (
-            "fastattn/differential.py",
+            "fastattn.differential:pools",
             "[pool for half in cache.unbind() for pool in half.unbind()]",
             "[half[0] for half in cache.unbind()]",
         ),
@@ -1268,13 +1326,13 @@ MUTATIONS: list[Mutation] = [
         "C104",
         "pairs are made of the first and the second half of the heads",
         (
-            "refattn/differential.py",
+            "refattn.differential:attention",
             "    keys, answers, lses = Pairs(cache, scales), [], []",
             "    keys, answers, lses = Pairs(cache, scales), [], []\n"
             "    query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)",
         ),
         (
-            CPU + "differential.py",
+            "fastattn.kernels.cpu.differential:_tile",
             '"b t (pairs g two) d -> two b pairs (g t) d"',
             '"b t (two pairs g) d -> two b pairs (g t) d"',
         ),
@@ -1282,7 +1340,7 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "C105 C102",
         "a write splits the heads in the middle",
-        "differential.py",
+        "differential:write",
         "key[:, half::2], value[:, half::2],",
         "key.chunk(2, 1)[half], value.chunk(2, 1)[half],",
     ),
@@ -1290,42 +1348,46 @@ MUTATIONS: list[Mutation] = [
         "C106",
         "the second exponential is added",
         (
-            "refattn/differential.py",
+            "refattn.differential:compute_lambda",
             "return torch.exp(first) - torch.exp(second) + lambda_init",
             "return torch.exp(first) + torch.exp(second) + lambda_init",
         ),
-        ("fastattn/differential.py", "return first - second + lambda_init", "return first + second + lambda_init"),
+        (
+            "fastattn.differential:compute_lambda",
+            "return first - second + lambda_init",
+            "return first + second + lambda_init",
+        ),
     ),
     *breaks(
         "C107",
         "lambda begins at 0",
         (
-            "refattn/differential.py",
+            "refattn.differential:compute_lambda",
             "return torch.exp(first) - torch.exp(second) + lambda_init",
             "return torch.exp(first) - torch.exp(second)",
         ),
-        ("fastattn/differential.py", "return first - second + lambda_init", "return first - second"),
+        ("fastattn.differential:compute_lambda", "return first - second + lambda_init", "return first - second"),
     ),
     *breaks(
         "C108",
         "both softmaxes weigh the first half of the values",
         (
-            "refattn/differential.py",
+            "refattn.differential:attention",
             "keys.of_halves(half, other), plan, its_options) for",
             "keys.of_halves(half, 0), plan, its_options) for",
         ),
-        (CPU + "differential.py", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
+        ("fastattn.kernels.cpu.differential:_tile", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
     ),
     *breaks(
         "C109",
         "the norm is over all pairs",
         (
-            "refattn/differential.py",
+            "refattn.differential:attention",
             "difference.square().mean(-1, keepdim=True)",
             "difference.square().mean((-2, -1), keepdim=True)",
         ),
         (
-            "fastattn/kernels/problem.py",
+            "fastattn.kernels.problem:Subtraction.finish",
             "return rms_norm(difference, difference.shape[-1:], weight, self.norm_eps).mul(self.factor)",
             "norm = rms_norm(difference, difference.shape[-2:], None, self.norm_eps).mul(self.factor)\n"
             "        return norm if weight is None else norm * weight",
@@ -1334,15 +1396,19 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C109",
         "there is no factor",
-        ("refattn/differential.py", "rearrange((1 - lambda_init) * normed,", "rearrange(normed,"),
-        ("fastattn/kernels/problem.py", "self.norm_eps).mul(self.factor)", "self.norm_eps)"),
+        ("refattn.differential:attention", "rearrange((1 - lambda_init) * normed,", "rearrange(normed,"),
+        ("fastattn.kernels.problem:Subtraction.finish", "self.norm_eps).mul(self.factor)", "self.norm_eps)"),
     ),
     *breaks(
         "C110",
         "the heads of a pair are not neighbours in the output",
-        ("refattn/differential.py", '"t pairs (two d) -> t (pairs two) d"', '"t pairs (two d) -> t (two pairs) d"'),
         (
-            DISPATCH,
+            "refattn.differential:attention",
+            '"t pairs (two d) -> t (pairs two) d"',
+            '"t pairs (two d) -> t (two pairs) d"',
+        ),
+        (
+            "fastattn.kernels.dispatch:_with_subtraction.call",
             "else answer.view(query.shape), lse",
             "else answer.unflatten(2, (2, -1)).transpose(1, 2).reshape(query.shape), lse",
         ),
@@ -1350,18 +1416,18 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C117",
         "distant keys gain by ALiBi",
-        (CPU + "differential.py", "scores -= slopes *", "scores += slopes *"),
+        ("fastattn.kernels.cpu.differential:_hide", "scores -= slopes *", "scores += slopes *"),
     ),
     *breaks(
         "C117",
         "there is no cap",
-        (CPU + "differential.py", "    if options.softcap:", "    if False:"),
+        ("fastattn.kernels.cpu.differential:_tile", "    if options.softcap:", "    if False:"),
     ),
     *breaks(
         "C118",
         "the twin subtracts over the values of the other half",
         (
-            DISPATCH,
+            "fastattn.kernels.dispatch:_subtract",
             "keys.of_halves(half, other), plan, its_options, None)",
             "keys.of_halves(half, 1 - other), plan, its_options, None)",
         ),
@@ -1370,7 +1436,7 @@ MUTATIONS: list[Mutation] = [
         "C118",
         "the halves have the scales of each other",
         (
-            "refattn/interface/keys.py",
+            "refattn.interface.keys:Pairs.of_halves",
             "self.scales.of_halves(half, other))",
             "self.scales.of_halves(1 - half, 1 - other))",
         ),
@@ -1378,7 +1444,7 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "C118",
         "the halves are written under the scales of each other",
-        "differential.py",
+        "differential:write",
         "scales=scales.of_halves(half, half))",
         "scales=scales.of_halves(1 - half, 1 - half))",
     ),
@@ -1386,13 +1452,13 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "D130 D136 D134 D190",
         "a chunk begins at the first key",
-        ("refattn/local.py", "keys = range(max(begin, 0), max(end, 0))", "keys = range(0, max(end, 0))"),
+        ("refattn.local:plan", "keys = range(max(begin, 0), max(end, 0))", "keys = range(0, max(end, 0))"),
     ),
     *breaks(
         "D130 D136 D190",
         "a chunk reads the blocks of the first",
         (
-            TORCH_METADATA,
+            "fastattn.kernels.torch_ops.metadata:cut_chunks",
             'used = rearrange(first_key // block_size, "b chunks -> b chunks 1")',
             'used = rearrange(0 * first_key // block_size, "b chunks -> b chunks 1")',
         ),
@@ -1401,12 +1467,12 @@ MUTATIONS: list[Mutation] = [
         "D131",
         "a long chunk is not causal",
         (
-            "fastattn/local.py",
+            "fastattn.local:plan",
             "return Plan(batch, block_size, window_size=window_size)",
             "return Plan(batch, block_size, causal=False, window_size=window_size)",
         ),
         (
-            "refattn/local.py",
+            "refattn.local:plan",
             "return Plan(chunks, block_size, causal=True,",
             "return Plan(chunks, block_size, causal=False,",
         ),
@@ -1415,7 +1481,7 @@ MUTATIONS: list[Mutation] = [
         "D132",
         "the table is read from its beginning",
         (
-            "refattn/local.py",
+            "refattn.local:plan",
             "tables.append(blocks[keys.start // block_size : -(-keys.stop // block_size)])",
             "tables.append(blocks[: -(-keys.stop // block_size)])",
         ),
@@ -1424,7 +1490,7 @@ MUTATIONS: list[Mutation] = [
         "D132",
         "the table is read past its end",
         (
-            TORCH_METADATA,
+            "fastattn.kernels.torch_ops.metadata:cut_chunks",
             'used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns',
             'used = rearrange(used, "b chunks columns',
         ),
@@ -1433,7 +1499,7 @@ MUTATIONS: list[Mutation] = [
         "D134 D133",
         "layers with chunks attend to everything",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:Chunk.plan",
             "twin.local.plan(batch, chunk_size=self.reach, block_size=block_size)",
             "twin.chunked_prefill.plan(batch, block_size=block_size)",
         ),
@@ -1442,12 +1508,12 @@ MUTATIONS: list[Mutation] = [
         "D135",
         "a chunk has no window",
         (
-            "refattn/local.py",
+            "refattn.local:plan",
             "causal=True, window_size=window_size, first_keys=starts",
             "causal=True, first_keys=starts",
         ),
         (
-            "fastattn/local.py",
+            "fastattn.local:plan",
             "Plan(chunks, block_size, window_size=window_size, first_keys",
             "Plan(chunks, block_size, first_keys",
         ),
@@ -1456,7 +1522,7 @@ MUTATIONS: list[Mutation] = [
         "D137",
         "a query that begins inside a chunk has no virtual sequence for its end",
         (
-            "fastattn/local.py",
+            "fastattn.local:plan",
             "num_chunks = (max(longest_query, 1) + chunk_size - 2) // chunk_size + 1",
             "num_chunks = -(-max(longest_query, 1) // chunk_size)",
         ),
@@ -1465,7 +1531,7 @@ MUTATIONS: list[Mutation] = [
         "D137 D138",
         "the size of a plan is read from the lengths",
         (
-            "fastattn/local.py",
+            "fastattn.local:plan",
             "columns = min(chunk_size // block_size, block_table.shape[1])",
             "columns = min(chunk_size // block_size, -(-int(batch.seq_lens.max()) // block_size))",
         ),
@@ -1474,7 +1540,7 @@ MUTATIONS: list[Mutation] = [
         "D133 D140",
         "window layers read the blocks of the others",
         (
-            "refattn/serving/window_pool.py",
+            "twinattn.engine.window_pool:WindowPool.translate_batch",
             "translated = self.refresh(batch.device)[block_table.masked_fill(outside, 0)]",
             "translated = block_table % self.num_blocks",
         ),
@@ -1483,7 +1549,7 @@ MUTATIONS: list[Mutation] = [
         "D140",
         "all layers have pools of one size",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:Layer.pool_blocks",
             "        if not self.mask.reach:\n            return num_blocks",
             "        if True:\n            return num_blocks",
         ),
@@ -1493,22 +1559,22 @@ MUTATIONS: list[Mutation] = [
         "D142 D223",
         "a window counts nodes, not depths",
         (
-            "refattn/masks.py",
+            "refattn.masks:mask_and_bias",
             "keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]",
             "keys[first_node:] = keys[first_node:]",
         ),
-        (CPU + "schedule.py", "depths[mine, None] - depths,", "node[mine, None] - node,"),
+        ("fastattn.kernels.cpu.schedule:branches_of", "depths[mine, None] - depths,", "node[mine, None] - node,"),
     ),
     *breaks(
         "D143",
         "no block is cut off",
         (
-            "refattn/speculative.py",
+            "refattn.speculative:plan",
             "sliding_window.plan(all_nodes, window_size=(left, 0)",
             "sliding_window.plan(all_nodes, window_size=(-1, 0)",
         ),
         (
-            "fastattn/speculative.py",
+            "fastattn.speculative:plan",
             "keys, first_keys = trimmed.batch, trimmed.first_keys",
             "keys, first_keys = batch, torch.zeros_like(batch.seq_lens)",
         ),
@@ -1516,14 +1582,14 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "D144",
         "a block of drafts is causal",
-        "speculative.py",
+        "speculative:plan",
         "return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)",
         "return chunked_prefill.plan(batch, block_size=block_size, causal=True, window_size=window_size)",
     ),
     *in_both(
         "D144",
         "a chain is not causal",
-        "speculative.py",
+        "speculative:plan",
         "return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)",
         "return chunked_prefill.plan(batch, block_size=block_size, causal=False, window_size=window_size)",
     ),
@@ -1531,12 +1597,12 @@ MUTATIONS: list[Mutation] = [
         "D145 D151",
         "the query rows are the oldest nodes",
         (
-            "refattn/masks.py",
+            "refattn.masks:mask_and_bias",
             "ancestors[len(ancestors) - query_len :]",
             "ancestors[:query_len]",
         ),
         (
-            CPU + "schedule.py",
+            "fastattn.kernels.cpu.schedule:branches_of",
             "mine = slice(num_nodes - (q1 - q0), num_nodes)",
             "mine = slice(0, q1 - q0)",
         ),
@@ -1545,12 +1611,12 @@ MUTATIONS: list[Mutation] = [
         "D146 D148 D156 D149",
         "a node sees its parent only",
         (
-            "refattn/masks.py",
+            "refattn.masks:tree",
             "            visible[node] = visible[parent]",
             "            visible[node, parent] = True",
         ),
         (
-            TORCH_METADATA,
+            "fastattn.kernels.torch_ops.metadata:draw_trees",
             "        ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))",
             "        if _ == 0:\n"
             "            ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))",
@@ -1560,12 +1626,12 @@ MUTATIONS: list[Mutation] = [
         "D148 D156",
         "siblings see each other",
         (
-            "refattn/masks.py",
+            "refattn.masks:mask_and_bias",
             "visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]",
             "pass",
         ),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:tree",
             "bias = bias.masked_fill_(~branches.seen, -torch.inf)",
             "bias = bias.masked_fill_(branches.distance < 0, -torch.inf)",
         ),
@@ -1574,12 +1640,12 @@ MUTATIONS: list[Mutation] = [
         "D147",
         "the newest key of the context is hidden",
         (
-            "refattn/masks.py",
+            "refattn.masks:mask_and_bias",
             "        visible[:, first_node:] &= ",
             "        visible[:, max(0, first_node - 1) : first_node] = False\n        visible[:, first_node:] &= ",
         ),
         (
-            "fastattn/speculative.py",
+            "fastattn.speculative:plan",
             "prefix = replace(keys, seq_lens=keys.seq_lens - trees.lens)",
             "prefix = replace(keys, seq_lens=(keys.seq_lens - trees.lens - 1).clamp(min=0))",
         ),
@@ -1587,9 +1653,13 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "D148",
         "the parent is the first node that is seen",
-        ("refattn/speculative.py", "parents.append(max(seen, default=-1))", "parents.append(min(seen, default=-1))"),
         (
-            "fastattn/speculative.py",
+            "refattn.speculative:parents_from_mask",
+            "parents.append(max(seen, default=-1))",
+            "parents.append(min(seen, default=-1))",
+        ),
+        (
+            "fastattn.speculative:parents_from_mask",
             "parents = torch.where(above, node, -1).amax(-1) if w else node",
             "parents = torch.where(above, node, w).amin(-1) % w - (~above.any(-1)).int() if w else node",
         ),
@@ -1598,12 +1668,12 @@ MUTATIONS: list[Mutation] = [
         "D149",
         "only the tree counts",
         (
-            "refattn/masks.py",
+            "refattn.masks:mask_and_bias",
             "        visible[:, first_node:] &= ",
             "        visible[:, :first_node] = False\n        visible[:, first_node:] &= ",
         ),
         (
-            CPU + "attention.py",
+            "fastattn.kernels.cpu.attention:tree",
             "return _with_sinks(*_merge(before, (out, lse)), options.sinks, plan.whole)",
             "return _with_sinks(out, lse, options.sinks, plan.whole)",
         ),
@@ -1611,7 +1681,7 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "D150",
         "rejected drafts stay in the sequence",
-        "speculative.py",
+        "speculative:accepted_batch",
         "        seq_lens=batch.seq_lens - trees.lens + lens,",
         "        seq_lens=batch.seq_lens,",
     ),
@@ -1619,12 +1689,12 @@ MUTATIONS: list[Mutation] = [
         "D152",
         "every draft is accepted",
         (
-            "refattn/speculative.py",
+            "refattn.speculative:accept",
             "agrees = branches[parent] and tokens[node] == wanted[parent]",
             "agrees = branches[parent]",
         ),
         (
-            "fastattn/speculative.py",
+            "fastattn.speculative:accept",
             "differs = (above >= 0) &",
             "differs = (above < -1) &",
         ),
@@ -1632,24 +1702,28 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "D152",
         "nothing is found by look-up",
-        ("refattn/serving/speculation.py", "        return _merge(found, nodes)", "        return None"),
+        ("twinattn.engine.speculation:NGram.propose", "        return _merge(found, nodes)", "        return None"),
     ),
     *breaks(
         "D152",
         "a draft model drafts nothing",
-        ("refattn/serving/speculation.py", "        return _merge([request.output_ids], nodes)", "        return None"),
+        (
+            "twinattn.engine.speculation:DraftModel.propose",
+            "        return _merge([request.output_ids], nodes)",
+            "        return None",
+        ),
     ),
     # --- latents ---
     *breaks(
         "D153",
         "rotary keys lie before latents",
         (
-            "refattn/mla.py",
+            "refattn.mla:write",
             "key_cache, value_cache = pages[..., :rank], pages[..., rank:width]",
             "key_cache, value_cache = pages[..., width - rank : width], pages[..., : width - rank]",
         ),
         (
-            "fastattn/mla.py",
+            "fastattn.mla:write",
             "pages[..., :rank], pages[..., rank:width], slot_mapping",
             "pages[..., width - rank : width], pages[..., : width - rank], slot_mapping",
         ),
@@ -1658,7 +1732,7 @@ MUTATIONS: list[Mutation] = [
         "D154",
         "values are the last elements of a row",
         (
-            "refattn/keys.py",
+            "refattn.keys:read",
             "yield key, key[..., : keys.latent_rank]",
             "yield key, key[..., -keys.latent_rank :]",
         ),
@@ -1667,13 +1741,13 @@ MUTATIONS: list[Mutation] = [
         "D154 D155",
         "the rotary part of a query does not count",
         (
-            "refattn/mla.py",
+            "refattn.mla:attention",
             "    return attend_to(query, keys,",
             "    query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
             "    return attend_to(query, keys,",
         ),
         (
-            "fastattn/mla.py",
+            "fastattn.mla:attention",
             "return dispatch.attend(",
             "query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
             "    return dispatch.attend(",
@@ -1682,19 +1756,19 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "D155",
         "absorbing loses the rotary part",
-        ("refattn/mla.py", "query[..., nope:]], dim=-1)", "0 * query[..., nope:]], dim=-1)"),
-        ("fastattn/mla.py", "absorbed[..., rank:] = query[..., nope:]", "absorbed[..., rank:] = 0.0"),
+        ("refattn.mla:absorb", "query[..., nope:]], dim=-1)", "0 * query[..., nope:]], dim=-1)"),
+        ("fastattn.mla:absorb", "absorbed[..., rank:] = query[..., nope:]", "absorbed[..., rank:] = 0.0"),
     ),
     *breaks(
         "D157",
         "the context is read from other slots",
         (
-            "refattn/mla.py",
+            "refattn.mla:plan_prefill",
             " * block_size + j % block_size",
             " * block_size",
         ),
         (
-            "fastattn/mla.py",
+            "fastattn.mla:plan_prefill",
             "block_size=block_size).clamp(min=0)",
             "block_size=block_size).clamp(min=0) // block_size * block_size",
         ),
@@ -1703,12 +1777,12 @@ MUTATIONS: list[Mutation] = [
         "D158 E171",
         "new tokens see one another in both directions",
         (
-            "refattn/mla.py",
+            "refattn.mla:plan_prefill",
             "own = rows(query_lens, batch.max_query_len, contexts, causal=True)",
             "own = rows(query_lens, batch.max_query_len, contexts, causal=False)",
         ),
         (
-            "fastattn/mla.py",
+            "fastattn.mla:plan_prefill",
             "batch.max_query_len, contexts, causal=True)",
             "batch.max_query_len, contexts, causal=False)",
         ),
@@ -1717,22 +1791,22 @@ MUTATIONS: list[Mutation] = [
         "D158 E171",
         "keys have no rotary part",
         (
-            "refattn/mla.py",
+            "refattn.mla:_keys_and_values",
             '"s rope -> s h rope", h=len(to_key))',
             '"s rope -> s h rope", h=len(to_key)) * 0',
         ),
-        ("fastattn/mla.py", "key[..., nope:] = rope_key[:, None]", "key[..., nope:] = 0.0"),
+        ("fastattn.mla:_keys_and_values", "key[..., nope:] = rope_key[:, None]", "key[..., nope:] = 0.0"),
     ),
     *breaks(
         "E172 D157",
         "a chunk of the context has a causal mask",
         (
-            "refattn/mla.py",
+            "refattn.mla:plan_prefill",
             "rows(counts, size, [start] * batch.num_seqs, causal=False)",
             "rows(counts, size, [start] * batch.num_seqs, causal=True)",
         ),
         (
-            "fastattn/mla.py",
+            "fastattn.mla:plan_prefill",
             "rows(counts, ends, size, begins, causal=False)",
             "rows(counts, ends, size, begins, causal=True)",
         ),
@@ -1742,7 +1816,7 @@ MUTATIONS: list[Mutation] = [
         "A41",
         "no prefix is found",
         (
-            "refattn/serving/block_pool.py",
+            "twinattn.engine.block_pool:BlockPool.find",
             "            if block is None:\n                break",
             "            if True:\n                break",
         ),
@@ -1751,7 +1825,7 @@ MUTATIONS: list[Mutation] = [
         "A44 D160",
         "the table of the first step stays in the buffer",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Step._fill",
             "self.block_table[:count, :columns] = to_device(torch.tensor(table",
             "self.block_table[:count, :columns] = self.block_table[:count, :columns] if self.replay else"
             " to_device(torch.tensor(table",
@@ -1761,7 +1835,7 @@ MUTATIONS: list[Mutation] = [
         "A45 D169",
         "padding requests have a token in the last block",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Step",
             (
                 "torch.full((rows, columns), -1,",
                 "*(0, *ends, *[ends[-1]] * len(unused)),",
@@ -1777,13 +1851,13 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A45",
         "padding rows have slots",
-        (TORCH_METADATA, "nowhere = padding | (place < 0)", "nowhere = place < 0"),
+        ("fastattn.kernels.torch_ops.metadata:slot_mapping", "nowhere = padding | (place < 0)", "nowhere = place < 0"),
     ),
     *breaks(
         "A44",
         "tables of a captured step with prompts are as short as the shortest",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Step._fill",
             "columns = min(max(map(len, tokens.block_tables)), self.shape.columns)",
             "columns = min(min(map(len, tokens.block_tables)), self.shape.columns)",
         ),
@@ -1792,7 +1866,7 @@ MUTATIONS: list[Mutation] = [
         "A45 D169",
         "padding rows of a decode ahead have a token",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Inputs",
             (
                 "memory = torch.zeros(sum(sizes), dtype=torch.int32,",
                 "out=self.cu_seqlens_q).clamp_(max=count)",
@@ -1809,7 +1883,7 @@ MUTATIONS: list[Mutation] = [
         "B69",
         "steps are recorded on a CPU, too",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:CudaGraphs.can_record",
             'return engine.model.device.type == "cuda" and engine.twin.package is fastattn',
             "return engine.twin.package is fastattn",
         ),
@@ -1818,7 +1892,7 @@ MUTATIONS: list[Mutation] = [
         "D167 D162 C114",
         "the lengths of the first step stay in the buffer",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs",
             ("        self.numbers.copy_(to_device(torch.tensor(numbers", "(self.seq_lens, rows.seq_lens)"),
             (
                 "        if self.replay is None:\n            self.numbers.copy_(to_device(torch.tensor(numbers",
@@ -1831,7 +1905,7 @@ MUTATIONS: list[Mutation] = [
         "A13",
         "heads of any size pass",
         (
-            "fastattn/kernels/triton/__init__.py",
+            "fastattn.kernels.triton:unsupported_reason",
             "elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:",
             "elif False:",
         ),
@@ -1840,7 +1914,7 @@ MUTATIONS: list[Mutation] = [
         "B52",
         "nothing is said of a kernel that cannot",
         (
-            "fastattn/tools/doctor.py",
+            "fastattn.doctor:_cell",
             'Text("–" if _has_none(reason) else reason, style="dim")',
             'Text("–", style="dim")',
         ),
@@ -1848,23 +1922,27 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B52",
         "a kernel that runs in part passes for one that runs",
-        ("fastattn/tools/doctor.py", "    if first is None:", "    if None in (first, *others):"),
+        ("fastattn.doctor:_state", "    if first is None:", "    if None in (first, *others):"),
     ),
     *breaks(
         "A14",
         "the last kernel that can is chosen",
-        (DISPATCH, "    for name in names:\n        reasons", "    for name in names[::-1]:\n        reasons"),
+        (
+            "fastattn.kernels.dispatch:_choose",
+            "    for name in names:\n        reasons",
+            "    for name in names[::-1]:\n        reasons",
+        ),
     ),
     *breaks(
         "A14",
         "FlashAttention-4 goes first over pages of any size",
-        (DISPATCH, "and problem.block_size == FA3_PAGE:", "and problem.block_size == 0:"),
+        ("fastattn.kernels.dispatch:priorities", "and problem.block_size == FA3_PAGE:", "and problem.block_size == 0:"),
     ),
     *breaks(
         "D129",
         "FlashAttention-4 does not see the newest key",
         (
-            "fastattn/kernels/flash/fa4.py",
+            "fastattn.kernels.flash.fa4:paged",
             "where = dict(seqused_k=side_by_side(batch.seq_lens), page_table",
             "where = dict(seqused_k=side_by_side(batch.seq_lens - 1), page_table",
         ),
@@ -1873,7 +1951,7 @@ MUTATIONS: list[Mutation] = [
         "D129",
         "FlashAttention-3 does not see the newest key",
         (
-            "fastattn/kernels/flash/fa3.py",
+            "fastattn.kernels.flash.fa3:paged",
             "    loads_tiles = key_cache.shape[1] >= SMALLEST_TILE",
             '    where["seqused_k"] = where["seqused_k"] - 1\n    loads_tiles = key_cache.shape[1] >= SMALLEST_TILE',
         ),
@@ -1881,13 +1959,17 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B70",
         "each layer makes a schedule",
-        ("fastattn/kernels/flash/schedule.py", "    return known[1]", "    return schedules.pop((name, where))[1]"),
+        (
+            "fastattn.kernels.flash.schedule:schedule_of",
+            "    return known[1]",
+            "    return schedules.pop((name, where))[1]",
+        ),
     ),
     *breaks(
         "B70",
         "each layer works its launches out anew",
         (
-            "fastattn/kernels/triton/attention.py",
+            "fastattn.kernels.triton.attention:attend_levels",
             "    _record(out, launches,",
             "    return out, lse\n    _record(out, launches,",
         ),
@@ -1895,13 +1977,13 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B71",
         "all captures share a schedule",
-        ("fastattn/kernels/flash/schedule.py", "    capture = _capture()", '    capture = ("capture", 0)'),
+        ("fastattn.kernels.flash.schedule:where_called", "    capture = _capture()", '    capture = ("capture", 0)'),
     ),
     *breaks(
         "B72",
         "the splits past the tuning's number are dropped",
         (
-            "fastattn/kernels/triton/attention.py",
+            "fastattn.kernels.triton.attention:attend_levels",
             "            splits=num_parts,",
             "            splits=sum(tuning.splits for tuning in tunings),",
         ),
@@ -1910,7 +1992,7 @@ MUTATIONS: list[Mutation] = [
         "D156",
         "the context before a tree does not count",
         (
-            "fastattn/kernels/flash/flash_mla.py",
+            "fastattn.kernels.flash.flash_mla:mla_tree",
             "before = mla(query, cache, plan.prefix,",
             "before = mla(query, cache, plan.whole,",
         ),
@@ -1919,7 +2001,7 @@ MUTATIONS: list[Mutation] = [
         "E173",
         "values are padded before their first element",
         (
-            "fastattn/kernels/flash/__init__.py",
+            "fastattn.kernels.flash:pad_values",
             "pad(value, (0, head_size - value.shape[-1]))",
             "pad(value, (head_size - value.shape[-1], 0))",
         ),
@@ -1928,7 +2010,7 @@ MUTATIONS: list[Mutation] = [
         "E174",
         "FlashAttention-3 refuses values of another size",
         (
-            "fastattn/kernels/flash/fa3.py",
+            "fastattn.kernels.flash.fa3",
             "UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))",
             "UNEQUAL_HEADS = ((64, 128), (64, 256))",
         ),
@@ -1937,7 +2019,7 @@ MUTATIONS: list[Mutation] = [
         "E175",
         "FlashAttention-2 is not asked for its log-sum-exp",
         (
-            "fastattn/kernels/flash/fa2.py",
+            "fastattn.kernels.flash.fa2:dense",
             "        return_attn_probs=True,  # this is how to get the LSE",
             "        return_attn_probs=False,",
         ),
@@ -1946,12 +2028,12 @@ MUTATIONS: list[Mutation] = [
         "C227",
         "a norm of its own is left out",
         (
-            "refattn/differential.py",
+            "refattn.differential:attention",
             "check_normed(norm(difference), difference)",
             "check_normed(difference, difference)",
         ),
         (
-            "fastattn/kernels/problem.py",
+            "fastattn.kernels.problem:Subtraction.finish",
             "check_normed(self.norm(difference), difference)",
             "check_normed(difference, difference)",
         ),
@@ -1959,13 +2041,13 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "E176",
         "a prompt over latents takes no notice of batch invariance",
-        ("fastattn/mla.py", "    if options.batch_invariant and plan.own.batch.num_seqs:", "    if False:"),
+        ("fastattn.mla:prefill", "    if options.batch_invariant and plan.own.batch.num_seqs:", "    if False:"),
     ),
     *breaks(
         "E176",
         "an engine computes keys and values under batch invariance",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:Latents.expands_prefills",
             "        return not self.batch_invariant\n",
             "        return True\n",
         ),
@@ -1974,7 +2056,7 @@ MUTATIONS: list[Mutation] = [
         "E178",
         "what cannot be imported is there",
         (
-            "fastattn/kernels/device.py",
+            "fastattn.kernels.device:cannot_import",
             '        return f"the package {package} can\'t be imported: {error}"',
             "        return None if error else None",
         ),
@@ -1984,12 +2066,12 @@ MUTATIONS: list[Mutation] = [
         "F218",
         "a window hides no key of a span",
         (
-            "refattn/interval.py",
+            "refattn.interval:image_spans",
             "last = end if whole_spans or right < 0 else min(end, position + right)",
             "last = end",
         ),
         (
-            "fastattn/interval.py",
+            "fastattn.interval:image_spans",
             "reach = end if whole_spans or right < 0 else end.minimum(position[:, None] + right)",
             "reach = end",
         ),
@@ -1998,18 +2080,18 @@ MUTATIONS: list[Mutation] = [
         "F218",
         "images are seen causally where the window is shorter than they are",
         (
-            "refattn/interval.py",
+            "refattn.interval:image_spans",
             "                    first = min(first, begin) if whole_spans else first",
             "                    first = min(first, begin)",
         ),
-        ("fastattn/interval.py", "        if whole_spans:", "        if True:"),
+        ("fastattn.interval:image_spans", "        if whole_spans:", "        if True:"),
     ),
     *breaks(
         "F218",
         "a prefix ends one token late",
-        ("refattn/interval.py", "lasts[row] = prefix - 1 if 0 <=", "lasts[row] = prefix if 0 <="),
+        ("refattn.interval:prefix_lm", "lasts[row] = prefix - 1 if 0 <=", "lasts[row] = prefix if 0 <="),
         (
-            "fastattn/interval.py",
+            "fastattn.interval:prefix_lm",
             "position.maximum(prefix_lens[sequence] - 1)",
             "position.maximum(prefix_lens[sequence])",
         ),
@@ -2018,17 +2100,17 @@ MUTATIONS: list[Mutation] = [
         "F219",
         "the last key of an interval is hidden",
         (
-            "refattn/masks.py",
+            "refattn.masks:interval",
             "    return (first <= keys) & (keys <= last)",
             "    return (first <= keys) & (keys < last)",
         ),
         (
-            "fastattn/kernels/cpu/attention.py",
+            "fastattn.kernels.cpu.attention:_bias_in",
             "bias.masked_fill_((keys < first) | (keys > last), -torch.inf)",
             "bias.masked_fill_((keys < first) | (keys >= last), -torch.inf)",
         ),
         (
-            "fastattn/kernels/gpu/tile.py",
+            "fastattn.kernels.gpu.tile:attend_kv_split",
             "(j[None, :] <= last_of_rows[:, None])",
             "(j[None, :] < last_of_rows[:, None])",
         ),
@@ -2037,7 +2119,7 @@ MUTATIONS: list[Mutation] = [
         "F219",
         "queries of one tile see what the first of them sees",
         (
-            "fastattn/kernels/gpu/tile.py",
+            "fastattn.kernels.gpu.tile:attend_kv_split",
             "        all_to = tl.minimum(last_key, tl.min(tl.where(is_row, last_of_rows, last_key), 0) + 1)",
             "        all_to = last_key",
         ),
@@ -2046,7 +2128,7 @@ MUTATIONS: list[Mutation] = [
         "F219",
         "a chunk of growing intervals begins a key late",
         (
-            "fastattn/kernels/cpu/attention.py",
+            "fastattn.kernels.cpu.attention:_segments",
             "context = len(k) - (rows.stop - rows.start)  # keys",
             "context = len(k) - (rows.stop - rows.start) - 1  # keys",
         ),
@@ -2055,12 +2137,12 @@ MUTATIONS: list[Mutation] = [
         "F193",
         "keys between the intervals of a tile are read",
         (
-            "fastattn/kernels/gpu/tile.py",
+            "fastattn.kernels.gpu.tile:attend_kv_split",
             "                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) > 0\n",
             "                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) >= 0\n",
         ),
         (
-            "refattn/attention.py",
+            "refattn.attention:attend",
             "    v = value.to(compute).masked_fill(nobody_sees, 0.0)",
             "    v = value.to(compute)",
         ),
@@ -2069,7 +2151,7 @@ MUTATIONS: list[Mutation] = [
         "F194",
         "a chunk may end inside a span",
         (
-            "refattn/interface/contents.py",
+            "refattn.interface.contents:check_intervals",
             "    wrong = (first_visible[:used] <= last) & (last >= ends)",
             "    wrong = (first_visible[:used] <= last) & (last > ends + 9)",
         ),
@@ -2078,12 +2160,12 @@ MUTATIONS: list[Mutation] = [
         "F195",
         "the scale of a token follows its own codes",
         (
-            "refattn/sparse.py",
+            "refattn.sparse:write",
             "        at_scale = block_size * size + row * SCALE_BYTES",
             "        at_scale = (row + 1) * size + row * SCALE_BYTES",
         ),
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:_parts",
             "(block, SCALE_BYTES, 1), first + p * size)",
             "(block, SCALE_BYTES, 1), first + size)",
         ),
@@ -2091,25 +2173,33 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F195",
         "a slot of -1 is written",
-        ("refattn/sparse.py", "        if slot == -1:", "        if slot == -2:"),
-        ("fastattn/kernels/torch_ops/sparse.py", "    written = slot_mapping >= 0", "    written = slot_mapping >= -1"),
-        ("fastattn/kernels/triton/sparse.py", "    is_written = slot >= 0", "    is_written = slot >= -1"),
+        ("refattn.sparse:write", "        if slot == -1:", "        if slot == -2:"),
+        (
+            "fastattn.kernels.torch_ops.sparse:write_index",
+            "    written = slot_mapping >= 0",
+            "    written = slot_mapping >= -1",
+        ),
+        (
+            "fastattn.kernels.triton.sparse:_write_index_kernel",
+            "    is_written = slot >= 0",
+            "    is_written = slot >= -1",
+        ),
     ),
     *breaks(
         "F196",
         "the ReLU comes after the sum",
         (
-            "refattn/sparse.py",
+            "refattn.sparse:scores",
             'einsum(weights[q0:q1].float(), products.relu(), "t h, t h s -> t s")',
             'einsum(weights[q0:q1].float(), products, "t h, t h s -> t s").relu()',
         ),
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:score_index",
             "weights[q0 + row] @ (queries[q0 + row] @ key).relu_()",
             "(weights[q0 + row] @ (queries[q0 + row] @ key)).relu_()",
         ),
         (
-            "fastattn/kernels/triton/sparse.py",
+            "fastattn.kernels.triton.sparse:_score",
             "positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)",
             "positive = products",
         ),
@@ -2118,12 +2208,12 @@ MUTATIONS: list[Mutation] = [
         "F196",
         "the last head is left out of the sum",
         (
-            "fastattn/kernels/triton/sparse.py",
+            "fastattn.kernels.triton.sparse:_read_query",
             "    is_head = (heads < NUM_HEADS) & is_row",
             "    is_head = (heads < NUM_HEADS - 1) & is_row",
         ),
         (
-            "refattn/sparse.py",
+            "refattn.sparse:scores",
             'products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s")',
             'products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s"); products[:, -1] = 0.0',
         ),
@@ -2132,17 +2222,17 @@ MUTATIONS: list[Mutation] = [
         "F197",
         "ties go to the higher position",
         (
-            "refattn/sparse.py",
+            "refattn.sparse:select",
             "-numbers[j], j))[:topk]",
             "-numbers[j], -j))[:topk]",
         ),
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:select",
             "at.cumsum(1) <= topk - above.sum(1, keepdim=True)",
             "at.flip(1).cumsum(1).flip(1) <= topk - above.sum(1, keepdim=True)",
         ),
         (
-            "fastattn/kernels/triton/sparse.py",
+            "fastattn.kernels.triton.sparse:_write_positions",
             "(is_tie & (place <= wanted))",
             "(is_tie & (place > ties + (total >> 16) - wanted))",
         ),
@@ -2151,7 +2241,7 @@ MUTATIONS: list[Mutation] = [
         "F197",
         "a sample that misleads decides what is selected",
         (
-            "fastattn/kernels/triton/sparse.py",
+            "fastattn.kernels.triton.sparse:_select_kernel",
             "        are_all = (total >= topk) | (lowest",
             "        are_all = (total >= 0) | (lowest",
         ),
@@ -2160,12 +2250,12 @@ MUTATIONS: list[Mutation] = [
         "F197",
         "-0 is less than 0",
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:_in_order",
             "bits = numbers.masked_fill(numbers == 0, 0.0).view(torch.int32)",
             "bits = numbers.contiguous().view(torch.int32)",
         ),
         (
-            "fastattn/kernels/triton/sparse.py",
+            "fastattn.kernels.triton.sparse:_in_order",
             "tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)",
             "numbers.to(tl.int32, bitcast=True)",
         ),
@@ -2173,10 +2263,10 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F197",
         "what is no key is selected where there are too few",
-        ("refattn/sparse.py", "if score != -torch.inf]", "if score == score]"),
-        ("fastattn/kernels/torch_ops/sparse.py", "is_key = numbers != -torch.inf", "is_key = numbers == numbers"),
+        ("refattn.sparse:select", "if score != -torch.inf]", "if score == score]"),
+        ("fastattn.kernels.torch_ops.sparse:select", "is_key = numbers != -torch.inf", "is_key = numbers == numbers"),
         (
-            "fastattn/kernels/triton/sparse.py",
+            "fastattn.kernels.triton.sparse:_write_positions",
             '        is_key = numbers != float("-inf")',
             "        is_key = j < width",
         ),
@@ -2184,9 +2274,9 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F198",
         "-1 is the last slot of the pool, and is followed",
-        ("refattn/sparse.py", "                if j >= 0:", "                if j >= -1:"),
+        ("refattn.sparse:slots", "                if j >= 0:", "                if j >= -1:"),
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:selected_slots",
             "    is_key = (positions >= 0) & (pos",
             "    is_key = (positions >= -1) & (pos",
         ),
@@ -2195,7 +2285,7 @@ MUTATIONS: list[Mutation] = [
         "F198",
         "a position past the end is followed on a device",
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:selected_slots",
             "(positions < batch.seq_lens[sequence][:, None])",
             "(positions < 2**31)",
         ),
@@ -2204,7 +2294,7 @@ MUTATIONS: list[Mutation] = [
         "F198",
         "a position past the end passes on a host",
         (
-            "refattn/interface/selection.py",
+            "refattn.interface.selection:check_selected",
             "    wrong = (positions[:used] < -1) | (positions[:used] >= ends)",
             "    wrong = positions[:used] < -1",
         ),
@@ -2213,12 +2303,12 @@ MUTATIONS: list[Mutation] = [
         "F199",
         "slots are taken for blocks of more than one token",
         (
-            "refattn/sparse.py",
+            "refattn.sparse:by_token",
             "    return pool.flatten(0, 1).unsqueeze(1)",
             "    return pool.transpose(0, 1).flatten(0, 1).unsqueeze(1)",
         ),
         (
-            "fastattn/sparse.py",
+            "fastattn.sparse:by_token",
             "    return pool.flatten(0, 1).unsqueeze(1)",
             "    return pool.transpose(0, 1).flatten(0, 1).unsqueeze(1)",
         ),
@@ -2227,32 +2317,32 @@ MUTATIONS: list[Mutation] = [
         "F199",
         "a query sees what is left of another's list",
         (
-            "fastattn/kernels/torch_ops/sparse.py",
+            "fastattn.kernels.torch_ops.sparse:plan_selected",
             "    return rows, is_key.sum(1, dtype=torch.int32), table",
             "    return rows, (positions >= -1).sum(1, dtype=torch.int32), table",
         ),
-        ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
+        ("refattn.sparse:plan", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
     ),
     *breaks(
         "F219",
         "without first keys the last ones are taken as they come",
         (
-            "refattn/interval.py",
+            "refattn.interval:_up_to",
             "lasts[row] = max(seq_len - q1 + row, int(last_visible[row]))",
             "lasts[row] = int(last_visible[row])",
         ),
-        ("fastattn/interval.py", "last_visible.maximum(position)", "last_visible"),
+        ("fastattn.interval:plan", "last_visible.maximum(position)", "last_visible"),
     ),
     *breaks(
         "F219",
         "the key of a query itself counts twice, up to it and after it",
-        ("fastattn/interval.py", "after = position.int() + 1", "after = position.int()"),
+        ("fastattn.interval:plan", "after = position.int() + 1", "after = position.int()"),
     ),
     *breaks(
         "F219",
         "what was attended to before is left out",
         (
-            "fastattn/kernels/gpu/attention_kernel.py",
+            "fastattn.kernels.gpu.attention_kernel:_attend_kernel",
             "is_row & (tree_start > 0) if MASK_WORDS > 0 else is_row,",
             "is_row & (tree_start > 0) if WORDS > 0 else is_row & (rows < 0),",
         ),
@@ -2260,21 +2350,29 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F214",
         "a group has the scale of the one before it",
-        ("refattn/mla.py", "= scale, rope_key[token]", "= scale.roll(1), rope_key[token]"),
+        ("refattn.mla:_write_packed", "= scale, rope_key[token]", "= scale.roll(1), rope_key[token]"),
         (
-            "refattn/keys.py",
+            "refattn.keys:read_packed",
             "groups * scales.to(wide)[..., None]",
             "groups * scales.to(wide).roll(1, -1)[..., None]",
         ),
-        (TORCH_CACHE, "    scales[blocks, rows] = scale", "    scales[blocks, rows] = scale.roll(1, 1)"),
-        (CPU + "dequantize.py", "mul_(scales.mul(256.0)", "mul_(scales.roll(1, -1).mul(256.0)"),
         (
-            "fastattn/kernels/gpu/quantized.py",
+            "fastattn.kernels.torch_ops.cache:write_packed",
+            "    scales[blocks, rows] = scale",
+            "    scales[blocks, rows] = scale.roll(1, 1)",
+        ),
+        (
+            "fastattn.kernels.cpu.dequantize:PackedRows.read",
+            "mul_(scales.mul(256.0)",
+            "mul_(scales.roll(1, -1).mul(256.0)",
+        ),
+        (
+            "fastattn.kernels.gpu.quantized:scale_groups",
             "scales + rows[:, None] + at[None, :] * stride,",
             "scales + rows[:, None] + (GROUPS - 1 - at)[None, :] * stride,",
         ),
         (
-            "fastattn/kernels/triton/cache.py",
+            "fastattn.kernels.triton.cache:_write_packed_kernel",
             "place * scale_strides[1] + group * scale_strides[2]",
             "place * scale_strides[1] + (GROUPS - 1 - group) * scale_strides[2]",
         ),
@@ -2282,10 +2380,10 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F214",
         "zeros are divided by zero",
-        ("refattn/keys.py", ".clamp(min=SMALLEST_SCALE)", ""),
-        (TORCH_CACHE, ".clamp_(min=SMALLEST_SCALE)", ""),
+        ("refattn.keys:group_scales", ".clamp(min=SMALLEST_SCALE)", ""),
+        ("fastattn.kernels.torch_ops.cache:write_packed", ".clamp_(min=SMALLEST_SCALE)", ""),
         (
-            "fastattn/kernels/triton/cache.py",
+            "fastattn.kernels.triton.cache:_write_packed_kernel",
             "tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)",
             "tl.full(largest.shape, 448.0, tl.float32)), 0.0)",
         ),
@@ -2294,7 +2392,7 @@ MUTATIONS: list[Mutation] = [
         "F214",
         "what follows a list of slots is handed on",
         (
-            "fastattn/kernels/gpu/slots.py",
+            "fastattn.kernels.gpu.slots:_slots_kernel",
             "(at < tl.load(seq_lens + sequence)) & (at < table_columns)",
             "at < table_columns",
         ),
@@ -2302,13 +2400,17 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F215",
         "a prefix is found whatever its images are",
-        ("refattn/serving/block_pool.py", "if span[0] < end and span[1] >= start)", "if span[0] > end > span[1])"),
+        (
+            "twinattn.engine.block_pool:block_key",
+            "if span[0] < end and span[1] >= start)",
+            "if span[0] > end > span[1])",
+        ),
     ),
     *breaks(
         "F215",
         "a chunk ends inside a span",
         (
-            "refattn/serving/request.py",
+            "twinattn.engine.request:Request.cut",
             "for first, last in self.spans if first < end <= last), count)",
             "for first, last in self.spans if first > end > last), count)",
         ),
@@ -2317,7 +2419,7 @@ MUTATIONS: list[Mutation] = [
         "F215",
         "only the first span of a prompt is seen",
         (
-            "refattn/serving/engine.py",
+            "twinattn.engine.engine:Engine.plan_spans",
             "rows = [[*its_spans, *",
             "rows = [[*its_spans[:1], *[(-1, -1)] * len(its_spans[1:]), *",
         ),
@@ -2326,7 +2428,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "index keys are written where the next token's belong",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:SelectedLatents.select",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
         ),
@@ -2335,7 +2437,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "every key is selected",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:SelectedLatents.select",
             "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
             "return twin.sparse.select(scores, scores.shape[1])",
         ),
@@ -2344,7 +2446,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "packed rows have one scale",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:_pack",
             "return replace(storage, dtype=torch.uint8)",
             "return replace(storage, dtype=torch.float8_e4m3fn)",
         ),
@@ -2353,7 +2455,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "the scales of a packed row are not counted",
         (
-            "refattn/serving/layers.py",
+            "twinattn.engine.layers:Latents.bytes_per_token",
             "return packed_size(self.latent_rank, self.rope_size)",
             "return self.latent_rank + 2 * self.rope_size",
         ),
@@ -2363,12 +2465,12 @@ MUTATIONS: list[Mutation] = [
         "R213",
         "a rank begins with what is before all of them",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:recurrent_attention",
             '"hv dv j, hv j dk -> hv dv dk") + added[rank, i]',
             '"hv dv j, hv j dk -> hv dv dk") + added[rank, i] * (rank + 1 == group.size)',
         ),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:recurrent_attention",
             "if rank == group.rank:\n            _put(states, plan.state_indices, is_written, state)",
             "if not rank:\n            _put(states, plan.state_indices, is_written, state)",
         ),
@@ -2377,12 +2479,12 @@ MUTATIONS: list[Mutation] = [
         "R213",
         "the convolution of a rank begins with the inputs before all of them",
         (
-            "refattn/context_parallel.py",
+            "refattn.context_parallel:recurrent_convolve",
             "if rank == group.rank:\n                states[slot] = last",
             "if not rank:\n                states[slot] = last",
         ),
         (
-            "fastattn/context_parallel.py",
+            "fastattn.context_parallel:recurrent_convolve",
             "if rank == group.rank:\n            _put(states, plan.state_indices, is_written, last)",
             "if not rank:\n            _put(states, plan.state_indices, is_written, last)",
         ),
@@ -2391,7 +2493,7 @@ MUTATIONS: list[Mutation] = [
         "R213",
         "a process gets the maps of the others in another order",
         (
-            "refattn/interface/parallel.py",
+            "refattn.interface.parallel:DistributedGroup.all_gather",
             "torch.cat(parts.view(self.size, *part.shape).unbind(), dim)",
             "torch.cat(parts.view(self.size, *part.shape).flip(0).unbind(), dim)",
         ),
@@ -2399,30 +2501,42 @@ MUTATIONS: list[Mutation] = [
     *in_both(
         "R213",
         "maps without what came before them",
-        "recurrent.py",
+        "recurrent:compose",
         " + after.added",
         " * 0 + after.added",
     ),
     *breaks(
         "R201",
         "a sequence that begins goes on from what its slot held",
-        ("refattn/recurrent.py", "start if has_state else None", "start"),
-        (RECURRENT, "    start = start.where(plan.has_initial_state, -1)", "    pass"),
-        (OUR_RECURRENT, "tl.where(has_state, start, -1).to(tl.int64)", "start.to(tl.int64)"),
+        ("refattn.recurrent:_sequences", "start if has_state else None", "start"),
+        (
+            "fastattn.kernels.torch_ops.recurrent:_sequences",
+            "    start = start.where(plan.has_initial_state, -1)",
+            "    pass",
+        ),
+        (
+            "fastattn.kernels.triton.recurrent:_find_sequence",
+            "tl.where(has_state, start, -1).to(tl.int64)",
+            "start.to(tl.int64)",
+        ),
     ),
     *breaks(
         "R201",
         "the state after the first token is kept, and not that after the last",
-        ("refattn/recurrent.py", "kept[-1].append(slots)", "kept[0].append(slots)"),
-        (RECURRENT, "            elif count == sequence.length:", "            elif count == 1:"),
+        ("refattn.recurrent:_sequences", "kept[-1].append(slots)", "kept[0].append(slots)"),
+        (
+            "fastattn.kernels.torch_ops.recurrent:_Keep.write",
+            "            elif count == sequence.length:",
+            "            elif count == 1:",
+        ),
     ),
     *breaks(
         "R202",
         "padding is the last slot, or the first",
-        ("refattn/recurrent.py", "if q0 == q1 or (slots[0] if plan.per_draft else slots) < 0:", "if q0 == q1:"),
-        (RECURRENT, "if slot >= 0 and q1 > q0:", "if q1 > q0:"),
+        ("refattn.recurrent:_sequences", "if q0 == q1 or (slots[0] if plan.per_draft else slots) < 0:", "if q0 == q1:"),
+        ("fastattn.kernels.torch_ops.recurrent:_sequences", "if slot >= 0 and q1 > q0:", "if q1 > q0:"),
         (
-            OUR_RECURRENT,
+            "fastattn.kernels.triton.recurrent:_find_sequence",
             "    slot = tl.where(has_state & (start < 0), -1, slot)",
             "    slot, start = tl.maximum(slot, 0), tl.maximum(start, 0)",
         ),
@@ -2430,25 +2544,29 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R202",
         "a sequence without tokens has a chunk, whose last row is of the sequence before it, and writes its state",
-        (OUR_RECURRENT, "    slot = tl.where(length > 0, slot, -1)\n", ""),
+        ("fastattn.kernels.triton.recurrent:_find_sequence", "    slot = tl.where(length > 0, slot, -1)\n", ""),
     ),
     *breaks(
         "R203",
         "value heads share a query with those far away",
-        ("refattn/recurrent.py", '"t h dk -> t (h g) dk", g=group', '"t h dk -> t (g h) dk", g=group'),
-        (RECURRENT, "x.repeat_interleave(tokens.group, 1)[..., None]", "x.repeat(1, tokens.group, 1)[..., None]"),
+        ("refattn.recurrent:attention", '"t h dk -> t (h g) dk", g=group', '"t h dk -> t (g h) dk", g=group'),
+        (
+            "fastattn.kernels.torch_ops.recurrent:_by_token",
+            "x.repeat_interleave(tokens.group, 1)[..., None]",
+            "x.repeat(1, tokens.group, 1)[..., None]",
+        ),
     ),
     *breaks(
         "R203",
         "what the state answers is subtracted whole",
-        ("refattn/recurrent.py", "beta[:, None] * (value - seen)", "(beta[:, None] * value - seen)"),
+        ("refattn.recurrent:_step", "beta[:, None] * (value - seen)", "(beta[:, None] * value - seen)"),
         (
-            RECURRENT,
+            "fastattn.kernels.torch_ops.recurrent:_by_token",
             "new = (new - now @ key if delta else new) * beta[..., None, None]",
             "new = new * beta[..., None, None] - (now @ key if delta else 0.0)",
         ),
         (
-            OUR_RECURRENT,
+            "fastattn.kernels.triton.recurrent:_tokens_kernel",
             "            v -= tl.sum(state * k[None, :], 1)",
             "            v -= tl.sum(state * k[None, :], 1) / 2",
         ),
@@ -2457,28 +2575,28 @@ MUTATIONS: list[Mutation] = [
         "R203",
         "in a chunk, keys meet the state before it without the decays since then",
         (
-            RECURRENT,
+            "fastattn.kernels.torch_ops.recurrent:_solve",
             "right = torch.cat([value, key * from_start * beta], dim=-1)",
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
-        (OUR_RECURRENT, "part * rates[:, None] * since", "part * rates[:, None]"),
+        ("fastattn.kernels.triton.recurrent:_within_kernel", "part * rates[:, None] * since", "part * rates[:, None]"),
     ),
     *breaks(
         "R203",
         "with a decay per channel, a key fades by the decays of the next block, too",
-        (OUR_RECURRENT, " & (at % BLOCK != BLOCK - 1)", ""),
+        ("fastattn.kernels.triton.recurrent:_read_logs", " & (at % BLOCK != BLOCK - 1)", ""),
     ),
     *breaks(
         "R203",
         "of two halves with decays per channel, the first ends where it did",
-        (RECURRENT, "        after_1 *= since_2[..., -1:, :]\n", ""),
+        ("fastattn.kernels.torch_ops.recurrent:_halves", "        after_1 *= since_2[..., -1:, :]\n", ""),
     ),
     *breaks(
         "R203",
         "NaN in a token reaches those before it in its chunk",
-        (RECURRENT, "or not tokens.are_finite(sequence)", "or False"),
+        ("fastattn.kernels.torch_ops.recurrent:recurrent", "or not tokens.are_finite(sequence)", "or False"),
         (
-            OUR_RECURRENT,
+            "fastattn.kernels.triton.recurrent:_dot_with_earlier",
             "    rows = tl.where(is_finite, rows, 0.0).to(OPERAND)\n",
             "    rows = rows.to(OPERAND)\n",
         ),
@@ -2486,10 +2604,14 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R204",
         "the inputs that are kept are those before the last ones",
-        ("refattn/recurrent.py", "            last = window[1:]", "            last = window[:-1]"),
-        (RECURRENT, "joined[end : end + width - 1] for", "joined[end - 1 : end + width - 2] for"),
+        ("refattn.recurrent:convolve", "            last = window[1:]", "            last = window[:-1]"),
         (
-            OUR_RECURRENT,
+            "fastattn.kernels.torch_ops.recurrent:convolve",
+            "joined[end : end + width - 1] for",
+            "joined[end - 1 : end + width - 2] for",
+        ),
+        (
+            "fastattn.kernels.triton.recurrent:_keep",
             "        x = tl.load(of_inputs + (first_row + source) * row_stride",
             "        x = tl.load(of_inputs + (first_row + source - 1) * row_stride",
         ),
@@ -2497,27 +2619,39 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R205",
         "a step goes on from the state after the first draft, whatever was accepted",
-        ("refattn/recurrent.py", "start = slots[accepted - 1]", "start = slots[0]"),
-        (RECURRENT, "        start = plan.state_indices.gather(1, columns[:, None])[:, 0]", "        pass"),
-        (OUR_RECURRENT, "(accepted - 1).to(tl.int64) * column_stride", "0 * accepted * column_stride"),
+        ("refattn.recurrent:_sequences", "start = slots[accepted - 1]", "start = slots[0]"),
+        (
+            "fastattn.kernels.torch_ops.recurrent:_sequences",
+            "        start = plan.state_indices.gather(1, columns[:, None])[:, 0]",
+            "        pass",
+        ),
+        (
+            "fastattn.kernels.triton.recurrent:_find_sequence",
+            "(accepted - 1).to(tl.int64) * column_stride",
+            "0 * accepted * column_stride",
+        ),
     ),
     *breaks(
         "R205",
         "the state after the last draft is chosen",
-        ("refattn/state_cache.py", "row[accepted - 1] if row[0] >= 0", "row[-1] if row[0] >= 0"),
-        ("fastattn/state_cache.py", "(num_accepted - 1).clamp(0,", "(num_accepted + 99).clamp(0,"),
+        ("refattn.state_cache:accepted_slots", "row[accepted - 1] if row[0] >= 0", "row[-1] if row[0] >= 0"),
+        ("fastattn.state_cache:accepted_slots", "(num_accepted - 1).clamp(0,", "(num_accepted + 99).clamp(0,"),
     ),
     *breaks(
         "R206",
         "blocks are those of the step, not of the sequence",
-        ("refattn/recurrent.py", "divmod(first + token + 1, plan.block_size)", "divmod(token + 1, plan.block_size)"),
         (
-            RECURRENT,
+            "refattn.recurrent:_sequences",
+            "divmod(first + token + 1, plan.block_size)",
+            "divmod(token + 1, plan.block_size)",
+        ),
+        (
+            "fastattn.kernels.torch_ops.recurrent:_Keep.write",
             "if self.block_size is not None and (sequence.position + count) % self.block_size == 0:",
             "if self.block_size is not None and count % self.block_size == 0:",
         ),
         (
-            OUR_RECURRENT,
+            "fastattn.kernels.triton.recurrent:_chunks_kernel",
             "            end = position + tl.minimum(first + CHUNK, length)",
             "            end = first + CHUNK",
         ),
@@ -2525,29 +2659,29 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R207",
         "no slot is copied",
-        ("refattn/state_cache.py", "    kv_cache.copy_blocks(pools, pairs)", "    return"),
-        ("fastattn/state_cache.py", "    dispatch.copy_blocks(pools, pairs)", "    return"),
+        ("refattn.state_cache:copy", "    kv_cache.copy_blocks(pools, pairs)", "    return"),
+        ("fastattn.state_cache:copy", "    dispatch.copy_blocks(pools, pairs)", "    return"),
     ),
     *breaks(
         "R209",
         "the state moves on after a step that failed",
-        (STATE_POOL, "        if count:", "        if slots.targets:"),
+        ("twinattn.engine.state_pool:StatePool.settle", "        if count:", "        if slots.targets:"),
     ),
     *breaks(
         "R209",
         "a request that ends or waits keeps its slots",
-        ("refattn/serving/scheduler.py", "            self.states.release(request)", "            pass"),
+        ("twinattn.engine.scheduler:Scheduler._stop", "            self.states.release(request)", "            pass"),
     ),
     *breaks(
         "R209",
         "a step that is undone keeps its slots",
-        ("refattn/serving/scheduler.py", "            self.states.reset()", "            pass"),
+        ("twinattn.engine.scheduler:Scheduler.undo", "            self.states.reset()", "            pass"),
     ),
     *breaks(
         "R209",
         "a decode writes where it reads",
         (
-            STATE_LAYERS,
+            "twinattn.engine.state_layers:rows_of",
             "prefill = one.targets, start, -1",
             "prefill = [max(one.targets[0], start), *one.targets[1:]], start, -1",
         ),
@@ -2556,7 +2690,7 @@ MUTATIONS: list[Mutation] = [
         "R209",
         "a decode ahead writes where the one before it reads",
         (
-            STATE_POOL,
+            "twinattn.engine.state_pool:StatePool.hold_ahead",
             "Slots(slots.first + launched, target, [self._take()])",
             "Slots(slots.first + launched, target, [self._take() if slots.start is None else slots.start])",
         ),
@@ -2565,7 +2699,7 @@ MUTATIONS: list[Mutation] = [
         "R202",
         "padding rows of a captured decode have slot 0",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Inputs.fill",
             "self.slots[:count], self.slots[count:] = rows.slots, -1",
             "self.slots[:count], self.slots[count:] = rows.slots, 0",
         ),
@@ -2574,7 +2708,7 @@ MUTATIONS: list[Mutation] = [
         "R209",
         "a captured decode goes on with the slots of the one before",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Inputs.fill",
             "self.slots[:count], self.slots[count:] = rows.slots, -1",
             "self.slots[:count] = rows.slots.where(self.slots[:count] < 0, self.slots[:count])",
         ),
@@ -2583,7 +2717,7 @@ MUTATIONS: list[Mutation] = [
         "R210",
         "a step is captured over its requests, whose states change twice",
         (
-            GRAPHS,
+            "twinattn.engine.cuda_graphs:_Decode.launch",
             ("        replay = self.capture()\n", "        tokens = _choose(replay()["),
             ("", "        replay = self.capture()\n        tokens = _choose(replay()["),
         ),
@@ -2591,48 +2725,72 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R210",
         "keys without a state are used",
-        ("refattn/serving/scheduler.py", "found[: self.states.usable([", "found[: len(["),
+        ("twinattn.engine.scheduler:Scheduler._find", "found[: self.states.usable([", "found[: len(["),
     ),
     *breaks(
         "R210",
         "the state after all of a prompt is kept",
-        (STATE_POOL, "last = (seq_len - (seq_len == request.prompt_len)) //", "last = seq_len //"),
+        (
+            "twinattn.engine.state_pool:StatePool._hold_checkpoint",
+            "last = (seq_len - (seq_len == request.prompt_len)) //",
+            "last = seq_len //",
+        ),
     ),
     *breaks(
         "R210",
         "all states of an answer are kept",
-        (STATE_POOL, "                self._forget(self.kept[slots.latest])", "                pass"),
+        (
+            "twinattn.engine.state_pool:StatePool._keep",
+            "                self._forget(self.kept[slots.latest])",
+            "                pass",
+        ),
     ),
     *breaks(
         "R210",
         "two requests read one slot",
-        (STATE_LAYERS, "(not is_decode or pool.is_shared(start))", "not is_decode"),
+        ("twinattn.engine.state_layers:rows_of", "(not is_decode or pool.is_shared(start))", "not is_decode"),
     ),
     *breaks(
         "R210",
         "a state that was used again is taken like any other",
-        (STATE_POOL, "move_to_end(slot, last=slot in self._contents)", "move_to_end(slot, last=False)"),
+        (
+            "twinattn.engine.state_pool:StatePool._release",
+            "move_to_end(slot, last=slot in self._contents)",
+            "move_to_end(slot, last=False)",
+        ),
     ),
     *breaks(
         "R211",
         "the state after the last draft goes on",
-        (STATE_POOL, "slots.targets.pop(min(count, len(slots.targets)) - 1)", "slots.targets.pop()"),
+        (
+            "twinattn.engine.state_pool:StatePool.settle",
+            "slots.targets.pop(min(count, len(slots.targets)) - 1)",
+            "slots.targets.pop()",
+        ),
     ),
     *breaks(
         "R211",
         "the state after a rejected draft is kept",
-        (STATE_POOL, "if (block + 1) * self.block_size <= request.num_computed_tokens:", "if slots.first:"),
+        (
+            "twinattn.engine.state_pool:StatePool.settle",
+            "if (block + 1) * self.block_size <= request.num_computed_tokens:",
+            "if slots.first:",
+        ),
     ),
     *breaks(
         "R212",
         "a gate without its bias",
-        (STATE_MODULES, "softplus(a.float() + module.dt_bias)", "softplus(a.float())"),
+        (
+            "twinattn.engine.state_modules:gated_delta_net",
+            "softplus(a.float() + module.dt_bias)",
+            "softplus(a.float())",
+        ),
     ),
     *breaks(
         "R212",
         "a query and a key as long as they are",
         (
-            STATE_MODULES,
+            "twinattn.engine.state_modules:kimi_delta_attention",
             "recurrence.attention(_unit(query), _unit(key), value,",
             "recurrence.attention(query, key, value,",
         ),
@@ -2640,18 +2798,26 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R212",
         "what is written is not scaled by dt",
-        (STATE_MODULES, "dt.float(), dt, ADDITION)", "dt.float(), dt.new_ones(dt.shape), ADDITION)"),
+        (
+            "twinattn.engine.state_modules:mamba2",
+            "dt.float(), dt, ADDITION)",
+            "dt.float(), dt.new_ones(dt.shape), ADDITION)",
+        ),
     ),
     *breaks(
         "R212",
         "heads have the decays of others",
-        (STATE_MODULES, "-module.slope_rate.flatten().expand", "-module.slope_rate.flatten().flip(0).expand"),
+        (
+            "twinattn.engine.state_modules:lightning_attention",
+            "-module.slope_rate.flatten().expand",
+            "-module.slope_rate.flatten().flip(0).expand",
+        ),
     ),
     *breaks(
         "R208",
         "no gate is closed",
         (
-            "refattn/recurrent.py",
+            "refattn.recurrent:attention",
             "log_decay.to(compute).exp(), beta.to(compute)\n\n    result",
             "log_decay.to(compute).exp().clamp(min=1e-3), beta.to(compute)\n\n    result",
         ),
@@ -2660,12 +2826,12 @@ MUTATIONS: list[Mutation] = [
         "R208",
         "sums of logarithms are subtracted",
         (
-            RECURRENT,
+            "fastattn.kernels.torch_ops.recurrent:_solve",
             "between = decay[..., None].where(before, 1.0).cumprod(2).tril_()",
             "between = (decay.log().cumsum(2)[..., None] - decay.log().cumsum(2)[:, :, None]).exp().tril_()",
         ),
         (
-            OUR_RECURRENT,
+            "fastattn.kernels.triton.recurrent:_between",
             "    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)",
             "    sums = tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :]",
         ),

@@ -21,17 +21,19 @@ from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
 import fastattn.sliding_window
-import fastattn.tools.bench
+import twinattn.bench
 from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
-from fastattn.tools.bench import Bench, in_rows, measure, peers, ranks, reading, report, sparse
-from fastattn.tools.bench.measure import Ceilings
-from fastattn.tools.bench.peers import Contender, twin
-from fastattn.tools.bench.rows import Row, _cuda, rows
-from fastattn.tools.bench.states import States
-from fastattn.tools.bench.work import (
+from refattn import attention, chunked_prefill, kv_cache, masks
+from tests.helpers import gpu_package_doubles
+from twinattn.bench import Bench, in_rows, measure, peers, ranks, reading, report, sparse
+from twinattn.bench.measure import Ceilings
+from twinattn.bench.peers import Contender, twin
+from twinattn.bench.rows import Row, _cuda, rows
+from twinattn.bench.states import States
+from twinattn.bench.work import (
     Attention,
     CacheWrite,
     Layers,
@@ -43,11 +45,9 @@ from fastattn.tools.bench.work import (
     latents,
     workload,
 )
-from fastattn.tools.cli import main
-from refattn import attention, chunked_prefill, kv_cache, masks
-from refattn.conformance import plan_and_attend
-from refattn.conformance.libraries import pytorch
-from tests.helpers import gpu_package_doubles
+from twinattn.cli import main
+from twinattn.kit import plan_and_attend
+from twinattn.libraries import pytorch
 
 CPU = torch.device("cpu")
 SMALL = dict(heads=(4, 2), head_size=16, block_size=4)
@@ -576,8 +576,8 @@ def test_contenders_of_a_gpu_fit_their_rows(row, fa3_library, forked_ranks, monk
 def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "all_cores", torch.get_num_threads)  # other tests keep the threads that they have
     monkeypatch.setattr(pytorch, "flex", lambda: flex_attention)  # not compiled, which takes longer than all the rest
-    fastattn.tools.bench.run("cpu", ["decode-1x", "kv_cache"], out=tmp_path, quick=True)
-    fastattn.tools.bench.run("cpu", ["kv_cache"], out=tmp_path, quick=True)
+    twinattn.bench.run("cpu", ["decode-1x", "kv_cache"], out=tmp_path, quick=True)
+    twinattn.bench.run("cpu", ["kv_cache"], out=tmp_path, quick=True)
     (file,) = tmp_path.glob("*.json")
     first, second = json.loads(file.read_text())["runs"]
     assert [record["workload"] for record in first["rows"]] == ["decode-1x512"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattn.tools.bench import Bench, clocks, measure, report
-from fastattn.tools.bench.rows import Row, rows
-from fastattn.tools.bench.work import Slots
+from twinattn.bench import Bench, clocks, measure, report
+from twinattn.bench.rows import Row, rows
+from twinattn.bench.work import Slots
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = sorted((ROOT / "docs/results").glob("*.json"))

@@ -7,20 +7,22 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-import fastattn.tools.bench
-import refattn.conformance.__main__ as conformance
-import refattn.drawing.__main__ as drawing
-import refattn.exercises.__main__ as exercises
-from fastattn.tools import course, quantization_error, search
-from fastattn.tools.cli import main
+import twinattn.bench
+import twinattn.course.drawing.__main__ as drawing
+import twinattn.course.exercises.__main__ as exercises
+import twinattn.kit.__main__ as conformance
 from notebooks import run as notebooks
 from tests import matrix
+from twinattn.bench import quantization_error
+from twinattn.cli import main
+from twinattn.course import copied as course
+from twinattn.kit.search import command as search
 
 NOTHING_RUNS = (  # what would be the first to run
     (search, "_Process"),
     (search, "try_kernel"),
     (conformance, "check_apart"),
-    (fastattn.tools.bench, "Bench"),
+    (twinattn.bench, "Bench"),
     (drawing, "example"),
     (notebooks, "execute"),
     (matrix, "run"),

@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import varlen
 
 from refattn import chunked_prefill, metadata
-from refattn.conformance import CASES, Case, Example, Workload, field, plan_and_attend, prepare
-from refattn.conformance.adapters import ADAPTERS
+from twinattn.kit import CASES, Case, Example, Workload, field, plan_and_attend, prepare
+from twinattn.kit.adapters import ADAPTERS
 
 
 def inputs():

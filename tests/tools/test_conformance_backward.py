@@ -5,16 +5,16 @@ import functools
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, gradients, landmarks, mistakes, oracle, property, vacuous
-from refattn.conformance import __main__ as command
-from refattn.conformance import check as checking
-from refattn.conformance.adapters import ADAPTERS
-from refattn.conformance.check import check
-from refattn.conformance.kernel import find
-from refattn.conformance.report import as_text
 from tests.helpers import backward_by_hand
 from tests.helpers.gpu_package_doubles import install
 from tests.helpers.planted_backward import PLANTED, plant
+from twinattn.kit import Example, claims, contract, gradients, landmarks, mistakes, oracle, property, vacuous
+from twinattn.kit import __main__ as command
+from twinattn.kit import check as checking
+from twinattn.kit.adapters import ADAPTERS
+from twinattn.kit.check import check
+from twinattn.kit.kernel import find
+from twinattn.kit.report import as_text
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),

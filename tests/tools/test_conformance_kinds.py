@@ -8,19 +8,19 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, landmarks
-from refattn.conformance import __main__ as command
-from refattn.conformance import check as checking
-from refattn.conformance.check import check
-from refattn.conformance.conventions import NOT_ASKED, STATED
-from refattn.conformance.drawn import Drawn
-from refattn.conformance.example import PATHS
-from refattn.conformance.isolate import check_apart
-from refattn.conformance.kernel import Kernel
-from refattn.conformance.report import as_html, as_junit, as_text
 from tests.helpers import by_hand
 from tests.helpers.planted import plant
 from tests.helpers.planted_kinds import KINDS
+from twinattn.kit import Example, claims, contract, landmarks
+from twinattn.kit import __main__ as command
+from twinattn.kit import check as checking
+from twinattn.kit.check import check
+from twinattn.kit.conventions import NOT_ASKED, STATED
+from twinattn.kit.drawn import Drawn
+from twinattn.kit.example import PATHS
+from twinattn.kit.isolate import check_apart
+from twinattn.kit.kernel import Kernel
+from twinattn.kit.report import as_html, as_junit, as_text
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),

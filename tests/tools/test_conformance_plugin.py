@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from refattn.conformance import mistakes
+from twinattn.kit import mistakes
 
 pytest_plugins = ("pytester",)
 THEIRS = """
 import torch
-from refattn.conformance import claims
+from twinattn.kit import claims
 
 def right(outs, lses):
     top = torch.stack(list(lses)).amax(0)
@@ -55,7 +55,7 @@ def test_a_stranger_proves_a_kernel(pytester, monkeypatch):
     some = [x for x in mistakes.KNOWN if x.__module__ == mistakes.merge.__name__ or x.__name__.startswith("Causal")]
     monkeypatch.setattr(mistakes, "KNOWN", some)
     pytester.makepyfile(THEIRS)
-    loaded = [] if entry_points(group="pytest11", name="twinattn") else ["-p", "refattn.conformance.plugin"]
+    loaded = [] if entry_points(group="pytest11", name="twinattn") else ["-p", "twinattn.kit.plugin"]
     result = pytester.runpytest_inprocess(*loaded, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(["*probably merge-averages*", "*nothing was checked*"])

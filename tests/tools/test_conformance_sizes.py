@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from refattn.conformance import Example, claims, combinations, contract, mistakes
-from refattn.conformance import __main__ as command
-from refattn.conformance import check as checking
-from refattn.conformance.check import check
-from refattn.conformance.kernel import BadKernelError, Kernel
-from refattn.conformance.property import Broken
 from tests.helpers import by_hand
 from tests.helpers.planted import PAST_A_SIZE, RETURNED, UNNAMED, plant
+from twinattn.kit import Example, claims, combinations, contract, mistakes
+from twinattn.kit import __main__ as command
+from twinattn.kit import check as checking
+from twinattn.kit.check import check
+from twinattn.kit.kernel import BadKernelError, Kernel
+from twinattn.kit.property import Broken
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),

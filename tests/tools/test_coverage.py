@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.planted import replace_lines
 from tests.tools.mutations import FASTATTN_ALONE, MUTATIONS, UNBROKEN
 from tests.tools.mutations_at_large import AT_LARGE
+from tests.tools.places import file_of, replaced
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -81,22 +81,34 @@ def test_every_mutation_finds_its_lines_and_is_python():
     """Who changes a line that a mutation names finds out here, and changes the mutation."""
     broken = defaultdict(list)  # of each file its text with as many mutations at once as meet no other
     for mutation in [*MUTATIONS, *AT_LARGE]:
-        asked = mutation.old, mutation.new, mutation.file
-        source = (ROOT / mutation.file).read_text()
-        alone = replace_lines(source, *asked)
+        asked = mutation.place, mutation.old, mutation.new
+        file = file_of(mutation.place)
+        source = file.read_text()
+        alone = replaced(source, *asked)
         assert alone != source, f"{mutation.name} changes nothing"
-        texts = broken[mutation.file]
+        texts = broken[file]
         try:
-            texts[-1:] = [replace_lines(texts[-1] if texts else source, *asked)]
-        except AssertionError:
+            texts[-1:] = [replaced(texts[-1] if texts else source, *asked)]
+        except LookupError:
             texts.append(alone)
     for file, texts in broken.items():
-        for text in texts if file.endswith(".py") else ():
-            ast.parse(text, file)
+        for text in texts if file.suffix == ".py" else ():
+            ast.parse(text, str(file))
+
+
+def test_a_mutation_is_found_by_its_function_in_any_layout():
+    source = (
+        "def f():\n    return g(a, b)\n\nclass C:\n    def f(self):\n        return g(\n            a, b\n        )\n"
+    )
+    assert replaced(source, "module:C.f", "g(a, b)", "h()") == source.replace("g(\n            a, b\n        )", "h()")
+    with pytest.raises(LookupError, match="module has 'g\\(a, b\\)' 2 times, not once"):
+        replaced(source, "module", "g(a, b)", "h()")
+    with pytest.raises(LookupError, match="expected one function or class C.g, found 0"):
+        replaced(source, "module:C.g", "g(a, b)", "h()")
 
 
 def test_mutations_have_names_of_their_own():
-    counts = Counter((mutation.name, mutation.file, mutation.rows) for mutation in MUTATIONS)
+    counts = Counter((mutation.name, mutation.place, mutation.rows) for mutation in MUTATIONS)
     assert not [key for key, count in counts.items() if count > 1]
 
 
@@ -104,23 +116,24 @@ def test_every_row_with_tests_is_broken_in_both_packages(coverage):
     """Or in what they share; or it says why not."""
     broken: dict[str, set[str]] = {}
     for mutation in MUTATIONS:
-        package, module, *_ = mutation.file.split("/")
-        shared = package == "refattn" and module in ("interface", "serving")
+        package, module, *_ = mutation.place.partition(":")[0].replace("/", ".").split(".")
+        shared = (package, module) == ("refattn", "interface")
         for row in mutation.rows:
             broken.setdefault(row, set()).update(("refattn", "fastattn") if shared else (package,))
     alone = {row for rows in FASTATTN_ALONE.values() for row in rows.split()}
     tested = {row.id for row in rows(coverage) if row.state in ("done", "refused")}
     assert {*broken} | {*UNBROKEN} == tested and not {*broken} & {*UNBROKEN}
     for row, packages in broken.items():
-        assert packages == ({"fastattn"} if row in alone else {"refattn", "fastattn"}), row
+        is_of_both = packages >= {"refattn", "fastattn"} or "twinattn" in packages
+        assert packages <= {"fastattn", "twinattn"} if row in alone else is_of_both, (row, packages)
 
 
 JUDGED = """
 import hypothesis, json, pytest, torch, triton  # once, and not in each of the processes
 from tests import mutants
-caught = next(one for one in mutants.MUTATIONS if one.rows == ("D159",) and one.file == "refattn/merge.py")
-harmless = caught._replace(name="harmless", old="Merge partial answers", new="Merge answers")
-no_python = caught._replace(name="no Python", old="def merge(", new="def (")
+caught = next(one for one in mutants.MUTATIONS if one.rows == ("D159",) and one.place.startswith("refattn.merge"))
+harmless = caught._replace(name="harmless", place="refattn.merge", old="Merge partial answers", new="Merge answers")
+no_python = caught._replace(name="no Python", place="refattn.merge", old="def merge(", new="def (")
 tests = ["tests/paths/test_merge.py::test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head"]
 mutants.covering_tests = lambda: {"D159": tests}
 chosen = [(mutation, tests) for mutation in (caught, harmless, no_python)]

@@ -14,12 +14,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import fastattn.chunked_prefill
-from fastattn.tools import demo
-from fastattn.tools.bench import generation
-from fastattn.tools.cli import main
-from fastattn.tools.profile import PHASES
-from refattn.serving import SamplingParams, demo_model
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
+from twinattn.bench import generation
+from twinattn.cli import main
+from twinattn.engine import SamplingParams, demo, demo_model
+from twinattn.engine.profile import PHASES
 
 GUIDE = "You are a guide. "
 QUESTIONS = [GUIDE + "Why?", "Count to ten, and then back to one.", GUIDE + "How?", "Hm", GUIDE + "When and where?"]

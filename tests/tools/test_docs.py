@@ -22,9 +22,9 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from py_mini_racer import MiniRacer
 
-from fastattn.tools import search
-from refattn.conformance import isolate
-from refattn.drawing import animation
+from twinattn.course.drawing import animation
+from twinattn.kit import isolate
+from twinattn.kit.search import command as search
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -347,7 +347,7 @@ def test_a_page_can_be_read_on_a_code_host(page):
         line = text[text.rfind("\n", 0, mark.start()) + 1 : mark.start()].strip()
         arguments = mark["arguments"].split()
         if mark["name"] == "picture":
-            assert re.fullmatch(rf"\*.+\* \(`python -m refattn.drawing {arguments[0]}` draws it\.\)", line), mark[0]
+            assert re.fullmatch(rf"\*.+\* \(`twinattn draw {arguments[0]}` draws it\.\)", line), mark[0]
             continue
         (link,) = re.findall(r"\]\(([^)\s]+)\)", line)
         assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refattn import drawing, masks
-from refattn.conformance import build
-from refattn.drawing.__main__ import main
-from refattn.drawing.figure import COLOURS, INK, LINE_WIDTH, SHARED_COLOUR, UNIT, text_colour
+from refattn import masks
 from refattn.metadata import make_batch
 from tests.helpers.batches import ragged_cases
+from twinattn.course import drawing
+from twinattn.course.drawing.__main__ import main
+from twinattn.course.drawing.figure import COLOURS, INK, LINE_WIDTH, SHARED_COLOUR, UNIT, text_colour
+from twinattn.kit import build
 
 each_example = pytest.mark.parametrize("name", drawing.EXAMPLES)
 
@@ -398,6 +399,6 @@ def test_an_unknown_example_is_named():
 def test_text_needs_no_matplotlib():
     """Refattn runs with torch, einops and jaxtyping alone."""
     hide = "import sys; sys.modules['matplotlib'] = None"
-    program = f"{hide}; from refattn.drawing.__main__ import main; main(['local'])"
+    program = f"{hide}; from twinattn.course.drawing.__main__ import main; main(['local'])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "virtual 3 of c" in run.stdout

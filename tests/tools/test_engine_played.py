@@ -12,11 +12,11 @@ import torch
 from py_mini_racer import MiniRacer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastattn.tools.bench.work import workload
-from refattn.serving import Engine, SamplingParams
-from refattn.serving.request import Request
-from refattn.serving.scheduler import Scheduler
 from tests.helpers.tiny_models import make_llama
+from twinattn.bench.work import workload
+from twinattn.engine import Engine, SamplingParams
+from twinattn.engine.request import Request
+from twinattn.engine.scheduler import Scheduler
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = [(ROOT / "docs/explorer" / name).read_text() for name in ("memory.js", "machines.js", "engine.js")]
@@ -185,7 +185,7 @@ def test_the_loop_is_that_of_the_engine(evaluate, seed):
 
 
 def test_a_step_costs_what_the_benchmark_counts(evaluate, played):
-    """Attention of all layers, as `fastattn bench` counts it, and matrices whose weights are read once for all rows."""
+    """Attention of all layers, as `twinattn bench` counts it, and matrices whose weights are read once for all rows."""
     for trace in played[:15]:
         model = evaluate("engine.sizes(given[0])", trace["settings"]["model"])
         machine = evaluate("machines[given[0]]", trace["settings"]["machine"])

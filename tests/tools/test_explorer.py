@@ -16,11 +16,11 @@ from py_mini_racer import MiniRacer
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fastattn.tools.bench.work import workload
 from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window, speculative
 from refattn.attention import attend
-from refattn.drawing import examples
 from refattn.interface import Batch, Plan
+from twinattn.bench.work import workload
+from twinattn.course.drawing import examples
 
 ROOT = Path(__file__).parent.parent.parent
 LOGIC = (ROOT / "docs/explorer/logic.js").read_text()
@@ -329,7 +329,7 @@ def check_parts(settings: dict[str, Any], answer: dict[str, Any]) -> None:
 
 
 def test_costs_are_those_of_the_benchmark(drawn):
-    """Operations, bytes read and bytes written are counted as `fastattn bench` counts them for its floors."""
+    """Operations, bytes read and bytes written are counted as `twinattn bench` counts them for its floors."""
     for settings, shown, _ in drawn:
         mask = settings["mask"]
         lens = tuple((queries, keys) for queries, keys in settings["lens"] if queries and keys >= queries)

@@ -11,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from fastattn.kernels import NAMES
-from fastattn.tools import cli, search
-from refattn.conformance import __main__ as conformance
 from tests import gpu_report
+from twinattn import cli
+from twinattn.kit import __main__ as conformance
+from twinattn.kit.search import command as search
 
 HEAD = {"date": "2026-01-01T00:00:00+00:00", "machine": {"name": "A GPU"}}
 
@@ -91,8 +92,8 @@ def test_a_device_that_is_not_there():
 def test_the_doctor_says_the_same_to_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["doctor", str(tmp_path / "doctor.json")])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would have the checks of shapes in it
-    monkeypatch.delitem(sys.modules, "fastattn.tools.doctor", raising=False)
-    runpy.run_module("fastattn.tools.doctor", run_name="__main__")
+    monkeypatch.delitem(sys.modules, "fastattn.doctor", raising=False)
+    runpy.run_module("fastattn.doctor", run_name="__main__")
     found = json.loads((tmp_path / "doctor.json").read_text())
     (problems,) = [found["devices"]["CPU"]]
     assert {*problems["decode"]["reasons"]} == {*NAMES}

@@ -12,18 +12,6 @@ import pytest
 import torch
 
 from refattn import mla, recurrent, sparse
-from refattn.conformance import Example, claims, contract, field, hold, isolate, landmarks, mistakes
-from refattn.conformance import __main__ as command
-from refattn.conformance import check as checking
-from refattn.conformance.adapters import ADAPTERS, over_gathered_states
-from refattn.conformance.check import check, reproduce
-from refattn.conformance.contract import PROPERTIES
-from refattn.conformance.example import PACKED, PATHS
-from refattn.conformance.field import list_failures, results, tables
-from refattn.conformance.isolate import check_apart
-from refattn.conformance.kernel import BadKernelError, find
-from refattn.conformance.property import Broken, CrashedError
-from refattn.conformance.report import MOST_ROWS, as_html, as_text
 from refattn.interface import AttentionOptions, RecurrentOptions
 from refattn.keys import read_packed
 from refattn.metadata import make_batch
@@ -31,6 +19,18 @@ from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
 from tests.helpers.planted_kinds import KINDS
+from twinattn.kit import Example, claims, contract, field, hold, isolate, landmarks, mistakes
+from twinattn.kit import __main__ as command
+from twinattn.kit import check as checking
+from twinattn.kit.adapters import ADAPTERS, over_gathered_states
+from twinattn.kit.check import check, reproduce
+from twinattn.kit.contract import PROPERTIES
+from twinattn.kit.example import PACKED, PATHS
+from twinattn.kit.field import list_failures, results, tables
+from twinattn.kit.isolate import check_apart
+from twinattn.kit.kernel import BadKernelError, find
+from twinattn.kit.property import Broken, CrashedError
+from twinattn.kit.report import MOST_ROWS, as_html, as_text
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked", "no_shrinking"),  # each takes as long as all the rest
@@ -625,7 +625,7 @@ def test_flex(monkeypatch):
     """Not compiled here, which takes longer than the rest of this file."""
     from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr("refattn.conformance.libraries.pytorch.flex", lambda **_: flex_attention.flex_attention)
+    monkeypatch.setattr("twinattn.libraries.pytorch.flex", lambda **_: flex_attention.flex_attention)
     report = check("flex-lse", only=["mask", "answer", "window", "lse"], examples=1, dtypes=[torch.float32])
     assert [finding.outcome for finding in report.findings] == ["honoured"] * 4, as_text(report)
 

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fastattn.tools import load
-from fastattn.tools.cli import main
-from fastattn.tools.load import Load, Round, make_engine, make_model, serve, table
+from twinattn.bench import load
+from twinattn.bench.load import Load, Round, make_engine, make_model, serve, table
+from twinattn.cli import main
 
 TINY = dict(
     vocab_size=load.LARGEST_TOKEN + 1,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from py_mini_racer import MiniRacer
 
-from refattn.serving import Engine
 from tests.helpers.tiny_models import SHARED_CACHES, make_family, make_llama
+from twinattn.engine import Engine
 
 LOGIC = (Path(__file__).parent.parent.parent / "docs/explorer/memory.js").read_text()
 DTYPES = {"fp8": "fp8_e4m3", "bfloat16": "auto"}

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from refattn import context_parallel, kv_cache, mla, quantized, recurrent, sparse, speculative
-from refattn.conformance import claims
-from refattn.conformance.__main__ import main
-from refattn.conformance.check import check, reproduce
-from refattn.conformance.kernel import BadKernelError
-from refattn.conformance.operations import OPERATIONS, Case, of_operation
 from refattn.merge import add_sinks
 from refattn.metadata import advance, slot_mapping
+from twinattn.kit import claims
+from twinattn.kit.__main__ import main
+from twinattn.kit.check import check, reproduce
+from twinattn.kit.kernel import BadKernelError
+from twinattn.kit.operations import OPERATIONS, Case, of_operation
 
 MODULES = {
     "kv_cache": ("gather", "copy_blocks", "swap_blocks"),

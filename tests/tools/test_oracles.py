@@ -18,8 +18,8 @@ from onnx.reference.ops.op_attention import _compute_attention as onnx_attention
 
 from refattn import dense, masks
 from refattn.attention import attend
-from refattn.conformance import plan_and_attend as call
 from refattn.metadata import make_batch
+from twinattn.kit import plan_and_attend as call
 
 
 def cases():

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fastattn.tools import course
-from fastattn.tools.bench import roofline
+from twinattn.bench import roofline
+from twinattn.course import copied as course
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -40,7 +40,7 @@ def test_type_checkers_read_our_types(package):
 
 def test_the_kit_needs_no_numpy():
     """Its extra does not bring it; what only tests and the demo need may."""
-    for file in [*(ROOT / "refattn/conformance").rglob("*.py"), *(ROOT / "refattn/interface").rglob("*.py")]:
+    for file in [*(ROOT / "twinattn/kit").rglob("*.py"), *(ROOT / "refattn/interface").rglob("*.py")]:
         assert not re.search(r"\.numpy\(\)|^\s*(import|from) numpy", file.read_text(), re.MULTILINE), file
 
 
@@ -132,7 +132,7 @@ def test_make_and_python_alone_do_the_same(name):
 
 
 def test_the_model_is_the_one_that_the_demo_asks_for():
-    from refattn.serving import demo_model
+    from twinattn.engine import demo_model
 
     assert task_file().MODEL == demo_model.WHEEL
 
@@ -190,7 +190,7 @@ def package(request, tmp_path, monkeypatch):
     """A package as a checkout has it, and as a wheel does: with the files that pyproject.toml puts into it."""
     if request.param == "wheel":
         for source, target in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items():
-            place = tmp_path / target.removeprefix("fastattn/course/")
+            place = tmp_path / target.removeprefix("twinattn/course/")
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(ROOT / source)
         monkeypatch.setattr(course, "PACKAGED", tmp_path)

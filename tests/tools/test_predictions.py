@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from py_mini_racer import MiniRacer
 
-from refattn.exercises import predict
+from twinattn.course.exercises import predict
 
 ROOT = Path(__file__).parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-import fastattn.tools.profile
-from fastattn.tools.profile import MOST_SHOWN, PHASES, Profile, StepTimes, draw, some, times_table
-from refattn.serving import NGram
+import twinattn.engine.profile
 from tests.helpers.engines import PROMPTS, make_engine, outputs
 from tests.helpers.tiny_models import make_llama
+from twinattn.engine import NGram
+from twinattn.engine.profile import MOST_SHOWN, PHASES, Profile, StepTimes, draw, some, times_table
 
 WHOLE = ["scheduling", "tables", "copies", "tables", "forward", "sampling", "bookkeeping"]
 
@@ -24,7 +24,7 @@ def llama():
 @pytest.fixture
 def seconds(monkeypatch):
     """A clock that goes on by one second whenever it is read."""
-    monkeypatch.setattr(fastattn.tools.profile, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
+    monkeypatch.setattr(twinattn.engine.profile, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
 
 
 @pytest.mark.parametrize("speculation", [None, NGram(max_drafts=3)], ids=["plain", "drafts"])
@@ -108,6 +108,6 @@ def test_a_picture_has_steps_of_both_kinds(tmp_path):
     draw({"one": [*prompts, *decodes], "two": decodes}, tmp_path / "steps.svg")
     picture = ElementTree.parse(tmp_path / "steps.svg")
     colours = {x.get("style") for x in picture.iter("{http://www.w3.org/2000/svg}path") if x.get("style")}
-    assert all(any(colour in style for style in colours) for colour in fastattn.tools.profile.COLOURS)
+    assert all(any(colour in style for style in colours) for colour in twinattn.engine.profile.COLOURS)
     with pytest.raises(ValueError, match="runs: expected some with steps, got two without"):
         draw({"one": decodes, "two": []}, tmp_path / "steps.svg")

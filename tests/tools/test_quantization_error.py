@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fastattn.tools import quantization_error
+from twinattn.bench import quantization_error
 
 ROOT = Path(__file__).parents[2]
 

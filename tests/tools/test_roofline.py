@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastattn.tools.bench import roofline
+from twinattn.bench import roofline
 
 RUN = {
     "device": "cpu",

@@ -12,8 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from fastattn.tools import search as command
-from refattn.conformance.search import (
+from refattn.interface import AttentionOptions, Int8Scales
+from tests.helpers import by_hand
+from tests.helpers.planted import PLANTED, plant
+from twinattn.kit.search import (
     PATHS,
     Search,
     Truth,
@@ -26,13 +28,11 @@ from refattn.conformance.search import (
     workload,
     workload_of,
 )
-from refattn.conformance.search.draw import normalized, smaller
-from refattn.conformance.search.loop import DTYPES
-from refattn.conformance.search.trial import REFERENCE, OneAccumulator
-from refattn.conformance.workload import LARGEST
-from refattn.interface import AttentionOptions, Int8Scales
-from tests.helpers import by_hand
-from tests.helpers.planted import PLANTED, plant
+from twinattn.kit.search import command as command
+from twinattn.kit.search.draw import normalized, smaller
+from twinattn.kit.search.loop import DTYPES
+from twinattn.kit.search.trial import REFERENCE, OneAccumulator
+from twinattn.kit.workload import LARGEST
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # which takes as long as all the rest
 
@@ -670,7 +670,7 @@ def test_what_is_found_is_printed_once_for_each_message_before_the_table(capsys)
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [
         "wrong, dense by default, fa4; mla by default: out: NaN at [0, 1]",
-        "    python -m fastattn search --kernels fa4 --replay 'line'",
+        "    twinattn search --kernels fa4 --replay 'line'",
     ]
     assert said[4] == "FOUND 2 kinds of faults in 4 calls"
     assert not any("found nothing" in line for line in said)

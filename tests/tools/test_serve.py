@@ -19,13 +19,13 @@ import torch
 import uvicorn
 from typer.testing import CliRunner
 
-from fastattn.serving.engine_thread import Answer
-from fastattn.tools.cli import main
-from fastattn.tools.serve.api import Api
-from fastattn.tools.serve.ask import read_ask
-from refattn.serving import NGram, SamplingParams
 from tests.helpers.engines import assert_nothing_is_held, make_engine
 from tests.helpers.tiny_models import byte_tokenizer, make_follower, make_llama
+from twinattn.cli import main
+from twinattn.engine import NGram, SamplingParams
+from twinattn.engine.engine_thread import Answer
+from twinattn.engine.server.api import Api
+from twinattn.engine.server.ask import read_ask
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # 0 is a temperature, too, and bad input has its own errors
 TEMPLATE = (
@@ -62,7 +62,7 @@ def tokenizer():
 
 @contextmanager
 def served(engine, **options):
-    """Serve an engine at a free port, as `fastattn serve` does."""
+    """Serve an engine at a free port, as `twinattn serve` does."""
     api = Api(engine, "tiny", **options)
     server = uvicorn.Server(uvicorn.Config(api.app, port=0, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
@@ -573,9 +573,9 @@ def test_the_command_says_what_is_wrong(arguments, message):
 
 
 def test_the_command_says_what_to_install(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("fastattn.tools.serve")]:
+    for name in [name for name in sys.modules if name.startswith("twinattn.engine.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
-    monkeypatch.delattr("fastattn.tools.serve", raising=False)
+    monkeypatch.delattr("twinattn.engine.server", raising=False)
     done = CliRunner().invoke(main, ["serve"])
     assert done.exit_code == 2 and "pip install 'twinattn[serve]'" in done.output

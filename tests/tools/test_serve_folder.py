@@ -1,4 +1,4 @@
-"""What `fastattn serve` loads from a folder: a whole model, or a sentence that says what is wrong with it."""
+"""What `twinattn serve` loads from a folder: a whole model, or a sentence that says what is wrong with it."""
 
 import logging
 
@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as of_transformers
 from typer.testing import CliRunner
 
-from fastattn.tools.cli import main
-from fastattn.tools.serve.folder import load_folder
-from refattn.serving.demo_model import without_bars
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
+from twinattn.cli import main
+from twinattn.engine.demo_model import without_bars
+from twinattn.engine.server.folder import load_folder
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from py_mini_racer import MiniRacer
 
 from refattn import state_cache
-from refattn.serving import SamplingParams
-from refattn.serving.request import Request
-from refattn.serving.scheduler import Scheduler
-from refattn.serving.state_pool import StatePool
+from twinattn.engine import SamplingParams
+from twinattn.engine.request import Request
+from twinattn.engine.scheduler import Scheduler
+from twinattn.engine.state_pool import StatePool
 
 EXPLORER = Path(__file__).parent.parent.parent / "docs/explorer"
 

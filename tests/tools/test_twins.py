@@ -9,7 +9,9 @@ import pytest
 from tests.helpers.twin_files import BESIDES, FAST_ONLY, PATHS, REFERENCE_ONLY, ROOT, TWINS, parts
 
 SOURCES = sorted(
-    path.relative_to(ROOT).as_posix() for package in ("refattn", "fastattn") for path in (ROOT / package).rglob("*.py")
+    path.relative_to(ROOT).as_posix()
+    for package in ("refattn", "fastattn", "twinattn")
+    for path in (ROOT / package).rglob("*.py")
 )
 
 
@@ -34,7 +36,7 @@ def test_every_reference_has_a_twin():
     assert set(TWINS) >= BESIDES, "the list names what is not there"
     assert set(PATHS) >= {"chunked_prefill", "dense", "differential"}
     assert parts("refattn") >= REFERENCE_ONLY, "the list names what is not there"
-    assert parts("fastattn") >= FAST_ONLY - {"integrations"}, "the list names what is not there"
+    assert parts("fastattn") >= FAST_ONLY, "the list names what is not there"
 
 
 @pytest.mark.parametrize("module", TWINS)

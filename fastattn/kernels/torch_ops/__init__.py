@@ -10,7 +10,7 @@ from fastattn.kernels.problem import Problem
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None: torch computes nearly all of these everywhere."""
-    if problem.operation in ("recurrent", "convolve", "score_index", "sample") and problem.device.type in (
+    if problem.operation in ("recurrent", "convolve", "score_index") and problem.device.type in (
         "cuda",
         "meta",
     ):
@@ -24,7 +24,6 @@ FUNCTIONS = {
     "metadata": ("slot_mapping", "trim", "cut_chunks", "draw_trees"),
     "sparse": ("write_index", "read_index", "score_index", "select", "selected_slots", "plan_selected"),
     "recurrent": ("recurrent", "convolve"),
-    "sampling": ("sample",),
 }
 KERNEL = Kernel(
     "torch",

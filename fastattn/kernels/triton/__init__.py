@@ -102,9 +102,5 @@ KERNEL = Kernel(
         "plan_selected": f"{__name__}.sparse:plan_selected",
         "recurrent": f"{__name__}.recurrent:recurrent",
         "convolve": f"{__name__}.recurrent:convolve",
-        "rms_norm": f"{__name__}.fused_layers:rms_norm",
-        "qk_norm_rope": f"{__name__}.fused_layers:qk_norm_rope",
-        "silu_mul": f"{__name__}.fused_layers:silu_mul",
-        "sample": f"{__name__}.sampling:sample",
     },
 )

@@ -1,5 +1,0 @@
-"""`python -m fastattn`: the command line."""
-
-from fastattn.tools.cli import main
-
-main()

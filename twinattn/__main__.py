@@ -1,0 +1,5 @@
+"""`python -m twinattn`: the command line."""
+
+from twinattn.cli import main
+
+main()

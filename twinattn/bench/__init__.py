@@ -1,0 +1,219 @@
+"""`twinattn bench`: measure every path against its peers in one run, and report no speed for a wrong answer."""
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from einops import rearrange
+from rich.console import Console
+
+from refattn.interface.values import check_device, check_folder
+from twinattn.bench import clocks, measure, report
+from twinattn.bench.measure import Call, Ceilings, Timing
+from twinattn.bench.peers import Contender
+from twinattn.bench.rows import Row, rows
+from twinattn.bench.work import Judge
+from twinattn.engine.demo import PeakMemory
+
+SECONDS = 1.0  # of measuring for a contender on a CPU
+MILLISECONDS = 20  # and on a GPU, in each round
+MOST_HELD = 2**31  # bytes of inputs that are laid out at once in memory of the host
+ROUNDS = 3  # or the first contender would be up to 12 % faster: a card that has rested may draw more power for a while
+
+
+def run(
+    device: str = "cpu",
+    only: Sequence[str] = (),
+    *,
+    out: Path | None = None,
+    quick: bool = False,
+    console: Console | None = None,
+) -> list[dict[str, Any]]:
+    """Measure, print, and write the results.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        only: measure the rows whose name, `path/workload`, contains one of these; all if there are none.
+        out: folder for the JSON, the CSV and the picture of this machine; None writes nothing. Rows that are measured
+            replace those of earlier runs, others stay.
+        quick: an eighth of every length and few samples: the numbers mean nothing, the answers are still checked.
+        console: where to print; standard output if None.
+
+    Returns:
+        One record per row, as in the JSON.
+
+    Raises:
+        ValueError: naming the argument: if there is no such device or row, or the folder is a file.
+    """
+    start = time.perf_counter()
+    console = console or Console(width=None if Console().is_terminal else 132)
+    check_folder("out", out)
+    wanted = f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}"
+    try:
+        check_device(device)
+    except ValueError:
+        raise ValueError(wanted) from None
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(wanted)
+    chosen = [row for row in rows(place.type, quick=quick) if not only or any(part in str(row) for part in only)]
+    if not chosen:
+        names = "\n  ".join(map(str, rows(place.type, quick=quick)))
+        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; there are\n  {names}")
+    dtype = torch.float32
+    if place.type == "cpu":
+        torch.set_num_threads(measure.all_cores())
+    else:
+        place = torch.device("cuda", place.index or 0)
+        torch.cuda.set_device(place)
+        dtype = torch.bfloat16
+
+    with torch.no_grad():
+        bench = Bench(place, dtype, quick)
+        head = bench.head()
+        report.print_head(console, head)
+        records = []
+        for row in chosen:
+            records.append(bench.measure(row))
+            report.print_row(console, records[-1])
+            if out is not None:
+                report.write(out, head, records)
+    report.print_summary(console, records, time.perf_counter() - start)
+    if out is not None:
+        console.print(f"Written to {report.write(out, head, records, picture=True)}")
+    return records
+
+
+class Bench:
+    """Measures rows on one device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, quick: bool) -> None:
+        self.device, self.dtype, self.quick = device, dtype, quick
+        self.ceilings: Ceilings = measure.ceilings(device, dtype, quick=quick)
+
+    def head(self) -> dict[str, Any]:
+        """Describe the run: when, where, with what, and the ceilings of the machine in it."""
+        return {
+            **measure.circumstances(),
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quick": self.quick,
+            "machine": measure.machine(self.device),
+            "ceilings": self.ceilings._asdict(),
+        }
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """Measure one row; what goes wrong in it, or in one contender of it, is reported and ends nothing else."""
+        reads, writes = row.work.reads(self.dtype.itemsize), row.work.writes(self.dtype.itemsize)
+        limits = {
+            "bytes": self.ceilings.seconds(reads=reads, writes=writes),
+            "operations": row.work.flops() / self.ceilings.product,
+        }
+        limit = max(limits, key=lambda name: limits[name])
+        record: dict[str, Any] = {
+            "path": row.path,
+            "workload": row.name,
+            "clock": "turns" if self.device.type == "cpu" else row.clock,
+            "floor": limits[limit],
+            "limit": limit,
+            "aim": row.aim,
+            "contenders": [{"name": contender.name} for contender in row.contenders],
+        }
+        torch.compiler.reset()  # or the next shapes of a compiled peer would get a kernel for any shape
+        gc.collect()
+        with _failures_in(record):
+            self._measure(row, record)
+        return record
+
+    def _measure(self, row: Row, record: dict[str, Any]) -> None:
+        sets = 1 if row.clock != "graph" and self.device.type == "cuda" else None
+        moved = row.work.reads(self.dtype.itemsize) + row.work.writes(self.dtype.itemsize)
+        sets = sets or measure.input_sets(self.device, moved)
+        inputs = [row.work.draw(self.device, self.dtype, 0)]
+        if self.device.type == "cpu":  # pools that a window shows little of: a processor may have a cache of 300 MiB
+            parts = inputs[0] if isinstance(inputs[0], tuple) else vars(inputs[0]).values()
+            held = sum(x.nbytes for x in parts if isinstance(x, torch.Tensor))
+            sets = min(sets, max(1, MOST_HELD // max(1, held)))
+        inputs += [row.work.draw(self.device, self.dtype, seed) for seed in range(1, sets)]
+        judge = row.work.judge(inputs[0])
+        calls: dict[str, Sequence[Call]] = {}
+        judges: dict[str, Judge] = {}
+        for contender, entry in zip(row.contenders, record["contenders"], strict=True):
+            with _failures_in(entry):
+                prepared = [contender.prepare(one) for one in inputs]
+                with PeakMemory(self.device) as memory:
+                    out = prepared[0]()
+                if row.memory:
+                    entry["peak_bytes"] = memory.peak_bytes
+                accept = judges[contender.name] = contender.judge(inputs[0]) if contender.judge else judge
+                accept(in_rows(contender, out))
+                if contender.lse:
+                    out, lse = prepared[0](return_lse=True)
+                    accept(in_rows(contender, out), lse)
+                if row.launches and self.device.type == "cuda":
+                    entry["launches"] = dict(measure.launches(prepared[0]))
+                calls[contender.name] = prepared
+        timings = self._time(row, record, calls)
+        for contender, entry in zip(row.contenders, record["contenders"], strict=True):
+            if contender.name in timings:
+                with _failures_in(entry):  # once more: a plan keeps what its first call found, and later ones use it
+                    judges[contender.name](in_rows(contender, calls[contender.name][0]()))
+                    entry.update(timings[contender.name]._asdict(), clock=record["clock"])
+            if "median" not in entry:
+                entry.pop("graph", None)
+        twin = record["contenders"][0].get("median", math.nan)
+        record["share_of_floor"] = None if math.isnan(twin) else record["floor"] / twin
+        for entry in record["contenders"]:
+            if "median" in entry and not math.isnan(twin):
+                entry["ratio"] = clocks.pair(record, entry).ratio
+
+    def _time(self, row: Row, record: dict[str, Any], calls: dict[str, Sequence[Call]]) -> dict[str, Timing]:
+        """Time the contenders of a row by one clock: if one cannot be captured, all by events."""
+        if self.device.type == "cpu":
+            return measure.take_turns(calls, seconds=0.05 if self.quick else SECONDS)
+        entries = {entry["name"]: entry for entry in record["contenders"]}
+        timings, failed = _in_rounds(calls, row.clock)
+        if row.clock == "graph" and failed:
+            by_events, errors = _in_rounds(calls, "events")
+            if failed.keys() - errors:  # it works, but not in a graph
+                for name, timing in timings.items():
+                    entries[name]["graph"] = timing._asdict()
+                for name in failed.keys() - errors:
+                    entries[name]["uncaptured"] = failed[name]
+                record["clock"], timings = "events", by_events
+            failed = errors
+        for name, error in failed.items():
+            entries[name]["error"] = error
+        return {name: timing for name, timing in timings.items() if name not in failed}
+
+
+def _in_rounds(calls: dict[str, Sequence[Call]], clock: str) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time contenders on a GPU in turns; return the times, and of those that fail the error."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    failed: dict[str, dict[str, Any]] = {}
+    for _ in range(ROUNDS if clock in ("events", "graph") else 1):
+        for name, its_calls in calls.items():
+            if not failed.get(name):
+                with _failures_in(failed.setdefault(name, {})):
+                    samples[name] += measure.on_gpu(its_calls, clock=clock, milliseconds=MILLISECONDS)
+    errors = {name: found["error"] for name, found in failed.items() if found}
+    return {name: measure.summarize(taken) for name, taken in samples.items() if name not in errors}, errors
+
+
+def in_rows(contender: Contender, out: Any) -> Any:
+    """Bring the answer of a contender into the shape that is judged."""
+    return out if contender.rows is None else rearrange(out, contender.rows)
+
+
+@contextmanager
+def _failures_in(record: dict[str, Any]) -> Iterator[None]:
+    """Write what goes wrong into a record, so that one contender's failure does not end the run."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - packages of others fail in ways that only they can name
+        record["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,0 +1,297 @@
+"""Many requests at once: tokens per second, time to the first token, and time between tokens.
+
+The load is that of nano-vllm's own benchmark: 256 requests, 100 to 1024 tokens in and as many out, all there at the
+start, over a model of the sizes of Qwen3-0.6B with random weights. nano-vllm (github.com/GeeeekExplorer/nano-vllm) runs
+beside it from a folder with its source, in a process of its own.
+
+    tokens per second        all tokens of all answers, over the time until the last one
+    time to first token      of each request, from the start
+    time between tokens      of each request and each pair of its tokens: what a reader sees
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import fastattn
+from refattn.interface.values import check_file, check_folder, check_number
+from twinattn.bench.measure import circumstances, machine
+from twinattn.engine import CudaGraphs, Engine, SamplingParams, fuse, profile
+from twinattn.engine.profile import Profile, draw_timeline, times_table
+
+SIZES = dict(  # Qwen3-0.6B's
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    tie_word_embeddings=True,
+)
+NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
+BUDGET = 16384  # tokens in a step, nano-vllm's default
+ROUNDS = 2  # the first one may have something left to compile
+
+
+class LoadError(RuntimeError):
+    """A server could not serve the load; the message says why."""
+
+
+@dataclass
+class Round:
+    """One round of requests.
+
+    Attributes:
+        server: who served it.
+        temperature: of all requests.
+        number: 0 for the first.
+        tokens: how many were generated.
+        seconds: how long it took, from the first request to the last token.
+        first: time to first token, in seconds: median and 99th percentile.
+        between: time between tokens, likewise.
+    """
+
+    server: str
+    temperature: float
+    number: int
+    tokens: int
+    seconds: float
+    first: tuple[float, float]
+    between: tuple[float, float]
+
+    @classmethod
+    def of(
+        cls, server: str, temperature: float, number: int, start: float, stamps: Sequence[Sequence[float]]
+    ) -> "Round":
+        """Sum up when each token of each request came."""
+        first = [its[0] - start for its in stamps]
+        between = [later - earlier for its in stamps for earlier, later in zip(its, its[1:], strict=False)]
+        end = max(its[-1] for its in stamps)
+        return cls(
+            server,
+            temperature,
+            number,
+            sum(map(len, stamps)),
+            end - start,
+            _median_and_99(first),
+            _median_and_99(between),
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How many tokens came in a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts, and how many tokens to generate for each.
+
+    Attributes:
+        prompts: the prompts.
+        max_tokens: tokens of each answer; no token ends one.
+    """
+
+    prompts: list[list[int]] = field(repr=False)
+    max_tokens: list[int]
+
+    @classmethod
+    def draw(cls, seed: int, num_requests: int = NUM_REQUESTS, most: int = MOST) -> "Load":
+        """Draw a load, the same one for the same seed."""
+        random = Random(seed)
+        fewest = min(FEWEST, most)
+        prompts = [
+            [random.randint(0, LARGEST_TOKEN) for _ in range(random.randint(fewest, most))] for _ in range(num_requests)
+        ]
+        return cls(prompts, [random.randint(fewest, most) for _ in range(num_requests)])
+
+
+def run(
+    console: Console,
+    *,
+    temperatures: Sequence[float] = (0.0, 0.6),
+    nano_vllm: Path | None = None,
+    results: Path | None = None,
+    picture: Path | None = None,
+) -> None:
+    """Serve the load with this engine and with nano-vllm, print the figures, and write them.
+
+    Args:
+        console: where to print.
+        temperatures: a round with each.
+        nano_vllm: the folder with nano-vllm's source; None to leave it out.
+        results: a JSON file to write.
+        picture: a file to draw some steps into.
+
+    Raises:
+        ValueError: naming the argument, if a temperature is none, a file cannot be written, or there is no CUDA device.
+        ModuleNotFoundError: if there is no matplotlib to draw with.
+        LoadError: if a request or nano-vllm fails.
+    """
+    if not temperatures:
+        raise ValueError("temperatures: expected at least one, got none")
+    for temperature in temperatures:
+        check_number("temperature", temperature, at_least=0)
+    check_folder("results", None if results is None else results.parent)
+    if results is not None and results.is_dir():
+        raise ValueError(f"results: expected a file, got the folder {str(results)!r}")
+    check_file("picture", picture)
+    if picture is not None:
+        profile.check_file(picture, "picture")
+    if nano_vllm is not None and not nano_vllm.is_dir():
+        raise ValueError(f"nano_vllm: expected a folder, got {str(nano_vllm)!r}")
+    if not torch.cuda.is_available():
+        raise ValueError("device: expected a CUDA device, which the load is made for, got none")
+    rounds = []
+    if nano_vllm is not None:
+        rounds += of_nano_vllm(nano_vllm, temperatures)
+        console.print(table(rounds))
+    engine = make_engine(make_model(SIZES, torch.device("cuda"), torch.bfloat16))
+    start = time.perf_counter()
+    engine.warm_up(2 * MOST)
+    warm_up = time.perf_counter() - start
+    for temperature, number, given in _rounds(temperatures):
+        rounds.append(serve(engine, given, temperature, number))
+    console.print(table(rounds))
+    profiled = Profile(engine)
+    serve(engine, Load.draw(ROUNDS * len(temperatures)), temperatures[-1], ROUNDS)
+    console.print(times_table(profiled.steps, "a round more, with a profile"))
+    if picture is not None and profiled.gpu is not None:
+        draw_timeline(profiled.steps, profiled.gpu.spans(), picture)
+    if results is not None:
+        head = {"machine": machine(torch.device("cuda")), **circumstances(), "warm_up_seconds": warm_up}
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps(head | {"rounds": [asdict(one) for one in rounds]}, indent=1) + "\n")
+
+
+def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """Make a model with random weights."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes), dtype=dtype)
+    return model.to(device).eval()
+
+
+def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET) -> Engine:
+    """Make the engine that serves a model fastest: fused layers, captured decodes."""
+    on_gpu = model.device.type == "cuda"
+    runner = CudaGraphs() if on_gpu else None
+    return Engine(
+        fuse(model) if on_gpu else model,
+        num_blocks=num_seqs * 2 * MOST // 16,
+        block_size=16,
+        max_num_batched_tokens=budget,
+        max_num_seqs=num_seqs,
+        twin=fastattn,
+        runner=runner,
+    )
+
+
+def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
+    """Serve a load with this project's engine."""
+    start = time.perf_counter()
+    requests = [
+        engine.add(prompt, SamplingParams(count, temperature, seed=seed, stop_token_ids=()))
+        for seed, (prompt, count) in enumerate(zip(load.prompts, load.max_tokens, strict=True))
+    ]
+    stamps: dict[Any, list[float]] = {request: [] for request in requests}
+    while engine.running or engine.waiting:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            stamps[event.request].append(now)
+    failed = [request.error for request in requests if request.error is not None]
+    if failed:
+        raise LoadError(f"{len(failed)} requests failed, the first with {failed[0]}")
+    return Round.of("this engine", temperature, number, start, list(stamps.values()))
+
+
+def of_nano_vllm(folder: Path, temperatures: Sequence[float]) -> list[Round]:
+    """Serve the load with nano-vllm, in a process of its own."""
+    with tempfile.TemporaryDirectory() as model:
+        transformers.Qwen3Config(**SIZES, dtype="bfloat16").save_pretrained(model)
+        command = [sys.executable, "-m", "twinattn.bench.load", str(folder), model, *map(str, temperatures)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    if done.returncode:
+        raise LoadError(f"nano-vllm ended with exit code {done.returncode}; its last words are above")
+    return [Round(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]) -> list[Round]:
+    """Serve the load with nano-vllm, in this process: random weights, no tokenizer, no end token."""
+    sys.path.insert(0, folder)
+    from types import SimpleNamespace
+
+    tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens: "")
+    transformers.AutoTokenizer.from_pretrained = classmethod(lambda *args, **kwargs: tokenizer)
+    import nanovllm  # type: ignore[import-not-found]  # its source in a folder; no index has it
+    from nanovllm.engine import model_runner as runner  # type: ignore[import-not-found]
+
+    def randomize(network: torch.nn.Module, _path: str) -> None:
+        for weight in network.parameters():
+            torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
+
+    runner.load_model = randomize
+    llm = nanovllm.LLM(model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET)
+    params = nanovllm.SamplingParams
+    llm.generate([[1, 2, 3]], params(max_tokens=16), use_tqdm=False)
+    rounds = []
+    for temperature, number, load in _rounds(temperatures):
+        start = time.perf_counter()
+        for prompt, count in zip(load.prompts, load.max_tokens, strict=True):  # it has no greedy choice
+            llm.add_request(prompt, params(temperature=max(temperature, 0.01), ignore_eos=True, max_tokens=count))
+        sequences = list(llm.scheduler.waiting)
+        stamps: list[list[float]] = [[] for _ in sequences]
+        while not llm.is_finished():
+            llm.step()
+            now = time.perf_counter()
+            for sequence, its in zip(sequences, stamps, strict=True):
+                if sequence.num_completion_tokens > len(its):
+                    its.append(now)
+        rounds.append(Round.of("nano-vllm", temperature, number, start, stamps))
+    return rounds
+
+
+def _rounds(temperatures: Sequence[float]) -> Iterator[tuple[float, int, Load]]:
+    """Yield all rounds; each has other prompts, so that none is found in the cache."""
+    for i, (temperature, number) in enumerate(product(temperatures, range(ROUNDS))):
+        yield temperature, number, Load.draw(i)
+
+
+def table(rounds: Sequence[Round]) -> Table:
+    """Return the figures of some rounds as a table."""
+    shown = Table(title=f"{NUM_REQUESTS} requests at once, {FEWEST} to {MOST} tokens in and out")
+    for column in ("server", "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between", "99 %"):
+        shown.add_column(column, justify="left" if column == "server" else "right")
+    for one in rounds:
+        times = [f"{value * 1e3:.1f} ms" for value in (*one.first, *one.between)]
+        speed = f"{one.tokens_per_second:.0f}"
+        shown.add_row(one.server, str(one.temperature), str(one.number + 1), speed, f"{one.seconds:.2f}", *times)
+    return shown
+
+
+def _median_and_99(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return (values[0], values[0]) if values else (0.0, 0.0)
+    return median(values), quantiles(values, n=100, method="inclusive")[98]
+
+
+if __name__ == "__main__":
+    found = _serve_with_nano_vllm(sys.argv[1], sys.argv[2], [float(word) for word in sys.argv[3:]])
+    sys.stdout.write(json.dumps([asdict(one) for one in found]) + "\n")

@@ -1,0 +1,631 @@
+"""The rows of the benchmark: the workload, the contenders, and the target.
+
+The CPU rows are small enough for a laptop; the CUDA rows are the workloads of servers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch.nn.attention import SDPBackend
+
+from twinattn.bench import generation, peers, sparse
+from twinattn.bench.generation import Generation
+from twinattn.bench.peers import Contender, twin
+from twinattn.bench.ranks import ranks
+from twinattn.bench.states import States, states_attn_gym, states_fla, states_transformers, states_twin
+from twinattn.bench.work import (
+    Attention,
+    CacheWrite,
+    Layers,
+    QuantizedWrite,
+    Slots,
+    VirtualBatches,
+    Work,
+    drafts,
+    latent_prefill,
+    latents,
+    workload,
+)
+
+KERNELS = ("triton", "fa4", "fa3")  # asked for, to see whether the chosen one is the fastest
+MLA_KERNELS = ("triton", "fa3", "flash_mla")
+LAYERS = 32  # of a model, in the rows of a step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One work, and who computes it.
+
+    Attributes:
+        path: the twin that is measured.
+        name: the workload in short.
+        work: what is computed.
+        contenders: the twin first, then its peers.
+        clock: on CUDA, what is timed: see `measure.on_gpu`. Of a "graph", the row is timed by events if some contender
+            cannot be captured.
+        aim: what the twin should reach, in words.
+        memory: measure the peak memory of a call too.
+        launches: on CUDA, count what a call launches too.
+    """
+
+    path: str
+    name: str
+    work: Work
+    contenders: tuple[Contender, ...]
+    clock: str = "graph"
+    aim: str = ""
+    memory: bool = False
+    launches: bool = False
+
+    def __str__(self) -> str:
+        """Name the row, as `--rows` finds it."""
+        return f"{self.path}/{self.name}"
+
+
+def rows(device_type: str, *, quick: bool) -> list[Row]:
+    """List the rows for a device.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        quick: an eighth of every length, to see that everything works.
+
+    Returns:
+        The rows, in the order of the report.
+    """
+    return list((_cpu if device_type == "cpu" else _cuda)(8 if quick else 1))
+
+
+def _row(name: str, work: Attention, *contenders: Contender, **more: Any) -> Row:
+    """Make a row of the path of its work."""
+    return Row(work.path, name, work, contenders, **more)
+
+
+def _cpu(shrink: int) -> Iterator[Row]:
+    work = partial(_work, shrink, heads=(8, 2), head_size=64)
+    ours, reference = twin(), twin(package="refattn")
+
+    prefill = work((4096, 4096))
+    aten = peers.aten_cpu_gathered(), peers.aten_cpu()
+    yield _row(
+        f"prefill-{prefill.tokens}",
+        prefill,
+        *(ours, *aten, peers.flex(), peers.sdpa(masked=True), reference),
+        aim="1.15 of the ATen call over the same pages, ahead of FlexAttention, 5 x refattn",
+    )
+    chunk = work((512, 4096 + 512))
+    yield _row(
+        f"chunk-{chunk.lens[0][0]}-of-{chunk.tokens}",
+        chunk,
+        *(ours, peers.aten_cpu_masked(), peers.flex(), peers.sdpa(masked=True), reference),
+        aim="1.15 of the ATen call",
+    )
+    for b in (1, 16):
+        decode = work(*[(1, 4096)] * b)
+        yield _row(
+            f"decode-{b}x{decode.tokens}",
+            decode,
+            *(ours, twin(kernel="cpu"), peers.vllm_on_cpu()),
+            *(peers.aten_cpu_gathered(), peers.aten_cpu(grouped=True), peers.sdpa(), reference),
+            aim="ahead of the ATen call over contiguous keys, 1.3 of vLLM",
+        )
+    encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False, path="dense")
+    yield _row(
+        f"encoder-8x{encoder.lens[0][1]}",
+        encoder,
+        *(ours, peers.aten_cpu(), peers.sdpa(), reference),
+        aim="1.15 of the ATen call",
+    )
+    for length in (2048, 8192, 32768):
+        narrow = work((length, length), heads=(2, 1))
+        quadratic = (peers.sdpa(masked=True), reference) if length <= 8192 else ()
+        yield _row(
+            f"memory-{narrow.tokens}",
+            narrow,
+            *(ours, peers.aten_cpu(), *quadratic),
+            aim="memory that grows with the tokens, not with their square",
+            memory=True,
+        )
+
+    for length in (2048, 8192, 32768, 65536):
+        decode = work(*[(1, length)] * 4, window=1024)
+        yield _row(
+            f"decode-4x{decode.tokens}-window-{decode.window[0] + 1}",
+            decode,
+            *(
+                ours,
+                twin(kernel="cpu"),
+                peers.vllm_on_cpu(),
+                peers.aten_cpu_visible(),
+                peers.sdpa(masked=True),
+                reference,
+            ),
+            aim="the same at every length, ahead of the ATen call on the visible keys",
+        )
+    for length in (2048, 8192, 32768):
+        prefill = work((length, length), chunk=1024)
+        quadratic = (peers.flex(), peers.sdpa(masked=True)) if length <= 2048 else ()
+        yield _row(
+            f"prefill-{prefill.tokens}-chunk-{prefill.chunk}",
+            prefill,
+            *(ours, peers.aten_cpu_chunks(), *quadratic, *([reference] if length <= 8192 else [])),
+            aim="linear in the length",
+        )
+    cascade = work(*[(1, 4096 + 64)] * 16, shared=4096)
+    yield _row(
+        f"decode-16-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
+        cascade,
+        *(ours, twin("chunked_prefill", name="without cascade"), reference),
+        aim="4 x without a cascade",
+    )
+    decode = work(*[(1, 4096)] * 16, heads=(8, 4), path="differential")
+    yield _row(
+        f"decode-16x{decode.tokens}",
+        decode,
+        *(ours, peers.plain_attention(), reference),
+        aim="1.2 of plain attention over the same bytes",
+    )
+    sizes = dict(heads=(8, 1), head_size=128 + 32, value_head_size=128, block_size=16)
+    decode = latents(((1, 2048 // shrink),) * 8, size_before=96, **sizes)
+    yield _row(
+        f"decode-8x{decode.tokens}",
+        decode,
+        *(ours, peers.aten_cpu_latents(), reference),
+        aim="1.15 of the ATen call over the same pages",
+    )
+    yield _row(
+        f"decode-8x{decode.tokens}-fp8",
+        replace(decode, stored="e4m3"),
+        *(ours, peers.over_plain_cache(ours), reference),
+        aim="at most the plain cache's time",
+    )
+    new, context = 1024 // shrink, 3072 // shrink
+    prompt = latent_prefill(
+        ((new, context + new),), made=(64, 96), workspace=context // 3, **sizes | dict(heads=(8, 8))
+    )
+    yield Row(
+        "mla",
+        f"prefill-{new}-of-{prompt.tokens}",
+        prompt,
+        (ours, peers.aten_cpu_latent_prefill(), reference),
+        aim="1.15 of the ATen call",
+    )
+    for stored, name in (("e4m3", "fp8"), ("int8", "int8")):
+        decode = work(*[(1, 4096)] * 16, path="quantized", stored=stored)
+        yield _row(
+            f"decode-16x{decode.tokens}-{name}",
+            decode,
+            *(ours, peers.over_plain_cache(ours), reference),
+            aim="at most the plain cache's time",
+        )
+    nodes = 16
+    yield _row(
+        f"tree-4x{4096 // shrink}-drafts-{nodes}",
+        drafts(((nodes, 4096 // shrink + nodes),) * 4, heads=(8, 2), head_size=64),
+        *(ours, peers.as_chain(twin("chunked_prefill")), reference),
+        aim="1.15 of a chain",
+    )
+    write = CacheWrite(16384 // shrink, num_kv_heads=2, head_size=64)
+    yield Row(
+        "kv_cache",
+        f"write-{write.num_tokens}",
+        write,
+        (peers.write_twin(), peers.write_index_put(), peers.write_twin("refattn")),
+        aim="as an index_put",
+    )
+    yield Row(
+        "local",
+        "virtual-batches-256",
+        VirtualBatches(256, 32768, 8192),
+        (peers.virtual_batches_twin(), peers.virtual_batches_numpy(), peers.virtual_batches_twin("refattn")),
+    )
+    yield Row("metadata", "slots-256", Slots(256, 32768, 8192), (peers.slots_twin(), peers.slots_twin("refattn")))
+    yield from _states(
+        (1, 4096 // shrink, (8, 4), False, "10 x refattn"),
+        (1, 4096 // shrink, (8, 4), True, "10 x refattn"),
+        (16, 1, (8, 4), False, "ahead of transformers"),
+    )
+    yield from _selection_on_a_cpu(shrink)
+    yield from _engine(shrink)
+
+
+def _states(*works: tuple[int, int, tuple[int, int], bool, str]) -> Iterator[Row]:
+    """Make rows of layers that keep a state: requests, new tokens of each, heads, the kind of decay, the aim."""
+    for num_seqs, query_len, heads, per_channel, aim in works:
+        work = States(num_seqs, query_len, heads, per_channel=per_channel)
+        kind = "decode" if query_len == 1 else f"prefill-{query_len}"
+        name = f"{kind}-{num_seqs}x{heads[0]}-heads" + ("-per-channel" if per_channel else "")
+        transformers = () if per_channel else (states_transformers(),)
+        yield Row("recurrent", name, work, (states_twin(), *transformers, states_twin("refattn")), aim=aim)
+
+
+def _cuda(shrink: int) -> Iterator[Row]:
+    work = partial(_work, shrink)
+    ours = twin()
+    asked_for = [twin(kernel=kernel) for kernel in KERNELS]
+    prefill = work(*[(8192, 8192)] * 2)
+    yield _row(
+        f"prefill-2x{prefill.tokens}",
+        prefill,
+        *(ours, *asked_for),
+        *(peers.fa4(), peers.fa4(block_size=128), peers.fa4(block_size=None), peers.fa3(), peers.fa3(block_size=None)),
+        *(peers.flashinfer_prefill(), peers.sdpa(SDPBackend.CUDNN_ATTENTION), peers.sdpa(SDPBackend.FLASH_ATTENTION)),
+        *(peers.flex(), peers.fa2(), peers.fa2(block_size=None)),
+        aim="FA4 by hand within 2 %, 1.1 ahead of FlashInfer",
+    )
+    rows_alone = [peer(block_size=None) for peer in (peers.fa4, peers.fa3, peers.fa2)]
+    yield _row(
+        f"prefill-2x{prefill.tokens}",
+        replace(prefill, path="dense"),
+        *(ours, *asked_for, twin(kernel="fa2"), *rows_alone, peers.sdpa(SDPBackend.CUDNN_ATTENTION)),
+        aim="FA4 by hand within 2 %",
+    )
+    prefill = work(*[(8192, 8192)] * 2, block_size=128)
+    yield _row(
+        f"prefill-2x{prefill.tokens}-blocks-128",
+        prefill,
+        *(ours, *asked_for, peers.fa4(block_size=128), peers.fa3(block_size=128), peers.flashinfer_prefill()),
+        aim="at most FA3's time (1778 µs)",
+    )
+    for block_size, suffix in ((16, ""), (128, "-blocks-128")):
+        chunk = work(*[(512, 16384 + 512)] * 4, block_size=block_size)
+        yield _row(
+            f"chunk-4x{chunk.lens[0][0]}-of-{chunk.tokens}{suffix}",
+            chunk,
+            *(ours, *asked_for, peers.fa4(block_size=block_size), peers.fa3(block_size=block_size)),
+            *(peers.fa3(block_size=block_size, is_scheduled=True), peers.flashinfer_prefill(), peers.fa2()),
+            aim="at most FA3's time (932 µs)",
+        )
+    both_fa3 = peers.fa3(), peers.fa3(is_scheduled=True)
+    for b, length, aim in (
+        (64, 8192, "ahead of every peer"),
+        (1, 8192, "at most 11 µs"),
+        (1, 131072, "at most 130 µs"),
+        (8, 8192, "at most 68 µs"),
+        (256, 1024, "at most 257 µs"),
+    ):
+        decode = work(*[(1, length)] * b)
+        yield _row(
+            f"decode-{b}x{decode.tokens}",
+            decode,
+            *(ours, *asked_for, peers.flashinfer_decode(), *both_fa3, peers.fa2(), peers.fa4(), peers.sdpa()),
+            aim=aim,
+        )
+    tokens = 16  # of each sequence, whatever the lengths are divided by
+    decode = replace(decode, lens=((tokens, 8192 // shrink + tokens),) * 64)
+    yield _row(
+        f"decode-64x{decode.tokens}-tokens-{tokens}",
+        decode,
+        *(ours, *asked_for, *both_fa3, peers.flashinfer_prefill("fa2"), peers.flashinfer_prefill()),
+        *(peers.fa2(), peers.fa4()),
+        aim="at most 515 µs",
+    )
+
+    chains = peers.fa3(), twin("chunked_prefill"), peers.flashinfer_prefill("fa2"), peers.fa4()
+    for b, nodes, aim in ((64, 16, "at most 530 µs"), (8, 64, "at most 150 µs"), (1, 64, "at most 32 µs")):
+        keys = 8192 // shrink
+        yield _row(
+            f"tree-{b}x{keys}-drafts-{nodes}",
+            drafts(((nodes, keys + nodes),) * b),
+            *(ours, twin(kernel="triton"), twin(kernel="fa3"), peers.flashinfer_tree(), *map(peers.as_chain, chains)),
+            aim=aim,
+        )
+
+    decode = work(*[(1, 16384)] * 64, window=1024)
+    window = decode.window[0] + 1
+    yield _row(
+        f"decode-64x{decode.tokens}-window-{window}",
+        decode,
+        *(ours, *asked_for, peers.fa4(), *both_fa3, peers.fa2(), peers.flashinfer_decode()),
+        aim="at most 70 µs",
+    )
+    # Without FA3, whose windows of prefills are wrong, FlashInfer, which compiles for minutes before its first one, and
+    # FA4 over rows, which hung there (flash-attn-4 4.0.0b36, NVIDIA H200: a second call did not come back).
+    prefill = work((16384, 16384), window=1024)
+    yield _row(
+        f"prefill-{prefill.tokens}-window-{window}",
+        prefill,
+        *(ours, twin(kernel="triton"), twin(kernel="fa4"), peers.fa4(), peers.fa2(), peers.flex()),
+        aim="at most FA4's time",
+    )
+
+    prefill = work((65536, 65536), chunk=8192)
+    yield _row(
+        f"prefill-{prefill.tokens}-chunk-{prefill.chunk}",
+        prefill,
+        *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
+        aim="ahead of both",
+    )
+    decode = work(*[(1, 16384)] * 64, chunk=8192)
+    yield _row(
+        f"decode-64x{decode.tokens}-chunk-{decode.chunk}",
+        decode,
+        *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks()),
+        aim="ahead of both",
+    )
+
+    cascade = work(*[(1, 8192 + 256)] * 64, shared=8192)
+    yield _row(
+        f"decode-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
+        cascade,
+        *(ours, peers.fa4_cascade(), peers.flashinfer_cascade(), twin("chunked_prefill", name="without cascade")),
+        aim="at most 45 µs",
+    )
+
+    by_hand = peers.fa4_differential(wide=False), peers.fa4_differential(wide=True), peers.plain_attention()
+    decode = work(*[(1, 8192)] * 64, heads=(32, 8), head_size=64, path="differential")
+    yield _row(f"decode-64x{decode.tokens}", decode, ours, *by_hand, aim="at most 270 µs")
+    prefill = work((8192, 8192), heads=(32, 32), head_size=64, path="differential")
+    yield _row(f"prefill-{prefill.tokens}", prefill, ours, *by_hand, aim="at most 0.85 ms")
+
+    yield from _latents_of_a_server(shrink)
+    yield from _quantized_of_a_server(shrink)
+    yield from _selection_of_a_server(shrink)
+
+    write = CacheWrite(65536 // shrink)
+    yield Row(
+        "kv_cache",
+        f"write-{write.num_tokens}",
+        write,
+        (peers.write_twin(), peers.write_index_put()),
+        aim="0.85 of the copy's speed",
+    )
+    for decode, its_peers in (
+        (work(*[(1, 1024)] * 8), (peers.fa4(), peers.fa3(), peers.fa2())),
+        (work(*[(1, 16384)] * 8, window=1024), (peers.fa4(), peers.fa3(), peers.fa2())),
+        (work(*[(1, 16384)] * 8, chunk=8192), (peers.fa4_chunks(), peers.fa3_chunks())),
+    ):
+        yield _row("host-time-of-a-call", decode, ours, *its_peers, clock="host", aim="at most 45 µs")
+    for decode in (work(*[(1, 16384)] * 64, window=1024), work(*[(1, 16384)] * 64, chunk=8192)):
+        for clock in ("host", "graph"):
+            yield Row(
+                decode.path,
+                f"step-of-{LAYERS}-layers-{clock}",
+                Layers(decode, LAYERS),
+                (peers.layers(LAYERS), peers.layers(LAYERS, plan_in_each=True)),
+                clock=clock,
+                aim="tables once a step: no launch for them in a layer",
+                launches=True,
+            )
+    for clock, aim in (("host", "under 50 µs, without a synchronisation"), ("graph", "can be captured")):
+        # The peer waits for the device, which no graph can hold.
+        host_only = (peers.virtual_batches_numpy(),) if clock == "host" else ()
+        tables = VirtualBatches(256, 32768, 8192)
+        virtual = (peers.virtual_batches_twin(), *host_only)
+        yield Row("local", f"virtual-batches-256-{clock}", tables, virtual, clock=clock, aim=aim)
+        slots = Slots(256, 32768, 8192)
+        yield Row("metadata", f"slots-256-{clock}", slots, (peers.slots_twin(),), clock=clock, aim=aim)
+    for num_seqs, query_len, heads in (
+        *((b, 1, (32, 16)) for b in (1, 64, 256)),
+        *((b, length // shrink, (32, 16)) for b, length in ((1, 8192), (1, 32768), (8, 1024))),
+    ):
+        states = States(num_seqs, query_len, heads)
+        aims = {1: "2.7 µs", 64: "67 µs", 256: "258 µs"} if query_len == 1 else {}
+        kind = "decode" if query_len == 1 else f"prefill-{query_len}"
+        name, aim = f"{kind}-{num_seqs}x{heads[0]}-heads", aims.get(num_seqs, "the best peer")
+        contenders = states_twin(), states_fla(), states_attn_gym()
+        yield Row("recurrent", name, states, contenders, aim=aim)
+    yield from _engine_of_a_server(shrink)
+
+
+def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
+    """Over fp8 and int8, beside our own rows over a plain cache."""
+    work, ours = partial(_work, shrink, path="quantized", stored="e4m3"), twin()
+    plain = peers.over_plain_cache(ours)
+    for b, length, stored, aim in (
+        (64, 8192, "e4m3", "at most 285 µs"),
+        (8, 8192, "e4m3", "at most 38 µs"),
+        (1, 131072, "e4m3", "at most 72 µs"),
+        (64, 8192, "e5m2", "as e4m3"),
+        (64, 8192, "int8", "at most 290 µs"),
+    ):
+        decode = work(*[(1, length)] * b, stored=stored)
+        by_hand = (peers.fa3_quantized(), peers.flashinfer_quantized()) if stored == "e4m3" else ()
+        name = f"decode-{b}x{decode.tokens}-{'fp8' if stored == 'e4m3' else stored}"
+        yield _row(name, decode, ours, *by_hand, plain, aim=aim)
+    asked_for = [twin(kernel=kernel) for kernel in KERNELS]
+    for name, b, query_len, seq_len, stored in (
+        ("prefill", 2, 8192, 8192, "e4m3"),
+        ("chunk", 4, 512, 16384 + 512, "e4m3"),
+        ("prefill", 2, 8192, 8192, "int8"),
+    ):
+        prompts = work(*[(query_len, seq_len)] * b, stored=stored)
+        suffix = "int8" if stored == "int8" else "fp8"
+        context = "" if query_len == seq_len else f"-of-{prompts.tokens}"
+        yield _row(
+            f"{name}-{b}x{prompts.lens[0][0]}{context}-{suffix}",
+            prompts,
+            *(ours, *asked_for, *([peers.fa3_quantized()] if suffix == "fp8" else []), plain),
+            aim="as a plain cache",
+            memory=True,
+        )
+    nodes, keys = 16, 8192 // shrink
+    trees = replace(drafts(((nodes, keys + nodes),) * 64), path="quantized", plan_of="speculative", stored="e4m3")
+    yield _row(f"tree-64x{keys}-drafts-{nodes}-fp8", trees, ours, plain, aim="ahead of a plain cache")
+    cascade = work(*[(1, 8192 + 256)] * 64, shared=8192, plan_of="cascade")
+    yield _row(
+        f"cascade-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}-fp8",
+        cascade,
+        *(ours, twin("quantized", name="without cascade"), plain),
+        aim="ahead of a plain cache",
+    )
+    write = QuantizedWrite(65536 // shrink)
+    yield Row(
+        "quantized",
+        f"write-{write.num_tokens}-fp8",
+        write,
+        (peers.quantized_write_twin(),),
+        aim="0.85 of the copy's speed",
+    )
+
+
+def _selection_on_a_cpu(shrink: int) -> Iterator[Row]:
+    """Intervals and selected keys, small."""
+    length = 2048 // shrink
+    spans = sparse.Spans(lens=((length, length),), heads=(8, 2), head_size=64, every=length // 4, image=length // 8)
+    contenders = sparse.spans_twin(), sparse.causal_call(), peers.aten_cpu_masked(), peers.sdpa(masked=True)
+    reference = sparse.spans_twin("refattn")
+    yield _row(f"prefill-{length}-images", spans, *contenders, reference, aim="1.05 of a causal call")
+    index = sparse.IndexScores(4, 8192 // shrink, num_heads=16)
+    yield Row(
+        "sparse",
+        f"scores-4x{index.seq_len}",
+        index,
+        (sparse.scores_twin(), sparse.scores_einsum(), sparse.scores_twin("refattn")),
+    )
+    best = sparse.Selection(4, 32768 // shrink, 2048 // shrink)
+    yield Row("sparse", f"select-4x{best.seq_len}", best, (sparse.select_twin(), sparse.torch_topk()))
+    sizes: dict[str, Any] = dict(num_heads=16, rank=128, rope=32)
+    latents = sparse.SelectedLatents(4, 16384 // shrink, 2048 // shrink, **sizes)
+    for work, name in ((latents, ""), (replace(latents, packed=True), "-packed")):
+        yield Row(
+            "sparse",
+            f"decode-4x{latents.topk}-of-{latents.seq_len}{name}",
+            work,
+            (sparse.selected_twin(), sparse.gathered()),
+        )
+
+
+def _selection_of_a_server(shrink: int) -> Iterator[Row]:
+    """Prompts with images of Gemma 3, and the layers of DeepSeek-V3.2."""
+    length = 8192 // shrink
+    spans = sparse.Spans(lens=((length, length),) * 2, every=length // 8, image=length // 32)
+    ours = sparse.spans_twin(), sparse.spans_twin(kernel="triton")
+    contenders = *ours, sparse.causal_call(), peers.sdpa(masked=True)
+    yield _row(f"prefill-2x{length}-images", spans, *contenders, aim="at most 1.05 of a causal call")
+    for b, aim in ((16, "at most 110 µs"), (1, "")):
+        index = sparse.IndexScores(b, 131072 // shrink)
+        by_einsum = (sparse.scores_einsum(),)
+        name = f"scores-{b}x{index.seq_len}"
+        yield Row("sparse", name, index, (sparse.scores_twin(), *by_einsum), aim=aim)
+    for b, aim in ((1, "at most 40 µs"), (64, "at most 90 µs")):
+        best = sparse.Selection(b, 131072 // shrink, 2048 // shrink)
+        name = f"select-{b}x{best.seq_len}"
+        both = sparse.select_twin(), sparse.torch_topk()
+        yield Row("sparse", name, best, both, aim=aim)
+    for b in (1, 64, 256):
+        latents = sparse.SelectedLatents(b, 32768 // shrink, 2048 // shrink)
+        yield Row(
+            "sparse",
+            f"decode-{b}x{latents.topk}-of-{latents.seq_len}",
+            latents,
+            (sparse.selected_twin(), sparse.gathered()),
+            aim="within 1.4 of FlashMLA's sparse decode",
+        )
+    for b, aim in ((1, "FlashMLA's 17 µs"), (8, ""), (64, "FlashMLA's 91 µs")):
+        packed = sparse.SelectedLatents(b, 131072 // shrink, 2048 // shrink, packed=True)
+        ours = sparse.selected_twin(), sparse.selected_twin(kernel="triton")
+        yield Row(
+            "sparse",
+            f"decode-{b}x{packed.topk}-of-{packed.seq_len}-packed",
+            packed,
+            (*ours, sparse.selected_flash_mla_packed()),
+            aim=aim,
+        )
+    prompt = sparse.SelectedLatents(1, 65536 // shrink, 2048 // shrink, query_len=4096 // shrink)
+    yield Row(
+        "sparse",
+        f"prefill-{prompt.tokens}x{prompt.topk}-of-{prompt.seq_len}",
+        prompt,
+        (sparse.selected_twin(), sparse.selected_flash_mla()),
+        aim="at most FlashMLA's time",
+    )
+
+
+def _latents_of_a_server(shrink: int) -> Iterator[Row]:
+    """With the sizes of DeepSeek-V3: latents of 512, rotary keys of 64, before absorption 192 and 128."""
+    ours = twin()
+    asked_for = [twin(kernel=kernel) for kernel in MLA_KERNELS]
+    by_hand = peers.flash_mla(), peers.fa3_latents(), peers.flashinfer_latents(), peers.flashinfer_latents("fa2")
+    for b, length, heads, aim in (
+        (64, 8192, 128, "at most the best peer"),
+        (64, 8192, 16, "at most 152 µs"),
+        (1, 131072, 128, "at most 81 µs"),
+        (128, 2048, 16, "at most 78 µs"),
+    ):
+        decode = latents(((1, length // shrink),) * b, heads=(heads, 1))
+        name = f"decode-{b}x{decode.tokens}-heads-{heads}"
+        yield _row(name, decode, ours, *asked_for, *by_hand, aim=aim)
+    plain = [peers.over_plain_cache(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
+    in_fp8 = peers.twin_in_fp8(), peers.flash_mla_codes()
+    for b, length, heads, aim in (
+        (64, 8192, 128, "at most 330 µs; rounded 230"),
+        (64, 8192, 16, "at most 85 µs"),
+        (1, 131072, 128, "rounded 68 µs"),
+    ):
+        decode = latents(((1, length // shrink),) * b, heads=(heads, 1), stored="e4m3")
+        name = f"decode-{b}x{decode.tokens}-heads-{heads}-fp8"
+        yield _row(name, decode, ours, *in_fp8, *plain, aim=aim)
+    tokens = 2  # of each sequence, whatever the lengths are divided by
+    decode = latents(((tokens, 8192 // shrink + tokens),) * 32)
+    yield _row(
+        f"decode-32x{decode.tokens}-tokens-{tokens}-heads-128",
+        decode,
+        *(ours, *asked_for, *by_hand),
+        aim="at most the best peer",
+    )
+    for b, nodes, heads in ((64, 4, 16), (32, 8, 128)):
+        lens = ((nodes, 8192 // shrink + nodes),) * b
+        yield _row(
+            f"tree-{b}x{8192 // shrink}-drafts-{nodes}-heads-{heads}",
+            latents(lens, heads=(heads, 1), plan_of="speculative", trees="rooted"),
+            *(ours, *asked_for, *map(peers.as_chain, by_hand[:2])),
+            aim="the best peer's time for a chain",
+        )
+    made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128, path="dense")
+    yield _row(
+        f"prefill-2x{made.tokens}-heads-192-128",
+        made,
+        *(ours, twin(kernel="fa4"), twin(kernel="fa3"), peers.fa4(block_size=None), peers.fa3(block_size=None)),
+        aim="FA4 by hand within 2 %",
+    )
+    million = _work(shrink, (1, 1048576), path="context_parallel", ranks=2)
+    yield _row(f"decode-1x{million.tokens}", million, ranks(2), ranks(1), clock="own", aim="at most 0.6 of one GPU")
+    for query_len, seq_len in ((8192, 8192), (1024, 32768 + 1024)):
+        prompts = latent_prefill(((query_len // shrink, seq_len // shrink),) * 2, workspace=8192 // shrink)
+        yield Row(
+            "mla",
+            f"prefill-2x{prompts.lens[0][0]}-of-{prompts.tokens}",
+            prompts,
+            (ours, peers.latents_by_hand()),
+            aim="ahead of FA4 by hand",
+            memory=query_len < seq_len,
+        )
+
+
+def _work(
+    shrink: int, *lens: tuple[int, int], window: int = 0, chunk: int = 0, shared: int = 0, **more: Any
+) -> Attention:
+    """Make a workload out of numbers of tokens, divided by `shrink`."""
+    return workload(
+        tuple((max(1, query_len // shrink), seq_len // shrink) for query_len, seq_len in lens),
+        window=window // shrink,
+        chunk=chunk // shrink,
+        shared=shared // shrink,
+        **more,
+    )
+
+
+def _engine(shrink: int) -> Iterator[Row]:
+    tokens = max(3, 24 // shrink)
+    for phase, work, aim in (
+        ("prefill", Generation(1, "prefill"), ""),
+        (f"decode-8x{tokens - 1}", Generation(tokens, "decode"), "1.3 of transformers"),
+    ):
+        contenders = (generation.engine(), generation.transformers())
+        yield Row("engine", phase, work, contenders, clock="own", aim=aim)
+        contenders = (generation.engine(packed=True), generation.transformers())
+        yield Row("engine", f"{phase}-packed", work, contenders, clock="own", aim="ahead of transformers")
+
+
+def _engine_of_a_server(shrink: int) -> Iterator[Row]:
+    tokens, count, length = max(3, 65 // shrink), max(2, 32 // shrink), 256 // shrink
+    contenders = (generation.engine(), generation.transformers(), generation.continuous_batching())
+    for name, phase, max_tokens in (
+        (f"prefill-{count}x{length}", "prefill", 1),
+        (f"decode-{count}x{tokens - 1}", "decode", tokens),
+        (f"answers-{count}x{length}+{tokens}", "both", tokens),
+    ):
+        work = Generation(max_tokens, phase, num_prompts=count, prompt_tokens=length)
+        yield Row("engine", name, work, contenders, clock="own", aim="ahead of transformers")

@@ -1,0 +1,1 @@
+"""What the notebooks and the site use: exercises and puzzles with their checks, and drawings."""

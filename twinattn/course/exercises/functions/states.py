@@ -1,0 +1,99 @@
+"""Layers that keep a state: one token folded into it, and drafts rolled back."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from twinattn.course.exercises.exercise import Exercise, Trial, draw
+
+
+def fold(
+    state: Float[Tensor, "dv dk"], key: Float[Tensor, "dk"], value: Float[Tensor, "dv"], decay: float, beta: float
+) -> Float[Tensor, "dv dk"]:
+    """Return the state of a head after one token, by the gated delta rule."""
+    state = decay * state
+    return state + beta * torch.outer(value - state @ key, key)
+
+
+def _fold_trials() -> Iterator[Trial]:
+    one = torch.tensor([[1.0, 2.0], [0.0, 4.0]]), torch.tensor([0.0, 1.0]), torch.tensor([8.0, 8.0])
+    yield Trial("the worked example", dict(zip(("state", "key", "value"), one, strict=True), decay=0.5, beta=1.0))
+    for says, decay, beta in (
+        ("five values, three keys", 0.7, 0.4),
+        ("a gate that forgets everything", 0.0, 0.5),
+        ("a token that writes nothing", 0.9, 0.0),
+    ):
+        key = normalize(draw(3, seed=2), dim=0)
+        yield Trial(says, dict(state=draw(5, 3), key=key, value=draw(5, seed=1), decay=decay, beta=beta))
+
+
+FOLD = Exercise(
+    "fold",
+    fold,
+    _fold_trials,
+    {
+        "the value is added whole; the delta rule writes its difference to what the state answers to the key": (
+            lambda state, key, value, decay, beta: decay * state + beta * torch.outer(value, key)
+        ),
+        "the state fades first, and then answers to the key": (
+            lambda state, key, value, decay, beta: decay * state + beta * torch.outer(value - state @ key, key)
+        ),
+        "beta is of the whole difference, and not of the value alone": (
+            lambda state, key, value, decay, beta: (
+                decay * state + torch.outer(beta * value - decay * (state @ key), key)
+            )
+        ),
+        "what is written fades from the next token on; here it has faded already": (
+            lambda state, key, value, decay, beta: decay * (state + beta * torch.outer(value - state @ key, key))
+        ),
+    },
+    (
+        "What does the state answer to the key, once it has faded? A product of a matrix and a vector.",
+        "What is written is an outer product: row i is the key times element i of what is missing of the value.",
+    ),
+    in_page=True,
+)
+
+
+def rollback(slots: list[list[int]], accepted: list[int]) -> list[int]:
+    """Return the slot of each request's state after a step with drafts."""
+    return [row[count - 1] if row[0] >= 0 else -1 for row, count in zip(slots, accepted, strict=True)]
+
+
+def _rollback_trials() -> Iterator[Trial]:
+    yield Trial("the worked example", dict(slots=[[4, 2, 7], [0, 1, 3]], accepted=[2, 1]))
+    yield Trial("all drafts of one, none of another", dict(slots=[[4, 2, 7], [0, 1, 3]], accepted=[3, 1]))
+    yield Trial("a row of padding between two", dict(slots=[[5, 6], [-1, 9], [8, 1]], accepted=[2, 2, 1]))
+    yield Trial("no drafts", dict(slots=[[3], [-1]], accepted=[1, 0]))
+    yield Trial("no requests", dict(slots=[], accepted=[]))
+
+
+ROLLBACK = Exercise(
+    "rollback",
+    rollback,
+    _rollback_trials,
+    {
+        "this is the state with all drafts in it, the rejected ones too": (
+            lambda slots, accepted: [row[-1] if row[0] >= 0 else -1 for row in slots]
+        ),
+        "this is the state before any draft, and the accepted ones are lost": lambda slots, accepted: [
+            row[0] for row in slots
+        ],
+        "column 0 is after the first token, so `count` tokens end in column `count - 1`": (
+            lambda slots, accepted: [
+                row[min(count, len(row) - 1)] if row[0] >= 0 else -1 for row, count in zip(slots, accepted, strict=True)
+            ]
+        ),
+        "a row that begins with -1 is padding, whatever else it holds": lambda slots, accepted: [
+            row[count - 1] for row, count in zip(slots, accepted, strict=True)
+        ],
+    },
+    (
+        "Nothing can be taken out of a state. Which of those kept has all of the accepted tokens in it, and no other?",
+        "The state after token i is in column i, and the first accepted token is token 0.",
+    ),
+    in_page=True,
+)

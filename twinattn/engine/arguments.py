@@ -1,0 +1,103 @@
+"""Checks of what an engine is made of, before anything is loaded or allocated."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from refattn.interface.values import check_flag, describe
+from twinattn.engine.cost_model import Machine
+from twinattn.engine.layers import PACKED_ROWS
+from twinattn.engine.speculation import DraftModel, NGram
+
+PATHS = ("kv_cache", "metadata")  # that every twin has
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Check sizes, by their names.
+
+    Raises:
+        ValueError: naming the first that is not an int of at least 1.
+    """
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+
+
+def check_module(model: Any) -> None:
+    """Check that a model is one of transformers, with its weights in memory.
+
+    Raises:
+        ValueError: naming it.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(config, "get_text_config"):
+        given = type(model).__name__ if isinstance(model, torch.nn.Module) else describe(model)
+        raise ValueError(f"model: expected a causal LM of transformers, got {given}")
+    away = [name for name, weight in model.named_parameters() if weight.is_meta]
+    if away:
+        raise ValueError(f"model: expected weights in memory, got {away[0]} on the device meta, which holds none")
+
+
+def check_parts(
+    *,
+    tokenizer: Any,
+    twin: Any,
+    machine: Machine | None,
+    runner: Any,
+    speculation: NGram | DraftModel | None,
+    **flags: bool,
+) -> None:
+    """Check what an engine works with besides its model; arguments as in `Engine`.
+
+    Raises:
+        ValueError: naming the argument that is of another type.
+    """
+    if tokenizer is not None and (isinstance(tokenizer, str | bytes | type) or not hasattr(tokenizer, "decode")):
+        raise ValueError(f"tokenizer: expected a tokenizer of transformers, or None, got {describe(tokenizer)}")
+    if not _is_twin(twin):
+        raise ValueError(f"twin: expected the package refattn or fastattn, got {describe(twin)}")
+    if machine is not None and not isinstance(machine, Machine):
+        raise ValueError(f"machine: expected a Machine, or None, got {describe(machine)}")
+    if runner is not None and (isinstance(runner, type) or not callable(getattr(runner, "run", None))):
+        raise ValueError(f"runner: expected an object with a `run`, such as CudaGraphs(), or None, got {runner!r}")
+    if speculation is not None and not isinstance(speculation, NGram | DraftModel):
+        raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
+    for name, flag in flags.items():
+        check_flag(name, flag)
+
+
+def _is_twin(twin: Any) -> bool:
+    """Return whether an object has the paths that every twin has, as attributes or as modules of a package."""
+    if isinstance(twin, ModuleType) and hasattr(twin, "__path__"):
+        return all(find_spec(f"{twin.__name__}.{path}") for path in PATHS)
+    return all(hasattr(twin, path) for path in PATHS)
+
+
+def check_out_of_memory(error: RuntimeError) -> None:
+    """Raise an error of an allocation again, unless it says that there is too little memory."""
+    if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # so it is said on a CPU
+        raise error
+
+
+def check_scales(kv_cache_dtype: str, calibration: Any, calculate_kv_scales: bool) -> None:
+    """Check what is to be kept in the pools, and where its scales come from; arguments as in `Engine`.
+
+    Raises:
+        ValueError: naming the argument that does not go with the others.
+    """
+    if not isinstance(kv_cache_dtype, str):
+        raise ValueError(f'kv_cache_dtype: expected "auto" or another name of a type, got {kv_cache_dtype!r}')
+    has_fixed_scales = kv_cache_dtype.startswith("fp8") and kv_cache_dtype != PACKED_ROWS
+    if calculate_kv_scales and (calibration is not None or not has_fixed_scales):
+        given = "a calibration" if calibration is not None else f"kv_cache_dtype={kv_cache_dtype!r}"
+        raise ValueError(
+            "calculate_kv_scales: expected False but for fp8 without a calibration, as other scales are given or "
+            f"come with each key, got True and {given}"
+        )
+    if calibration is not None and kv_cache_dtype == "auto":
+        raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
+    if calibration is not None and kv_cache_dtype == PACKED_ROWS:
+        raise ValueError(f"calibration: expected None, as a write finds the scales of {PACKED_ROWS}'s rows, got some")

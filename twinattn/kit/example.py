@@ -1,0 +1,690 @@
+"""An example: one batch of a path in plain numbers. It prints as a line of code, shrinks, and becomes tensors.
+
+    Example("chunked_prefill", lens=((1, 5), (3, 20)), heads=(4, 2), options={"window_size": (3, 0)})
+
+The tensors are a dict with the names that the path's `plan`, `AttentionOptions` and `attention` give them.
+"""
+
+import ctypes
+import hashlib
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from refattn.interface import Batch, Fp8Scales, Prefix
+from refattn.interface.ambient import computing_in
+from refattn.metadata import slot_mapping
+from refattn.speculative import make_trees
+from twinattn.kit import gradients, packed
+from twinattn.kit import states as of_states
+from twinattn.kit.call import plan_and_attend
+from twinattn.kit.cases import HARMLESS, build, poisoned
+from twinattn.kit.oracle import sight
+from twinattn.kit.tolerance import WIDER, on_cpu
+from twinattn.kit.workload import LARGEST, Workload
+
+IN_MODULE = {
+    "select": "sparse",
+    "sparse_latents": "sparse",
+    "packed_latents": "sparse",
+    "packed_mla": "mla",
+    "dense_backward": "dense",
+}  # of the reference, where it has another name
+Arguments = dict[str, Any]
+Answers = dict[str, Tensor]
+SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
+MOST_EXPECTED = 256  # answers that are kept
+_EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
+SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
+PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
+LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # of differential attention: neither 0, nor alike
+ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
+GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
+SCALES = (1.7123, 0.2611)  # of fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
+CHAINS = 5  # the seed of trees that are chains
+SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; over thousands of keys small ones count
+QUERY_SCALE = 0.0213  # with which a query of about 1 has codes of about 50
+CALLED = (
+    "return_lse",
+    "out",
+    "layout",
+    "poison",
+    "forked",
+    "first_block",
+    "nan_at",
+)  # options that say how a kernel is called
+
+
+@dataclass(frozen=True, repr=False)
+class Example(Workload):
+    """A workload that says in `options` how its path is called.
+
+    Attributes:
+        options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
+            `cascade`, `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
+            first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values,
+            `scales_of`: "heads" or "sequences", if there are several, `format`: "e5m2" in the place of e4m3, `bytes`:
+            whether the pools are those of their codes, and `query_scale`: whether there is one. Of `interval`, `seen`:
+            "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, `twice`:
+            whether a key may be listed several times, and `full`: whether no list is shorter. Of `select`, `topk` and
+            `kind` of the scores. Of `kv_cache`, `holes`: whether some slots are -1. Of `speculative`, `growing`: nodes
+            of each tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and
+            `delta`. Of `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of
+            `packed.KINDS`. Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large"
+            sinks are those of some heads alone, those of "bfloat16" have that type, as slopes may; slopes by the "root"
+            are for `alibi_sqrt`. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
+            `poison`; `first_block`, from which the blocks of a large pool are numbered; `forked`: whether sequences
+            begin with blocks of others; `nan_at`: where the NaN of a sequence is, of its keys, from 0 to 1.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take the mask from the options."""
+        said = self.options.get
+        mask = dict(causal=said("causal", True), window=tuple(said("window_size", (-1, -1))))
+        mask |= dict(chunk_blocks=said("chunk_size", 0) // self.block_size, trees="drawn", growing=said("growing", 0))
+        for name, value in mask.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        default = Example(self.path)
+        shown = [f"{name}={getattr(self, name)!r}" for name in SHOWN if getattr(self, name) != getattr(default, name)]
+        return f"Example({', '.join([repr(self.path), *shown])})"
+
+    def masks(self) -> list[Tensor]:
+        """Draw which keys each query of each sequence should see, `[t, s]`."""
+        if self.path in SELECTED:
+            return [
+                torch.stack([torch.isin(torch.arange(s), row) for row in rows]) if q else torch.zeros(0, s).bool()
+                for (q, s), rows in zip(self.lens, self.selected(), strict=True)
+            ]
+        return [sight(self, i).visible for i in range(len(self.lens))]
+
+    def shares(self) -> list[Tensor]:
+        """Return the weight of each key for each query where all scores are alike, `[t, s]`."""
+        counts = [mask.double() for mask in self.masks()]
+        if self.path in SELECTED:
+            for count, rows in zip(counts, self.selected(), strict=True):
+                for of_query, listed in zip(count, rows, strict=True):
+                    of_query.copy_(torch.bincount(listed[listed >= 0].long(), minlength=len(of_query)))
+        return [count / count.sum(-1, keepdim=True).clamp(min=1) for count in counts]
+
+    def shared_prefixes(self) -> list[Prefix]:
+        """Return the prefixes that sequences of `cascade` share, as far as there are keys before their queries."""
+        shared, found = self.options.get("shared", 0), list[Prefix]()
+        for first, last, blocks in ((0, len(self.lens), shared),) if isinstance(shared, int) else shared:
+            members = self.lens[first:last]
+            context = min((max(0, s - q) for q, s in members), default=0)
+            prefix = Prefix(first, first + len(members), min(blocks, context // self.block_size) * self.block_size)
+            around = [other for other in found if other.first < prefix.last and prefix.first < other.last]
+            if len(members) > 1 and prefix.end and all(other.encloses(prefix) for other in around):
+                found.append(prefix)
+        return found
+
+    def span(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the first and the last key that each query of a sequence may see; of `interval` by `seen`."""
+        if self.path != "interval":
+            return super().span(i)
+        q, s = self.lens[i]
+        at, drawn = torch.arange(s - q, s), random.Random(1000 * self.seed + s)
+        kind = self.options.get("seen", "drawn")
+        if kind == "prefix":
+            prefix = drawn.randint(0, s)
+            return torch.zeros_like(at), torch.where((at >= 0) & (at < prefix), prefix - 1, at)
+        if kind == "spans":
+            begin = drawn.randint(0, max(0, s - 1))
+            end = min(s - 1, begin + drawn.randint(0, 30))
+            inside = (at >= begin) & (at <= end)
+            return (at - 9).clamp(min=0), torch.where(inside, end, at)
+        first = torch.tensor([drawn.randint(-2, s + 1) for _ in range(q)], dtype=torch.int64)
+        last = torch.tensor([drawn.randint(x - 2, max(x - 2, s - 1)) for x in first.tolist()], dtype=torch.int64)
+        first[3::4] = -LARGEST - 1  # no first key at all
+        last[5::8] = -LARGEST - 1  # and no last one
+        return first, last.clamp(max=s - 1)
+
+    def selected(self) -> list[Tensor]:
+        """Draw the positions that each query of each sequence sees that has a list, with -1 anywhere, `[t, k]`."""
+        drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
+        twice, full = self.options.get("twice", False), self.options.get("full", False)
+        for q, s in self.lens:
+            rows = []
+            for _ in range(q):
+                count = min(s, topk) if full else drawn.randint(0, min(s, topk))
+                row = drawn.sample(range(s), count) + [-1] * (topk - count)
+                if twice and count:
+                    row[count:] = [drawn.choice((-1, row[0], row[count - 1])) for _ in row[count:]]
+                drawn.shuffle(row)
+                rows.append(row)
+            lists.append(torch.tensor(rows, dtype=torch.int32).reshape(q, topk))
+        return lists
+
+    def parents(self, i: int) -> list[int]:
+        """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed.
+
+        Of odd seeds most nodes follow the one before: those trees are deep, the others are bushy. Of `CHAINS` all do.
+        """
+        if self.seed == CHAINS:
+            return list(range(-1, self.nodes(i) - 1))
+        nodes = self.nodes(i)
+        chosen = random.Random(1000 * self.seed + nodes)
+        drawn = [chosen.randint(-1, node - 1) for node in range(nodes)]
+        deep = self.seed % 2 and nodes > 1
+        return [node - 1 if deep and chosen.random() < 0.9 else parent for node, parent in enumerate(drawn)]
+
+    def tensors(self, dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Arguments:
+        """Make the arguments of the path; memory that nobody may see holds harmless numbers.
+
+        Args:
+            dtype: of queries, keys and values.
+            device: where they are.
+            changed: `values`, a list of tensors `[s, hk, dv]`, and `query`, in the place of random numbers.
+        """
+        return moved(PATHS[self.path].build(self, dtype, changed), device)
+
+
+@dataclass(frozen=True)
+class Path:
+    """What the kit has to know of a path.
+
+    Attributes:
+        name: its file in both packages.
+        function: what is called.
+        words: the tensors that it takes, by name.
+        planned: the arguments of its plan, beside the batch and the block size.
+        pools: those of its tensors that are paged, and the number of dimensions before the blocks.
+        build: makes the arguments of an example.
+        options: of `AttentionOptions`, that it may take; of `RecurrentOptions` where it changes states.
+        in_place: those of its tensors that a call changes, which are answers, too.
+        differentiates: whether its answers are gradients.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    build: Callable[[Example, torch.dtype, Mapping[str, Any]], Arguments]
+    function: str = "attention"
+    planned: tuple[str, ...] = ()
+    pools: tuple[tuple[str, int], ...] = ()
+    options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "alibi_sqrt", "sinks", "batch_invariant")
+    in_place: tuple[str, ...] = ()
+    differentiates: bool = False
+
+    @property
+    def module(self) -> ModuleType:
+        """The reference."""
+        return import_module(f"refattn.{IN_MODULE.get(self.name, self.name)}")
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, and no merge, write, selection, step of a state or gradient."""
+        return self.function in ("attention", "latent_attention") and not self.in_place and not self.differentiates
+
+
+def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
+    """Return the answers of the reference in a wider type, and those of its formula in the type of the arguments.
+
+    It computes on the CPU, whatever the device of the arguments is. A write has one answer, to the bit: the pools.
+    Many properties ask the same batch: the answers to the last arguments are kept, by their bits. Do not change them.
+    """
+    path, arguments = PATHS[example.path], on_cpu(arguments)
+    asked = hashlib.blake2b()
+    _note((path.name, example.block_size, arguments), asked.update)
+    if asked.digest() not in _EXPECTED:
+        if len(_EXPECTED) == MOST_EXPECTED:
+            _EXPECTED.pop(next(iter(_EXPECTED)))  # the oldest
+        _EXPECTED[asked.digest()] = _expected(path, example, arguments)
+    return _EXPECTED[asked.digest()]
+
+
+def _note(x: Any, update: Callable[[Any], None]) -> None:
+    """Pass on every bit of some arguments: of their tensors the type, the shape and the numbers, wherever they lie."""
+    if isinstance(x, Tensor):
+        update(f"{x.dtype}{list(x.shape)}".encode())
+        rows = x.detach().clone(memory_format=torch.contiguous_format)
+        update(ctypes.string_at(rows.data_ptr(), rows.nbytes))  # NumPy need not be installed
+    elif is_dataclass(x) and not isinstance(x, type):
+        update(type(x).__name__.encode())
+        _note([getattr(x, f.name) for f in fields(x)], update)
+    elif isinstance(x, dict):
+        _note(list(x.items()), update)
+    elif isinstance(x, list | tuple):
+        update(f"{len(x)}(".encode())
+        for y in x:
+            _note(y, update)
+    else:
+        update(f"{x!r},".encode())
+
+
+def _expected(path: "Path", example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
+    """Compute what `expected` returns."""
+    if path.in_place:
+        return of_states.expected(arguments)
+    if path.differentiates:
+        return gradients.expected(arguments)
+    if path.function == "write":
+        pools = {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
+        path.module.write(**{**arguments, **pools})
+        return pools, pools
+    if path.function == "select":
+        selected = {"out": path.module.select(**arguments)}
+        return selected, selected
+
+    def by_reference(arguments: Arguments) -> Answers:
+        if path.function == "merge":
+            out, lse = path.module.merge(**arguments)
+        else:
+            of_pages = dict(block_size=example.block_size) if path.pools else {}
+            out, lse = plan_and_attend(path.module, function=path.function, **arguments, **of_pages, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    dtype = (arguments["outs"][0] if path.function == "merge" else arguments["query"]).dtype
+    wide = by_reference({name: _wider(value, WIDER[dtype]) for name, value in arguments.items()})
+    with computing_in(dtype):
+        return wide, by_reference(arguments)
+
+
+def moved(arguments: Arguments, device: str) -> Arguments:
+    """Move all tensors of some arguments to a device."""
+    return arguments if device == "cpu" else on_cpu(arguments, device)
+
+
+# --- memory that nobody may see ---
+
+
+def region(example: Example, name: str, arguments: Arguments) -> Tensor:
+    """Return a mask over the slots of the pool `[n, p]`, of what nobody may see.
+
+    Args:
+        example: whose batch it is.
+        name: "blocks", that no sequence has; "tail", past a sequence's end in its last block; "window", the keys of a
+            sequence that none of its queries may see.
+        arguments: with the batch and the pools.
+    """
+    pool, before = PATHS[example.path].pools[0]
+    sizes = arguments[pool].shape[before : before + 2]
+    table, p = arguments["batch"].block_table.cpu(), example.block_size
+    owned, seen, held = (torch.zeros(sizes[0] * sizes[1], dtype=torch.bool) for _ in range(3))
+    for (_, s), row, mask in zip(example.lens, table, example.masks(), strict=True):
+        j = torch.arange(-(-s // p) * p)
+        slots = row[j // p].long() * p + j % p
+        owned[slots] = True
+        held[slots[:s]] = True
+        seen[slots[:s][mask.any(0)]] = True
+    chosen = {"blocks": ~owned, "tail": owned & ~held, "window": held & ~seen}[name]
+    return rearrange(chosen, "(n p) -> n p", p=p)
+
+
+def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
+    """Return the arguments with NaN, infinities and huge numbers in a part of the memory that nobody may see.
+
+    Args:
+        example: whose arguments they are.
+        arguments: what they are; left alone.
+        name: of a `region`; "table" for the entries past a sequence's last block; "padding" for query rows after the
+            last sequence, of rows of keys those, too, and of outputs their gradients; "gaps" for what lies between the
+            rows of a tensor, and in a row of latents after its key.
+    """
+    changed = dict(arguments)
+    if name == "gaps":
+        for word in ROWS_OF_NUMBERS:
+            if word in changed:
+                is_packed = changed[word].dtype == torch.uint8
+                changed[word] = packed.with_gaps(changed[word], GAP) if is_packed else _with_gaps(changed[word])
+        if "cache" in changed and "latent_rank" in changed and changed["cache"].is_floating_point():
+            changed["cache"][..., example.head_size :] = torch.nan
+    elif name == "table":
+        changed["batch"] = replace(arguments["batch"], block_table=_table(example, arguments["batch"], (-1, 1_000_000)))
+    elif name == "padding":
+        for word in ("query", "key", "value", "grad_out"):
+            if word in changed and example.padding_rows:
+                rows = changed[word] = changed[word].clone()
+                shape = (example.padding_rows, *rows.shape[1:])
+                rows[-example.padding_rows :] = poisoned(*shape, first=word == "value").to(rows)
+    else:
+        chosen = region(example, name, arguments)
+        for kind, (word, before) in enumerate(PATHS[example.path].pools):
+            pool = changed[word] = changed[word].clone()
+            views = pool.flatten(0, before - 1) if before else pool[None]
+            for view in views:
+                rows = view[chosen.to(view.device)]  # [slots, ...]
+                if len(rows):
+                    heads = rows[0].numel() // rows.shape[-1]
+                    numbers = poisoned(len(rows), heads, rows.shape[-1], first=kind)
+                    numbers = packed.poisoned(rows) if rows.dtype == torch.uint8 else numbers
+                    view[chosen.to(view.device)] = numbers.to(view).reshape(rows.shape)
+    return changed
+
+
+def _with_gaps(x: Tensor) -> Tensor:
+    """Lay the rows of a tensor out with NaN after each."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + GAP), torch.nan, device=x.device).to(x.dtype)
+    wide[..., :-GAP] = x
+    return wide[..., :-GAP]
+
+
+# --- how the arguments of each path are made ---
+
+
+def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Lay the batch out in a shuffled pool; spare entries of the table name a block that nobody owns."""
+    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
+    batch = replace(drawn.batch, num_tokens=example.num_tokens)
+    options = _options(example)
+    if example.path == "speculative":
+        options["trees"] = make_trees(list(map(example.parents, range(len(example.lens)))))
+    if example.path == "interval":
+        spans = [example.span(i) for i in range(len(example.lens))]
+        padding = torch.zeros(example.padding_rows)  # those rows may hold anything
+        options.pop("seen", None)
+        for name, ends in zip(("first_visible", "last_visible"), zip(*spans, strict=True), strict=True):
+            options[name] = torch.cat([*ends, padding]).int()
+    options.pop("growing", None)
+    if example.path == "sparse":
+        options["positions"] = _positions(example, options)
+    if example.path == "cascade":
+        batch, options = _sharing(example, batch, options)
+    batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
+    batch = _forked(example, batch)
+    query = changed.get("query", drawn.query)
+    return dict(query=query, key_cache=drawn.key_cache, value_cache=drawn.value_cache, batch=batch, **options)
+
+
+def _positions(example: Example, options: Arguments) -> Tensor:
+    """Return the positions that were selected for each query row; rows of padding have none."""
+    topk, _, _ = options.pop("topk", 8), options.pop("twice", False), options.pop("full", False)
+    return torch.cat([*example.selected(), torch.full((example.padding_rows, topk), -1, dtype=torch.int32)])
+
+
+def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
+    query, key, value, batch = drawn.rows
+    batch = replace(batch, block_table=None)
+    return dict(query=changed.get("query", query), key=key, value=value, batch=batch, **_options(example))
+
+
+def _with_gradients(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw a batch of `dense`, and the gradients of what it returns."""
+    arguments = _dense(example, dtype, changed)
+    arguments.pop("grad_lse", None)
+    return arguments | gradients.tensors(example, example.options, dtype)
+
+
+def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Put latents into the pool, with some columns after them that nobody uses."""
+    rank = example.value_size
+    case = replace(example, heads=(example.heads[0], 1), value_head_size=0)
+    keys = changed.get("values")
+    if keys is not None:  # a latent is key and value at once
+        keys = [torch.nn.functional.pad(x[:, :1].float(), (0, example.head_size - rank)) for x in keys]
+    drawn = build(case, dtype=dtype, seed=example.seed, poison=HARMLESS, keys=keys)
+    cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
+    options = {"softmax_scale": 0.1, **_options(example)}
+    if example.path in PACKED:
+        kind = options.pop("rows", "mixed") if keys is None else "exact"
+        cache = packed.pool(drawn.key_cache[:, :, 0], rank, kind, example.seed)
+    batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
+    batch = _forked(example, batch)
+    if example.path in SELECTED:
+        options["positions"] = _positions(example, options)
+    return dict(query=changed.get("query", drawn.query), cache=cache, batch=batch, latent_rank=rank, **options)
+
+
+def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Lay the heads out as differential attention has them: `[half, key or value, n, p, hk/2, d]`."""
+    arguments = _paged(example, dtype, changed)
+    caches = arguments.pop("key_cache"), arguments.pop("value_cache")
+    cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in caches]) for half in (0, 1)])
+    weight = torch.linspace(0.5, 1.5, 2 * example.head_size, dtype=torch.float32).to(dtype)
+    layer = dict(
+        lambda_full=torch.tensor(LAMBDAS[example.seed % 3], dtype=torch.float32),
+        lambda_init=LAMBDA_INIT,
+        norm_weight=weight,
+        norm_eps=1e-5,
+    )
+    return {"query": arguments.pop("query"), "cache": cache, **arguments, **layer}
+
+
+def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Quantise the pools under a scale of keys and one of values, or under as many as there are heads or sequences."""
+    arguments = _paged(example, dtype, changed)
+    key, value = arguments.pop("scales", SCALES)
+    kind = torch.float8_e5m2 if arguments.pop("format", "") == "e5m2" else torch.float8_e4m3fn
+    query = QUERY_SCALE if arguments.pop("query_scale", False) else None
+    as_bytes = arguments.pop("bytes", False)
+    for name, scale in (("key_cache", key), ("value_cache", value)):
+        arguments[name] = (arguments[name].float() / scale).to(kind)
+        arguments[name] = arguments[name].view(torch.uint8) if as_bytes else arguments[name]
+    several = {"heads": example.heads[1:], "sequences": (len(example.lens), example.heads[1])}
+    shape = several.get(arguments.pop("scales_of", ""))
+    if shape is None:
+        return arguments | dict(scales=Fp8Scales(key, value, query, kind))
+    factors = (0.7371 + 0.2713 * torch.arange(math.prod(shape), dtype=torch.float32) % 1.2477).view(shape)
+    of_queries = None if query is None else query * factors
+    return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1), of_queries, kind))
+
+
+def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Make partial answers of the same queries; where a part is empty, its output is garbage or 0."""
+    generator = torch.Generator().manual_seed(example.seed)
+    shape = (example.num_tokens, example.heads[0])
+    outs, lses = [], []
+    for part in range(example.options.get("parts", 2)):
+        outs.append(torch.randn(*shape, example.head_size, generator=generator, dtype=torch.float32).to(dtype))
+        lses.append(torch.randn(shape, generator=generator, dtype=torch.float32) * 2 + 3 * (part % 2))
+        if example.options.get("empty"):
+            nothing = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5
+            lses[-1][nothing] = -torch.inf
+            outs[-1][nothing] = example.options.get("garbage", 0.0)
+    return dict(outs=outs, lses=lses)
+
+
+def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw new keys and values, a pool with numbers in it, and the slots that the tokens go to."""
+    generator = torch.Generator().manual_seed(example.seed)
+    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
+    t = example.num_tokens
+    slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
+    if example.options.get("holes"):
+        slots[example.seed % 2 :: 3] = -1
+    before = example.options.get("first_block", 0)
+    slots = torch.where(slots < 0, slots, slots + before * example.block_size)
+    pools = {
+        name: torch.randn(pool.shape, generator=generator, dtype=torch.float32).to(dtype)
+        for name, pool in (("key_cache", drawn.key_cache), ("value_cache", drawn.value_cache))
+    }
+    if before:
+        pools = {name: torch.cat([pool[:1].expand(before, -1, -1, -1), pool]) for name, pool in pools.items()}
+    rows = {
+        name: torch.randn(
+            t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator, dtype=torch.float32
+        ).to(dtype)
+        for name in ("key", "value")
+    }
+    return dict(**rows, **pools, slot_mapping=slots)
+
+
+def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw scores, most of them on a plateau of exact zeros, as sums of ReLUs are."""
+    generator = torch.Generator().manual_seed(example.seed)
+    t, s = example.num_tokens, max((s for _, s in example.lens), default=0)
+    scores = torch.randn(t, s, generator=generator, dtype=torch.float32)
+    kind = example.options.get("kind", "plateau")
+    if kind == "crowded":  # in one binade, and many of them nearly alike, on either side of 0
+        scores = torch.where(scores > 0, 1.0, -1.0) * (1.0 + 0.1 * torch.rand(t, s, generator=generator))
+    if kind == "apart":  # of any size, down to subnormal numbers, and infinite ones
+        scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
+        scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
+    if kind == "nan":
+        scores = scores.relu()
+        scores[torch.rand(t, s, generator=generator) < 0.1] = torch.nan
+        scores[:, ::5] = scores[:, ::5].copysign(torch.tensor(-1.0))
+    if kind == "plateau":
+        scores = (scores - 1.0).relu()
+    if kind == "zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    if kind == "negative":
+        scores = -(scores - 1.0).relu()
+    for (_, length), rows in zip(
+        example.lens, torch.arange(t).split([q for q, _ in example.lens]), strict=True
+    ):  # a sequence has no keys past its end, and a query none after itself
+        position = torch.arange(length - len(rows), length)
+        scores[rows] = scores[rows].masked_fill(torch.arange(s) > position[:, None], -torch.inf)
+    return dict(scores=scores, topk=example.options.get("topk", 8))
+
+
+def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw tokens, and states in the slots of a pool."""
+    return of_states.tensors(example, example.options, dtype)
+
+
+def _options(example: Example) -> Arguments:
+    """Fill in the options that have one number per head."""
+    h = example.heads[0]
+    options = {name: value for name, value in example.options.items() if name not in CALLED}
+    slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
+    if slopes:
+        options["alibi_slopes"] = torch.tensor(SLOPES, dtype=torch.float32)[(torch.arange(h) + example.seed) % 5]
+        if slopes == "root":
+            options["alibi_sqrt"] = True
+    if sinks:
+        options["sinks"] = (
+            torch.linspace(-1.13, 3.07, h, dtype=torch.float32) if h > 1 else torch.tensor([1.07], dtype=torch.float32)
+        )
+    for name, kind in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if kind == "bfloat16":
+            options[name] = options[name].bfloat16()
+    if sinks == "large":
+        options["sinks"] = torch.tensor([0.5, 120.0, -120.0])[torch.arange(h) % 3]  # exp(120) is infinite
+    return options
+
+
+def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch, Arguments]:
+    """Let the sequences of each prefix have the first blocks of its first one."""
+    options.pop("shared", None)
+    assert batch.block_table is not None
+    table, prefixes = batch.block_table.clone(), example.shared_prefixes()
+    for first, last, end in prefixes:
+        table[first:last, : end // example.block_size] = table[first, : end // example.block_size]
+    return replace(batch, block_table=table), options | dict(prefixes=prefixes)
+
+
+def _forked(example: Example, batch: Batch) -> Batch:
+    """Let sequences begin with full blocks of earlier ones, as after a fork: some, or as many as both have."""
+    if not example.options.get("forked"):
+        return batch
+    assert batch.block_table is not None
+    table, drawn = batch.block_table.clone(), random.Random(example.seed)
+    full = [s // example.block_size for _, s in example.lens]
+    for i in range(1, len(full)):
+        other = drawn.choice((i - 1, drawn.randrange(i)))
+        most = min(full[i], full[other])
+        shared = drawn.choice((most, min(most, 1), drawn.randint(0, most)))
+        table[i, :shared] = table[other, :shared]
+    return replace(batch, block_table=table)
+
+
+def _unowned(pool: Tensor, example: Example, batch: Batch) -> tuple[int, ...]:
+    """Return a block of the pool that no sequence has."""
+    assert batch.block_table is not None
+    used = {
+        block
+        for (_, s), row in zip(example.lens, batch.block_table.tolist(), strict=True)
+        for block in row[: -(-s // example.block_size)]
+    }
+    return (min(set(range(len(pool))) - used),)
+
+
+def _table(example: Example, batch: Batch, spare: tuple[int, ...]) -> Tensor:
+    """Return the block table with other entries past each sequence's last block."""
+    assert batch.block_table is not None
+    table = batch.block_table.clone()
+    for i, (_, s) in enumerate(example.lens):
+        past = table[i, -(-s // example.block_size) :]
+        past.copy_(torch.tensor(spare, dtype=torch.int32)[torch.arange(len(past)) % len(spare)])
+    return table
+
+
+def _wider(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list):
+        return [_wider(x, dtype) for x in value]
+    is_code = isinstance(value, Tensor) and value.dtype.itemsize == 1
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_code else value
+
+
+POOLS = (("key_cache", 0), ("value_cache", 0))
+ROWS_AND_PAGES = ("query", "key_cache", "value_cache")
+PATHS = {
+    path.name: path
+    for path in (
+        Path("dense", ("query", "key", "value"), _dense, planned=("causal", "window_size")),
+        Path(
+            "dense_backward",
+            ("query", "key", "value", "grad_out", "grad_lse"),
+            _with_gradients,
+            planned=("causal", "window_size"),
+            differentiates=True,
+        ),
+        Path("chunked_prefill", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
+        Path("sliding_window", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
+        Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size",), pools=POOLS),
+        Path("cascade", ROWS_AND_PAGES, _paged, planned=("prefixes", "window_size"), pools=POOLS),
+        Path("interval", ROWS_AND_PAGES, _paged, planned=("first_visible", "last_visible"), pools=POOLS),
+        Path(
+            "sparse",
+            ROWS_AND_PAGES,
+            _paged,
+            planned=("positions",),
+            pools=POOLS,
+            options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+        ),
+        *(
+            Path(
+                name,
+                ("query", "cache", "latent_rank"),
+                _latents,
+                function="latent_attention",
+                planned=("positions",),
+                pools=(("cache", 0),),
+                options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+            )
+            for name in ("sparse_latents", "packed_latents")
+        ),
+        Path("select", ("scores", "topk"), _scores, function="select", options=()),
+        Path("speculative", ROWS_AND_PAGES, _paged, planned=("trees", "window_size"), pools=POOLS),
+        Path(
+            "differential",
+            ("query", "cache", "lambda_full", "lambda_init", "norm_weight", "norm_eps"),
+            _pairs,
+            planned=("causal", "window_size"),
+            pools=(("cache", 2),),
+        ),
+        Path("mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
+        Path("packed_mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
+        Path("quantized", (*ROWS_AND_PAGES, "scales"), _fp8, planned=("causal", "window_size"), pools=POOLS),
+        Path("merge", ("outs", "lses"), _partials, function="merge", options=()),
+        Path(
+            "kv_cache",
+            ("key", "value", "key_cache", "value_cache", "slot_mapping"),
+            _new_tokens,
+            function="write",
+            pools=POOLS,
+            options=(),
+        ),
+        Path(
+            "recurrent",
+            of_states.TOKENS,
+            _states,
+            planned=of_states.TABLES,
+            options=("scale", "delta"),
+            in_place=("states",),
+        ),
+    )
+}

@@ -1,0 +1,156 @@
+"""Gradients of attention over rows, as the kit asks for them: of the loss `sum(out * grad_out) + sum(lse * grad_lse)`.
+
+A kernel is differentiated by autograd; or, if it has a parameter `grad_out`, it is the backward itself. Either answers
+with `dq`, `dk`, `dv`, and `dsinks` where there are sinks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn import dense
+from refattn.interface.ambient import computing_in
+from twinattn.kit import oracle
+from twinattn.kit.call import plan_and_attend
+from twinattn.kit.tolerance import WIDER, bound, distance
+from twinattn.kit.workload import Workload
+
+OF = {"query": "dq", "key": "dk", "value": "dv", "sinks": "dsinks"}  # the gradient of each, by its name in an answer
+OURS = ("grad_out", "grad_lse", "deterministic")  # what the forward of the reference does not take
+
+
+class NoGradientError(NotImplementedError):
+    """A kernel returns nothing that could be differentiated: it does not claim this."""
+
+
+def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Draw the gradient of the outputs, and with the option `grad_lse` that of the log-sum-exps."""
+    generator = torch.Generator().manual_seed(1000 + example.seed)
+    shape = example.num_tokens + example.padding_rows, example.heads[0]
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float32)
+
+    made: dict[str, Any] = dict(grad_out=normal(*shape, example.value_size).to(dtype))
+    return made | (dict(grad_lse=normal(*shape)) if options.get("grad_lse") else {})
+
+
+def leaves_of(arguments: Mapping[str, Any], wanted: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return what is differentiated by: views of the tensors, with their strides; all of them, or those wanted."""
+    chosen = wanted or tuple(OF)
+    return {
+        name: arguments[name].detach().requires_grad_()
+        for name in OF
+        if name in chosen and isinstance(arguments.get(name), Tensor)
+    }
+
+
+def differentiate(
+    attention: Callable[[dict[str, Any]], Any], arguments: Mapping[str, Any], wanted: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Differentiate attention by autograd.
+
+    Args:
+        attention: takes the arguments, and returns an output, or an output and its log-sum-exp.
+        arguments: with `grad_out`, and perhaps `grad_lse`.
+        wanted: names of tensors; all if empty.
+
+    Returns:
+        The gradients by name. What the output does not depend on has zeros, as in mathematics.
+
+    Raises:
+        NoGradientError: if the log-sum-exp is to be differentiated, and cannot be.
+    """
+    leaves = leaves_of(arguments, wanted)
+    with torch.enable_grad():
+        came = attention({**arguments, **leaves})
+    answers = [came] if isinstance(came, Tensor) else list(came[:2])
+    given = [arguments["grad_out"]]
+    if "grad_lse" in arguments:
+        if len(answers) < 2 or not answers[1].requires_grad:
+            raise NoGradientError("returns no log-sum-exp that has a gradient")
+        given.append(arguments["grad_lse"].to(answers[1].dtype))
+    if answers[0].shape != given[0].shape:
+        raise TypeError(f"out: shape {list(answers[0].shape)}, expected {list(given[0].shape)}")
+    outputs = [x for x in answers[: len(given)] if x.requires_grad]
+    grads = [grad for x, grad in zip(answers, given, strict=False) if x.requires_grad]
+    inputs = list(leaves.values())
+    found = torch.autograd.grad(outputs, inputs, grads, allow_unused=True) if outputs else [None] * len(inputs)
+    return {
+        OF[name]: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def forward(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the output of the reference and its log-sum-exp."""
+    answer: tuple[Tensor, Tensor] = plan_and_attend(
+        dense, **{name: x for name, x in arguments.items() if name not in OURS}, return_lse=True
+    )
+    return answer
+
+
+def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of the reference in a wider type, and those of its formula in the type of the query."""
+    dtype = arguments["query"].dtype
+    wider = {
+        name: x.to(WIDER[dtype]) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
+    with computing_in(dtype):
+        low = differentiate(forward, arguments)
+    return differentiate(forward, wider), low
+
+
+def sizes(example: Workload, arguments: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest sum of absolute terms in each gradient: what a rounding is of, whatever cancels."""
+    scale = arguments.get("softmax_scale")
+    scale = example.head_size**-0.5 if scale is None else scale
+    lse = arguments.get("grad_lse")
+    lse = torch.zeros(arguments["query"].shape[:2]) if lse is None else lse
+    options: dict[str, Any] = dict(scale=scale, softcap=arguments.get("softcap", 0.0))
+    options |= dict(slopes=arguments.get("alibi_slopes"), sinks=arguments.get("sinks"))
+    largest, of_sinks, row, first = dict.fromkeys(OF.values(), 0.0), torch.zeros(()), 0, 0
+    for i, (q, s) in enumerate(example.lens):
+        rows, keys = slice(row, row + q), slice(first, first + s)
+        query, grad_out, grad_lse = (x.detach()[rows] for x in (arguments["query"], arguments["grad_out"], lse))
+        key, value = (arguments[name].detach()[keys] for name in ("key", "value"))
+        seen = oracle.sight(example, i)
+        _, found = oracle.differentiate(query, key, value, seen, grad_out, grad_lse, **options)
+        for name, x in zip(("dq", "dk", "dv"), found, strict=False):
+            largest[name] = max(largest[name], float(x.abs().max()) if x.numel() else 0.0)
+        of_sinks = of_sinks + found.dsinks
+        row, first = rows.stop, keys.stop
+    largest["dsinks"] = float(of_sinks.abs().max()) if of_sinks.numel() else 0.0
+    return largest
+
+
+def assert_close(
+    name: str,
+    came: Tensor,
+    wide: Tensor,
+    low: Tensor,
+    size: float,
+    dtype: torch.dtype,
+    *,
+    largest_score: float = 1.0,
+) -> None:
+    """Hold a gradient to the one tolerance, with a rounding that is one of the terms it is a sum of.
+
+    Where a query sees one key, `grad_out . v` and `delta` cancel: the gradient is 0, and a right kernel is off by the
+    rounding of either.
+
+    Raises:
+        AssertionError: saying what is off, and how much is allowed.
+    """
+    if came.shape != wide.shape:
+        raise AssertionError(f"{name}: shape {list(came.shape)}, expected {list(wide.shape)}")
+    if not came.isfinite().all():
+        what = "NaN" if came.isnan().any() else "infinite"
+        raise AssertionError(f"{name}: {what} at {(~came.isfinite()).nonzero()[0].tolist()}")
+    limits = bound(distance(low, wide), size * max(1.0, largest_score), dtype)._asdict()
+    for measure, error in distance(came, wide)._asdict().items():
+        if not error <= limits[measure]:
+            raise AssertionError(f"{name}: {measure} error {error:.3e}, allowed {limits[measure]:.3e}")

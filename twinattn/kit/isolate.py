@@ -1,0 +1,225 @@
+"""Check kernels in separate processes: one that crashes, hangs or corrupts its device does not affect the others.
+
+A process logs what it does to a file, line by line: each batch before the kernel gets it, and each finding. If it dies,
+or writes nothing for too long, the file names the property and the batch; the process is ended, and another one
+continues with the remaining properties.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from twinattn.kit import contract
+from twinattn.kit.adapters import kernel_of
+from twinattn.kit.check import SEED, check, claims_as_words, parse_example
+from twinattn.kit.drawn import Drawn
+from twinattn.kit.example import Example
+from twinattn.kit.finding import Finding, Report
+from twinattn.kit.kernel import BadKernelError
+from twinattn.kit.property import CrashedError
+
+STARTS = 60.0  # seconds that a process may take to import what it needs
+LOOK = 0.1  # seconds between two looks at a process
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # several kernels may be checked at a time
+CANNOT_GO_ON = 70  # exit status of a process whose device does not answer any more
+
+
+def check_apart(
+    target: str,
+    path: str | None = None,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[str] = (),
+    examples: int = 20,
+    only: Sequence[str] | None = None,
+    seconds: float = 600.0,
+    patience: float = 60.0,
+    repeat: int = 1,
+    limits: Mapping[str, Any] | None = None,
+    on_finding: Callable[[Finding], None] | None = None,
+) -> Report:
+    """Check a kernel in a process of its own; the arguments are those of `check`.
+
+    Args:
+        target: `module:function`, a module of a path, or the name of an adapter.
+        path: which path it computes.
+        device: where the tensors are.
+        dtypes: their names; those that the kernel claims if none.
+        examples: batches per property and type.
+        only: names of properties.
+        seconds: for all properties; what is not reached then is reported so.
+        patience: seconds without a sign of life, after which the process is ended.
+        repeat: how often each batch is tried.
+        limits: claims that go before those of the kernel.
+        on_finding: called with every finding.
+
+    Raises:
+        BadKernelError: if the kernel cannot be called at all.
+    """
+    began = time.monotonic()
+    found: dict[str, Finding] = {}
+    report = Report(target, path or "", device, asked=dict(examples=examples, repeat=repeat, seed=SEED))
+    left = list(only) if only is not None else None
+    while True:
+        rest = seconds - (time.monotonic() - began)
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            task: dict[str, Any] = dict(
+                target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left
+            )
+            task |= dict(repeat=repeat, limits=dict(limits or {}))
+            outcome, status = _watch(task | dict(seconds=rest), log, patience, rest + patience)
+            events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        names, last = None, None
+        for event in events:
+            if "error" in event:
+                raise BadKernelError(event["error"])
+            if "properties" in event:
+                names, report.kernel, report.path = event["properties"], event["kernel"], event["path"]
+                report.claims = event["claims"]
+                report.drawn = report.drawn or Drawn(report.path, tuple(event["dtypes"]))
+            elif "finding" in event:
+                finding = finding_of(event["finding"])
+                found[finding.property], last = finding, None
+                if on_finding is not None:
+                    on_finding(finding)
+            else:
+                last = event
+                if report.drawn is not None and "crashed" not in event:
+                    report.drawn.add(parse_example(event["example"]))
+        if names is None:
+            raise BadKernelError(f"{target}: its process ended before the first property: {status}")
+        if last is not None and "crashed" in last:
+            outcome, status = "crashed", last["crashed"]
+        left = [name for name in names if name not in found]
+        if left and not outcome:
+            outcome, status = "crashed", "its process ended with status 0 in the middle of a call"
+        if not left:
+            break
+        name = last["property"] if last is not None else left[0]
+        prop = next(x for x in contract.of_path(report.path) if x.name == name)
+        example = (last or {}).get("example", "")
+        kind = example.partition("(")[0]
+        says = f"from twinattn.kit.check import {kind}, reproduce; reproduce({target!r}, {name!r}, {example})"
+        code = says if example and outcome != "not reached" else ""
+        finding = Finding(name, prop.promise, outcome, status, 0, 0, example, code=code)
+        found[name] = finding
+        if on_finding is not None:
+            on_finding(finding)
+        left.remove(name)
+        if not left or time.monotonic() - began > seconds:
+            break
+    for name in left or ():
+        prop = next(x for x in contract.of_path(report.path) if x.name == name)
+        found[name] = Finding(name, prop.promise, "not reached", "the time was over")
+    order = [x.name for x in contract.of_path(report.path)]
+    report.findings = sorted(found.values(), key=lambda finding: order.index(finding.property))
+    report.seconds = round(time.monotonic() - began, 1)
+    return report
+
+
+def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> tuple[str, str]:
+    """Run a task in a process, and return how it ended, in words too: "" if well, "crashed", "hung", "not reached"."""
+    said = log.with_name("stderr")
+    with said.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "twinattn.kit.isolate", str(log), json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            env={**ONE_THREAD, **os.environ},
+        )
+    size, began = 0, time.monotonic()
+    since = began
+    try:
+        while process.poll() is None:
+            now, before = time.monotonic(), size
+            size = log.stat().st_size if log.exists() else 0
+            since = now if size != before else since
+            if now - since > (patience if size else max(patience, STARTS)):
+                return "hung", f"no answer in {now - since:.0f} s"
+            if now - began > seconds:
+                return "not reached", "the time was over while it was checked"
+            time.sleep(LOOK)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == 0:
+        return "", ""
+    if process.returncode < 0:
+        return "crashed", f"its process ended with {signal.Signals(-process.returncode).name}"
+    words = (said.read_text().strip().splitlines() or [""])[-1]
+    return "crashed", f"its process ended with status {process.returncode}: {words}"
+
+
+def finding_of(values: dict[str, Any]) -> Finding:
+    """Make a finding of what JSON says of it."""
+    return Finding(**{name: tuples(value) for name, value in values.items()})
+
+
+def tuples(x: Any) -> Any:
+    """Make tuples of lists, of which JSON has no other."""
+    return tuple(map(tuples, x)) if isinstance(x, list) else x
+
+
+def main() -> None:
+    """Do the task that is the second argument, and write what happens to the file that the first one names."""
+    with Path(sys.argv[1]).open("w", buffering=1) as log:
+        sys.exit(_do(json.loads(sys.argv[2]), log))
+
+
+def _do(task: dict[str, Any], log: TextIO) -> int:
+    current: dict[str, str] = {}
+
+    def say(**event: Any) -> None:
+        log.write(json.dumps(event) + "\n")
+
+    def on_example(name: str, example: Example) -> None:
+        current.update(property=name, example=repr(example))
+        say(**current)
+
+    try:
+        kernel = kernel_of(task["target"], task["path"])
+        limits = {name: tuples(values) for name, values in task.get("limits", {}).items()}
+        kernel = replace(kernel, limits={**kernel.limits, **limits}) if limits else kernel
+        names = [x.name for x in contract.of_path(kernel.path)]
+        chosen = names if task["only"] is None else task["only"]
+        dtypes = [getattr(torch, name) for name in task["dtypes"]] or None
+        claims = claims_as_words(kernel)
+        kinds = [name for name in claims["dtypes"] if name in (task["dtypes"] or claims["dtypes"])]
+        asked = [name for name in names if name in chosen]
+        say(kernel=task["target"], path=kernel.path, properties=asked, claims=claims, dtypes=kinds)
+        check(
+            kernel,
+            device=task["device"],
+            dtypes=dtypes,
+            examples=task["examples"],
+            only=task["only"],
+            seconds=task["seconds"],
+            repeat=task.get("repeat", 1),
+            on_finding=lambda finding: say(finding=asdict(finding)),
+            on_example=on_example,
+        )
+    except BadKernelError as error:
+        say(error=str(error))
+        return 2
+    except CrashedError as error:
+        say(**current, crashed=str(error))
+        return CANNOT_GO_ON
+    return 0
+
+
+if __name__ == "__main__":
+    main()

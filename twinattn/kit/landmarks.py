@@ -1,0 +1,324 @@
+"""Landmarks: batches that are always tried, at the places where kernels change their way of computing.
+
+A batch drawn at random is small, and seldom meets such a place: the second tile of queries, the length that fills a
+tile or a block exactly, the ninth sequence, a group of seven heads, an option in a decode whose keys are split.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from twinattn.kit.example import CALLED, CHAINS, PATHS, SELECTED, Example
+from twinattn.kit.kernel import Kernel, Shape
+
+Lens = tuple[tuple[int, int], ...]
+Landmarks = Callable[[Kernel], list[Example]]
+
+ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
+CROWDED = (*ATTENDS, "merge", "kv_cache", "recurrent")  # asked for many sequences
+TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
+MOST_NODES = 8  # of a tree
+LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `memory.laid_out` says which
+OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
+PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
+PAST_A_MODEL = 2**17 + 77  # keys: more than the longest sequences of most models
+LONG_STEP = 577  # tokens of a step
+LONG_LIST = 2048  # selected keys
+WIDE_WINDOW = 4095
+TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # of keys and values of a state
+PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
+SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
+FARTHEST = 2**31 - 1  # the largest side of a window: what some callers give for no limit
+
+
+def none(kernel: Kernel) -> list[Example]:
+    """Return no landmarks."""
+    return []
+
+
+def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: Any) -> Example:
+    """Make a batch of what a kernel claims, as near to the given lengths as its path and its claims allow."""
+    claims, path = kernel.claims, kernel.path
+    heads, (head_size, value_head_size), block_size = shape or claims.shapes[0]
+    most = min(claims.max_query_len or max(q for q, _ in lens), MOST_NODES if path == "speculative" else 10**6)
+    pairs = [(min(q, most), max(s, claims.min_seq_len, 0 if path != "speculative" else min(q, most))) for q, s in lens]
+    if path == "sliding_window":
+        options.setdefault("window_size", (300, 0))
+    if path == "local":
+        options.setdefault("chunk_size", block_size * 3)
+    if path == "cascade":
+        n = len(pairs)
+        options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
+        pairs = [(q, max(q, s) + 2 * block_size) for q, s in pairs]
+    if path == "recurrent":
+        if claims.layers[0] != "gdn":
+            options.setdefault("layer", claims.layers[0])
+        if not kernel.knows_beginnings:
+            pairs = [(q, max(s, q + 1)) for q, s in pairs]
+    sizes = (head_size, 0 if value_head_size == head_size else value_head_size, block_size)
+    return Example(path, tuple(pairs), heads, *sizes, options=options)
+
+
+def every_shape(kernel: Kernel) -> list[Example]:
+    """Return batches that have every number of heads, every head size and every block size that a kernel claims."""
+    claims = kernel.claims
+    block_sizes = claims.block_sizes if PATHS[kernel.path].pools else claims.block_sizes[:1]
+    h, d, p = (len(x) for x in (claims.heads, claims.head_sizes, block_sizes))
+    shapes = [(claims.heads[i % h], claims.head_sizes[i % d], block_sizes[i % p]) for i in range(max(h, d, p))]
+    return [example(kernel, ((3, 20), (1, 2 * shape[2] + 1)), shape) for shape in shapes]
+
+
+def edges(kernel: Kernel) -> list[Example]:
+    """Return decodes over as many keys as fill tiles and blocks, one less and one more; of some block sizes."""
+    batches = []
+    for block_size in dict.fromkeys((kernel.claims.block_sizes[0], kernel.claims.block_sizes[-1])):
+        filled = sorted({*TILES, block_size, 2 * block_size, 3 * block_size, 512})
+        lens = tuple((1, s + more) for s in filled for more in (-1, 0, 1))
+        heads, sizes, _ = kernel.claims.shapes[0]
+        batches.append(example(kernel, lens, (heads, sizes, block_size)))
+    return batches
+
+
+def without_queries(kernel: Kernel) -> list[Example]:
+    """Return sequences without queries beside decodes, and sequences without keys."""
+    least = 0 if kernel.knows_query_lens else 1
+    batches = ((0, 7), (1, 9), (0, 3), (1, 40)), ((5, 2), (0, 0), (2, 0), (3, 30))
+    return [example(kernel, tuple((max(least, q), s) for q, s in lens)) for lens in batches]
+
+
+def very_long(kernel: Kernel) -> list[Example]:
+    """Return decodes that are split, one of them over more keys than 64 splits of 64 have."""
+    return [*long()(kernel), example(kernel, ((1, SPLIT[2]),), most_heads(kernel)), example(kernel, ((3, SPLIT[2]),))]
+
+
+def some(kernel: Kernel) -> list[Example]:
+    """Return three sequences, with each of two seeds."""
+    batch = example(kernel, ((3, 20), (1, 33), (2, 40)))
+    return [batch, replace(batch, seed=1)]
+
+
+def of_layouts(kernel: Kernel) -> list[Example]:
+    """Return three sequences, in each layout."""
+    return [example(kernel, ((3, 20), (1, 33), (2, 40)), layout=layout) for layout in LAYOUTS]
+
+
+def many_sequences(kernel: Kernel) -> list[Example]:
+    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
+
+    There are more decodes than 8 bits can count, and more than a thousand.
+    """
+    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_8_BITS))
+    crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_A_THOUSAND))
+    mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
+    return [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
+
+
+def many_slots(kernel: Kernel) -> list[Example]:
+    """Return a batch in the last blocks of a pool of more than 2^16 slots."""
+    shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], max(kernel.claims.block_sizes)
+    tokens = replace(example(kernel, ((PAST_16_BITS, PAST_16_BITS),), ((1, 1), (8, 8), 16)), seed=1)
+    return [example(kernel, ((5, 90), (1, 7)), shape, first_block=2**16 // shape[2]), tokens]
+
+
+def many_queries(kernel: Kernel) -> list[Example]:
+    """Return prompts and chunks of several tiles of queries, and such that fill them exactly."""
+    return [
+        example(kernel, lens) for lens in (((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150)))
+    ]
+
+
+def of_large_trees(kernel: Kernel) -> list[Example]:
+    """Return trees with as many nodes as words of 32 and 64 bits have, one more, and more than two or four of them."""
+    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((140, 155), (20, 29)), ((300, 340),)
+    seeds = (1, 0, 1, CHAINS)
+    trees = [replace(example(kernel, lens), lens=lens, seed=seed) for lens, seed in zip(batches, seeds, strict=True)]
+    counted: dict[str, Any] = dict(window_size=(40, 0), alibi_slopes=True)  # along a branch
+    return trees + [
+        replace(trees[-1], options={**trees[-1].options, name: x}) for name, x in counted.items() if kernel.takes(name)
+    ]
+
+
+def of_two_sizes(kernel: Kernel) -> list[Example]:
+    """Return keys that are larger or smaller than values."""
+    heads, _, block_size = kernel.claims.shapes[0]
+    return [example(kernel, ((3, 20), (1, 9)), (heads, sizes, block_size)) for sizes in TWO_SIZES]
+
+
+def of_chunks(kernel: Kernel) -> list[Example]:
+    """Return chunks of some blocks, and one that no sequence fills, over short sequences and long ones."""
+    p = kernel.claims.shapes[0][2]
+    lens = ((3, 20), (1, 7 * p + 1), (1, 1100))
+    return [example(kernel, lens, chunk_size=n * p) for n in (1, 5, 7, 2**20)]
+
+
+def of_far_windows(kernel: Kernel) -> list[Example]:
+    """Return a window of thousands of keys, and such with sides that no sequence reaches, given for no limit."""
+    windows: list[dict[str, Any]] = [dict(window_size=(FARTHEST, 0)), dict(window_size=(2**20, 0))]
+    if kernel.takes("causal"):
+        far = ((FARTHEST, FARTHEST), (5, FARTHEST), (FARTHEST, 2), (-1, 3), (3, -1))
+        windows += [dict(window_size=window, causal=False) for window in far]
+    wide = [example(kernel, ((1, WIDE_WINDOW + 1905), (3, WIDE_WINDOW + 405)), window_size=(WIDE_WINDOW, 0))]
+    return wide + [example(kernel, ((3, 20), (1, 33), (2, 700)), **window) for window in windows]
+
+
+def long_lists(kernel: Kernel) -> list[Example]:
+    """Return queries that select more keys than 2048, and exactly as many, and one more."""
+    shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
+    n = LONG_LIST
+    lists = ((1, n + 952), n + 452), ((1, n + 52), n), ((2, n + 4), n + 1)
+    return [example(kernel, (pair,), shape, topk=topk, full=True) for pair, topk in lists]
+
+
+def invariant(kernel: Kernel) -> list[Example]:
+    """Return sequences that kernels split, and such that they need not, in one batch; and prompts of several tiles."""
+    short = kernel.claims.max_query_len == 1
+    prompts = ((70, 130), (1, 9), (200, 333)) if not short else ((1, 130), (1, 9), (1, 333))
+    return [
+        example(kernel, tuple((1, s) for s in (SPLIT[0], 9, SPLIT[1]))),
+        example(kernel, ((1, SPLIT[2]), (1, 5), (1, 700)), most_heads(kernel)),
+        example(kernel, prompts),
+        example(kernel, tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))),
+    ]
+
+
+def with_nan(kernel: Kernel) -> list[Example]:
+    """Return sequences that kernels split, with a NaN in the first, a middle or the last of their keys."""
+    lens = ((1, SPLIT[1]), (1, 20)), ((1, SPLIT[2]), (1, 700)), ((1, SPLIT[1]),), ((70, 200), (3, 30))
+    return [
+        replace(example(kernel, pairs, nan_at=at), seed=i % 2)
+        for i, (pairs, at) in enumerate(zip(lens, (0.0, 0.6, 1.0, 0.4), strict=True))
+    ]
+
+
+def long_steps(kernel: Kernel) -> list[Example]:
+    """Return prompts of many chunks, whose lengths no chunk divides."""
+    return [example(kernel, ((LONG_STEP, LONG_STEP + 7), (67, 67)))]
+
+
+def of_two_tiles(kernel: Kernel) -> list[Example]:
+    """Return a prompt that is longer than a tile of any kernel, and a short one."""
+    return [example(kernel, ((300, 303), (2, 9)))]
+
+
+def one_small(kernel: Kernel) -> list[Example]:
+    """Return one query over a few keys."""
+    return [example(kernel, ((1, 5),))]
+
+
+def most_heads(kernel: Kernel) -> Shape:
+    """Return the shape with the most query heads."""
+    claims = kernel.claims
+    return max(claims.heads), claims.head_sizes[0], claims.block_sizes[0]
+
+
+def of_prefixes(kernel: Kernel) -> list[Example]:
+    """Return prefixes in three levels, one of them of many blocks; and two side by side, with a sequence in between."""
+    p = kernel.claims.shapes[0][2]
+    nested, apart = ((0, 6, 1), (0, 4, 2), (0, 2, 640 // p), (4, 6, 3)), ((0, 2, 2), (3, 5, 1))
+    lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
+    made = example(kernel, lens), example(kernel, lens[1:])
+    return [replace(x, options={**x.options, "shared": of}) for x, of in zip(made, (nested, apart), strict=True)]
+
+
+def many_parts(kernel: Kernel) -> list[Example]:
+    """Return a merge of more parts than a word has bits, if a kernel takes more than two."""
+    return [example(kernel, ((3, 3),), parts=n) for n in (70, 139)] if max(kernel.claims.parts) > 2 else []
+
+
+def many_scores(kernel: Kernel) -> list[Example]:
+    """Return a query with more than 2^16 scores, queries of which many keys are selected, and scores nearly alike."""
+    return [
+        example(kernel, ((1, 70_000),)),
+        example(kernel, ((3, 900),), topk=300),
+        example(kernel, ((2, 20_000),), topk=64, kind="crowded"),
+        example(kernel, ((1, 70_000),), topk=2048, kind="crowded"),
+        example(kernel, ((2, 5000),), topk=2047, kind="zeros"),
+        example(kernel, ((2, 3000),), topk=300, kind="apart"),
+    ]
+
+
+def kinds_of_scores(kernel: Kernel) -> list[Example]:
+    """Return scores of each kind: with NaN, of any size, and nearly alike."""
+    return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in ("nan", "apart", "crowded")]
+
+
+def padded(kernel: Kernel) -> list[Example]:
+    """Return more rows of padding than a tile has."""
+    return [replace(example(kernel, ((3, 20), (1, 33))), padding_rows=300)]
+
+
+def past_16_bits(kernel: Kernel) -> list[Example]:
+    """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
+    rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) and kernel.path not in SELECTED else ()
+    return [example(kernel, lens) for lens in (((1, PAST_A_MODEL), (1, 20)), rows) if lens]
+
+
+def sees_nothing(kernel: Kernel) -> bool:
+    """Return whether a kernel can be asked for queries that see no key."""
+    cannot = kernel.path in ("cascade", "speculative") or kernel.claims.max_query_len is not None
+    return not cannot and kernel.knows_query_lens and "empty rows" not in kernel.claims.not_claimed
+
+
+def long(**options: Any) -> Landmarks:
+    """Return what makes decodes over keys that kernels split, and a chunk of several tiles, with these options."""
+
+    def batches(kernel: Kernel) -> list[Example]:
+        claims = kernel.claims
+        shape = max(claims.heads), claims.head_sizes[-1], claims.block_sizes[-1]
+        return [
+            example(kernel, ((1, 700), (1, 9), (1, 1100)), **options),
+            example(kernel, ((1, 520),), shape, **options),
+            example(kernel, ((130, 333),), **options),
+            example(kernel, tuple((1, s) for s in SPLIT[1:]), **options),
+            example(kernel, ((5, SPLIT[1]), (1, 9)), **options),
+        ]
+
+    return batches
+
+
+def of_sinks(kernel: Kernel) -> list[Example]:
+    """Return sinks over keys that kernels split, and beside no keys: the LSE of such a row is its sink."""
+    beside_nothing = ((2, 0), (3, 30)) if kernel.path not in ("cascade", "speculative") else ((3, 30),)
+    return [*long(sinks=True)(kernel), example(kernel, beside_nothing, sinks=True)]
+
+
+def is_large(example: Example) -> str:
+    """Return of what a batch has so much that this is what it is there for, "sequences" or "rows"; else nothing."""
+    if len(example.lens) > 100:
+        return "sequences"
+    return "rows" if max((max(pair) for pair in example.lens), default=0) >= 2**12 else ""
+
+
+def is_huge(example: Example) -> bool:
+    """Return whether a batch takes so long that one type has to do."""
+    return is_large(example) == "sequences" or max((max(pair) for pair in example.lens), default=0) >= 2**14
+
+
+def without_an_option(example: Example) -> Iterator[Example]:
+    """Yield batches with one option less each."""
+    needed = ("first_block",) if example.path != "sliding_window" else ("first_block", "window_size")
+    for name in OPTIONAL:
+        if name in example.options and name not in needed:
+            yield replace(example, options={other: x for other, x in example.options.items() if other != name})
+
+
+def smaller(example: Example) -> Iterator[Example]:
+    """Yield batches with fewer sequences, queries, keys or options, the much smaller ones first."""
+    yield from without_an_option(example)
+    if example.padding_rows:
+        yield replace(example, padding_rows=0)
+    lens, shared = example.lens, example.options.get("shared", 0)
+    least = shared * example.block_size if isinstance(shared, int) else 0
+    for size in (len(lens) // 2, len(lens) // 4, 1):
+        if size and size < len(lens):
+            for first in range(0, len(lens), size):
+                rest, options = lens[:first] + lens[first + size :], example.options
+                if not isinstance(shared, int):  # prefixes of the sequences that are left
+                    left = [tuple(i - min(max(i - first, 0), size) for i in x[:2]) + x[2:] for x in shared]
+                    options = {**options, "shared": tuple(left)}
+                yield replace(example, lens=rest, options=options)
+    for i, (q, s) in enumerate(lens if len(lens) < MOST_NODES else ()):
+        for pair in ((1, s), (q // 2, s), (q, s // 2), (q, s - s // 4), (q - 1, s - 1), (q - 1, s), (q, s - 1)):
+            before = max(least, int(example.path == "recurrent" and q < s))  # who has a state keeps it
+            if pair != (q, s) and 1 <= pair[0] <= pair[1] - before:
+                yield replace(example, lens=(*lens[:i], pair, *lens[i + 1 :]))

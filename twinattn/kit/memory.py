@@ -1,0 +1,269 @@
+"""Where tensors lie: strides, offsets, memory for the output, and what nobody may read or write."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from twinattn.kit import landmarks, packed
+from twinattn.kit.draws import draw_example, plain
+from twinattn.kit.example import PATHS, Arguments, Example, poison
+from twinattn.kit.hold import ask, hold
+from twinattn.kit.kernel import LARGE, Kernel, untouched
+from twinattn.kit.property import ATTENDS, Broken, Check, Draw, NotClaimedError, Property, outputs_alone
+
+
+def poisoned(name: str) -> Check:
+    """Return a check of answers over poison in a part of the memory that nobody may see: they are those without it."""
+
+    def check(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+        arguments = example.tensors(dtype, device)
+        hold(example, arguments, ask(kernel, example, poison(example, arguments, name)))
+
+    return check
+
+
+def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over views: one of the layouts, and a block table that is a part of a larger one."""
+    arguments = laid_out(example.tensors(dtype, device), example.options.get("layout", 1))
+    if "states" in arguments:
+        arguments["states"] = with_gap(arguments["states"]) if example.seed % 2 else outside_in(arguments["states"])
+        for word in ("log_decay", "beta"):  # [t, hv], as they come from a projection of all heads
+            arguments[word] = arguments[word].transpose(0, 1).contiguous().transpose(0, 1)
+    table = arguments["batch"].block_table if "batch" in arguments else None
+    if table is not None:  # the beginning of each row of a larger one, as servers have it
+        table = torch.cat([table, torch.full_like(table, -1)], dim=1)[:, : table.shape[1]]
+        arguments["batch"] = replace(arguments["batch"], block_table=table)
+    if "lses" in arguments:
+        arguments["lses"] = [x.T.contiguous().T for x in arguments["lses"]]
+        arguments["outs"] = [with_gap(x) for x in arguments["outs"]]
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def laid_out(arguments: Arguments, layout: int) -> Arguments:
+    """Return arguments whose tensors lie in memory in another way, one of `landmarks.LAYOUTS`.
+
+    Args:
+        arguments: of a call.
+        layout: 0: as they are; 1: heads outside tokens; 2: a gap after each row or page, and each head; 3: keys and
+            queries have heads outside tokens, and values not; 4: values have, and queries are cut out of a fused
+            projection; 5: pages of keys and of values lie in turn in one pool.
+    """
+    ways: dict[str, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
+        "query": (outside_in, with_gap, outside_in, with_gap, None),
+        "key": (outside_in, with_gap, outside_in, None, None),
+        "value": (outside_in, with_gap, None, outside_in, None),
+    }
+    changed = dict(arguments)
+    for word in ("query", "key", "value", "key_cache", "value_cache", "cache"):
+        way = ways[{"cache": "key"}.get(word, word.removesuffix("_cache"))][layout - 1] if layout else None
+        if layout and word in arguments and arguments[word].dtype == torch.uint8:
+            changed[word] = packed.with_gaps(arguments[word], packed.SPARE * (layout % 2))
+        elif word in arguments and way is not None:
+            is_of_latents = word == "cache" and arguments[word].ndim == 3  # which have no heads
+            changed[word] = with_gap(arguments[word]) if is_of_latents else way(arguments[word])
+    pools = [arguments[word] for word in ("key_cache", "value_cache") if word in arguments]
+    if layout == 5 and pools and pools[0].shape == pools[1].shape:
+        both = torch.stack(pools, dim=1)
+        changed |= dict(key_cache=both[:, 0], value_cache=both[:, 1])
+    return changed
+
+
+def outside_in(x: Tensor) -> Tensor:
+    """Lay a tensor out with heads outside tokens, seen through a view of the same shape."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def with_gap(x: Tensor) -> Tensor:
+    """Lay a tensor out with a gap after each of its rows or pages, and after each head."""
+    return torch.cat([x, torch.full_like(x, 0.5)], dim=-2 if x.ndim != 3 else 1).narrow(
+        -2 if x.ndim != 3 else 1, 0, x.shape[-2]
+    )
+
+
+def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over tensors whose elements do not lie side by side; those of the block table, too."""
+    arguments = example.tensors(dtype, device)
+    words = ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out", "slot_mapping")
+    for word in (*words, "log_decay", "beta", "outs", "lses"):
+        if word in arguments:
+            x = arguments[word]
+            arguments[word] = [every_other(y) for y in x] if isinstance(x, list) else every_other(x)
+    if "batch" in arguments and arguments["batch"].block_table is not None:
+        batch = arguments["batch"]
+        arguments["batch"] = replace(batch, block_table=every_other(batch.block_table))
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def every_other(x: Tensor) -> Tensor:
+    """Lay a tensor out with something else after each element; the bytes of a packed row lie side by side."""
+    return x if x.dtype == torch.uint8 else torch.stack([x, torch.ones_like(x)], dim=-1)[..., 0]
+
+
+def option_strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where the numbers of heads are views: every other of a larger tensor; one number for all; a transpose."""
+    for lay_out in (every_other, _one_for_all):
+        arguments = example.tensors(dtype, device)
+        for name in ("alibi_slopes", "sinks", "norm_weight", "scale"):
+            if isinstance(arguments.get(name), Tensor):
+                arguments[name] = lay_out(arguments[name])
+        if "scales" in arguments:
+            scales = arguments["scales"]
+            tensors = {name: x for name, x in scales.by_name().items() if isinstance(x, Tensor)}
+            arguments["scales"] = replace(scales, **{name: lay_out(x) for name, x in tensors.items()})
+        hold(example, arguments, ask(kernel, example, arguments))
+
+
+def _one_for_all(x: Tensor) -> Tensor:
+    """Expand the first number to all heads."""
+    return x.flatten()[:1].expand(x.numel()).view(x.shape) if x.ndim == 1 else x[:1, :1].expand_as(x)
+
+
+def far_rows(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over rows of tokens that lie more than 2^31 elements apart, in memory that is hardly touched."""
+    arguments = example.tensors(dtype, device)
+    for word in ("query", "key", "value", "scores", "grad_out"):
+        if word in arguments:
+            x = arguments[word]
+            stride = (LARGE // max(1, len(x) - 1) // 4096 + 2) * 4096
+            memory = untouched(stride * len(x), x.dtype, device)
+            arguments[word] = memory.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
+    hold(example, arguments, ask(kernel, example, arguments))
+    kernel.calls.clear()
+
+
+def far_blocks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over a large pool, in memory that is hardly touched: the blocks of the batch are its last ones."""
+    arguments = example.tensors(dtype, device)
+    first, given = example.options["first_block"], dict(arguments)
+    for word, before in PATHS[example.path].pools:
+        pool = arguments[word]
+        shape = [size + first * (i == before) for i, size in enumerate(pool.shape)]
+        given[word] = untouched(math.prod(shape), pool.dtype, device).view(shape)
+        given[word].narrow(before, first, pool.shape[before]).copy_(pool)
+    batch = arguments["batch"]
+    given["batch"] = replace(batch, block_table=batch.block_table + first)
+    answers = ask(kernel, example, given)
+    kernel.calls[-1] = arguments | {"first_block": first}, answers  # a known mistake need not read all of that memory
+    hold(example, arguments, answers)
+
+
+def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over pages that lie more than 2^31 elements apart, in memory that is hardly touched."""
+    arguments = example.tensors(dtype, device)
+    if device != "cpu" and not PATHS[example.path].attends:
+        raise NotClaimedError("is asked on a CPU only, as a pool that is written is copied before")
+    (first, before), *_ = pools = PATHS[example.path].pools or (("states", 0),)
+    n = max(2, arguments[first].shape[before])
+    stride = (LARGE // (n - 1) // 4096 + 2) * 4096  # pages begin where a kernel may load 16 bytes at once
+    memory = untouched(stride * n, arguments[first].dtype, device)
+    begin = 0
+    for word, _ in pools:
+        pool = arguments[word]
+        shape, page = pool.shape[before + 1 :], math.prod(pool.shape[before + 1 :])
+        outside = [size * page for size in _strides_of(pool.shape[:before])]  # halves, keys and values: side by side
+        view = memory[begin:].as_strided(pool.shape, (*outside, stride, *_strides_of(shape)))
+        view.copy_(pool)
+        arguments[word] = view
+        begin += max(2**18, page)
+    hold(example, arguments, ask(kernel, example, arguments))
+    kernel.calls.clear()
+
+
+def _strides_of(shape: torch.Size) -> list[int]:
+    """Return the strides of a tensor that lies side by side."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+@outputs_alone
+def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Call the kernel: `ask` compares what came in before and after, tables and options, too."""
+    ask(kernel, example, example.tensors(dtype, device))
+
+
+@outputs_alone
+def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Give memory for the output, in the middle of a larger piece: it is written, and nothing around it."""
+    arguments = example.tensors(dtype, device)
+    t, (h, _), dv = example.num_tokens, example.heads, example.value_size
+    memory = torch.full((t + 2, h, dv), 7.0, dtype=dtype, device=device)
+    answers = ask(kernel, example, arguments, out=memory[1:-1])
+    if not (memory[0] == 7).all() or not (memory[-1] == 7).all():
+        raise Broken("out: memory before or after the given one was written")
+    hold(example, arguments, answers | dict(out=memory[1:-1]), only=("out",))
+    if answers["out"].data_ptr() != memory[1:-1].data_ptr():
+        raise Broken("out: the output that is returned is not the memory that was given")
+
+
+@outputs_alone
+def strided_out(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Ask for the output in memory with strides: heads outside tokens, or a gap after each row."""
+    arguments = example.tensors(dtype, device)
+    t, (h, _), dv = example.num_tokens, example.heads, example.output_size
+    memory = torch.full((h, t, dv) if example.seed % 2 else (t, 2 * h, dv), 7.0, dtype=dtype, device=device)
+    view = memory.transpose(0, 1) if example.seed % 2 else memory[:, :h]
+    answers = ask(kernel, example, arguments, out=view)
+    hold(example, arguments, answers | dict(out=view), only=("out",))
+    if not example.seed % 2 and not (memory[:, h:] == 7).all():
+        raise Broken("out: memory between the rows of the given one was written")
+    if "last stride" not in kernel.claims.not_claimed:
+        memory = torch.full((t, h, dv, 2), 7.0, dtype=dtype, device=device)
+        answers = ask(kernel, example, arguments, out=memory[..., 0])
+        hold(example, arguments, answers | dict(out=memory[..., 0]), only=("out",))
+        if not (memory[..., 1] == 7).all():
+            raise Broken("out: memory between the elements of the given one was written")
+
+
+@outputs_alone
+def out_over_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Give the memory of the query for the output: it is written once the query has been read."""
+    if example.output_size != example.head_size:
+        raise NotClaimedError("has outputs of another size than queries")
+    arguments = example.tensors(dtype, device)
+    shared = arguments["query"].clone()
+    answers = ask(kernel, example, arguments | dict(query=shared), out=shared)
+    kernel.calls[-1] = arguments, kernel.calls[-1][1]
+    try:
+        hold(example, arguments, answers | dict(out=shared), only=("out",))
+    except Broken as error:
+        raise Broken(f"with the memory of the query for the output, {error}") from None
+
+
+def of_heads(draw: Draw, kernel: Kernel) -> Example:
+    """Draw all options that have a number for each head."""
+    options: Arguments = {name: True for name in ("alibi_slopes", "sinks") if kernel.takes(name)}
+    if kernel.path == "quantized":
+        options["scales_of"] = draw(st.sampled_from(("heads", "sequences")))
+    return draw_example(draw, kernel, options=options)
+
+
+PROPERTIES = (
+    Property(
+        "strides of options",
+        "Slopes, sinks, scales and weights of heads may be views with any strides.",
+        of_heads,
+        option_strides,
+        paths=ATTENDS,
+        examples=6,
+    ),
+    Property(
+        "far rows",
+        "Rows of queries, keys and values may lie more than 2^31 elements apart.",
+        plain,
+        far_rows,
+        paths=(*ATTENDS, "select", "kv_cache", "recurrent"),
+        examples=2,
+    ),
+    Property(
+        "out over the query",
+        "out= may be the memory of the query: it is written once the query has been read.",
+        plain,
+        out_over_query,
+        ("out",),
+        ATTENDS,
+        landmarks=landmarks.some,
+    ),
+)

@@ -1,0 +1,133 @@
+"""Known mistakes: the formula once more, in steps, and classes that get one step wrong.
+
+A kernel that gives the same answer as one of them, on the same inputs, has probably made the same mistake. The report
+then shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
+
+    formula       the steps, and who is entered into the list of the known
+    where         conditions on a call, without which a mistake does not show
+    masks         who may see whom          splits, cascade     partial outputs
+    pages         where the keys are        hidden              memory that no query may see
+    scores        scale, cap, ALiBi         trees, latents, quantized, packed, differential, merge, writes
+    softmax       sum, sinks, LSE           empty               fully masked rows
+    intervals     one for each query        selection           the best keys, and no others
+    tiles         what shows past the size of a tile, of a batch, of a group, of a split
+    limits        what shows past a number that is too large for its type
+    beside        an option that is lost where another one is
+    states        layers that keep a state
+    backward      gradients: mistakes of the backward alone; those of the forward have gradients, too
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twinattn.kit.example import Answers, Arguments, Example
+from twinattn.kit.mistakes import (
+    backward,
+    beside,
+    cascade,
+    differential,
+    empty,
+    hidden,
+    intervals,
+    latents,
+    limits,
+    masks,
+    merge,
+    packed,
+    pages,
+    quantized,
+    scores,
+    selection,
+    softmax,
+    splits,
+    states,
+    tiles,
+    trees,
+    writes,
+)
+from twinattn.kit.mistakes.backward import Backward, by_autograd
+from twinattn.kit.mistakes.differential import Differential
+from twinattn.kit.mistakes.formula import KNOWN, Attention, Formula
+from twinattn.kit.mistakes.merge import Merge
+from twinattn.kit.mistakes.selection import Selection
+from twinattn.kit.mistakes.states import State
+from twinattn.kit.mistakes.writes import Write
+
+# Of mistakes that explain an answer equally well, the first is named: the plainest come first.
+ORDER = (
+    *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, limits, hidden, cascade, trees),
+    *(latents, quantized, packed, differential, merge, writes, states, beside),
+)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake.
+
+    Attributes:
+        name: in lower case, with hyphens.
+        says: what is wrong, in a sentence.
+        formula: what computes it.
+        variant: of the numbers that the formula depends on.
+        is_of_forward: whether it is one of gradients that are right for a forward that is not.
+    """
+
+    name: str
+    says: str
+    formula: type[Formula]
+    variant: Any = None
+    is_of_forward: bool = False
+
+    def may_show(self, example: Example, arguments: Arguments) -> bool:
+        """Return False if this mistake surely does not show in a call."""
+        return self.formula.may_show(example, arguments, self.variant)
+
+    def answers(self, example: Example, arguments: Arguments) -> Answers:
+        """Return what a kernel with this mistake answers."""
+        return self.formula(example, arguments, self.variant).answers()
+
+
+def of_path(path: str) -> Iterator[Mistake]:
+    """Yield the known mistakes of a path."""
+    for module in (backward, *ORDER) if path == "dense_backward" else ORDER:  # its own come first
+        for kind in KNOWN:
+            if kind.__module__ != module.__name__:
+                continue
+            if path in kind.paths:
+                yield from _variants(kind, kind)
+            elif path == "differential" and issubclass(kind, Attention) and "chunked_prefill" in kind.paths:
+                yield from _variants(kind, _of_pairs(kind))
+            elif path == "dense_backward" and issubclass(kind, Attention) and "dense" in kind.paths:
+                yield from (replace(x, is_of_forward=True) for x in _variants(kind, by_autograd(kind)))
+
+
+def _of_pairs(kind: type[Attention]) -> type[Formula]:
+    """Return differential attention whose two attentions have a mistake."""
+
+    class OfPairs(Differential, is_base=True):
+        attention = kind
+        may_show = kind.may_show
+
+    return OfPairs
+
+
+def shows_in(mistake: Mistake, size: str) -> bool:
+    """Return whether a mistake is one to look for in a batch that `is_large`: all others show in small ones, too."""
+    return not size or size in mistake.formula.past
+
+
+def without_mistake(path: str) -> Mistake:
+    """Return the right formula of a path, as if it were a mistake."""
+    formula = next(
+        kind for kind in (Attention, Differential, Merge, Write, Selection, State, Backward) if path in kind.paths
+    )
+    return Mistake("none", "Nothing is wrong.", formula)
+
+
+def _variants(kind: type[Formula], formula: type[Formula]) -> Iterator[Mistake]:
+    name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
+    says = " ".join((kind.__doc__ or "").split())
+    for variant in kind.variants:
+        yield Mistake(name, says, formula, variant)

@@ -1,0 +1,298 @@
+"""Numbers as a model has them: of any size, infinite, NaN; and types that do not hold an option.
+
+Random numbers of about 1 show no product that is too large for 16 bits, and no value that is nearly 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from refattn.interface import Fp8Scales
+from twinattn.kit import landmarks
+from twinattn.kit.checks import answer, counted, glance
+from twinattn.kit.draws import draw_example, padded, plain, with_option
+from twinattn.kit.example import PACKED, Arguments, Example, expected
+from twinattn.kit.hold import ask, hold
+from twinattn.kit.kernel import Kernel
+from twinattn.kit.property import ATTENDS, READ_OUT, Broken, Draw, NotClaimedError, Property, outputs_alone
+from twinattn.kit.tolerance import assert_close
+
+LARGE_PRODUCT = 40.0  # of a query and a key: the sum of 64 squares is beyond 65504, the largest number of fp16
+SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # of values
+ROTARY = 300.0  # of latents, whose rotary part alone is no value
+
+
+@outputs_alone
+def large_products(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where products of queries and keys are large before they are scaled, and alike: each row is a mean."""
+
+    def alike(arguments: Arguments) -> Arguments:
+        signs = torch.arange(example.head_size, device=device) % 3 - 1.0
+        signs[signs == 0] = 1.0
+        query = (LARGE_PRODUCT * signs.to(dtype)).expand_as(arguments["query"])
+        changed = dict(arguments, query=query.clone())
+        if "cache" in arguments:
+            rank = arguments["latent_rank"]
+            changed["query"][..., :rank] = 0.0
+            changed["cache"] = arguments["cache"].clone()
+            changed["cache"][..., rank : example.head_size] = ROTARY * signs[rank:].to(dtype)
+            return changed
+        word = "key" if "key" in arguments else "key_cache"
+        changed[word] = query[:1, :1, :].expand_as(arguments[word]).clone()
+        return changed
+
+    try:
+        glance(kernel, example, dtype, device, alike, off=0.05)
+    except Broken as error:
+        raise Broken(f"with keys that are alike, and products beyond 65504 before the scale, {error}") from None
+
+
+def of_any_size(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where values are small, in fp16 below its normal numbers, and where they are large."""
+    for size in SIZES[dtype]:
+        arguments = example.tensors(dtype, device)
+        for word in ("value", "value_cache", "outs"):
+            if word in arguments:
+                x = arguments[word]
+                arguments[word] = [y * size for y in x] if isinstance(x, list) else x * size
+        try:
+            hold(example, arguments, ask(kernel, example, arguments))
+        except Broken as error:
+            raise Broken(f"with values of about {size:.1e}, {error}") from None
+
+
+def infinite_key(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where the first key of a sequence has a score of -inf, for queries that see others, too."""
+    arguments = example.tensors(dtype, device)
+    last = example.head_size - 1
+    arguments["query"][..., last] = 1.0
+    word = next(word for word in ("key", "key_cache", "cache") if word in arguments)
+    arguments[word] = arguments[word].clone()
+    at: Any = 0 if word == "key" else (int(arguments["batch"].block_table[0, 0]), 0)
+    arguments[word][at][..., last] = -torch.inf
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def bias_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the log-sum-exp of biases alone, which is that of float32 in any type; and everything."""
+    arguments = example.tensors(dtype, device)
+    answers = ask(kernel, example, arguments)
+    hold(example, arguments, answers)
+    if "lse" in answers:
+        counted(kernel, example, arguments)
+
+
+def query_scale(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare with queries that are rounded to fp8 under a scale of their own, if a kernel looks at it."""
+    arguments = example.tensors(dtype, device)
+    scales = arguments["scales"]
+    watched = Watched(scales.key, scales.value, scales.query, scales.format)
+    READ.clear()
+    answers = ask(kernel, example, arguments | dict(scales=watched))
+    if not READ:
+        raise NotClaimedError("does not look at scales.query")
+    kernel.calls.clear()  # whose names have no such scale
+    hold(example, arguments, answers)
+
+
+READ: list[str] = []  # whether a kernel has looked at the scale of queries
+
+
+class Watched(Fp8Scales):
+    """Scales that note when that of the queries is looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Note it."""
+        if name == "query":
+            READ.append(name)
+        return super().__getattribute__(name)
+
+
+def codes_as_bytes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare with pools of bytes, in both formats, if a kernel takes them in the first."""
+    for format_of_codes in ("e4m3", "e5m2"):
+        given = replace(example, options={**example.options, "format": format_of_codes, "bytes": True})
+        arguments = given.tensors(dtype, device)
+        try:
+            hold(given, arguments, ask(kernel, given, arguments))
+        except Broken as error:
+            if format_of_codes == "e4m3":
+                raise NotClaimedError("takes pools of fp8, and not of their bytes") from error
+            raise Broken(f"with pools of bytes in e5m2, {error}") from None
+
+
+def ambient(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare under autocast, and where the default type of the process is another."""
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims nothing about autocast: @claims(conventions=True)")
+    arguments = example.tensors(dtype, device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        answers = ask(kernel, example, arguments)
+    hold(example, arguments, answers)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        answers = ask(kernel, example, arguments)
+    finally:
+        torch.set_default_dtype(before)
+    hold(example, arguments, answers)
+
+
+@outputs_alone
+def nan_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN into a row of one part: its output, or its log-sum-exp; that row is NaN, and no other."""
+    for word in ("outs", "lses"):
+        arguments = example.tensors(dtype, device)
+        parts = arguments[word] = [x.clone() for x in arguments[word]]
+        parts[-1][0] = torch.nan
+        out = ask(kernel, example, arguments)["out"].detach().cpu()
+        wide, low = expected(example, arguments)
+        if not out[0].isnan().all():
+            raise Broken(f"out: a number in row 0, which has NaN in {word}")
+        try:
+            assert_close(out[1:], wide["out"][1:], low["out"][1:])
+        except AssertionError as error:
+            raise Broken(f"with NaN in row 0 of {word}, {error}") from None
+
+
+@outputs_alone
+def rising(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look whether positions rise, with -1 past the last."""
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims no order of positions: @claims(conventions=True)")
+    out = ask(kernel, example, example.tensors(dtype, device))["out"].detach().cpu().long()
+    order = out.where(out >= 0, torch.iinfo(torch.int64).max)
+    if (order.diff(dim=1) < 0).any():
+        row = int((order.diff(dim=1) < 0).any(1).nonzero()[0])
+        raise Broken(f"out: the positions of row {row} do not rise: {out[row].tolist()}")
+
+
+def fewer_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where the mapping ends before the rows of padding."""
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims as many slots as rows: @claims(conventions=True)")
+    arguments = example.tensors(dtype, device)
+    arguments["slot_mapping"] = arguments["slot_mapping"][: example.num_tokens]
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
+    """Return what draws a batch with these options; a tuple is a choice."""
+
+    def draw_one(draw: Draw, kernel: Kernel) -> Example:
+        chosen = {name: draw(st.sampled_from(x)) if isinstance(x, tuple) else x for name, x in options.items()}
+        return draw_example(draw, kernel, options=chosen)
+
+    return draw_one
+
+
+def with_biases(draw: Draw, kernel: Kernel) -> Example:
+    """Draw slopes of float32, of 16 bits if that is claimed, and biases by the root of the distance if it is taken."""
+    of_16_bits = ("bfloat16",) if kernel.claims.conventions else ()
+    kinds = (True, *of_16_bits, *(("root",) if kernel.takes("alibi_sqrt") else ()))
+    return draw_example(draw, kernel, options={"alibi_slopes": draw(st.sampled_from(kinds))})
+
+
+def beside_others(draw: Draw, kernel: Kernel) -> Example:
+    """Draw queries that all see at least two keys."""
+    few = min(6, kernel.claims.max_query_len or 6)
+    least = max(2, kernel.claims.min_seq_len)
+    lens = st.tuples(st.integers(1, few), st.integers(least, 40)).map(lambda x: (x[0], x[0] + x[1]))
+    return draw_example(draw, kernel, st.lists(lens, min_size=1, max_size=3))
+
+
+PROPERTIES = (
+    Property(
+        "products",
+        "The product of a query and a key may be beyond 65504, the largest number of fp16, before it is scaled.",
+        plain,
+        large_products,
+        paths=tuple(name for name in READ_OUT if name not in PACKED),
+        landmarks=landmarks.some,
+    ),
+    Property(
+        "sizes of values",
+        "Values may be of any size, also below the normal numbers of fp16.",
+        plain,
+        of_any_size,
+        paths=(*(name for name in READ_OUT if "latents" not in name and "mla" not in name), "merge"),
+        landmarks=landmarks.some,
+    ),
+    Property(
+        "infinite key",
+        "A key whose score is -inf has no weight beside others.",
+        beside_others,
+        infinite_key,
+        paths=("dense", "chunked_prefill", "mla"),
+        examples=4,
+    ),
+    Property(
+        "slopes",
+        "Biases are computed in float32, whatever the types of queries and slopes.",
+        with_biases,
+        bias_in_compute_type,
+        ("alibi_slopes",),
+        ATTENDS,
+        landmarks=landmarks.long(alibi_slopes=True),
+    ),
+    Property(
+        "root of the distance",
+        "With alibi_sqrt a bias is -slope * |distance| ** 0.5.",
+        with_option("alibi_slopes", "root"),
+        bias_in_compute_type,
+        ("alibi_slopes", "alibi_sqrt"),
+        ATTENDS,
+        landmarks=landmarks.long(alibi_slopes="root"),
+    ),
+    Property(
+        "query scale",
+        "With scales.query, queries are rounded to the format of the codes under it.",
+        drawn(query_scale=True, scales_of=("", "heads", "sequences"), format=("", "e5m2")),
+        query_scale,
+        paths=("quantized",),
+    ),
+    Property(
+        "bytes",
+        "A pool may be the bytes of its codes, in either format.",
+        plain,
+        codes_as_bytes,
+        paths=("quantized",),
+        examples=4,
+    ),
+    Property(
+        "autocast",
+        "No answer depends on autocast, or on the default type of the process.",
+        plain,
+        ambient,
+        paths=(*ATTENDS, "merge", "recurrent"),
+        examples=4,
+    ),
+    Property(
+        "nan",
+        "A NaN in an output or in a log-sum-exp of a part reaches its row, and no other.",
+        plain,
+        nan_part,
+        paths=("merge",),
+        examples=4,
+    ),
+    Property(
+        "kinds of scores",
+        "Scores may be infinite, of any size, or NaN, which is above all numbers.",
+        with_option("kind", "nan", "apart", "crowded"),
+        answer,
+        paths=("select",),
+        landmarks=landmarks.kinds_of_scores,
+    ),
+    Property("order", "Positions rise, and -1 is past the last.", plain, rising, paths=("select",)),
+    Property(
+        "rows past the slots",
+        "Rows of new keys after the last slot are padding.",
+        padded,
+        fewer_slots,
+        paths=("kv_cache",),
+        examples=4,
+    ),
+)

@@ -1,0 +1,138 @@
+"""Hold what an operation returned, and what it changed, to the right output: bit by bit, or by the one tolerance."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinattn.kit.example import Arguments
+from twinattn.kit.operations.operation import Answers, Mistake, Operation, word_of
+from twinattn.kit.property import Broken
+from twinattn.kit.tolerance import bound, distance
+
+LOOSER = 4.0  # how much further a mistake's output may be from what came
+
+
+def hold(operation: Operation, arguments: Arguments, came: Answers, size: float) -> None:
+    """Compare what came with the right output.
+
+    Args:
+        operation: what was computed.
+        arguments: as they were before the call, on the CPU.
+        came: outputs and changed arguments by name.
+        size: the size of the terms that an output is the sum of; 0 if none is larger than the output.
+
+    Raises:
+        Broken: saying which element differs.
+    """
+    wide = operation.oracle(arguments, torch.float64)
+    low = operation.oracle(arguments, _type_of(arguments)) if wide.keys() - operation.exact else wide
+    for name, right in wide.items():
+        if name not in came:
+            if name in operation.optional:
+                continue
+            raise Broken(f"{name}: there is none")
+        got = came[name]
+        if not isinstance(right, Tensor | list):
+            if got != right:
+                raise Broken(f"{name}: got {got!r:.200}, expected {right!r:.200}")
+            continue
+        if not isinstance(got, Tensor):
+            raise Broken(f"{name}: expected a tensor, got {type(got).__name__}")
+        got, first = got.detach().cpu(), right[0] if isinstance(right, list) else right
+        if got.shape != first.shape:
+            raise Broken(f"{name}: shape {list(got.shape)}, expected {list(first.shape)}")
+        _check_type(operation, arguments, name, got, first)
+        if isinstance(right, list) or word_of(name) in operation.exact:
+            _hold_exactly(name, got, right if isinstance(right, list) else [right])
+        else:
+            _hold_closely(name, got, right, low[name], size, 1.0)
+
+
+def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: Answers, size: float) -> bool:
+    """Return whether a mistake gives what came."""
+    try:
+        wide = mistake.oracle(arguments, torch.float64)
+        low = operation.oracle(arguments, _type_of(arguments))
+        for name, given in wide.items():
+            if name not in came and name in operation.optional:
+                continue
+            got = came[name].detach().cpu() if isinstance(came[name], Tensor) else came[name]
+            if not isinstance(given, Tensor | list):
+                if got != given:
+                    return False
+            elif isinstance(given, list) or word_of(name) in operation.exact:
+                _hold_exactly(name, got, given if isinstance(given, list) else [given])
+            else:
+                right = operation.oracle(arguments, torch.float64)[name]
+                _hold_closely(
+                    name, got, given, given + (low[name].double() - right).nan_to_num(0.0, 0.0, 0.0), size, LOOSER
+                )
+    except (Broken, IndexError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # the mistake cannot be made here, or gives something else
+    return True
+
+
+def _type_of(arguments: Arguments) -> torch.dtype:
+    """Return the narrowest floating type of the numbers of a call."""
+    kinds = [x.dtype for x in _flat(arguments) if x.is_floating_point() and x.element_size() > 1]
+    return min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
+
+
+def _flat(arguments: Mapping[str, Any]) -> list[Tensor]:
+    lists = [x if isinstance(x, list) else [x] for x in arguments.values()]
+    return [x for some in lists for x in some if isinstance(x, Tensor)]
+
+
+def _check_type(operation: Operation, arguments: Arguments, name: str, got: Tensor, right: Tensor) -> None:
+    """Check the type of an output: that of an argument, or a kind of number."""
+    said = {str(x): str(x).removeprefix("torch.") for x in (got.dtype, right.dtype)}
+    if name in operation.types:
+        like = arguments[operation.types[name]]
+        want = (like[0] if isinstance(like, list) else like).dtype
+        if got.dtype != want:
+            raise Broken(f"{name}: {said[str(got.dtype)]}, expected the type of {operation.types[name]}")
+    elif got.is_floating_point() != right.is_floating_point():
+        raise Broken(f"{name}: {said[str(got.dtype)]}, expected {said[str(right.dtype)]}")
+    elif got.is_floating_point() and word_of(name) not in operation.exact and got.element_size() < 4:
+        raise Broken(f"{name}: {said[str(got.dtype)]}, expected float32")
+
+
+def _hold_exactly(name: str, got: Tensor, rights: list[Tensor]) -> None:
+    """Compare bit by bit with any of some tensors; a NaN is as good as another, and -0 is not 0."""
+    alike = torch.zeros(got.shape, dtype=torch.bool)
+    for right in rights:
+        if got.is_floating_point():
+            ours, theirs = got.double(), right.double()
+            alike |= (ours == theirs) & (ours.signbit() == theirs.signbit()) | ours.isnan() & theirs.isnan()
+        else:
+            alike |= got == right
+    if not alike.all():
+        where = (~alike).nonzero()
+        at = tuple(where[0].tolist())
+        raise Broken(
+            f"{name}: {len(where)} of {got.numel()} elements differ; the first is {list(at)}: "
+            f"got {got[at].item():.6g}, expected {rights[len(rights) // 2][at].item():.6g}"
+        )
+
+
+def _hold_closely(name: str, got: Tensor, wide: Tensor, low: Tensor, size: float, factor: float) -> None:
+    """Compare by the tolerance; infinities and NaN have to stand at the same places."""
+    came, wide = got.double(), wide.double()
+    alike = (came == wide) | (came.isnan() & wide.isnan())
+    off = (came - wide).abs().masked_fill(alike, 0.0)
+    both = low.double().isfinite() & wide.isfinite()
+    size = max(size, float(wide[wide.isfinite()].abs().max()) if wide.isfinite().any() else 0.0)
+    allowed = factor * bound(distance(low.double()[both], wide[both]), size, got.dtype).max
+    wrong = ~(off <= allowed)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist()) if off.isnan().any() else _largest(off)
+        raise Broken(
+            f"{name}: {int(wrong.sum())} of {got.numel()} elements differ; {list(at)} is {got[at].item():.6g}, "
+            f"expected {wide[at].item():.6g}, allowed {allowed:.3e}"
+        )
+
+
+def _largest(off: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape))

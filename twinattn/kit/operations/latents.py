@@ -1,0 +1,215 @@
+"""Latents: a write of new ones, and a prompt over keys and values that are made of them."""
+
+from typing import Any
+
+import torch
+
+from refattn import mla
+from refattn.interface import AttentionOptions
+from twinattn.kit.example import Arguments
+from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, rows_of, slots_of, unused
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.scores import PADDING, expanded, padding_of, softmax, visible
+from twinattn.kit.operations.written import EMPTY, FP8, MANY, MANY_TOKENS, TOKENS, to_fp8, written
+
+
+def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw latents and rotary keys, and a pool of numbers or of fp8, with elements after them."""
+    drawn, t, p, r, rope = Drawn(case, dtype), case["tokens"], case["block_size"], case["rank"], case["rope"]
+    n, rows = t // p + 3, t + case["padding"]
+    latent, rope_key = drawn.normal(rows, r), drawn.normal(rows, rope)
+    if case["values"] == "large" and rows:
+        latent[::2] *= 1000
+        rope_key[1::2, :1] = torch.inf
+    shape = (n, p, r + rope + case["more"])
+    kind = FP8.get(case["stored"])
+    cache = drawn.normal(*shape) if kind is None else drawn.whole(0, 120, *shape).to(torch.uint8).view(kind)
+    slots = drawn.slots(t, n * p)
+    padding = torch.ones(rows, dtype=torch.bool)
+    padding[:t] = slots < 0
+    arguments: Arguments = dict(
+        latent=latent,
+        rope_key=rope_key,
+        cache=cache,
+        slot_mapping=slots,
+        cache_scale=1.0 if kind is None else 0.0713,
+    )
+    return Inputs(arguments, {name: padding[:, None].expand(arguments[name].shape) for name in ("latent", "rope_key")})
+
+
+def latents_written(a: Arguments, compute: torch.dtype, rope_scale: float | None = None) -> Answers:
+    """Return the pool after the write; of fp8 as numbers."""
+    cache, t = a["cache"], len(a["slot_mapping"])
+    parts = [x[:t].double() for x in (a["latent"], a["rope_key"])]
+    width = sum(x.shape[1] for x in parts)
+    if cache.dtype not in FP8.values():
+        rows = [torch.cat(parts, dim=1)]
+        numbers = cache
+    else:
+        scale = float(torch.tensor(a["cache_scale"], dtype=torch.float32))
+        parts = [parts[0] / scale, parts[1] / (scale if rope_scale is None else rope_scale)]
+        rows, numbers = to_fp8(torch.cat(parts, dim=1), cache.dtype), cache.float()
+    after = written(numbers[..., :width], rows, a["slot_mapping"])
+    return dict(cache=[torch.cat([x, numbers[..., width:]], dim=-1) for x in after])
+
+
+MLA_WRITE = Operation(
+    name="mla_write",
+    function="write",
+    signature="`latent` `[rows, r]`, `rope_key` `[rows, rope]`, `cache` `[n, p, c]` of their type or of fp8, "
+    "changed in place; `slot_mapping` `[t]`; `cache_scale`",
+    draw=draw_latents,
+    oracle=latents_written,
+    sizes=dict(
+        tokens=TOKENS,
+        block_size=(4, 1, 16, 3),
+        rank=(16, 64, 5),
+        rope=(8, 3),
+        more=(0, 4),
+        padding=(0, 3),
+        stored=("numbers",),
+        values=("normal",),
+    ),
+    specials=(
+        Special("fp8", "A pool may hold fp8 under one scale.", dict(stored=("e4m3", "e5m2")), ("cache_scale",)),
+        EMPTY,
+        Special("many", MANY_TOKENS.promise, dict(tokens=(MANY,), rank=(5,)), once=True),
+        Special(
+            "saturates",
+            "What is too large for fp8 becomes its largest number, infinity too.",
+            dict(values=("large",), stored=("e4m3", "e5m2")),
+            ("cache_scale",),
+        ),
+    ),
+    outputs=(),
+    changes=("cache",),
+    exact=frozenset({"cache"}),
+    strided=("latent", "rope_key", "cache", "slot_mapping"),
+    pools=("cache",),
+    flips=("slot_mapping",),
+    seen=lambda came, a: dict(cache=a["cache"].detach().cpu().float() if a["cache"].itemsize == 1 else a["cache"]),
+    mistakes=(
+        Mistake(
+            "rope-without-scale", "Rotary keys are not divided by the scale.", lambda a, c: latents_written(a, c, 1.0)
+        ),
+        Mistake(
+            "rope-before-latent",
+            "The rotary key comes before the latent.",
+            lambda a, c: latents_written({**a, "latent": a["rope_key"], "rope_key": a["latent"]}, c),
+        ),
+    ),
+)
+
+# --- a prompt over latents ---
+
+
+def draw_prefill(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw new tokens, and the latents of their context alone: rows of new tokens in the pool are not read."""
+    drawn = Drawn(case, dtype)
+    lens = case["lens"]
+    a = drawn.lengths(lens)
+    table, past, n = drawn.table([s for _, s in lens], case["block_size"])
+    a |= table
+    free = unused(table["block_table"], [s - q for q, s in lens], n, case["block_size"])
+    t, h, r, rope, nope = int(a["cu_seqlens_q"][-1]) + case["padding"], case["heads"], case["rank"], case["rope"], 12
+    a |= dict(
+        query=drawn.normal(t, h, nope + rope),
+        latent=drawn.normal(t, r),
+        rope_key=drawn.normal(t, rope),
+        cache=drawn.normal(n, case["block_size"], r + rope + case["more"]),
+        key_projection=drawn.normal(h, nope, r) / r**0.5,
+        value_projection=drawn.normal(h, 10, r) / r**0.5,
+        softmax_scale=0.23,
+        return_lse=True,
+        workspace=case["workspace"],
+    )
+    unread = expanded(free, a["cache"]).clone()
+    unread[..., r + rope :] = True
+    return Inputs(a, past | dict(cache=unread) | {x: padding_of(a, a[x]) for x in ("query", "latent", "rope_key")})
+
+
+def prefilled(a: Arguments, compute: torch.dtype, *, context: bool = True, causal: bool = True) -> Answers:
+    """Make keys and values of all tokens of a sequence, and attend in one softmax."""
+    rank, h = a["latent"].shape[1], a["query"].shape[1]
+    query, rows = a["query"].to(compute), a["cache"].flatten(0, 1)[:, : rank + a["rope_key"].shape[1]].to(compute)
+    new = torch.cat([a["latent"], a["rope_key"]], dim=1).to(compute)
+    to_key, to_value = a["key_projection"].to(compute), a["value_projection"].to(compute)
+    out, lse = query.new_zeros(len(query), h, to_value.shape[1]), query.new_full((len(query), h), -torch.inf)
+    for i, (q0, q1, s) in enumerate(rows_of(a)):
+        before = rows[slots_of(a, i, s, a["cache"].shape[1])[: s - q1 + q0]] if context else rows[:0]
+        tokens = torch.cat([before, new[q0:q1]])
+        latent, shared = tokens[:, :rank], tokens[:, rank:].expand(h, -1, -1)
+        key = torch.cat([latent @ to_key.transpose(1, 2), shared], dim=-1)
+        scores = query[q0:q1].transpose(0, 1) @ key.transpose(1, 2) * a["softmax_scale"]
+        mask = visible(q1 - q0, len(tokens)) | (not causal)
+        out[q0:q1], lse[q0:q1] = softmax(scores, mask, latent @ to_value.transpose(1, 2))
+    return dict(out=out, lse=lse)
+
+
+def prefill_plan(a: Arguments) -> Any:
+    """Plan chunks of the context that fit into a workspace of some tokens for each sequence."""
+    b = max(1, len(a["seq_lens"]))
+    return mla.plan_prefill(batch_of(a), block_size=a["cache"].shape[1], workspace=a["workspace"] * b)
+
+
+MLA_PREFILL = Operation(
+    name="mla_prefill",
+    function="prefill",
+    signature="`query` `[t, h, nope + rope]`, `latent` `[t, r]`, `rope_key` `[t, rope]`, `cache` `[n, p, c]`, "
+    "`key_projection` "
+    "`[h, nope, r]`, `value_projection` `[h, dv, r]`, `softmax_scale`, and of the batch as chunked_prefill; "
+    "`return_lse`, `out`",
+    draw=draw_prefill,
+    oracle=prefilled,
+    sizes=dict(
+        lens=LENS,
+        block_size=(4, 1, 16, 3),
+        heads=(2, 1, 3),
+        rank=(16, 40),
+        rope=(8, 4),
+        more=(0, 4),
+        workspace=(64, 5, 3),
+        padding=(0, 2),
+    ),
+    specials=(
+        Special(
+            "empty", "Sequences may have no query, and no context.", dict(lens=((), ((0, 3), (2, 2)), ((0, 0), (1, 1))))
+        ),
+        PADDING,
+        Special(
+            "long",
+            "A context may fill many workspaces.",
+            dict(lens=(((1, 300), (2, 90)),), workspace=(64, 9)),
+            once=True,
+        ),
+    ),
+    derived={**BATCH, "plan": prefill_plan, "options": lambda a: AttentionOptions(softmax_scale=a["softmax_scale"])},
+    outputs=("out", "lse"),
+    optional=frozenset({"lse"}),
+    types=dict(out="query"),
+    strided=("query", "latent", "rope_key", "cache", "key_projection", "value_projection"),
+    tables=("block_table",),
+    pools=("cache",),
+    nan=("query", "latent"),
+    has_out=True,
+    size=lambda a: 12.0,
+    mistakes=(
+        Mistake("context-left-out", "New tokens see each other alone.", lambda a, c: prefilled(a, c, context=False)),
+        Mistake("new-tokens-not-causal", "New tokens see later ones.", lambda a, c: prefilled(a, c, causal=False)),
+        Mistake(
+            "rotary-part-left-out",
+            "Rotary keys do not count.",
+            lambda a, c: prefilled(
+                {
+                    **a,
+                    "rope_key": a["rope_key"] * 0,
+                    "cache": a["cache"] * (torch.arange(a["cache"].shape[-1]) < a["latent"].shape[1]),
+                },
+                c,
+            ),
+        ),
+    ),
+)
+
+
+OPERATIONS = (MLA_WRITE, MLA_PREFILL)

@@ -1,0 +1,235 @@
+"""Whole blocks and tokens that move: `gather`, `copy_blocks`, `swap_blocks`. Nothing is computed: bits stay."""
+
+import torch
+from torch import Tensor
+
+from twinattn.kit.example import Arguments
+from twinattn.kit.operations.inputs import Drawn
+from twinattn.kit.operations.operation import Case, Inputs, Mistake, Operation, Special
+
+MOVED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
+MANY = 65600  # more than a grid of 16 bits has
+
+
+# --- gather ---
+
+
+def draw_gather(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw a pool and the blocks of one sequence."""
+    drawn, p, s = Drawn(case, dtype), case["block_size"], case["seq_len"]
+    table, past, n = drawn.table([s], p, case["first_block"])
+    blocks = table["block_table"][0]
+    cache = drawn.numbers(n, p, case["heads"], case["head_size"])
+    unread = torch.ones(cache.shape, dtype=torch.bool)
+    for j in range(s):
+        unread[blocks[j // p], j % p] = False
+    return Inputs(dict(cache=cache, blocks=blocks, seq_len=s), dict(cache=unread, blocks=past["block_table"][0]))
+
+
+def gathered(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
+    """Return the tokens of a sequence, one after the other."""
+    p, tokens = a["cache"].shape[1], a["cache"].flatten(0, 1)
+    j = torch.arange(a["seq_len"])
+    return dict(out=tokens[a["blocks"].long()[j // p] * p + j % p])
+
+
+GATHER = Operation(
+    name="gather",
+    function="gather",
+    signature="`cache` `[n, p, hk, d]`, `blocks` `[m]`, `seq_len`; it returns a copy, `[s, hk, d]`",
+    draw=draw_gather,
+    oracle=gathered,
+    sizes=dict(
+        seq_len=(5, 1, 16, 17, 40, 64, 257),
+        block_size=(4, 1, 16, 3),
+        heads=(2, 1, 3),
+        head_size=(8, 64, 5),
+        first_block=(0,),
+    ),
+    specials=(
+        Special("empty", "A sequence may have no token.", dict(seq_len=(0,))),
+        Special(
+            "far blocks",
+            "Numbers of blocks may need more than 16 bits.",
+            dict(first_block=(MANY,), block_size=(2,)),
+            once=True,
+        ),
+        Special(
+            "long",
+            "A sequence may have more tokens than 16 bits count.",
+            dict(seq_len=(MANY,), heads=(1,)),
+            once=True,
+        ),
+    ),
+    exact=frozenset({"out"}),
+    types=dict(out="cache"),
+    strided=("cache",),
+    tables=("blocks",),
+    pools=("cache",),
+    dtypes=MOVED,
+    mistakes=(
+        Mistake(
+            "blocks-in-order",
+            "Takes the first blocks of the pool, and not those of the table.",
+            lambda a, compute: gathered({**a, "blocks": torch.arange(len(a["blocks"]))}, compute),
+        ),
+        Mistake(
+            "whole-blocks-only",
+            "Tokens of a last block that is not full are missing: zeros.",
+            lambda a, compute: dict(
+                out=gathered(a, compute)["out"].index_fill(
+                    0, torch.arange(a["seq_len"] // a["cache"].shape[1] * a["cache"].shape[1], a["seq_len"]), 0
+                )
+            ),
+        ),
+    ),
+)
+
+
+# --- copy_blocks ---
+
+
+def draw_copy(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw pools, and pairs of which some sources are destinations of others."""
+    drawn, k = Drawn(case, dtype), case["pairs"]
+    n = case["blocks"] + k
+    caches = [drawn.numbers(n, *case["block"][i % 2 :]) for i in range(case["caches"])]
+    to = drawn.order(n)[:k]
+    return Inputs(dict(caches=caches, pairs=_pairs(drawn, n, to)))
+
+
+def _pairs(drawn: Drawn, sources: int, to: list[int]) -> Tensor:
+    """Return pairs of any source and each destination; in every second case sources are destinations, too."""
+    k = len(to)
+    among = [to[i] for i in drawn.order(k)] if drawn.case.seed % 2 and max(to, default=0) < sources else []
+    sources_of = among or drawn.whole(0, max(1, sources), k).tolist()
+    return torch.tensor(list(zip(sources_of, to, strict=True)), dtype=torch.int64).reshape(k, 2)
+
+
+def copied(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
+    """Return each pool after the copies, all of them from the pool before."""
+    after = {}
+    for i, cache in enumerate(a["caches"]):
+        origin = torch.arange(len(cache))
+        origin[a["pairs"][:, 1]] = a["pairs"][:, 0]
+        after[f"caches[{i}]"] = cache[origin]
+    return after
+
+
+def copied_in_order(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
+    """Return each pool after copies one after the other."""
+    after = [cache.clone() for cache in a["caches"]]
+    for cache in after:
+        for source, destination in a["pairs"].tolist():
+            cache[destination] = cache[source].clone()
+    return {f"caches[{i}]": cache for i, cache in enumerate(after)}
+
+
+COPY = Operation(
+    name="copy_blocks",
+    function="copy_blocks",
+    signature="`caches`: a list of pools `[n, ...]`, changed in place; `pairs` `[k, 2]`: source and destination",
+    draw=draw_copy,
+    oracle=copied,
+    sizes=dict(pairs=(3, 1, 8, 40), blocks=(5, 1, 12), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1))),
+    specials=(
+        Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
+        Special(
+            "many",
+            "There may be more pairs than 16 bits count.",
+            dict(pairs=(MANY,), block=((1, 1),), caches=(1,)),
+            once=True,
+        ),
+    ),
+    outputs=(),
+    changes=("caches",),
+    exact=frozenset({"caches"}),
+    strided=("caches", "pairs"),
+    pools=("caches",),
+    flips=("pairs",),
+    dtypes=MOVED,
+    mistakes=(
+        Mistake(
+            "copied-one-after-another",
+            "A block that is the destination of one pair and the source of a later one is overwritten before.",
+            copied_in_order,
+        ),
+        Mistake(
+            "source-and-destination-exchanged",
+            "Copies from the second of each pair to the first.",
+            lambda a, compute: copied_in_order({**a, "pairs": a["pairs"].flip(1)}, compute),
+        ),
+        Mistake(
+            "first-cache-only",
+            "Copies in the first pool alone.",
+            lambda a, compute: {
+                name: x if name == "caches[0]" else a["caches"][i]
+                for i, (name, x) in enumerate(copied(a, compute).items())
+            },
+        ),
+    ),
+)
+
+
+# --- swap_blocks ---
+
+
+def draw_swap(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw pools and other pools with another number of blocks."""
+    drawn, k = Drawn(case, dtype), case["pairs"]
+    n, n2 = case["blocks"], k + 4
+    shapes = [case["block"][i % 2 :] for i in range(case["caches"])]
+    sources, destinations = ([drawn.numbers(count, *shape) for shape in shapes] for count in (n, n2))
+    pairs = torch.stack([drawn.whole(0, n, k), torch.tensor(drawn.order(n2)[:k], dtype=torch.int64)], dim=1)
+    return Inputs(dict(sources=sources, destinations=destinations, pairs=pairs))
+
+
+def swapped(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
+    """Return the destinations after the copies."""
+    after = {}
+    for i, (source, destination) in enumerate(zip(a["sources"], a["destinations"], strict=True)):
+        after[f"destinations[{i}]"] = destination.clone()
+        after[f"destinations[{i}]"][a["pairs"][:, 1]] = source[a["pairs"][:, 0]]
+    return after
+
+
+SWAP = Operation(
+    name="swap_blocks",
+    function="swap_blocks",
+    signature="`sources`, `destinations`: lists of pools, the second changed in place; `pairs` `[k, 2]`",
+    draw=draw_swap,
+    oracle=swapped,
+    sizes=dict(pairs=(3, 1, 8, 40), blocks=(5, 1, 90), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1))),
+    specials=(
+        Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
+        Special(
+            "many",
+            "There may be more pairs than 16 bits count.",
+            dict(pairs=(MANY,), block=((1, 1),), caches=(1,)),
+            once=True,
+        ),
+    ),
+    outputs=(),
+    changes=("destinations",),
+    exact=frozenset({"destinations"}),
+    strided=("sources", "destinations", "pairs"),
+    pools=("sources", "destinations"),
+    flips=("pairs",),
+    dtypes=MOVED,
+    mistakes=(
+        Mistake(
+            "same-block-in-both",
+            "Writes to the block with the number of the source.",
+            lambda a, compute: swapped({**a, "pairs": a["pairs"][:, [0, 0]]}, compute),
+        ),
+        Mistake(
+            "first-cache-only",
+            "Copies to the first pool alone.",
+            lambda a, compute: {
+                name: x if i == 0 else a["destinations"][i] for i, (name, x) in enumerate(swapped(a, compute).items())
+            },
+        ),
+    ),
+)
+
+OPERATIONS = (GATHER, COPY, SWAP)

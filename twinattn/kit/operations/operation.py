@@ -1,0 +1,282 @@
+"""An operation beside attention: how its inputs are drawn, its right output by plain arithmetic, and what it changes.
+
+Case        sizes and options by name, and a seed: what a report prints and `reproduce` takes
+Inputs      arguments drawn for a case, and the elements of them on which nothing may depend
+Operation   a row of the table `OPERATIONS`
+OperationKernel    a function that computes one, called with what its parameters name
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinattn.kit.example import Arguments
+from twinattn.kit.kernel import BadKernelError, Claims, filled_memory
+
+Answers = dict[str, Any]  # tensors, lists of tensors of which any is right, numbers
+Oracle = Callable[[Arguments, torch.dtype], Answers]  # the arguments, and the type to compute in
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call in plain numbers.
+
+    Attributes:
+        path: name of the operation.
+        sizes: sizes and options by name.
+        seed: of the random numbers.
+    """
+
+    path: str
+    sizes: Mapping[str, Any]
+    seed: int = 0
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a size."""
+        return self.sizes[name]
+
+    def __repr__(self) -> str:
+        return f"Case({self.path!r}, {dict(self.sizes)!r}, seed={self.seed})"
+
+
+@dataclass
+class Inputs:
+    """The arguments of a call, on the CPU.
+
+    Attributes:
+        arguments: tensors, lists of tensors, and numbers by name.
+        unread: for a tensor by name (`caches[0]` in a list) True at elements on which no output may depend.
+        dense: names of tensors whose elements have to lie side by side in this call.
+    """
+
+    arguments: Arguments
+    unread: dict[str, Tensor] = field(default_factory=dict)
+    dense: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake: its name, a sentence, and the output that it gives."""
+
+    name: str
+    says: str
+    oracle: Oracle
+
+
+@dataclass(frozen=True)
+class Special:
+    """A property of one operation: the common check over some sizes, options or values.
+
+    Attributes:
+        name: in a word or two.
+        promise: in a sentence.
+        sizes: choices in place of those of the operation.
+        needs: parameters that a function must have to be asked.
+        once: whether it is one large case, in the first type alone.
+    """
+
+    name: str
+    promise: str
+    sizes: Mapping[str, tuple[Any, ...]]
+    needs: tuple[str, ...] = ()
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is checked of an operation.
+
+    Attributes:
+        name: of the path.
+        function: name of the function in a module that has it.
+        signature: words that a function may take, with shapes, for people.
+        draw: makes inputs of a case, in a type.
+        oracle: the right outputs, and what tensors that change hold afterwards, by name. An output that is a list of
+            tensors may be any of them, element by element.
+        sizes: choices of each size, the simplest first.
+        options: the neutral value of each option; the others are those in `sizes`. A function without a parameter of
+            that name gets only calls with the neutral value.
+        specials: more properties.
+        derived: words that are made of the arguments when a function asks for them, such as a plan.
+        outputs: names of what a function returns, in order; none if it only changes arguments.
+        changes: arguments that are changed in place.
+        exact: names that are compared bit by bit; the others by the tolerance.
+        optional: outputs that a function need not return.
+        types: for an output that has to have the type of an argument, the name of that argument.
+        strided: tensors that may have any strides.
+        tables: tensors of numbers of blocks, whose rows may be a part of a larger table.
+        pools: tensors whose first dimension may be far apart, beyond offsets of 32 bits.
+        flips: tensors of whole numbers that stay legal if they are flipped.
+        seen: makes the named outputs of what came and of the arguments after the call, where that is not by position.
+        invoke: calls the function, where that is not once with the arguments.
+        nan: arguments in which a NaN must show in the output.
+        has_out: whether the output can be written to memory that is given as `out`.
+        dtypes: types of the numbers.
+        size: the size of the terms that an output is the sum of; the largest output if None.
+        mistakes: known mistakes.
+    """
+
+    name: str
+    function: str
+    signature: str
+    draw: Callable[[Case, torch.dtype], Inputs]
+    oracle: Oracle
+    sizes: Mapping[str, tuple[Any, ...]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    specials: tuple[Special, ...] = ()
+    derived: Mapping[str, Callable[[Arguments], Any]] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("out",)
+    changes: tuple[str, ...] = ()
+    exact: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    types: Mapping[str, str] = field(default_factory=dict)
+    strided: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
+    pools: tuple[str, ...] = ()
+    flips: tuple[str, ...] = ()
+    seen: Callable[[Any, Arguments], Answers] | None = None
+    invoke: Callable[["OperationKernel", Arguments], Any] | None = None
+    nan: tuple[str, ...] = ()
+    has_out: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    size: Callable[[Arguments], float] | None = None
+    mistakes: tuple[Mistake, ...] = ()
+
+    def words(self) -> list[str]:
+        """List the names that a parameter may have."""
+        first = {name: choices[0] for name, choices in self.sizes.items()} | dict(self.options)
+        drawn = self.draw(Case(self.name, first), self.dtypes[0]).arguments
+        return [*drawn, *self.derived, *(["out"] if self.has_out else [])]
+
+    def cases(self, kernel: "OperationKernel", about: str, chosen: Mapping[str, Any], count: int) -> list[Case]:
+        """Draw cases: the first has the first choice of every size, and each choice comes up as often as another."""
+        choices = {**self.sizes, **{name: (value,) for name, value in self.options.items()}, **chosen}
+        choices |= {name: tuple(kernel.limits[name]) for name in kernel.limits.keys() & choices.keys()}
+        drawn = random.Random(f"{self.name} {about}")
+        columns = {name: _in_turn(values, drawn) for name, values in choices.items()}
+        return [Case(self.name, {name: next(column) for name, column in columns.items()}, i) for i in range(count)]
+
+
+def _in_turn(values: tuple[Any, ...], drawn: random.Random) -> Iterator[Any]:
+    """Yield the first value, and then all of them over and over, each time in another order."""
+    yield values[0]
+    while True:
+        yield from drawn.sample(values, len(values))
+
+
+def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
+    """List the tensors of a call by name; those of a list as `name[i]`."""
+    found = {}
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            found[name] = x
+        elif isinstance(x, list):
+            found |= {f"{name}[{i}]": y for i, y in enumerate(x) if isinstance(y, Tensor)}
+    return found
+
+
+def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Tensor]) -> Arguments:
+    """Return the arguments with other tensors, each made of the one that it replaces and its name."""
+    changed = dict(arguments)
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            changed[name] = change(name, x)
+        elif isinstance(x, list):
+            changed[name] = [change(f"{name}[{i}]", y) if isinstance(y, Tensor) else y for i, y in enumerate(x)]
+    return changed
+
+
+def word_of(name: str) -> str:
+    """Return the argument that a tensor belongs to: `caches` for `caches[1]`."""
+    return name.partition("[")[0]
+
+
+@dataclass
+class OperationKernel:
+    """A function that computes an operation.
+
+    Attributes:
+        name: for the report.
+        operation: what it computes.
+        function: what is called, with the arguments that its parameters name.
+    """
+
+    name: str
+    operation: Operation
+    function: Callable[..., Any]
+    without_lse: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that every required parameter is a word of the operation, and read what the function claims."""
+        self.parameters = inspect.signature(self.function).parameters
+        words = self.operation.words()
+        for name, parameter in self.parameters.items():
+            if name not in words and parameter.default is parameter.empty and parameter.kind not in VARIABLE:
+                close = get_close_matches(name, words, 1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise BadKernelError(
+                    f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
+                    f"Arguments are passed by name: {', '.join(words)}."
+                )
+        limits = dict(getattr(self.function, "__claims__", {}))
+        known = {name: limits.pop(name) for name in ("not_claimed", "refusals", "max_examples") if name in limits}
+        self.claims = Claims(dtypes=tuple(limits.pop("dtypes", self.operation.dtypes)), **known)
+        unknown = limits.keys() - self.operation.sizes.keys()
+        if unknown:
+            sizes = ", ".join(self.operation.sizes)
+            raise BadKernelError(f"{self.name} claims {sorted(unknown)[0]!r}; sizes of {self.path} are {sizes}")
+        self.limits = limits
+
+    @property
+    def path(self) -> str:
+        """Name of the operation."""
+        return self.operation.name
+
+    def takes(self, word: str) -> bool:
+        """Return whether the function has a parameter of this name, or one that includes it."""
+        return word in self.parameters or any(word in IN[x] for x in IN.keys() & self.parameters.keys())
+
+    def asked(self, arguments: Arguments) -> Arguments:
+        """Make what the parameters name out of the arguments of a call."""
+        asked = {}
+        for name in self.parameters:
+            if name in arguments:
+                asked[name] = arguments[name]
+            elif name in self.operation.derived:
+                asked[name] = self.operation.derived[name](arguments)
+        return asked
+
+    def __call__(self, arguments: Arguments) -> Answers:
+        """Call the function, and return what came and what was changed by name."""
+        with filled_memory():
+            if self.operation.invoke is not None:
+                came = self.operation.invoke(self, arguments)
+            else:
+                came = self.function(**self.asked(arguments))
+        changed = {n: x for n, x in tensors_of(arguments).items() if word_of(n) in self.operation.changes}
+        if self.operation.seen is not None:
+            return {**self.operation.seen(came, arguments)}
+        return {**named(came, self.operation.outputs, self.operation.optional), **changed}
+
+
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+IN = {"plan": ("window_size", "num_accepted"), "options": ("sinks",)}  # words that others include
+
+
+def named(came: Any, names: tuple[str, ...], optional: frozenset[str] = frozenset()) -> Answers:
+    """Name what a function returned: a tensor, or several in order."""
+    if not names:
+        return {}
+    parts = (came,) if isinstance(came, Tensor) else came
+    least = len([name for name in names if name not in optional])
+    if not isinstance(parts, tuple | list) or not least <= len(parts) <= len(names):
+        expected = "a tensor" if len(names) == 1 else f"({', '.join(names)})"
+        got = f"{len(parts)} of them" if isinstance(parts, tuple | list) else type(came).__name__
+        raise TypeError(f"expected {expected}, got {got}")
+    return dict(zip(names, parts, strict=False))

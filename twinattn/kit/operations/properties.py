@@ -1,0 +1,406 @@
+"""The properties of operations: one check, over cases and over what is done to the inputs of a call.
+
+output      right, over drawn sizes; with each option, and with several
+unread      NaN, infinity, large numbers and nonsense where nothing may be read
+strides     tensors with other strides, and NaN between their elements
+writes      nothing is written but the output: inputs, and memory around each tensor
+again       other calls before and after, and other numbers in the same memory
+nan         a NaN that an output depends on is not hidden
+out         memory that is given for the output
+offsets     blocks that lie more than 2^31 elements apart
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twinattn.kit.example import Arguments
+from twinattn.kit.kernel import synchronize
+from twinattn.kit.operations.hold import agrees, hold
+from twinattn.kit.operations.memory import LAYOUTS, Placed, bits_of, far_apart, layout_of, place, poisoned
+from twinattn.kit.operations.operation import (
+    Answers,
+    Case,
+    Operation,
+    OperationKernel,
+    tensors_of,
+    with_tensors,
+    word_of,
+)
+from twinattn.kit.property import Broken, CrashedError, RefusedError
+
+SHOWN = 1e-3  # of the largest output: what moves by more depends on a number
+EVIDENCE = 6  # calls that a mistake has to explain, beside the one that failed
+REPEATS = 6  # of a call that failed
+NOT_DETERMINISTIC = (
+    "not-deterministic",
+    "The same call gives other numbers each time: a race, or memory that is read before it is written.",
+)
+
+
+@dataclass
+class Trial:
+    """A call: its arguments as they were before it, what came, and the size of the terms of its output."""
+
+    arguments: Arguments = field(default_factory=dict)
+    came: Answers = field(default_factory=dict)
+    size: float = 0.0
+
+
+@dataclass(frozen=True)
+class OperationProperty:
+    """One thing that a function promises.
+
+    Attributes:
+        name: in a word or two.
+        promise: in a sentence.
+        operation: what it is about.
+        check: calls the function on a case, and raises `Broken`.
+        sizes: choices in place of those of the operation.
+        needs: parameters that a function must have to be asked.
+        most: cases at most.
+        on_cpu: whether it is asked on a CPU only.
+        once: whether it is one large case, in the first type alone.
+    """
+
+    name: str
+    promise: str
+    operation: Operation
+    check: Callable[["_Call"], None]
+    sizes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    most: int = 1000
+    on_cpu: bool = False
+    once: bool = False
+    compares_lse: bool = False
+
+    def not_asked(self, kernel: OperationKernel, device: str) -> str | None:
+        """Return why this is not asked of a function, or None if it is."""
+        if self.name in kernel.claims.not_claimed:
+            return kernel.claims.not_claimed[self.name]
+        for word in self.needs:
+            if not kernel.takes(word):
+                return f"has no parameter {word}"
+        if self.on_cpu and device != "cpu":
+            return "is asked on a CPU only"
+        return None
+
+    def attempt(self, kernel: OperationKernel, case: Case, dtype: torch.dtype, device: str) -> Trial:
+        """Check one case, and return the last call.
+
+        Raises:
+            Broken: if the property does not hold; its `trial` is the last call.
+            RefusedError: if the function says that it does not compute this.
+        """
+        call = _Call(kernel, self.operation, case, dtype, device)
+        try:
+            self.check(call)
+        except Broken as error:
+            error.trial = call.trial  # type: ignore[attr-defined]
+            raise
+        return call.trial
+
+    def look(
+        self,
+        kernel: OperationKernel,
+        dtypes: Sequence[torch.dtype],
+        device: str,
+        examples: int,
+        on_example: Callable[[str, Any], None] | None,
+    ) -> dict[str, Any]:
+        """Search a case in which it does not hold; return the fields of a finding."""
+        tried, refused, reason, trials = 0, 0, "", []
+        chosen = dict(self.sizes)
+        if self.name == "together":
+            taken = [name for name in self.operation.options if kernel.takes(name)]
+            chosen = {name: self.operation.sizes[name] for name in taken}
+        for i, dtype in enumerate(dtypes[:1] if self.once else dtypes):
+            count = min(1 if self.once else self.most, examples, kernel.claims.max_examples or examples)
+            count = count if i == 0 else -(-count // 2)
+            for case in self.operation.cases(kernel, self.name, chosen, count):
+                tried += 1
+                if on_example is not None:
+                    on_example(self.name, case)
+                try:
+                    trials.append(self.attempt(kernel, case, dtype, device))
+                except RefusedError as error:
+                    refused, reason = refused + 1, str(error)
+                except Broken as error:
+                    return self._finding(kernel, case, dtype, device, error, trials) | dict(
+                        examples=tried, refused=refused
+                    )
+        if tried and refused == tried:
+            outcome, detail = "refused", reason
+        else:
+            outcome, detail = "honoured", f"{refused} of {tried} cases refused: {reason}" if refused else ""
+        return dict(outcome=outcome, detail=detail, examples=tried, refused=refused)
+
+    def _finding(
+        self,
+        kernel: OperationKernel,
+        case: Case,
+        dtype: torch.dtype,
+        device: str,
+        error: Broken,
+        right: list[Trial],
+    ) -> dict[str, Any]:
+        case, error = self._smaller(kernel, case, dtype, device, error)
+        trial: Trial = error.trial  # type: ignore[attr-defined]
+        kind, where = str(dtype).removeprefix("torch."), "" if device == "cpu" else f", device={device!r}"
+        mistakes: tuple[tuple[str, str], ...] = ()
+        if self._differs(kernel, case, dtype, device, trial):
+            mistakes = (NOT_DETERMINISTIC,)
+        elif trial.came:
+            evidence = [trial, *right[-EVIDENCE:]]
+            known = self.operation.mistakes
+            found = [x for x in known if all(agrees(self.operation, x, y.arguments, y.came, y.size) for y in evidence)]
+            mistakes = tuple((x.name, x.says) for x in found)
+        return dict(
+            outcome="raises" if str(error).startswith("raised ") else "wrong",
+            detail=str(error),
+            example=repr(case),
+            dtype=kind,
+            mistakes=mistakes,
+            code=f"from twinattn.kit.check import reproduce; from twinattn.kit.operations import Case; "
+            f"reproduce({kernel.name!r}, {self.name!r}, {case!r}, dtype={kind!r}{where})",
+        )
+
+    def _smaller(
+        self, kernel: OperationKernel, case: Case, dtype: torch.dtype, device: str, error: Broken
+    ) -> tuple[Case, Broken]:
+        """Put simpler choices in the place of others as long as the case fails."""
+        choices = {**self.operation.sizes, **self.sizes}
+        for name, value in case.sizes.items():
+            values = kernel.limits.get(name, choices[name])
+            for simpler in values[: list(values).index(value)] if value in values else ():
+                smaller = Case(case.path, {**case.sizes, name: simpler}, case.seed)
+                try:
+                    self.attempt(kernel, smaller, dtype, device)
+                except RefusedError:
+                    continue
+                except Broken as broken:
+                    case, error = smaller, broken
+                    break
+        return case, error
+
+    def _differs(self, kernel: OperationKernel, case: Case, dtype: torch.dtype, device: str, first: Trial) -> bool:
+        """Return whether the same case gives another result in another attempt."""
+        for _ in range(1 if self.once else REPEATS):
+            try:
+                self.attempt(kernel, case, dtype, device)
+            except Broken as error:
+                came = error.trial.came  # type: ignore[attr-defined]
+                if first.came.keys() != came.keys() or not all(_alike(x, came[n]) for n, x in first.came.items()):
+                    return True
+            except RefusedError:
+                return False
+            else:
+                return True
+        return False
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two outputs are nearly the same, as sums in another order are."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not one.is_floating_point():
+        return bool(torch.equal(one, other)) if isinstance(one, Tensor) else bool(one == other)
+    return torch.allclose(one.double(), other.double(), rtol=0.02, atol=0.02, equal_nan=True)
+
+
+class _Call:
+    """A case and what is asked of the function with it; `trial` is the last call."""
+
+    def __init__(
+        self, kernel: OperationKernel, operation: Operation, case: Case, dtype: torch.dtype, device: str
+    ) -> None:
+        self.kernel, self.operation, self.case, self.dtype, self.device = kernel, operation, case, dtype, device
+        self.inputs = operation.draw(case, dtype)
+        self.placed: dict[str, Placed] = {}
+        self.size = operation.size(self.inputs.arguments) if operation.size is not None else 0.0
+        self.trial = Trial(size=self.size)
+
+    def place(self, arguments: Arguments, layout: str = "dense") -> Arguments:
+        """Put the tensors into memory with margins, and with other strides where they may have any."""
+
+        def put(name: str, x: Tensor) -> Tensor:
+            self.placed[name] = place(x, layout_of(self.operation, name, layout, self.inputs.dense), self.device)
+            return self.placed[name].view
+
+        return with_tensors(arguments, put)
+
+    def ask(self, arguments: Arguments) -> Answers:
+        """Call the function, and turn what it raises into what it means."""
+        before = with_tensors(arguments, lambda _, x: x.detach().cpu().clone(memory_format=torch.contiguous_format))
+        self.trial = Trial(before, size=self.size)
+        try:
+            came = self.kernel(arguments)
+            if self.device != "cpu":
+                synchronize({"device": torch.empty(0, device=self.device)})
+        except NotImplementedError as error:
+            raise RefusedError(str(error)) from error
+        except Exception as error:  # a stranger's function raises what it likes
+            says = (str(error).strip().splitlines() or [""])[0]
+            if any(text in str(error) for text in self.kernel.claims.refusals):
+                raise RefusedError(says) from error
+            try:
+                torch.ones(2, device=self.device).sum().item()
+            except RuntimeError as broken:
+                raise CrashedError(f"{type(error).__name__}: {says}") from broken
+            raise Broken(f"raised {type(error).__name__}: {says}") from error
+        self.trial.came = {name: x.detach().cpu().clone() if isinstance(x, Tensor) else x for name, x in came.items()}
+        return came
+
+    def hold(self) -> None:
+        """Compare the last call with the right output."""
+        hold(self.operation, self.trial.arguments, self.trial.came, self.trial.size)
+
+
+def right(call: _Call) -> None:
+    """Compare what came with the right output."""
+    call.ask(call.place(call.inputs.arguments))
+    call.hold()
+
+
+def unread(call: _Call) -> None:
+    """Put poison where nothing may be read."""
+    spoiled = poisoned(call.operation, call.inputs.arguments, call.inputs.unread, call.case.seed)
+    call.ask(call.place(spoiled))
+    call.hold()
+
+
+def strides(call: _Call) -> None:
+    """Give tensors with other strides."""
+    call.ask(call.place(call.inputs.arguments, LAYOUTS[call.case.seed % len(LAYOUTS)]))
+    call.hold()
+
+
+def writes(call: _Call) -> None:
+    """Look at the inputs and at the memory around each tensor after the call."""
+    given = call.place(call.inputs.arguments, ("dense", *LAYOUTS)[call.case.seed % 4])
+    if call.operation.has_out and call.kernel.takes("out"):
+        given = _with_out(call, given)
+    for placed in call.placed.values():
+        placed.keep()
+    call.ask(given)
+    for name, placed in call.placed.items():
+        if word_of(name) not in (*call.operation.changes, "out"):
+            if placed.was_written():
+                raise Broken(f"{name}: was changed, and is an input")
+        elif placed.was_written_outside():
+            raise Broken(f"{name}: memory around it, or between its elements, was written")
+
+
+def again(call: _Call) -> None:
+    """Call with other sizes in between, and with other numbers in the same memory."""
+    given = call.place(call.inputs.arguments)
+    first = call.ask(given)
+    kept = {n: x for n, x in first.items() if isinstance(x, Tensor) and word_of(n) not in call.operation.changes}
+    before = {name: x.clone() for name, x in kept.items()}
+    call.hold()
+    choices = {name: call.kernel.limits.get(name, values) for name, values in call.operation.sizes.items()}
+    sizes = {name: values[(call.case.seed + 1) % len(values)] for name, values in choices.items()}
+    other = Case(call.case.path, sizes | {name: call.case[name] for name in call.operation.options}, call.case.seed + 1)
+    call.ask(call.place(call.operation.draw(other, call.dtype).arguments))
+    for name, x in tensors_of(given).items():
+        if word_of(name) in call.operation.flips:
+            x.copy_(x.flip(0))
+        elif word_of(name) in call.operation.strided and x.is_floating_point() and x.element_size() > 1:
+            x.copy_(torch.where(x.isfinite(), x.neg() + 0.25, x))
+    call.ask(given)
+    try:
+        call.hold()
+    except Broken as error:
+        raise Broken(f"with other numbers in the same memory, {error}") from None
+    for name, x in before.items():
+        if not torch.equal(bits_of(x), bits_of(kept[name])):
+            raise Broken(f"{name}: a later call, or a write to an input, changed what an earlier call had returned")
+
+
+def nan(call: _Call) -> None:
+    """Put a NaN into an argument: it shows in every output that depends on it."""
+    words = [name for name in tensors_of(call.inputs.arguments) if word_of(name) in call.operation.nan]
+    name = words[call.case.seed % len(words)]
+
+    def other(n: str, x: Tensor, number: float) -> Tensor:
+        if n != name or not x.numel():
+            return x
+        x = x.clone()
+        x.view(-1)[call.case.seed * 7 % x.numel()] = number
+        return x
+
+    call.ask(call.place(with_tensors(call.inputs.arguments, lambda n, x: other(n, x, torch.nan))))
+    before = call.operation.oracle(call.inputs.arguments, torch.float64)
+    after = call.operation.oracle(with_tensors(call.inputs.arguments, lambda n, x: other(n, x, 3.0)), torch.float64)
+    for output, x in before.items():
+        if not isinstance(x, Tensor) or not x.numel() or not isinstance(call.trial.came.get(output), Tensor):
+            continue
+        moved = (after[output].double() - x.double()).abs() > SHOWN * x[x.isfinite()].abs().max()
+        hidden = (moved & ~call.trial.came[output].isnan()).nonzero()
+        if len(hidden):
+            raise Broken(f"{output}: a number at {hidden[0].tolist()}, which depends on a NaN in {name}")
+
+
+def _with_out(call: _Call, given: Arguments) -> Arguments:
+    """Return the arguments with memory for the output."""
+    right = call.operation.oracle(call.inputs.arguments, torch.float64)["out"]
+    like = call.inputs.arguments[call.operation.types["out"]]
+    memory = torch.full(right.shape, 7.0, dtype=like.dtype)
+    call.placed["out"] = place(memory, ("dense", "reversed", "gaps", "apart")[call.case.seed % 4], call.device)
+    return {**given, "out": call.placed["out"].view}
+
+
+def out(call: _Call) -> None:
+    """Give memory for the output: all of it is written, and it is what is returned."""
+    given = _with_out(call, call.place(call.inputs.arguments))
+    came = call.ask(given)
+    call.hold()
+    call.trial.came["out"] = given["out"].detach().cpu().clone()
+    call.hold()
+    if isinstance(came["out"], Tensor) and came["out"].numel() and came["out"].data_ptr() != given["out"].data_ptr():
+        raise Broken("out: what is returned is not the memory that was given")
+
+
+def offsets(call: _Call) -> None:
+    """Put the blocks of pools far apart."""
+    call.ask(far_apart(call.operation, call.inputs.arguments))
+    call.hold()
+
+
+def of_operation(operation: Operation) -> list[OperationProperty]:
+    """List the properties of an operation, in the order in which they are asked."""
+    found = [OperationProperty("output", "What comes back, and what is changed, is right.", operation, right)]
+    for name, neutral in operation.options.items():
+        values = tuple(x for x in operation.sizes[name] if x != neutral)
+        promise = f"So it is with {name}."
+        found.append(OperationProperty(name.replace("_", " "), promise, operation, right, {name: values}, (name,)))
+    if len(operation.options) > 1:
+        found.append(OperationProperty("together", "So it is with several options at once.", operation, right))
+    for x in operation.specials:
+        found.append(OperationProperty(x.name, x.promise, operation, right, x.sizes, x.needs, once=x.once))
+    says = "No output depends on memory that no token has, on entries past the last block, or on rows of padding."
+    if operation.draw(_first(operation), operation.dtypes[0]).unread:
+        found.append(OperationProperty("unread", says, operation, unread))
+    if operation.strided or operation.tables:
+        says = "Tensors may have any strides; memory between their elements is not read."
+        found.append(OperationProperty("strides", says, operation, strides))
+    says = "Inputs are not changed, and nothing is written around a tensor or between its elements."
+    found.append(OperationProperty("writes", says, operation, writes))
+    if operation.has_out:
+        says = "Memory that is given for the output is all written, and is what is returned."
+        found.append(OperationProperty("out", says, operation, out, {}, ("out",)))
+    if operation.nan:
+        found.append(OperationProperty("nan", "A NaN that an output depends on is not hidden.", operation, nan))
+    says = "A call does not depend on calls before it, and leaves what they returned alone."
+    found.append(OperationProperty("again", says, operation, again, most=6))
+    if operation.pools:
+        says = "Offsets into a pool may be larger than 2^31 elements."
+        found.append(OperationProperty("offsets", says, operation, offsets, most=3, on_cpu=True))
+    return found
+
+
+def _first(operation: Operation) -> Case:
+    """Return the simplest case."""
+    first = {name: choices[0] for name, choices in operation.sizes.items()} | dict(operation.options)
+    return Case(operation.name, first)

@@ -1,0 +1,376 @@
+"""Writes of new tokens that round: index keys, fp8 and int8 pools, latents.
+
+A value rounded to a format may be either neighbour where it lies halfway, up to the rounding of its quotient in
+float32: so these outputs are lists, of which each element may be any. `ties` asks for exact halves.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn.interface import Fp8Scales, Int8Scales
+from twinattn.kit.example import Arguments
+from twinattn.kit.operations.inputs import Drawn
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+
+HALF = 3e-7  # how far a quotient in float32 may be off, relative
+MANY = 65600
+TOKENS = (5, 1, 17, 40)
+EMPTY = Special("empty", "There may be no token, and no token with a slot.", dict(tokens=(0, 1)))
+MANY_TOKENS = Special(
+    "many", "There may be more tokens than 16 bits count.", dict(tokens=(MANY,), heads=(1,), head_size=(8,)), once=True
+)
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def to_fp8(quotient: Tensor, kind: torch.dtype) -> list[Tensor]:
+    """Round quotients to a format, saturating; each a little smaller, as it is, and a little larger."""
+    largest = torch.finfo(kind).max
+    near = [(quotient * (1 + off)).clamp(-largest, largest).float() for off in (-HALF, 0.0, HALF)]
+    return [x.to(kind).float() for x in near]
+
+
+def to_int8(quotient: Tensor, off: float = HALF) -> list[Tensor]:
+    """Round quotients to whole numbers from -127 to 127, to the even one of two."""
+    near = [(quotient * (1 + sign * off)).round().clamp(-127, 127) for sign in (-1, 0, 1)]
+    return [x.nan_to_num(0.0).to(torch.int8) for x in near]
+
+
+def written(pool: Tensor, rows: list[Tensor], slots: Tensor) -> list[Tensor]:
+    """Return a pool `[n, p, ...]` with rows in their slots, for each of several tensors of rows."""
+    after = []
+    for values in rows:
+        flat = pool.flatten(0, 1).clone()
+        flat[slots[slots >= 0]] = values[slots >= 0].to(pool.dtype)
+        after.append(flat.unflatten(0, pool.shape[:2]))
+    return after
+
+
+def fp8_of(pool: Tensor, kind: torch.dtype) -> Tensor:
+    """View a pool of fp8, or of its bytes, as numbers."""
+    return pool.contiguous().view(kind).float()
+
+
+# --- index keys ---
+
+
+def draw_index(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw index keys and their pool, of numbers or of bytes."""
+    drawn, t, d, p = Drawn(case, dtype), case["tokens"], case["head_size"], case["block_size"]
+    n = t // p + 3
+    key = drawn.normal(t, d)
+    if case["values"] == "tiny" and t:
+        key[::2] = 0
+        key[1::2] *= 1e-6
+    index_cache = drawn.normal(n, p, d)
+    if case["bytes"]:
+        index_cache = drawn.whole(0, 100, n, p, d + 4).to(torch.uint8)
+    slots = drawn.slots(t, n * p)
+    dense = frozenset({"index_cache"}) if case["bytes"] else frozenset()
+    return Inputs(
+        dict(key=key, index_cache=index_cache, slot_mapping=slots),
+        dict(key=(slots < 0)[:, None].expand(t, d)),
+        dense,
+    )
+
+
+def index_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the quantised values of a pool of bytes, `[n, p, d]`, and their scales, `[n, p, 1]`."""
+    n, p, c = pool.shape
+    pages = pool.reshape(n, p * c)
+    values = pages[:, : p * (c - 4)].reshape(n, p, c - 4).view(torch.float8_e4m3fn).float()
+    return values, pages[:, p * (c - 4) :].contiguous().view(torch.float32).reshape(n, p, 1)
+
+
+def index_written(a: Arguments, compute: torch.dtype, smallest: float = 1e-4, largest: float = 448.0) -> Answers:
+    """Return the pool after the write: values and scales if it is one of bytes."""
+    pool, slots = a["index_cache"], a["slot_mapping"]
+    if pool.dtype != torch.uint8:
+        return dict(index_cache=written(pool, [a["key"]], slots)[0])
+    values, scales = index_parts(pool)
+    scale = (a["key"].double().abs().amax(-1, keepdim=True).clamp(min=smallest) / largest).float()
+    near = [scale * (1 + off) for off in (-HALF, 0.0, HALF)]
+    rounded = to_fp8(a["key"].double() / scale.double(), torch.float8_e4m3fn)
+    return dict(values=written(values, rounded, slots), scales=_between(written(scales, near, slots)))
+
+
+def _between(near: list[Tensor]) -> list[Tensor]:
+    """List all numbers of float32 from the lowest to the highest of three tensors of them."""
+    found = [near[0]]
+    while (found[-1] < near[-1]).any() and len(found) < 12:
+        found.append(torch.minimum(found[-1].nextafter(near[-1]), near[-1]))
+    return [*found[: len(found) // 2], near[1], *found[len(found) // 2 :]]
+
+
+def seen_index(came: Any, a: Arguments) -> Answers:
+    """Return what the pool holds."""
+    pool = a["index_cache"].detach().cpu()
+    return (
+        dict(index_cache=pool)
+        if pool.dtype != torch.uint8
+        else dict(zip(("values", "scales"), index_parts(pool), strict=True))
+    )
+
+
+INDEX_WRITE = Operation(
+    name="index_write",
+    function="write",
+    signature="`key` `[t, d]`, `index_cache`, changed in place: `[n, p, d]`, or bytes `[n, p, d + 4]`; "
+    "`slot_mapping` `[t]`",
+    draw=draw_index,
+    oracle=index_written,
+    sizes=dict(
+        tokens=TOKENS, block_size=(4, 1, 16, 3), head_size=(16, 128, 20), bytes=(True, False), values=("normal",)
+    ),
+    specials=(
+        Special(
+            "tiny",
+            "The scale of a key of zeros, and of a tiny one, is 1e-4 / 448.",
+            dict(values=("tiny",), bytes=(True,)),
+        ),
+        EMPTY,
+        Special("many", MANY_TOKENS.promise, dict(tokens=(MANY,), head_size=(8,)), once=True),
+    ),
+    outputs=(),
+    changes=("index_cache",),
+    exact=frozenset({"index_cache", "values", "scales"}),
+    strided=("key", "index_cache", "slot_mapping"),
+    flips=("slot_mapping",),
+    seen=seen_index,
+    mistakes=(
+        Mistake(
+            "index-scale-without-limit",
+            "The scale has no lower limit of 1e-4 / 448.",
+            lambda a, c: index_written(a, c, 1e-30),
+        ),
+        Mistake(
+            "index-scale-of-240",
+            "Divides by 240, the largest of another format.",
+            lambda a, c: index_written(a, c, largest=240.0),
+        ),
+    ),
+)
+
+
+# --- fp8 and int8 ---
+
+
+def _rows(case: Case, dtype: torch.dtype) -> tuple[Drawn, dict[str, Tensor], int]:
+    """Draw new keys and values, with rows of padding, and their slots."""
+    drawn, t, p = Drawn(case, dtype), case["tokens"], case["block_size"]
+    n, rows, hk = t // p + 3, t + case["padding"], case["heads"]
+    key, value = drawn.normal(rows, hk, case["head_size"]), drawn.normal(rows, hk, case["head_size"] + 8)
+    if case["values"] == "large" and rows:
+        key[::2] *= 3000
+        value[::3, :, 1:2] = torch.inf
+        key[1::4, :, :1] = -torch.inf
+    if case["values"] == "nan" and rows:
+        key[::3, :, 2] = torch.nan
+        value[1::3, 0, 1] = torch.nan
+    if case["values"] == "zeros" and rows:
+        key[::2], value[::2] = 0, 0
+    if case["values"] == "ties" and rows:
+        key = drawn.whole(-120, 120, *key.shape).to(dtype) + 0.5
+        key[..., 0] = 127
+        value = drawn.whole(-120, 120, *value.shape).to(dtype) + 0.5
+    return drawn, dict(key=key, value=value, slot_mapping=drawn.slots(t, n * p)), n
+
+
+def _unread(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    padding = torch.ones(len(a["key"]), dtype=torch.bool)
+    padding[: len(a["slot_mapping"])] = a["slot_mapping"] < 0
+    return {name: padding[:, None, None].expand(a[name].shape) for name in ("key", "value")}
+
+
+def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw new keys and values, and pools of fp8 or of its bytes."""
+    drawn, a, n = _rows(case, dtype)
+    kind, hk = FP8[case["format"]], case["heads"]
+    pools = {
+        f"{name}_cache": drawn.whole(0, 120, n, case["block_size"], *a[name].shape[1:])
+        .to(torch.uint8)
+        .view(torch.uint8 if case["bytes"] else kind)
+        for name in ("key", "value")
+    }
+    numbers = (0.0713, 0.4131)
+    scales = [drawn.uniform(hk, low=0.02, high=0.5, dtype=torch.float32) if case["per_head"] else x for x in numbers]
+    arguments = {**a, **pools, "key_scale": scales[0], "value_scale": scales[1], "format": kind}
+    return Inputs(arguments, _unread(a))
+
+
+def fp8_written(
+    a: Arguments, compute: torch.dtype, change: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Answers:
+    """Return the pools after the write, as numbers."""
+    found = {}
+    for name in ("key", "value"):
+        scale = torch.as_tensor(a[f"{name}_scale"], dtype=torch.float32).double().reshape(-1, 1)
+        x = a[name][: len(a["slot_mapping"])].double()
+        quotient = x / scale if change is None else change(x, scale)
+        pool = fp8_of(a[f"{name}_cache"], a["format"])
+        found[f"{name}_cache"] = written(pool, to_fp8(quotient, a["format"]), a["slot_mapping"])
+    return found
+
+
+FP8_WRITE = Operation(
+    name="fp8_write",
+    function="write",
+    signature="`key`, `value` `[rows, hk, d]`; `key_cache`, `value_cache` of fp8 or bytes, changed in place; "
+    "`slot_mapping` `[t]`; `key_scale`, `value_scale`, `format`, or all three as `scales`",
+    draw=draw_fp8,
+    oracle=fp8_written,
+    sizes=dict(
+        tokens=TOKENS,
+        block_size=(4, 1, 16, 3),
+        heads=(2, 1, 3),
+        head_size=(8, 64, 5),
+        padding=(0, 3),
+        format=("e4m3", "e5m2"),
+        bytes=(False, True),
+        per_head=(False, True),
+        values=("normal",),
+    ),
+    specials=(
+        Special("saturates", "What is too large becomes the largest number, infinity too.", dict(values=("large",))),
+        Special("keeps nan", "NaN stays NaN.", dict(values=("nan",))),
+        EMPTY,
+        MANY_TOKENS,
+    ),
+    derived=dict(scales=lambda a: Fp8Scales(a["key_scale"], a["value_scale"], format=a["format"])),
+    outputs=(),
+    changes=("key_cache", "value_cache"),
+    exact=frozenset({"key_cache", "value_cache"}),
+    strided=("key", "value", "key_cache", "value_cache", "slot_mapping"),
+    pools=("key_cache", "value_cache"),
+    flips=("slot_mapping",),
+    seen=lambda came, a: {name: fp8_of(a[name].detach().cpu(), a["format"]) for name in ("key_cache", "value_cache")},
+    mistakes=(
+        Mistake(
+            "fp8-multiplied", "Multiplies by the scale.", lambda a, c: fp8_written(a, c, lambda x, scale: x * scale)
+        ),
+        Mistake(
+            "fp8-without-scale", "Does not divide by the scale.", lambda a, c: fp8_written(a, c, lambda x, scale: x)
+        ),
+        Mistake(
+            "fp8-one-scale",
+            "Takes the scale of the first head for all.",
+            lambda a, c: fp8_written(a, c, lambda x, scale: x / scale[:1]),
+        ),
+        Mistake(
+            "fp8-does-not-saturate",
+            "What is too large becomes NaN, or infinity.",
+            lambda a, c: fp8_written(
+                a, c, lambda x, scale: (x / scale).masked_fill((x / scale).abs() > 464, torch.nan)
+            ),
+        ),
+    ),
+)
+
+
+def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
+    """Draw new keys and values, pools of int8 and the scales of their keys."""
+    drawn, a, n = _rows(case, dtype)
+    p, (_, hk, dv) = case["block_size"], a["value"].shape
+    key_cache = drawn.whole(-127, 128, n, p, *a["key"].shape[1:]).to(torch.int8)
+    value_cache = (
+        drawn.whole(-127, 128, n, p, hk, dv).to(torch.int8) if case["value_scales"] else drawn.normal(n, p, hk, dv)
+    )
+    ones = torch.ones(hk, dv)
+    value_scales = (
+        ones if case["values"] == "ties" else drawn.uniform(hk, dv, low=0.005, high=0.05, dtype=torch.float32)
+    )
+    arguments = {
+        **a,
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "key_scales": drawn.uniform(n, p, hk, low=0.5, dtype=torch.float32),
+        "value_scales": value_scales if case["value_scales"] else None,
+        "exact_halves": case["values"] == "ties",
+    }
+    return Inputs(arguments, _unread(a))
+
+
+def int8_written(a: Arguments, compute: torch.dtype, largest: float = 127.0, of_zeros: float = 1.0) -> Answers:
+    """Return the pools after the write; where a scale is not finite, the values of its token are those before."""
+    t, off = len(a["slot_mapping"]), 0.0 if a["exact_halves"] else HALF
+    key, value = a["key"][:t].double(), a["value"][:t].double()
+    most = key.abs().amax(-1)
+    scale = torch.where(most == 0, of_zeros, most / largest).float()
+    if a["value_scales"] is not None:
+        scale = scale.masked_fill(value.isnan().any(-1), torch.nan)
+        values = to_int8(value / a["value_scales"].double(), off)
+    else:
+        values = [a["value"][:t]]
+    keys = to_int8(key / scale.double()[..., None], off)
+    near = [scale * (1 + x) for x in (-off, 0.0, off)]
+    after = dict(
+        key_cache=written(a["key_cache"], keys, a["slot_mapping"]),
+        value_cache=written(a["value_cache"], values, a["slot_mapping"]),
+        key_scales=_between(written(a["key_scales"], near, a["slot_mapping"])),
+    )
+    return hidden_where_not_finite(after, after["key_scales"][0])
+
+
+def hidden_where_not_finite(pools: dict[str, Any], scales: Tensor) -> Answers:
+    """Put zeros where the scale of a token and head is not finite: what is stored there means nothing."""
+    lost = ~scales.isfinite()
+    names = [name for name, x in pools.items() if not (x[0] if isinstance(x, list) else x).is_floating_point()]
+    return pools | {
+        name: [x.masked_fill(lost[..., None], 0) for x in pools[name]]
+        if isinstance(pools[name], list)
+        else pools[name].masked_fill(lost[..., None], 0)
+        for name in names
+    }
+
+
+INT8_WRITE = Operation(
+    name="int8_write",
+    function="write",
+    signature="as `fp8_write`, with pools of int8 (values of floating point without `value_scales`); "
+    "`key_scales` `[n, p, hk]`, changed in place, `value_scales` `[hk, dv]`, or both as `scales`",
+    draw=draw_int8,
+    oracle=int8_written,
+    sizes=dict(
+        tokens=TOKENS,
+        block_size=(4, 1, 16, 3),
+        heads=(2, 1, 3),
+        head_size=(8, 64, 5),
+        padding=(0, 3),
+        value_scales=(True, False),
+        values=("normal",),
+    ),
+    specials=(
+        Special("ties", "Halves are rounded to the even number.", dict(values=("ties",))),
+        Special("zeros", "A key of zeros has a scale of 1.", dict(values=("zeros",))),
+        Special("keeps nan", "The scale of a token and head with a NaN is NaN.", dict(values=("nan",))),
+        EMPTY,
+        MANY_TOKENS,
+    ),
+    derived=dict(scales=lambda a: Int8Scales(a["key_scales"], a["value_scales"])),
+    outputs=(),
+    changes=("key_cache", "value_cache", "key_scales"),
+    exact=frozenset({"key_cache", "value_cache", "key_scales"}),
+    strided=("key", "value", "key_cache", "value_cache", "key_scales", "slot_mapping"),
+    pools=("key_cache", "value_cache", "key_scales"),
+    flips=("slot_mapping",),
+    seen=lambda came, a: hidden_where_not_finite(
+        {name: a[name].detach().cpu() for name in ("key_cache", "value_cache", "key_scales")},
+        a["key_scales"].detach().cpu(),
+    ),
+    mistakes=(
+        Mistake("int8-of-128", "Divides by 128 and not by 127.", lambda a, c: int8_written(a, c, 128.0)),
+        Mistake(
+            "int8-scale-of-zeros", "The scale of a key of zeros is 0.", lambda a, c: int8_written(a, c, of_zeros=0.0)
+        ),
+        Mistake(
+            "int8-nan-hidden",
+            "A NaN in a value does not show in the scale of its token.",
+            lambda a, c: int8_written({**a, "value": a["value"].nan_to_num(0.0)}, c),
+        ),
+    ),
+)
+
+
+OPERATIONS = (INDEX_WRITE, FP8_WRITE, INT8_WRITE)

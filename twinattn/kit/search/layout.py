@@ -1,0 +1,18 @@
+"""The call of a workload: its tensors, how it is planned and made, and the oracle's answer."""
+
+import torch
+
+from twinattn.kit.search import recurrent, sparse
+from twinattn.kit.search.inputs import Call, attention_call
+from twinattn.kit.workload import Workload
+
+
+def lay_out(work: Workload, layer: int = 0) -> Call:
+    """Make the tensors of a workload.
+
+    Args:
+        work: a workload of a path of attention, or of `merge`.
+        layer: another one has other numbers in the same blocks and slots, so that the plan serves it, too.
+    """
+    makers = dict(recurrent=recurrent.call, sparse=sparse.call)
+    return makers.get(work.path, attention_call)(work, torch.Generator().manual_seed(31 * work.seed + layer))

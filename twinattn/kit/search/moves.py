@@ -1,0 +1,608 @@
+"""What moves data, and what makes tables: expected to the bit, by counting here, and nothing else may be written."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Shard
+from twinattn.kit.search.inputs import (
+    FP8,
+    LAMBDA,
+    SPARE,
+    Modules,
+    block_table,
+    copied,
+    laid,
+    make_batch,
+    memory,
+    moved,
+    slots_of,
+    tables,
+)
+from twinattn.kit.workload import Workload
+
+__all__ = ["LAMBDA", "MovedWronglyError", "check"]
+
+
+class MovedWronglyError(Exception):
+    """Data lie where they should not, or are others; or a table has another entry."""
+
+
+def check(work: Workload, modules: Modules, device: str) -> None:
+    """Make a call that moves data or makes a table, and compare all memory.
+
+    Raises:
+        MovedWronglyError: saying what is off.
+    """
+    functions: dict[str, Callable[[Workload, Modules, str], None]] = dict(
+        write=_write,
+        write_differential=_write_differential,
+        write_latents=_write_latents,
+        write_quantized=_write_quantized,
+        copy_blocks=_copy,
+        swap_blocks=_copy,
+        compact=_compact,
+        gather=_gather,
+        positions=_positions,
+        slot_mapping=_slot_mapping,
+        advance=_advance,
+        block_table_from_slots=_from_slots,
+        ranks=_ranks,
+        trees=_trees,
+        accept=_accept,
+        write_index=_write_index,
+        select=_select,
+        slots=_slots_of_selected,
+        copy=_copy_states,
+        accepted_slots=_accepted_slots,
+    )
+    functions[work.operation](work, modules, device)
+
+
+def _dtype(work: Workload) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, work.dtype)
+    return dtype
+
+
+def _generator(work: Workload) -> torch.Generator:
+    return torch.Generator().manual_seed(work.seed)
+
+
+def _pool_kind(work: Workload) -> str:
+    return "NHD" if work.pool == "expanded" else work.pool  # a pool whose heads are one another is nothing to write to
+
+
+def _rows_kind(work: Workload) -> str:
+    return work.rows
+
+
+def _expect(name: str, came: Tensor, expected: Tensor) -> None:
+    """Compare a tensor, NaN included, to the bit."""
+    came, expected = came.cpu(), expected.cpu()
+    if came.dtype != expected.dtype or came.shape != expected.shape:
+        raise MovedWronglyError(
+            f"{name}: expected {expected.dtype} {list(expected.shape)}, got {came.dtype} {list(came.shape)}"
+        )
+    differs = came != expected
+    if came.is_floating_point():
+        came, expected = came.double(), expected.double()
+        differs = ~((came == expected) | (came.isnan() & expected.isnan()))
+    if differs.any():
+        where = differs.nonzero()[0].tolist()
+        raise MovedWronglyError(
+            f"{name}: expected {expected[tuple(where)].item()} at {where}, got {came[tuple(where)].item()}"
+        )
+
+
+def _run_and_compare(
+    call: Callable[[dict[str, Any]], Any],
+    tensors: dict[str, Any],
+    change: Callable[[dict[str, Any]], None],
+    device: str,
+    stay: Sequence[str] = (),
+) -> Any:
+    """Make a call on a device, where some tensors `stay` on the host, and the change that it should make on the CPU.
+
+    Raises:
+        MovedWronglyError: if any of the memory differs after that.
+    """
+    there = {name: copied(x) if device == "cpu" or name in stay else moved(x, device) for name, x in tensors.items()}
+    answer = call(there)
+    change(tensors)
+    for name, x in tensors.items():
+        for piece, other in zip(memory(x).values(), memory(there[name]).values(), strict=True):
+            other = other.cpu()
+            if not torch.equal(piece, other):
+                where = int((piece != other).nonzero()[0])
+                raise MovedWronglyError(f"{name}: byte {where} of its memory is another one")
+    return answer
+
+
+def _new_slots(work: Workload) -> tuple[Tensor, int]:
+    """Return the slots of new tokens: those of each sequence's last tokens, as in a step, and -1 for padding."""
+    owned, num_blocks = tables(work)
+    slots = []
+    for blocks, (q, s) in zip(owned, work.lens, strict=True):
+        own = slots_of(work, blocks, s)[max(0, s - q) :]
+        slots += [torch.full((max(0, q - s),), -1), own]
+    slots.append(torch.full((work.padding_rows,), -1))
+    mapping = torch.cat(slots).long()
+    if work.table == "every-other":
+        wide = torch.full((2 * len(mapping),), 1 << 40)
+        wide[::2] = mapping
+        mapping = wide[::2]
+    return mapping, num_blocks
+
+
+def _write(work: Workload, modules: Modules, device: str) -> None:
+    slots, num_blocks = _new_slots(work)
+    g, p, hk, dtype = _generator(work), work.block_size, work.heads[1], _dtype(work)
+    tensors: dict[str, Any] = dict(slots=slots)
+    for name, size in (("key", work.head_size), ("value", work.value_size)):
+        tensors[name] = laid(torch.randn(len(slots), hk, size, generator=g).to(dtype), _rows_kind(work))
+        pool = torch.randn(num_blocks, p, hk, size, generator=g).to(dtype)
+        tensors[f"{name}_cache"] = laid(pool, _pool_kind(work))
+
+    def change(tensors: dict[str, Any]) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                for name in ("key", "value"):
+                    tensors[f"{name}_cache"][slot // p, slot % p] = tensors[name][token]
+
+    names = ("key", "value", "key_cache", "value_cache", "slots")
+    _run_and_compare(lambda there: modules("kv_cache").write(*(there[name] for name in names)), tensors, change, device)
+
+
+def _write_differential(work: Workload, modules: Modules, device: str) -> None:
+    slots, num_blocks = _new_slots(work)
+    g, p, pairs, d, dtype = _generator(work), work.block_size, work.heads[1], work.head_size, _dtype(work)
+    cache = torch.randn(2, 2, num_blocks, p, pairs, d, generator=g).to(dtype)
+    if work.pool == "HND":
+        cache = cache.transpose(3, 4).contiguous().transpose(3, 4)
+    elif work.pool in ("every-other", "offset"):
+        cache = laid(cache, work.pool)
+    tensors: dict[str, Any] = dict(slots=slots, cache=cache)
+    for name in ("key", "value"):
+        tensors[name] = laid(torch.randn(len(slots), 2 * pairs, d, generator=g).to(dtype), _rows_kind(work))
+
+    def change(tensors: dict[str, Any]) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            for half in (0, 1) if slot >= 0 else ():
+                for kind, name in enumerate(("key", "value")):
+                    tensors["cache"][half, kind, slot // p, slot % p] = tensors[name][token, half::2]
+
+    names = ("key", "value", "cache", "slots")
+    _run_and_compare(
+        lambda there: modules("differential").write(*(there[name] for name in names)), tensors, change, device
+    )
+
+
+def _to_fp8(x: Tensor, scale: Tensor | float, kind: torch.dtype) -> Tensor:
+    largest = torch.finfo(kind).max
+    return (x.float() / torch.as_tensor(scale, dtype=torch.float32)).clamp(-largest, largest).to(kind)
+
+
+def _write_latents(work: Workload, modules: Modules, device: str) -> None:
+    slots, num_blocks = _new_slots(work)
+    g, p, rank, rope = _generator(work), work.block_size, work.head_size, 8 * (1 + work.seed % 3)
+    kind = FP8.get(work.stored, _dtype(work))
+    scale = work.cache_scale if work.stored in FP8 else 1.0
+    pool = torch.randn(num_blocks, p, rank + rope + SPARE, generator=g).to(kind)
+    tensors: dict[str, Any] = dict(
+        slots=slots, cache=laid(pool, work.pool) if work.pool in ("every-other", "offset") else pool
+    )
+    for name, size in (("latent", rank), ("rope_key", rope)):
+        rows = torch.randn(len(slots), 1, size, generator=g).to(_dtype(work))
+        tensors[name] = laid(rows, _rows_kind(work))[:, 0]
+
+    def change(tensors: dict[str, Any]) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                row = torch.cat([tensors["latent"][token], tensors["rope_key"][token]])
+                row = _to_fp8(row, scale, kind) if work.stored in FP8 else row
+                target = tensors["cache"][slot // p, slot % p, : rank + rope]
+                target.view(torch.uint8 if kind.itemsize == 1 else kind).copy_(
+                    row.view(torch.uint8 if kind.itemsize == 1 else kind)
+                )
+
+    names = ("latent", "rope_key", "cache", "slots")
+    _run_and_compare(
+        lambda there: modules("mla").write(*(there[name] for name in names), cache_scale=scale), tensors, change, device
+    )
+
+
+def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
+    slots, num_blocks = _new_slots(work)
+    g, p, hk, dtype = _generator(work), work.block_size, work.heads[1], _dtype(work)
+    kind = FP8.get(work.stored, torch.int8)
+    kinds = (kind, dtype if work.stored == "int8-keys" else kind)
+    tensors: dict[str, Any] = dict(slots=slots)
+    for (name, size), stored in zip((("key", work.head_size), ("value", work.value_size)), kinds, strict=True):
+        rows = 3 * torch.randn(len(slots), hk, size, generator=g)
+        if work.nan_at == "" and work.seed % 5 == 0 and len(slots):
+            rows[work.seed % len(slots)] = (0.0, 1e5, -3e38)[work.seed % 3]
+        tensors[name] = laid(rows.to(dtype), _rows_kind(work))
+        pool = torch.randint(0, 100, (num_blocks, p, hk, size), generator=g)
+        pool = pool.to(stored) if stored not in FP8.values() else pool.to(torch.uint8).view(stored)
+        tensors[f"{name}_cache"] = laid(pool, _pool_kind(work))
+    scales: Fp8Scales | Int8Scales
+    if work.stored in FP8:
+
+        def scale() -> float | Tensor:
+            numbers = 0.2 + torch.rand((1,) if work.scales == "number" else (hk,), generator=g)
+            return float(numbers) if work.scales == "number" else numbers
+
+        scales = Fp8Scales(scale(), scale(), format=kind)
+    else:
+        of_value = None if work.stored == "int8-keys" else 0.01 + 0.05 * torch.rand(hk, work.value_size, generator=g)
+        scales = Int8Scales(torch.full((num_blocks, p, hk), 7.0), of_value)
+    tensors["scales"] = scales
+
+    def to_int8(x: Tensor, scale: Tensor) -> Tensor:
+        return (x.float() / scale).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            at = slot // p, slot % p
+            for name, of_scale in (("key", scales.key), ("value", scales.value)):
+                row, cache = tensors[name][token], tensors[f"{name}_cache"]
+                if isinstance(scales, Fp8Scales) and of_scale is not None:
+                    per_head = of_scale[:, None] if isinstance(of_scale, Tensor) else of_scale
+                    cache.view(torch.uint8)[at] = _to_fp8(row, per_head, kind).view(torch.uint8)
+                elif name == "key":
+                    of_row = row.float().abs().amax(-1, keepdim=True) / torch.tensor([127.0])
+                    of_row[of_row == 0] = 1.0
+                    cache[at] = to_int8(row, of_row)
+                    tensors["scales"].key[at] = of_row[:, 0]
+                elif of_scale is None:
+                    cache[at] = row
+                else:
+                    cache[at] = to_int8(row, torch.as_tensor(of_scale))
+
+    names = ("key", "value", "key_cache", "value_cache", "slots")
+    _run_and_compare(
+        lambda there: modules("quantized").write(*(there[name] for name in names), scales=there["scales"]),
+        tensors,
+        change,
+        device,
+    )
+
+
+def _copy(work: Workload, modules: Modules, device: str) -> None:
+    """Copy blocks inside of pools, or from pools to others; pools of any type, also of codes."""
+    _, num_blocks = tables(work)
+    g, shuffle, p, hk = _generator(work), Random(work.seed), work.block_size, work.heads[1]
+    kind = FP8.get(work.stored, torch.int8 if work.stored.startswith("int8") else _dtype(work))
+
+    def pool(blocks: int) -> Tensor:
+        numbers = torch.randint(0, 100, (blocks, p, hk, work.head_size), generator=g)
+        codes = numbers.to(torch.uint8).view(kind) if kind.itemsize == 1 else numbers.to(kind)
+        return laid(codes, _pool_kind(work))
+
+    swapped = work.operation == "swap_blocks"
+    sources = [pool(num_blocks) for _ in range(1 + work.seed % 3)]
+    targets = [pool(num_blocks + 2) for _ in sources] if swapped else sources
+    count = shuffle.randint(0, min(num_blocks, 5))
+    to = shuffle.sample(range(num_blocks), count)
+    pairs = torch.tensor([[shuffle.randrange(num_blocks), block] for block in to], dtype=torch.int64).view(-1, 2)
+    tensors: dict[str, Any] = dict(sources=sources, pairs=pairs)
+    if swapped:
+        tensors["targets"] = targets
+
+    def call(there: dict[str, Any]) -> None:
+        path = modules("kv_cache")
+        if swapped:
+            path.swap_blocks(there["sources"], there["targets"], there["pairs"])
+        else:
+            path.copy_blocks(there["sources"], there["pairs"])
+
+    def change(tensors: dict[str, Any]) -> None:
+        for source, target in zip(tensors["sources"], tensors.get("targets", tensors["sources"]), strict=True):
+            as_bytes = torch.uint8 if kind.itemsize == 1 else kind
+            before = source.view(as_bytes).clone()
+            for block, destination in pairs.tolist():
+                target.view(as_bytes)[destination] = before[block]
+
+    on_host = ((), ("sources", "pairs"), ("targets", "pairs"))[work.seed % 3] if swapped else ()
+    _run_and_compare(call, tensors, change, device, on_host)
+
+
+def _copy_states(work: Workload, modules: Modules, device: str) -> None:
+    """Copy states of all layers to other slots: some to several, and some that are overwritten, too."""
+    g, shuffle, count = _generator(work), Random(work.seed), 4 + len(work.lens)
+    state = getattr(torch, work.state_dtype)
+    shapes = [(work.heads[0], min(work.value_size, 16), min(work.head_size, 16)), (work.seed % 4, work.head_size)]
+    pools = [laid(torch.randn(count, *shape, generator=g).to(state), _pool_kind(work)) for shape in shapes]
+    to = shuffle.sample(range(count), shuffle.randint(0, count))
+    pairs = torch.tensor([[shuffle.randrange(count), slot] for slot in to], dtype=torch.int64).view(-1, 2)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for pool in tensors["pools"]:
+            before = pool.clone()
+            for slot, destination in pairs.tolist():
+                pool[destination] = before[slot]
+
+    on_host = () if work.seed % 2 else ("pairs",)
+    tensors: dict[str, Any] = dict(pools=pools, pairs=pairs)
+    _run_and_compare(
+        lambda there: modules("state_cache").copy(there["pools"], there["pairs"]), tensors, change, device, on_host
+    )
+
+
+def _write_index(work: Workload, modules: Modules, device: str) -> None:
+    slots, num_blocks = _new_slots(work)
+    g, p, size = _generator(work), work.block_size, min(256, -(-work.head_size // 4) * 4)
+    rows = torch.randn(len(slots), 1, size, generator=g) * 10.0 ** (work.seed % 7 - 3)
+    key = laid(rows.to(_dtype(work)), _rows_kind(work))[:, 0]
+    codes = work.stored != "numbers"
+    if codes:
+        pool = torch.randint(0, 256, (num_blocks, p, size + 4), generator=g).to(torch.uint8)
+    else:
+        pool = torch.randn(num_blocks, p, size, generator=g).to(_dtype(work))
+    tensors: dict[str, Any] = dict(key=key, pool=pool, slots=slots)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            block, row, numbers = slot // p, slot % p, tensors["key"][token]
+            if slot >= 0 and codes:
+                largest = numbers.float().abs().max().clamp(min=1e-4)
+                scale = largest / torch.tensor(448.0)
+                page = tensors["pool"][block].view(-1)
+                page[row * size : (row + 1) * size] = _to_fp8(numbers, scale, FP8["e4m3"]).view(torch.uint8)
+                page[p * size + 4 * row : p * size + 4 * row + 4] = scale.view(1).view(torch.uint8)
+            elif slot >= 0:
+                tensors["pool"][block, row] = numbers
+
+    names = ("key", "pool", "slots")
+    _run_and_compare(lambda there: modules("sparse").write(*(there[name] for name in names)), tensors, change, device)
+
+
+def _accepted(work: Workload) -> Accepted:
+    """Accept some branch of each tree."""
+    chosen, nodes, lens = Random(work.seed), [], []
+    width = max(work.nodes(i) for i in range(len(work.lens)))
+    for i in range(len(work.lens)):
+        parents, path = work.parents(i), []
+        node = chosen.randrange(len(parents)) if parents else -1
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        nodes.append(path[::-1] + [-1] * (width - len(path)))
+        lens.append(len(path))
+    shape = (len(nodes), width)
+    return Accepted(
+        torch.tensor(nodes, dtype=torch.int32).view(shape),
+        torch.tensor(lens, dtype=torch.int32),
+        torch.zeros(len(lens), dtype=torch.int64),
+    )
+
+
+def _compact(work: Workload, modules: Modules, device: str) -> None:
+    work = replace(work, trees=work.trees or "deep")
+    owned, num_blocks = tables(work)
+    g, p, hk = _generator(work), work.block_size, work.heads[1]
+    pools = [
+        laid(torch.randn(num_blocks, p, hk, work.head_size, generator=g).to(_dtype(work)), _pool_kind(work))
+        for _ in range(2)
+    ]
+    accepted = _accepted(work)
+    batch = make_batch(work, block_table(work, owned))
+    parents = [work.parents(i) for i in range(len(work.lens))]
+
+    def call(there: dict[str, Any]) -> None:
+        trees = modules("speculative").make_trees(parents, device=device)
+        own = Accepted(*(x.to(device) for x in accepted))
+        modules("speculative").compact(there["pools"], moved(batch, device), trees, own, block_size=p)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for i, (blocks, (_, s)) in enumerate(zip(owned, work.lens, strict=True)):
+            slots, first = slots_of(work, blocks, s), s - work.nodes(i)
+            taken = accepted.nodes[i, : int(accepted.lens[i])].tolist()
+            for pool in tensors["pools"]:
+                rows = [pool[slots[first + node] // p, slots[first + node] % p].clone() for node in taken]
+                for k, row in enumerate(rows):
+                    pool[slots[first + k] // p, slots[first + k] % p] = row
+
+    _run_and_compare(call, dict(pools=pools), change, device)
+
+
+def _gather(work: Workload, modules: Modules, device: str) -> None:
+    owned, num_blocks = tables(work)
+    pool = torch.randn(num_blocks, work.block_size, work.heads[1], work.head_size, generator=_generator(work))
+    cache, table = laid(pool.to(_dtype(work)), work.pool), block_table(work, owned)
+    there, blocks = moved(cache, device), moved(table, device)
+    for i, (_, s) in enumerate(work.lens):
+        slots = slots_of(work, owned[i], s)
+        came = modules("kv_cache").gather(there, blocks[i], s)
+        _expect(f"sequence {i}", came, cache[slots // work.block_size, slots % work.block_size])
+
+
+# --- tables ---
+
+
+def _on_device(work: Workload, device: str) -> tuple[list[list[int]], Batch, Batch]:
+    owned, _ = tables(work)
+    batch = make_batch(work, block_table(work, owned))
+    return owned, batch, moved(batch, device)
+
+
+def _places(work: Workload) -> list[int]:
+    places = [s - q + k for q, s in work.lens for k in range(q)]
+    return places + [0] * work.padding_rows
+
+
+def _positions(work: Workload, modules: Modules, device: str) -> None:
+    _, _, batch = _on_device(work, device)
+    places = _places(work)
+    _expect("positions", modules("metadata").positions(batch, len(places)), torch.tensor(places, dtype=torch.int64))
+
+
+def _slots(work: Workload, owned: list[list[int]], window: int | None = None, later: int = 0) -> Tensor:
+    """Return the slots of new tokens; `later` steps after the first, in each of which a sequence grows."""
+    result, p = [], work.block_size
+    for blocks, (q, s) in zip(owned, work.lens, strict=True):
+        for place in range(s - q, s):
+            now = place + later * q
+            written = now >= 0 and (window is None or place > s - 1 - window)
+            result.append(blocks[now // p] * p + now % p if written else -1)
+    return torch.tensor(result + [-1] * work.padding_rows, dtype=torch.int64)
+
+
+def _slot_mapping(work: Workload, modules: Modules, device: str) -> None:
+    owned, _, batch = _on_device(work, device)
+    for window in (None, 1 + work.seed % 40, 2**31 - 1):
+        expected = _slots(work, owned, window)
+        came = modules("metadata").slot_mapping(batch, len(expected), block_size=work.block_size, window=window)
+        _expect(f"slots with window {window}", came, expected)
+
+
+def _advance(work: Workload, modules: Modules, device: str) -> None:
+    longer = replace(work, lens=tuple((q, s + q) for q, s in work.lens))
+    owned, _ = tables(longer)  # with room for one step more
+    batch = moved(make_batch(work, block_table(work, owned)), device)
+    slots = modules("metadata").slot_mapping(batch, len(_places(work)), block_size=work.block_size)
+    _expect("slots", slots, _slots(work, owned))
+    after = modules("metadata").advance(batch, slots, block_size=work.block_size)
+    _expect("seq_lens", after.seq_lens, torch.tensor([s + q for q, s in work.lens], dtype=torch.int32))
+    _expect("slots after", slots, _slots(work, owned, later=1))
+
+
+def _from_slots(work: Workload, modules: Modules, device: str) -> None:
+    owned, _ = tables(work)
+    p, longest = work.block_size, max(s for _, s in work.lens)
+    kind = torch.int32 if work.seed % 2 else torch.int64
+    rows = Random(work.seed).sample(range(len(work.lens) + 3), len(work.lens))
+    token_slots = torch.full((len(work.lens) + 3, longest + 4), -1, dtype=kind)
+    for row, blocks, (_, s) in zip(rows, owned, work.lens, strict=True):
+        token_slots[row, :s] = slots_of(work, blocks, s).to(kind)
+    columns = min(max(map(len, owned), default=0) + work.seed % 3, -(-(longest + 4) // p))
+    if not columns:
+        return
+    expected = torch.zeros(len(owned), columns, dtype=torch.int32)
+    for i, blocks in enumerate(owned):
+        expected[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+    arguments = (token_slots, torch.tensor(rows), torch.tensor([s for _, s in work.lens], dtype=torch.int32))
+    came = modules("metadata").block_table_from_slots(*(x.to(device) for x in arguments), block_size=p, columns=columns)
+    _expect("block_table", came, expected)
+
+
+def _ranks(work: Workload, modules: Modules, device: str) -> None:
+    p, interleave = work.block_size, min(work.interleave, work.block_size)
+    work = replace(work, lens=tuple((min(q, s), s) for q, s in work.lens))
+    for rank in range(work.ranks):
+        shard = Shard(rank, work.ranks, interleave)
+        own = [[j for j in range(s) if j // interleave % work.ranks == rank] for _, s in work.lens]
+        owned, _ = tables(work, [len(x) for x in own], salt=rank)
+        batch = moved(make_batch(work, block_table(work, owned)), device)
+        batch = replace(batch, max_seq_len=max(s for _, s in work.lens))
+        _expect(
+            "local_lens",
+            modules("context_parallel").local_lens(batch.seq_lens, shard),
+            torch.tensor([len(x) for x in own], dtype=torch.int32),
+        )
+        slots = []
+        for blocks, mine, (q, s) in zip(owned, own, work.lens, strict=True):
+            place = {j: k for k, j in enumerate(mine)}
+            for j in range(s - q, s):
+                k = place.get(j)
+                slots.append(-1 if k is None else blocks[k // p] * p + k % p)
+        expected = torch.tensor(slots + [-1] * work.padding_rows, dtype=torch.int64)
+        came = modules("context_parallel").slot_mapping(batch, len(expected), shard=shard, block_size=p)
+        _expect(f"slots of rank {rank}", came, expected)
+
+
+def _select(work: Workload, modules: Modules, device: str) -> None:
+    """Select by counting, for each key, those before it: of a higher score, or of the same one on its left."""
+    g, t, s = _generator(work), max(1, work.num_tokens % 40), max(s for _, s in work.lens)
+    scores = torch.randn(t, s, generator=g)
+    if work.seed % 2:
+        scores = scores.mul(2).round()  # many are equal, and some are -0
+    scores[torch.rand(t, s, generator=g) < (0.1, 0.5, 0.95)[work.seed % 3]] = -torch.inf
+    if work.seed % 5 == 0:
+        scores[torch.rand(t, s, generator=g) < 0.1] = torch.nan
+    expected = torch.full((t, work.topk), -1, dtype=torch.int32)
+    at = torch.arange(s)
+    for row, numbers in enumerate(scores):
+        rank = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a NaN is above all that is drawn
+        before = (rank[None] > rank[:, None]) | ((rank[None] == rank[:, None]) & (at[None] < at[:, None]))
+        taken = ((before.sum(1) < work.topk) & (rank != -torch.inf)).nonzero().flatten()
+        expected[row, : len(taken)] = taken.int()
+    came = modules("sparse").select(scores.to(device), work.topk)
+    _expect("selected", came, expected)
+
+
+def _slots_of_selected(work: Workload, modules: Modules, device: str) -> None:
+    owned, _, batch = _on_device(work, device)
+    chosen, rows, expected, p = Random(work.seed), [], [], work.block_size
+    for i, (q, s) in enumerate(work.lens):
+        for _ in range(q):
+            row = [chosen.randint(-1, s - 1) for _ in range(work.topk)]
+            rows.append(row)
+            expected.append([owned[i][j // p] * p + j % p if j >= 0 else -1 for j in row])
+    rows += [[1_000_000] * work.topk] * work.padding_rows
+    expected += [[-1] * work.topk] * work.padding_rows
+    positions, slots = (torch.tensor(x, dtype=torch.int32).view(-1, work.topk) for x in (rows, expected))
+    _expect("slots", modules("sparse").slots(batch, positions.to(device), block_size=p), slots)
+
+
+def _accepted_slots(work: Workload, modules: Modules, device: str) -> None:
+    chosen, columns = Random(work.seed), 1 + work.seed % 9
+    rows = [[chosen.randint(-1, 99) for _ in range(columns)] for _ in work.lens]
+    accepted = [chosen.randint(1, columns) if row[0] >= 0 else chosen.choice((-3, 0, 1 << 20)) for row in rows]
+    expected = [row[number - 1] if row[0] >= 0 else row[0] for row, number in zip(rows, accepted, strict=True)]
+    tables = (torch.tensor(x, dtype=torch.int32).to(device) for x in (rows, accepted))
+    _expect("slots", modules("state_cache").accepted_slots(*tables), torch.tensor(expected, dtype=torch.int32))
+
+
+def _trees(work: Workload, modules: Modules, device: str) -> None:
+    work = replace(work, trees=work.trees or "deep")
+    _, _, batch = _on_device(work, device)
+    trees = modules("speculative").make_trees([work.parents(i) for i in range(len(work.lens))], device=device)
+    places: list[int] = []
+    for i, (q, s) in enumerate(work.lens):
+        depths: list[int] = []
+        for parent in work.parents(i):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        places += [s - len(depths) + depth for depth in depths[len(depths) - q :]]
+    places += [0] * work.padding_rows
+    came = modules("speculative").positions(batch, trees, len(places))
+    _expect("positions", came, torch.tensor(places, dtype=torch.int64))
+
+
+def _accept(work: Workload, modules: Modules, device: str) -> None:
+    """Accept the longest branch that agrees; of two that are equally long the one whose last node comes first."""
+    work, chosen = replace(work, trees=work.trees or "deep", growing=0), Random(work.seed)
+    _, _, batch = _on_device(work, device)
+    trees = modules("speculative").make_trees([work.parents(i) for i in range(len(work.lens))], device=device)
+    rows = sum(q for q, _ in work.lens) + work.padding_rows
+    drafts, says = ([chosen.randint(0, 1 + work.seed % 3) for _ in range(rows)] for _ in range(2))
+    nodes, counts, following, row = [], [], [], 0
+    width = max(q for q, _ in work.lens)
+    for i, (q, _) in enumerate(work.lens):
+        parents = work.parents(i)
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            right = parent < 0 or (paths[parent] and drafts[row + node] == says[row + parent])
+            paths.append(([*paths[parent]] if parent >= 0 else []) + [node] if right else [])
+        best: list[int] = []
+        for path in paths:
+            best = path if len(path) > len(best) else best
+        nodes.append(best + [-1] * (width - len(best)))
+        counts.append(len(best))
+        following.append(says[row + best[-1]] if best else -1)
+        row += q
+    came = modules("speculative").accept(
+        batch,
+        trees,
+        torch.tensor(drafts, dtype=torch.int64, device=device),
+        torch.tensor(says, dtype=torch.int64, device=device),
+    )
+    _expect("nodes", came.nodes, torch.tensor(nodes, dtype=torch.int32).view(len(nodes), width))
+    _expect("lens", came.lens, torch.tensor(counts, dtype=torch.int32))
+    _expect("next_tokens", came.next_tokens, torch.tensor(following, dtype=torch.int64))

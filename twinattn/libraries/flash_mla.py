@@ -1,0 +1,124 @@
+"""FlashMLA: DeepSeek's latent attention, its half for Hopper, in the package `sgl-flash-mla`."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad
+
+from refattn.interface import Batch
+from twinattn.libraries import Call, missing, of_rectangle, output_of
+
+STEP = 128  # slots of a list, of which its kernels take a multiple
+
+
+def available() -> str | None:
+    """Return why it cannot be used."""
+    return missing("flash_mla")
+
+
+def prepare(
+    query: Tensor,
+    cache: Tensor,
+    batch: Batch,
+    latent_rank: int,
+    softmax_scale: float,
+    return_lse: bool = False,
+) -> Call:
+    """Prepare `flash_mla_with_kvcache`, for as many queries of each sequence; its first call shares out the work."""
+    from flash_mla import get_mla_metadata
+
+    schedule, _ = get_mla_metadata()
+    call = _prepare(query, cache, batch, latent_rank, schedule, softmax_scale=softmax_scale)
+    return of_rectangle(call) if return_lse else output_of(call)
+
+
+def prepare_codes(
+    query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float, *, cache_scale: float
+) -> Call:
+    """Prepare it over latents in fp8, of queries in fp8 as well; the work is shared out before the first call."""
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta, get_mla_decoding_metadata
+
+    schedule, rows = FlashMLASchedMeta(), len(query) // batch.num_seqs * query.shape[1]
+    schedule.tile_scheduler_metadata, schedule.num_splits = get_mla_decoding_metadata(
+        batch.seq_lens, rows, 1, query.shape[1], True, None, use_legacy=True
+    )
+    scales = (torch.full((1,), x, dtype=torch.float32, device=query.device) for x in (1.0, cache_scale))
+    descale_q, descale_k = scales
+    codes = dict(is_fp8_kvcache=True, descale_q=descale_q, descale_k=descale_k)
+    call = _prepare(query, cache, batch, latent_rank, schedule, softmax_scale=softmax_scale, **codes)
+    return output_of(call)
+
+
+def prepare_selected(
+    query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float, return_lse: bool = False
+) -> Call:
+    """Prepare its kernel for sparse prefills: of each query the slots of the latents that it sees, `[t, k]`.
+
+    Lists get -1 up to a multiple of 128, of which it has to have them.
+    """
+    from flash_mla.flash_mla_interface import flash_mla_sparse_fwd
+
+    rows = cache.flatten(0, 1)[:, None, : query.shape[-1]]
+    slots = pad(slots.int(), (0, -slots.shape[1] % STEP), value=-1)[:, None]
+    call = partial(flash_mla_sparse_fwd, query, rows, slots, softmax_scale, latent_rank, use_legacy=True)
+    if not return_lse:
+        return output_of(call)
+
+    def both() -> tuple[Tensor, Tensor]:
+        out, _, lse = call()
+        return out, lse
+
+    return both
+
+
+def prepare_packed(
+    query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float, return_lse: bool = False
+) -> Call:
+    """Prepare its kernel for sparse decodes, over rows of 656 bytes; its first call shares out the work.
+
+    Lists get -1 up to a multiple of 128, of which it has to have them.
+
+    Raises:
+        NotImplementedError: if there is something between the rows of a page.
+    """
+    from flash_mla import get_mla_metadata
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache
+
+    if cache.stride(1) != cache.shape[2]:
+        raise NotImplementedError("reads rows that follow one another without a gap")
+    schedule, _ = get_mla_metadata()
+    call = partial(
+        flash_mla_with_kvcache,
+        query[:, None],
+        cache[:, :, None],
+        None,
+        None,
+        latent_rank,
+        schedule,
+        softmax_scale=softmax_scale,
+        is_fp8_kvcache=True,
+        indices=pad(slots.int(), (0, -slots.shape[1] % STEP), value=-1)[:, None],
+        use_legacy=True,
+    )
+    return of_rectangle(call) if return_lse else output_of(call)
+
+
+def _prepare(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, schedule: Any, **options: Any) -> Call:
+    """Prepare its half for Hopper under a causal mask, with the work shared out by `schedule`."""
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache
+
+    return partial(
+        flash_mla_with_kvcache,
+        rearrange(query, "(b t) h d -> b t h d", b=batch.num_seqs),
+        cache[:, :, None, : query.shape[-1]],
+        batch.block_table,
+        batch.seq_lens,
+        latent_rank,
+        schedule,
+        causal=True,
+        use_legacy=True,
+        **options,
+    )
