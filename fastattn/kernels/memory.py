@@ -54,8 +54,9 @@ def _fields_in_memory(name: str, argument: Any) -> Any:
     if _CHECKED in attributes:
         return argument
     prefix = f"{name}." if isinstance(argument, Fp8Scales | Int8Scales) else ""
-    parts = {part: in_memory(prefix + part, attributes[part]) for part in argument.__dataclass_fields__}
-    changes = {part: value for part, value in parts.items() if value is not attributes[part]}
+    fields = {part: getattr(argument, part) for part in argument.__dataclass_fields__}  # some stand in the class alone
+    parts = {part: in_memory(prefix + part, value) for part, value in fields.items()}
+    changes = {part: value for part, value in parts.items() if value is not fields[part]}
     if changes:
         return replace(argument, **changes)
     if not isinstance(argument, AttentionOptions | Fp8Scales | Int8Scales):

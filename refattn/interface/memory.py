@@ -47,20 +47,33 @@ def check_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     others = {**written, **read}
     for name, tensor in written.items():
         del others[name]
-        if tensor.device.type == "meta":
-            continue  # which has no memory
         begin, end = _ends(tensor)
         for other_name, other in others.items():
-            if other.device != tensor.device or other.data_ptr() >= end or _ends(other)[1] <= begin:
+            if other.device != tensor.device or begin == end:
+                continue
+            other_begin, other_end = _ends(other)
+            if other_begin >= end or other_end <= begin:
                 continue
             if _first_in_common((_place(tensor), _place(other)), ()) is not None:
                 raise ValueError(f"{other_name}: expected memory of its own, got some of {name}, which is written to")
 
 
 def _ends(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor, and that after the last one."""
-    begin = tensor.data_ptr()
+    """Return the address of the first byte of a tensor, and that after the last one; the same of one without memory."""
+    begin = _address(tensor)
+    if begin is None:
+        return 0, 0
     return begin, begin + (tensor.nbytes if tensor.is_contiguous() else _layout(tensor).size)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return where a tensor lies; None on `meta`, in a transform of torch.func, and of subclasses without memory."""
+    if tensor.device.type == "meta" or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # as `vmap` passes it
+        return None
 
 
 def check_pools_apart(name: str, pools: Sequence[Tensor], others: tuple[str, Sequence[Tensor]] | None = None) -> None:
@@ -92,8 +105,9 @@ def check_pools_apart(name: str, pools: Sequence[Tensor], others: tuple[str, Seq
 
 
 def _place(tensor: Tensor) -> Place | None:
-    """Return where a tensor lies; None if it has no memory."""
-    return None if tensor.device.type == "meta" else (tensor.data_ptr(), _layout(tensor))
+    """Return where a tensor lies, and how; None if it has no memory."""
+    begin = _address(tensor)
+    return None if begin is None else (begin, _layout(tensor))
 
 
 def _layout(tensor: Tensor) -> Layout:

@@ -334,8 +334,9 @@ def test_a_captured_decode_attends_to_what_its_replay_finds(backend, variant, de
         launch()
         out = output[: inputs.batch.num_tokens].clone()
         arguments = inputs.query[: len(out)], *inputs.tensors[1:]
-        attend = partial(plan_and_attend, chunked_prefill, softmax_scale=0.2, **of_ours)
-        assert_matches_reference(out, attend(*arguments, return_lse=True)[1], attend, *arguments)
+        attend, options = partial(plan_and_attend, chunked_prefill), dict(softmax_scale=0.2, **of_ours)
+        lse = attend(*arguments, **options, return_lse=True)[1]
+        assert_matches_reference(out, lse, attend, *arguments, **options)
 
 
 def test_which_steps_can_be_captured(backend, over_latents):

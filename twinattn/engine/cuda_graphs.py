@@ -22,9 +22,11 @@ captured: its steps run launch by launch, and a warning says so.
 Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to captured sizes too.
 """
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import accumulate, chain
@@ -554,7 +556,7 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=runner.memory):
+        with _no_garbage_collected(), torch.cuda.graph(graph, pool=runner.memory):
             logits = step()
     except Exception as error:
         torch.cuda.set_stream(here)  # a capture that fails may leave its own stream behind
@@ -565,6 +567,18 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
         return logits
 
     return replay
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Let Python's garbage wait: a graph of another engine in it would be freed, which no capture survives."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _rounded_up(count: int) -> int:
