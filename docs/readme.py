@@ -112,6 +112,20 @@ def load() -> str:
     return "\n\n".join(parts)
 
 
+def served() -> str:
+    """Make a table of tokens per second inside vLLM, with our backend and with its own."""
+    parts = []
+    for file in sorted((RESULTS / "vllm").glob("*.json")):
+        found = json.loads(file.read_text())
+        head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"
+        lines = [f"| {head} | CUDA graphs | tokens per second, median of three rounds |", "|---|---|--:|"]
+        for row in found["speed"]:
+            rates = sorted(one["tokens"] / one["seconds"] for one in row["rounds"])
+            lines.append(f"| {row['backend']} | {row['graphs']} | {rates[len(rates) // 2]:,.0f} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def line(name: str, row: dict[str, Any], is_timed: bool) -> str:
     """Make the line of a row; with the time of the reference where others of the table have one."""
     peer = fastest_peer(row)
@@ -191,6 +205,7 @@ def main() -> None:
     CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
     put(ROOT / "docs/paths/engine.md", "load", load())
+    put(ROOT / "docs/integrations/vllm.md", "served", served())
     put(BENCHMARK, "behind", behind.table())
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         path.write_text(with_install_cell(path.read_text(), address.repository()))

@@ -339,6 +339,7 @@ def test_a_captured_decode_attends_to_what_its_replay_finds(backend, variant, de
         assert_matches_reference(out, lse, attend, *arguments, **options)
 
 
+@pytest.mark.covers("B225")
 def test_which_steps_can_be_captured(backend, over_latents):
     support, single = backend.AttentionCGSupport, backend.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     ask = backend.FastAttentionMetadataBuilder.get_cudagraph_support

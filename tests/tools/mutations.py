@@ -1012,6 +1012,15 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "B225",
+        "an encoder's step can be captured, too",
+        (
+            "twinattn.integrations.vllm:FastAttentionMetadataBuilder.get_cudagraph_support",
+            "AttentionCGSupport.NEVER if is_encoder else cls._cudagraph_support",
+            "cls._cudagraph_support",
+        ),
+    ),
+    *breaks(
         "B221",
         "ALiBi over ranks counts the keys of a rank",
         (
