@@ -220,12 +220,11 @@ def launch_all(gpu, largest):
         attention,
         cache,
         differential,
-        fused_layers,
         merge,
         metadata,
-        sampling,
         sparse,
     )
+    from twinattn.engine.kernels import fused_layers, sampling
 
     attend_levels = attention.attend_levels
     if largest:

@@ -76,7 +76,9 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     def differential() -> dict[str, Any]:
         query, key_cache, value_cache, batch = build(SMALL).tensors
         cache = torch.stack([torch.stack([key_cache, value_cache])] * 2)[..., :1, :].nan_to_num(0.0)
-        weights = dict(lambda_full=torch.tensor(0.3), lambda_init=0.2, norm_weight=torch.ones(16), norm_eps=1e-6)
+        weights = dict(
+            lambda_full=torch.tensor(0.3), lambda_init=0.2, norm_weight=torch.ones(16), norm_eps=1e-6, norm=None
+        )
         return _call(query, path.differential.plan(batch, block_size=4), cache=cache, scales=None, **weights)
 
     def latents() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_servers import PAGE, names_of
+from tests.helpers.servers import PAGE, names_of
 
 
 @pytest.mark.parametrize("name", sorted(names_of(PAGE.read_text(), "vLLM")))

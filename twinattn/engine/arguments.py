@@ -70,10 +70,17 @@ def check_parts(
 
 
 def _is_twin(twin: Any) -> bool:
-    """Return whether an object has the paths that every twin has, as attributes or as modules of a package."""
-    if isinstance(twin, ModuleType) and hasattr(twin, "__path__"):
-        return all(find_spec(f"{twin.__name__}.{path}") for path in PATHS)
-    return all(hasattr(twin, path) for path in PATHS)
+    """Return whether an object has the paths that every twin has, as attributes or as modules of its name."""
+
+    def has(path: str) -> bool:
+        if hasattr(twin, path) or not isinstance(twin, ModuleType):
+            return hasattr(twin, path)
+        try:
+            return find_spec(f"{twin.__name__}.{path}") is not None
+        except ModuleNotFoundError:  # in a module that is no package
+            return False
+
+    return all(has(path) for path in PATHS)
 
 
 def check_out_of_memory(error: RuntimeError) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FOLDERS = (Path(), Path("notebooks"), Path(__file__).parent.parent.parent / "notebooks")
+FOLDERS = (Path(), Path("notebooks"), Path(__file__).parents[3] / "notebooks")
 LETTERS = "ABCDEFGH"
 CELLS = re.compile(r"(?<![\w.-])([01.#])(?![\w.-])")
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e-?\d+)?")
