@@ -14,57 +14,64 @@ ALIAS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo serve exercises lab test newest compile mutants search vllm-test families site-test matrix check bench readme docs
+.PHONY: help demo serve exercises lab test test-rest test-all newest compile mutants search vllm-test families site-test matrix check bench readme docs
 .PHONY: docs-version gpu-report notebooks release-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
-	$(BIN)/twinattn demo $(ARGS)
+	$(BIN)/python -m twinattn demo $(ARGS)
 
 exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
-	@$(BIN)/twinattn exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
+	@$(BIN)/python -m twinattn exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
 
 serve: $(VENV)/.serve $(VENV)/.model  ## the demo's model behind HTTP, for OpenAI's clients; ARGS=--log-steps
-	$(BIN)/twinattn serve $(ARGS)
+	$(BIN)/python -m twinattn serve $(ARGS)
 
 lab: $(VENV)/.notebooks $(VENV)/.model  ## the notebooks in JupyterLab, which opens the first
 	$(BIN)/python -m jupyter lab notebooks/01_ragged_batch.ipynb $(ARGS)
 
-test: $(VENV)/.test $(VENV)/.model  ## the tests
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test: $(VENV)/.test  ## the core of the tests: each path, storage, plan and kernel, an engine, each integration
+	$(PYTEST) --tier core $(ARGS)
+
+test-rest: $(VENV)/.rest $(VENV)/.model  ## all other tests: depth of paths and kernels, families, kit, notebooks, site
+	$(PYTEST) --tier rest $(ARGS)
+
+test-all: $(VENV)/.rest $(VENV)/.model  ## both
+	$(PYTEST) $(ARGS)
 
 newest:  ## the tests with today's newest dependencies, in .venv-newest: which lie outside our bounds, and which break what
 	JOBS=$(JOBS) $(PYTHON) tests/newest.py $(ARGS)
 
-compile: $(VENV)/.test  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
+compile: $(VENV)/.rest  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 -o faulthandler_timeout=0 $(ARGS)
 
-mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its tests fail; ARGS="A6 D143" takes these rows
+mutants: $(VENV)/.rest $(VENV)/.model  ## break each feature once, and see its tests fail; ARGS="A6 D143" takes these rows
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs $(JOBS) $(ARGS)
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py tests/integrations/vllm_names.py $(ARGS)
 
-families: $(VENV)/.test  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
+families: $(VENV)/.rest  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)
 
 site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
 	$(BIN)/python docs/pyodide.py
 	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)
 
-matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
+matrix: $(VENV)/.rest $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
 	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)
 
 search: $(VENV)/.test  ## random batches of every path against an oracle; ARGS="--device cuda --seconds 300"
-	$(BIN)/twinattn search $(ARGS)
+	$(BIN)/python -m twinattn search $(ARGS)
 
-gpu-report: $(VENV)/.test $(VENV)/.model  ## doctor, tests, search, bench and kit on a GPU in one file, gpu-report.json
+gpu-report: $(VENV)/.rest $(VENV)/.model  ## doctor, tests, search, bench and kit on a GPU in one file, gpu-report.json
 	$(BIN)/python tests/gpu_report.py $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules
@@ -74,7 +81,7 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
-	$(BIN)/twinattn bench $(ARGS)
+	$(BIN)/python -m twinattn bench $(ARGS)
 
 readme: $(VENV)/.docs  ## the README's measurements, from docs/results, the pages of what is covered and of bugs
 	$(BIN)/python docs/readme.py

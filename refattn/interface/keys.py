@@ -378,7 +378,7 @@ class Pairs(NamedTuple):
             raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
         check_number("lambda_init", lambda_init)
         check_number("norm_eps", norm_eps, above=0.0)
-        if norm is not None and not callable(norm):
+        if norm is not None and (not callable(norm) or isinstance(norm, type)):
             raise ValueError(f"norm: expected a function of the differences, got {describe(norm)}")
         if norm is not None and norm_weight is not None:
             raise ValueError(f"norm_weight: expected None beside a norm of its own, got {describe(norm_weight)}")

@@ -1,6 +1,10 @@
 """Rows for tables of bad input: requests of a scheduler, prefixes that they share, and tensors with their options."""
 
+import dataclasses
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from refattn.interface import Prefix
 
@@ -53,3 +57,17 @@ BAD_INPUT = {
         lambda a: a | {"alibi_slopes": torch.zeros(4, dtype=torch.int32)},
     ),
 }
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors in some arguments, in batches and lists too, but for those without strides."""
+    if isinstance(value, Tensor):
+        has_strides = value.layout is torch.strided and not value.is_nested
+        return [value] if value.device.type == "cpu" and has_strides else []
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]

@@ -49,7 +49,7 @@ def kinds(monkeypatch):
 
 def defined(kind, name):
     """Return a method that a class of ours defines; None if it has vLLM's."""
-    found = ChainMap(*(vars(x) for x in kind.__mro__ if x.__module__.startswith("fastattn"))).get(name)
+    found = ChainMap(*(vars(x) for x in kind.__mro__ if x.__module__.startswith("twinattn"))).get(name)
     return None if found is None else getattr(kind, name)
 
 

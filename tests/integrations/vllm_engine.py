@@ -138,7 +138,7 @@ def serve(path, prompts, name):
 
     load_general_plugins()  # as vLLM does when it begins: through the entry point of this package
     kind, steps = AttentionBackendEnum[stock_name(name)].get_class(), []
-    ours = kind.__module__.startswith("fastattn")
+    ours = kind.__module__.startswith("twinattn")
     if ours:
         build = kind.get_builder_cls().build
 

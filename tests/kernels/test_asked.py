@@ -25,7 +25,7 @@ from refattn.interface import (
     TreePlan,
     simulate_ranks,
 )
-from tests.kernels.test_replay import OPTIONS, PATHS, in_each_path, lay_out, plan_of
+from tests.helpers.layers import OPTIONS, PATHS, in_each_path, lay_out, plan_of
 
 KNOWN = {name: importlib.import_module(module).KERNEL.knows for name, module in dispatch.MODULES.items()}
 

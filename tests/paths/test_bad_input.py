@@ -31,7 +31,7 @@ from refattn.interface import (
     contents,
     writes,
 )
-from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD
+from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, tensors_in
 from tests.helpers.batches import Case, build
 from twinattn.kit.call import OPTIONS as OPTION_NAMES
 
@@ -1022,20 +1022,6 @@ def perform(package: str, call: str, arguments: dict):
 
 
 TABLE = [(call, *row) for call, rows_of_call in BAD.items() for row in rows_of_call if takes(call, row[0])]
-
-
-def tensors_in(value) -> list[Tensor]:
-    """List the tensors in some arguments, in batches and lists too, but for those without strides."""
-    if isinstance(value, Tensor):
-        has_strides = value.layout is torch.strided and not value.is_nested
-        return [value] if value.device.type == "cpu" and has_strides else []
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
-
-
-def bits(tensors: list[Tensor]) -> list[bytes]:
-    return [bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]
 
 
 def fault_of_refusal(package: str, call: str, arguments: dict, message: str) -> str:

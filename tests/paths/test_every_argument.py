@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from refattn import interface
+from tests.helpers.bad_input import bits, tensors_in
 from tests.helpers.legal_calls import legal_calls, legal_types, public_functions
-from tests.paths.test_bad_input import bits, tensors_in
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])

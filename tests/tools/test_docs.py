@@ -1,8 +1,6 @@
 """The site builds without a warning, its links lead somewhere, and every block of code on it does what it says."""
 
-import contextlib
 import importlib
-import io
 import json
 import re
 import runpy
@@ -12,7 +10,7 @@ import textwrap
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urldefrag
 
@@ -22,16 +20,12 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from py_mini_racer import MiniRacer
 
+from tests.helpers.pages import FENCE, ROOT, blocks_of, run_python
 from twinattn.course.drawing import animation
 from twinattn.kit import isolate
 from twinattn.kit.search import command as search
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]*)\")?[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
-    re.MULTILINE | re.DOTALL,
-)
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
@@ -44,60 +38,6 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 # --- the code on the pages ---
-
-
-@dataclass
-class Block:
-    """A block of code, where it stands, the file that it is, if any, and the output that the page shows below it."""
-
-    language: str
-    code: str
-    line: int
-    title: str | None = None
-    output: str = ""
-
-
-def blocks_of(page: Path) -> list[Block]:
-    text = page.read_text()
-    blocks: list[Block] = []
-    end = 0
-    for match in FENCE.finditer(text):
-        code, line = textwrap.dedent(match["code"]), text[: match.start()].count("\n") + 1
-        if match["language"] == "text" and blocks and not text[end : match.start()].strip():
-            blocks[-1].output = code
-        else:
-            blocks.append(Block(match["language"], code, line, match["title"]))
-        end = match.end()
-    return blocks
-
-
-def run_python(page: Path, blocks: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the blocks of a page one after the other, as a reader who types them would, and compare what they print.
-
-    A block whose title is a file's name is that file: a module, which later blocks import.
-    """
-    names = {"__name__": page.stem}
-    for block in blocks:
-        printed = io.StringIO()
-        # Lines are counted as on the page, so that an error names the right one.
-        code = compile("\n" * block.line + block.code, str(page), "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, names if block.title is None else new_module(block.title, monkeypatch))
-        assert tidy(printed.getvalue()) == tidy(block.output), f"{page.name}:{block.line} prints something else"
-
-
-def new_module(file: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of a new module, `refattn.skip` for `refattn/skip.py`, that can be imported in this test."""
-    package, name = Path(file).parent.name, Path(file).stem
-    assert not (ROOT / file).exists(), f"{file} is there already"
-    module = ModuleType(f"{package}.{name}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(importlib.import_module(package), name, module, raising=False)
-    return vars(module)
-
-
-def tidy(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 @each_page

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_docs import FENCE
+from tests.helpers.pages import FENCE
 
 ROOT = Path(__file__).parent.parent.parent
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}

@@ -398,7 +398,7 @@ def _is_refusal(error: Exception) -> bool:
     """Return whether a `raise` of a twin raised an error, and not a library that it calls."""
     *_, (frame, line) = walk_tb(error.__traceback__)
     file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-    is_library = "site-packages" in file and not module.startswith(("refattn.", "fastattn."))
+    is_library = "site-packages" in file and not module.startswith(("refattn.", "fastattn.", "twinattn."))
     return not is_library and linecache.getline(file, line).lstrip().startswith("raise")
 
 
