@@ -358,9 +358,7 @@ def test_a_plan_that_is_not_prepared_is_warned_of_before_the_limit(shapes_unchec
         while graphs.frame_count < torch._dynamo.config.recompile_limit // 2:
             _, tensors, others, _ = next(many)
             compiled(*tensors, *others)
-    with pytest.warns(
-        UserWarning, match=r"ops\.speculative: .* graph 5 .* stops after 8.*ops\.prepare\(plan\)"
-    ):
+    with pytest.warns(UserWarning, match=r"ops\.speculative: .* graph 5 .* stops after 8.*ops\.prepare\(plan\)"):
         while graphs.frame_count == torch._dynamo.config.recompile_limit // 2:
             _, tensors, others, _ = next(many)
             compiled(*tensors, *others)

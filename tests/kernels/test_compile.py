@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import fastattn.kernels
+import twinattn.engine.kernels
 from fastattn.kernels import device as devices
 
 
 def our_kernels() -> set[str]:
     """Name all kernels: the jitted functions whose names end so; helpers are compiled with what calls them."""
-    modules = [
-        importlib.import_module(m.name) for m in pkgutil.walk_packages(fastattn.kernels.__path__, "fastattn.kernels.")
-    ]
+    folders = fastattn.kernels, twinattn.engine.kernels
+    names = [m.name for x in folders for m in pkgutil.walk_packages(x.__path__, f"{x.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
     return {
         f"{m.__name__}.{name}"
         for m in modules

@@ -23,7 +23,7 @@ def test_every_dependency_has_a_bound_above_what_is_tested():
 
 
 def test_what_is_installed_is_all_that_the_tests_need():
-    required = newest.requirements(PROJECT, "test")
+    required = newest.requirements(PROJECT, newest.EXTRA)
     assert required["triton"][2] == "; platform_system == 'Linux'" and required["mkdocstrings"][0] == "[python]"
     assert {"torch", "transformers", "openai", "hypothesis", "ruff"} <= set(required) and "twinattn" not in required
 

@@ -172,7 +172,7 @@ def test_two_hundred_streams_at_once_are_answered_as_if_alone(llama, tokenizer, 
         async with openai.AsyncOpenAI(**asked) as client:
             return await asyncio.gather(*(stream(client, *pair) for pair in zip(prompts, samplings, strict=True)))
 
-    with caplog.at_level(logging.INFO, "fastattn"), served(engine, log_steps=True) as server:
+    with caplog.at_level(logging.INFO, "twinattn"), served(engine, log_steps=True) as server:
         answers = asyncio.run(all_at_once(server.asked))
         found = metrics(server)
     assert answers == [(request.text, {request.finish_reason}) for request in expected]

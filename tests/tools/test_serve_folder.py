@@ -82,7 +82,7 @@ def test_a_folder_that_is_not_whole_is_refused_in_a_sentence(folder, spoil, mess
 def test_weights_that_a_model_does_not_have_are_said(folder, caplog):
     extra = load_file(folder / "model.safetensors")["lm_head.weight"].clone()
     change(folder, model__adapter__weight=extra)
-    with caplog.at_level(logging.WARNING, "fastattn"):
+    with caplog.at_level(logging.WARNING, "twinattn"):
         model, _ = load_folder(folder)
     assert "has weights that the model does not use: model.adapter.weight" in caplog.text
     assert model.lm_head.weight.equal(extra)

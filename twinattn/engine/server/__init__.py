@@ -69,7 +69,7 @@ def run(
         raise ValueError(f"twin: expected {' or '.join(TWINS)}, got {twin!r}")
     check_device(device)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    for name in ("fastattn", "uvicorn"):
+    for name in ("twinattn", "uvicorn"):
         logging.getLogger(name).setLevel(logging.INFO)
     model, tokenizer = load(model_file()) if folder is None else load_folder(folder)
     on_gpu = twin == "fastattn" and torch.device(device).type == "cuda"
