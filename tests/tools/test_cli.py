@@ -1,0 +1,37 @@
+"""The command `twinattn`: every command says what it does, and an unknown one is refused."""
+
+import pytest
+from typer.testing import CliRunner
+
+from twinattn.cli import main
+
+COMMANDS = (
+    "demo",
+    "serve",
+    "prove",
+    "search",
+    "bench",
+    "load",
+    "doctor",
+    "notebooks",
+    "exercises",
+    "draw",
+    "quantization",
+)
+
+
+def test_the_help_lists_every_command():
+    found = CliRunner().invoke(main, ["--help"])
+    assert found.exit_code == 0 and {
+        command.name or command.callback.__name__ for command in main.registered_commands
+    } == {*COMMANDS}
+    assert all(name in found.output for name in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["unknown"], ["bench", "--devise", "cpu"], ["serve", "--port", "-1"]], ids=str)
+def test_what_a_command_does_not_know_is_refused(arguments):
+    assert CliRunner().invoke(main, arguments).exit_code == 2
+
+
+def test_a_drawing_is_printed(capsys):
+    assert CliRunner().invoke(main, ["draw", "causal"]).exit_code == 0
