@@ -45,6 +45,7 @@ CORE_SECONDS = 2.0  # of CPU that a test of the core may take
 LONGER = {  # and those that may take more
     "test_the_blocks_of_the_readme_print_what_it_shows": 12.0,  # the README checks a kernel, and finds its bug
     "test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one": 8.0,  # each path, each option, in one plan
+    "test_an_output_may_be_written_over_an_input": 6.0,  # the interpreter runs a cascade three times
     "test_a_thread_may_meet_a_schedule_half_made": 8.0,  # stops a thread at each line of a schedule
 }
 KERNELS_OF_TRANSFORMERS = "fla", "mamba_ssm", "causal_conv1d"  # it calls them, where they are installed
