@@ -41,8 +41,8 @@ CORE = {
     "integrations": ("each", "flash_attn", "vllm_interface"),
     "tools": ("cli", "readme", "twins", "way_of_a_call"),
 }
-CORE_SECONDS = 2.0  # of CPU that a test of the core may take
-LONGER = {  # and those that may take more
+CORE_SECONDS = 2.0  # the most CPU time of a core test
+LONGER = {  # core tests with a limit of their own, and why
     "test_the_blocks_of_the_readme_print_what_it_shows": 12.0,  # the README checks a kernel, and finds its bug
     "test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one": 8.0,  # each path, each option, in one plan
     "test_an_output_may_be_written_over_an_input": 6.0,  # the interpreter runs a cascade three times

