@@ -19,8 +19,9 @@ from torch import Tensor
 
 from refattn import context_parallel, interval, kv_cache, masks, merge, sparse, speculative
 from refattn.attention import attend
-from refattn.interface import Batch, Shard
+from refattn.batch import Batch
 from refattn.metadata import make_batch
+from refattn.ranks import Shard
 from twinattn.course.exercises.functions.visibility import virtual_batches
 from twinattn.course.exercises.puzzles import PUZZLES
 from twinattn.engine.window_pool import WindowPool

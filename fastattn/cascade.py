@@ -15,10 +15,13 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.device import to_device
 from fastattn.metadata import positions
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Pages, Plan, Prefix
-from refattn.interface.call import check_plan
-from refattn.interface.contents import check_prefixes, check_requests
-from refattn.interface.values import LARGEST_INT32, check_sizes, check_window
+from refattn.batch import Batch, Prefix
+from refattn.checks import LARGEST_INT32, check_sizes, check_window
+from refattn.checks_of_calls import check_plan
+from refattn.checks_of_steps import check_prefixes, check_requests
+from refattn.keys import Pages
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
 
 
 def plan(

@@ -16,33 +16,17 @@ from fastattn.kernels.kernel import PLAN, fields_of
 from fastattn.kernels.problem import compute_dtype, places
 from fastattn.metadata import positions
 from fastattn.sparse import by_token
-from refattn.interface import (
-    AttentionOptions,
-    Batch,
-    ContextParallelPlan,
-    Fp8Scales,
-    Group,
-    Int8Scales,
-    Pages,
-    Plan,
-    QuantizedPages,
-    RecurrentOptions,
-    Rows,
-    Shard,
-    StatePlan,
-)
-from refattn.interface.ambient import refuse_gradients, without_autocast
-from refattn.interface.checks import check_context_parallel
-from refattn.interface.contents import (
-    check_block_table,
-    check_contexts,
-    check_local_lens,
-    check_num_tokens,
-    check_shard,
-    check_written_blocks,
-)
-from refattn.interface.states import check_convolution, check_ranks, check_recurrent
-from refattn.interface.values import check_int, check_window
+from refattn.batch import Batch, check_block_table, check_written_blocks
+from refattn.checks import check_int, check_window
+from refattn.checks_of_calls import check_context_parallel
+from refattn.checks_of_steps import check_contexts, check_local_lens, check_num_tokens, check_shard
+from refattn.keys import Pages, QuantizedPages, Rows
+from refattn.modes import refuse_gradients, without_autocast
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import ContextParallelPlan, Plan
+from refattn.ranks import Group, Shard
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.states import StatePlan, check_convolution, check_ranks, check_recurrent
 
 # The fields of plans that `attention` looks at.
 OVER_RANKS = PLAN | fields_of(Shard, "rank", "num_ranks", "interleave")

@@ -5,7 +5,10 @@ from torch import Tensor
 
 from fastattn.kernels import dispatch
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Batch, Plan, Rows
+from refattn.batch import Batch
+from refattn.keys import Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:

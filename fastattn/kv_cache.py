@@ -10,9 +10,9 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import as_bytes, as_integers
-from refattn.interface.ambient import refuse_gradients
-from refattn.interface.values import check_memory, check_sizes, rows_with_slots
-from refattn.interface.writes import check_block_pairs, check_gather, check_slots
+from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn.checks_of_writes import check_block_pairs, check_gather, check_slots
+from refattn.modes import refuse_gradients
 
 
 def allocate(

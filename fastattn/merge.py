@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface.checks import check_partials, check_sinks
+from refattn.checks_of_calls import check_partials, check_sinks
 
 
 def merge(

@@ -12,23 +12,19 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.device import to_device
 from fastattn.kernels.problem import places
-from refattn.interface import Batch, Part
-from refattn.interface.contents import (
+from refattn.batch import Batch, Part, check_batch, check_block_table, check_lengths, check_written_blocks
+from refattn.checks import LARGEST_INT32, check_device, check_int, check_sizes, expect
+from refattn.checks_of_steps import (
     check_advance,
-    check_batch,
-    check_block_table,
     check_encoder,
     check_encoder_lens,
-    check_lengths,
     check_next_inputs,
     check_num_tokens,
     check_refill,
     check_requests,
     check_slot_table,
     check_split,
-    check_written_blocks,
 )
-from refattn.interface.values import LARGEST_INT32, check_device, check_int, check_sizes, expect
 
 
 def make_batch(

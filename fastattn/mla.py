@@ -17,15 +17,18 @@ from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Pages, Plan, PrefillPlan, Rows
-from refattn.interface.ambient import refuse_gradients, without_autocast
-from refattn.interface.checks import check_latent_prefill, check_projection
-from refattn.interface.contents import check_workspace
-from refattn.interface.keys import latents_of
-from refattn.interface.packed import is_packed, packed_size
-from refattn.interface.scales import FP8_FORMATS
-from refattn.interface.values import check_memory, check_sizes, rows_with_slots
-from refattn.interface.writes import check_latent_slots
+from refattn.batch import Batch
+from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn.checks_of_calls import check_latent_prefill, check_projection
+from refattn.checks_of_steps import check_workspace
+from refattn.checks_of_writes import check_latent_slots
+from refattn.keys import Pages, Rows, latents_of
+from refattn.modes import refuse_gradients, without_autocast
+from refattn.options import AttentionOptions
+from refattn.packed_latents import is_packed, packed_size
+from refattn.plan import ContextChunk, Plan, PrefillPlan
+from refattn.scales import FP8_FORMATS
+from refattn.trees import AttentionPlan
 
 TILE = 128  # tokens whose keys and values are one product under `batch_invariant`
 PREFILL = PLAN  # the fields of plans that `prefill` looks at

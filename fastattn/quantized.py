@@ -7,18 +7,14 @@ from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Batch,
-    Fp8Scales,
-    Int8Scales,
-    Plan,
-    QuantizedPages,
-)
-from refattn.interface.scales import FP8_FORMATS, type_of_outputs
-from refattn.interface.values import check_sizes, rows_with_slots
-from refattn.interface.writes import check_int8_pools, check_quantized_slots, check_values
+from refattn.batch import Batch
+from refattn.checks import check_sizes, rows_with_slots
+from refattn.checks_of_writes import check_int8_pools, check_quantized_slots, check_values
+from refattn.keys import QuantizedPages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import FP8_FORMATS, Fp8Scales, Int8Scales, type_of_outputs
+from refattn.trees import AttentionPlan
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:

@@ -10,10 +10,10 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.kernel import STATES
 from fastattn.kernels.problem import places
-from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
-from refattn.interface.ambient import refuse_gradients, without_autocast
-from refattn.interface.contents import check_batch
-from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
+from refattn.batch import Batch, check_batch
+from refattn.modes import refuse_gradients, without_autocast
+from refattn.options import RecurrentOptions
+from refattn.states import StateMap, StatePlan, check_compose, check_convolution, check_recurrent, check_state_map
 
 
 def plan(

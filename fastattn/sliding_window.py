@@ -7,9 +7,10 @@ from torch import Tensor
 
 from fastattn import chunked_prefill
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Plan
-from refattn.interface.contents import check_block_table, check_lengths
-from refattn.interface.values import check_window
+from refattn.batch import Batch, check_block_table, check_lengths
+from refattn.checks import check_window
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal: bool = True) -> Plan:

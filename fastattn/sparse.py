@@ -6,9 +6,8 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, mla
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Plan
-from refattn.interface.ambient import refuse_gradients
-from refattn.interface.selection import (
+from refattn.batch import Batch
+from refattn.index_keys import (
     SCALE_BYTES,
     check_index_pool,
     check_index_read,
@@ -18,6 +17,9 @@ from refattn.interface.selection import (
     check_selected,
     check_selected_options,
 )
+from refattn.modes import refuse_gradients
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def allocate(

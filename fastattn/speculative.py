@@ -15,10 +15,18 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, sliding_window
 from fastattn.kernels import dispatch
-from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
-from refattn.interface.call import check_plan
-from refattn.interface.contents import check_block_table, check_num_tokens
-from refattn.interface.trees import (
+from refattn.batch import Batch, check_block_table
+from refattn.checks import check_device, check_flag, check_window
+from refattn.checks_of_calls import check_plan
+from refattn.checks_of_steps import check_num_tokens
+from refattn.keys import Pages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import (
+    Accepted,
+    DraftStep,
+    TreePlan,
+    Trees,
     check_accepted,
     check_accepted_lens,
     check_caches,
@@ -29,7 +37,6 @@ from refattn.interface.trees import (
     check_tree_mask,
     check_trees,
 )
-from refattn.interface.values import check_device, check_flag, check_window
 
 
 def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:

@@ -7,9 +7,9 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface.states import check_accepted_slots
-from refattn.interface.values import check_memory, check_sizes
-from refattn.interface.writes import check_block_pairs
+from refattn.checks import check_memory, check_sizes
+from refattn.checks_of_writes import check_block_pairs
+from refattn.states import check_accepted_slots
 
 
 def allocate(

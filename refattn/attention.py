@@ -15,11 +15,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refattn import masks
-from refattn.interface import AttentionOptions, CascadePlan, Keys, Plan, TreePlan
-from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.scales import type_of_outputs
-from refattn.keys import read, read_query
+from refattn.keys import Keys, read, read_query
 from refattn.merge import merge
+from refattn.modes import compute_dtype, without_autocast
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
+from refattn.scales import type_of_outputs
+from refattn.trees import TreePlan
 
 
 @without_autocast

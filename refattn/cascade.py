@@ -21,11 +21,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refattn.attention import attend_to
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Pages, Plan, Prefix
-from refattn.interface.call import check_plan
-from refattn.interface.contents import check_prefixes, check_requests
-from refattn.interface.values import check_sizes, check_window
+from refattn.batch import Batch, Prefix
+from refattn.checks import check_sizes, check_window
+from refattn.checks_of_calls import check_plan
+from refattn.checks_of_steps import check_prefixes, check_requests
+from refattn.keys import Pages
 from refattn.metadata import make_batch, positions
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
 
 
 def plan(

@@ -14,9 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refattn.attention import attend_to
-from refattn.interface import AttentionOptions, Batch, Pages, Plan
-from refattn.interface.call import check_plan
-from refattn.interface.values import check_sizes
+from refattn.batch import Batch
+from refattn.checks import check_sizes
+from refattn.checks_of_calls import check_plan
+from refattn.keys import Pages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:

@@ -26,37 +26,19 @@ from torch import Tensor
 
 from refattn import recurrent
 from refattn.attention import attend, attend_plan, finish
-from refattn.interface import (
-    AttentionOptions,
-    Batch,
-    ContextParallelPlan,
-    Fp8Scales,
-    Group,
-    Int8Scales,
-    Pages,
-    Plan,
-    QuantizedPages,
-    RecurrentOptions,
-    Rows,
-    Shard,
-    StatePlan,
-)
-from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.checks import check_context_parallel
-from refattn.interface.contents import (
-    check_block_table,
-    check_contexts,
-    check_local_lens,
-    check_num_tokens,
-    check_shard,
-    check_written_blocks,
-)
-from refattn.interface.parallel import check_is_shard
-from refattn.interface.states import check_convolution, check_ranks, check_recurrent
-from refattn.interface.values import check_int, check_window
-from refattn.keys import read, read_query
+from refattn.batch import Batch, check_block_table, check_written_blocks
+from refattn.checks import check_int, check_window
+from refattn.checks_of_calls import check_context_parallel
+from refattn.checks_of_steps import check_contexts, check_local_lens, check_num_tokens, check_shard
+from refattn.keys import Pages, QuantizedPages, Rows, read, read_query
 from refattn.merge import merge
 from refattn.metadata import positions
+from refattn.modes import compute_dtype, without_autocast
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import ContextParallelPlan, Plan
+from refattn.ranks import Group, Shard, check_is_shard
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.states import StatePlan, check_convolution, check_ranks, check_recurrent
 
 
 def plan(

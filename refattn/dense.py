@@ -10,7 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refattn.attention import attend_to
-from refattn.interface import AttentionOptions, Batch, Plan, Rows
+from refattn.batch import Batch
+from refattn.keys import Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:

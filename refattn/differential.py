@@ -26,11 +26,16 @@ from torch import Tensor
 
 from refattn import chunked_prefill, kv_cache, quantized
 from refattn.attention import attend_plan, finish
-from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
-from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.checks import check_halves, check_lambdas, check_rows_of_pairs
-from refattn.interface.values import check_memory, check_normed, check_sizes
-from refattn.interface.writes import check_pairs
+from refattn.batch import Batch
+from refattn.checks import check_memory, check_normed, check_sizes
+from refattn.checks_of_calls import check_halves, check_lambdas, check_rows_of_pairs
+from refattn.checks_of_writes import check_pairs
+from refattn.keys import Pairs
+from refattn.modes import compute_dtype, without_autocast
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales
+from refattn.trees import AttentionPlan
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:

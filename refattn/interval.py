@@ -29,9 +29,10 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn import chunked_prefill
-from refattn.interface import Batch, Intervals, Plan
-from refattn.interface.contents import check_batch, check_intervals, check_num_tokens, check_prefix_lens, check_spans
-from refattn.interface.values import check_flag, check_sizes, check_window
+from refattn.batch import Batch, check_batch
+from refattn.checks import check_flag, check_sizes, check_window
+from refattn.checks_of_steps import check_intervals, check_num_tokens, check_prefix_lens, check_spans
+from refattn.plan import Intervals, Plan
 
 attention = chunked_prefill.attention
 

@@ -1,25 +1,417 @@
-"""Where the keys are, read: the keys and values of each sequence of a plan as numbers, whatever stores them.
+"""Where the keys are: a type for each storage, what a call is checked for, and how each sequence is read as numbers.
 
-    Rows              sequence `i` has rows `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`
-    Pages             its tokens are in the blocks of row `i` of the block table
-    QuantizedPages    likewise, and a number is `scale * code`; queries may be rounded as keys are
-    Latents           pages of which the value is the first part of the key; codes of fp8 as in quantised pages
-    PackedLatents     likewise, in bytes: codes under a scale for each 128 of them, and rotary keys as numbers
+    Rows              one key after the other, without a cache       dense, encoders, new tokens among themselves
+    Pages             blocks of a pool, by a block table             chunked prefill, windows, local, cascades, trees
+    QuantizedPages    the same in 8 bits, and scales                 quantized
+    Latents           a pool of vectors that are key and value       mla
+    PackedLatents     the same in bytes: codes, scales, numbers      mla, sparse
+    Pairs             pools for both heads of each pair              differential
 
-All that follows, masks and softmax and merging, is the same for each of them (`refattn.attention`).
+Who may see whom is the plan's to say: rows are read under a `Plan`, and every pool under every plan over pages. Each
+storage checks a call of attention to it; `refattn.checks_of_calls` has what calls have in common. All that follows,
+masks and softmax and merging, is the same for each of them (`refattn.attention`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import isfinite
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
 from jaxtyping import Float, Float32, Int8, Shaped, UInt8
 from torch import Tensor
 
-from refattn.interface import Fp8Scales, Int8Scales, Keys, Latents, PackedLatents, Pages, Plan, QuantizedPages, Rows
-from refattn.interface.ambient import compute_dtype
-from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts
+from refattn.checks import (
+    QUERY_TYPES,
+    check_flag,
+    check_floating,
+    check_number,
+    check_query,
+    check_result,
+    check_sizes,
+    describe,
+    expect,
+    same_device,
+)
+from refattn.checks_of_calls import (
+    check_latents,
+    check_levels,
+    check_options,
+    check_plan,
+    check_pool,
+    check_rows,
+    check_scale_is_given,
+    check_tokens,
+    num_seqs_of,
+)
 from refattn.kv_cache import gather
+from refattn.modes import compute_dtype, refuse_gradients
+from refattn.options import AttentionOptions
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, check_packed, is_packed, packed_parts
+from refattn.plan import CascadePlan, Plan
+from refattn.rounding import per_head, row_scale, to_fp8, to_int8
+from refattn.scales import (
+    FP8_FORMATS,
+    ROUNDING,
+    Fp8Scales,
+    Int8Scales,
+    check_cache_scale,
+    check_no_scale_per_sequence,
+    check_scales,
+    stored_in_pairs,
+    stored_types,
+    type_of_outputs,
+)
+from refattn.trees import AttentionPlan
+
+OF_A_GROUP = "as a group of a cascade is of several sequences"  # why a cascade takes no scale per sequence
+
+
+class Rows(NamedTuple):
+    """Keys and values of all sequences, one after the other.
+
+    Attributes:
+        key: the keys.
+        value: the values that belong to them.
+    """
+
+    key: Float[Tensor, "s hk d"]
+    value: Float[Tensor, "s hk dv"]
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value, `dv`."""
+        return self.value.shape[-1]
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+        *,
+        name: str = "key",
+    ) -> None:
+        """Check a call of a path without a cache, whose errors call the rows by the name that it has for them.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        check_rows(query, *self, plan, options, out, return_lse, name=name)
+
+
+class Pages(NamedTuple):
+    """Keys and values in the blocks of a pool.
+
+    Attributes:
+        key_cache: the pool of keys; any strides.
+        value_cache: the pool of values.
+    """
+
+    key_cache: Float[Tensor, "n p hk d"]
+    value_cache: Float[Tensor, "n p hk dv"]
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value, `dv`."""
+        return self.value_cache.shape[-1]
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+        *,
+        pool: str = "key_cache",
+        types: tuple[torch.dtype, torch.dtype] | None = None,
+    ) -> None:
+        """Check a call over pages: query `[t, h, d]`, under any plan over pages.
+
+        Errors call the pool by the name that its path has for it. Caches have the type of the query, or those given.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        own, names = plan.levels[-1].whole, ("key_cache", "value_cache")
+        check_tokens(query, self.key_cache, self.value_cache, names, ("n", "p", "hk", "d"), own, options, types)
+        check_result(query, self.value_head_size, out, return_lse)
+        check_pool(pool, self.key_cache, own)
+        check_levels(pool, self.key_cache, plan, options)
+
+
+class QuantizedPages(NamedTuple):
+    """Quantised keys and values in the blocks of a pool: a number is `scale * code`.
+
+    Attributes:
+        key_cache: the pool of keys: fp8, as its own type or as bytes, or int8.
+        value_cache: the pool of values, of the same type; or numbers, if there is no scale of int8 values.
+        scales: what codes are multiplied with, and whether queries are rounded as keys are.
+    """
+
+    key_cache: Shaped[Tensor, "n p hk d"]
+    value_cache: Shaped[Tensor, "n p hk dv"]
+    scales: Fp8Scales | Int8Scales
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value, `dv`."""
+        return self.value_cache.shape[-1]
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Check a call over quantised pages: as over pages, and that the scales fit them.
+
+        A query in fp8 has a scale, and its outputs the type of `out`, or bfloat16.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        check_plan(plan)
+        key_cache, value_cache, scales = self
+        types = stored_types(key_cache, value_cache, scales)
+        if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
+            query = _as_numbers(query, scales, out)
+        Pages(key_cache, value_cache).check(query, plan, options, out, return_lse, types=types)
+        if isinstance(plan, CascadePlan):
+            check_no_scale_per_sequence(scales, key_cache.shape[2], OF_A_GROUP)
+        check_scales(scales, key_cache, value_cache, *num_seqs_of(plan.levels[-1].whole))
+        codes = {"key_cache": key_cache}
+        if types[1] not in QUERY_TYPES:
+            codes["value_cache"] = value_cache
+        of_query = None if isinstance(scales, Int8Scales) else scales.query
+        if isinstance(scales, Int8Scales) or of_query is not None:
+            codes |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
+        refuse_gradients(ROUNDING, **codes)
+
+
+class Latents(NamedTuple):
+    """Latents with their rotary keys: one key head for all query heads, whose value is the latent.
+
+    Attributes:
+        cache: the pool; a row is a latent, its rotary key, and what is never read. Numbers, or codes of fp8.
+        latent_rank: elements of a latent, `r`.
+        cache_scale: what codes are multiplied with; 1 for numbers.
+        query_scale: queries are rounded to the format of the codes, and this is what theirs are multiplied with; None:
+            they stay as they are.
+        fp8_weights: a kernel may round the weights of the softmax to that format, too.
+    """
+
+    cache: Shaped[Tensor, "n p c"]
+    latent_rank: int
+    cache_scale: float = 1.0
+    query_scale: float | None = None
+    fp8_weights: bool = False
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value: the latent."""
+        return self.latent_rank
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Check a call over latents: an absorbed query `[t, h, r + rope]`, and rows that hold as much.
+
+        The cache has the type of the query, or holds codes of fp8 under a scale.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        _, _, size = check_query(query)
+        check_sizes(latent_rank=self.latent_rank)
+        if self.latent_rank > size:
+            raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {self.latent_rank}")
+        check_latents(self.cache, query, size, self.cache_scale)
+        self._check_rounding(query)
+        check_scale_is_given(options)
+        check_plan(plan)
+        latents, types = self.cache[:, :, None], (self.cache.dtype, self.cache.dtype)
+        pages = Pages(latents[..., :size], latents[..., : self.latent_rank])
+        pages.check(query, plan, options, out, return_lse, pool="cache", types=types)
+
+    def _check_rounding(self, query: Tensor) -> None:
+        """Check that queries are rounded beside codes only, and weights only where queries are."""
+        check_flag("fp8_weights", self.fp8_weights)
+        if self.query_scale is None:
+            if self.fp8_weights:
+                raise ValueError("fp8_weights: expected a query_scale with it, as queries are rounded then, got none")
+            return
+        check_number("query_scale", self.query_scale, above=0.0)
+        if self.cache.dtype not in FP8_FORMATS:
+            kind = str(self.cache.dtype).removeprefix("torch.")
+            raise ValueError(f"query_scale: expected None for a cache of {kind}, which holds no codes of fp8, got one")
+        refuse_gradients(ROUNDING, query=query)
+
+
+class PackedLatents(NamedTuple):
+    """Latents in fp8 with a scale for each 128 elements, and rotary keys in bfloat16, in rows of bytes.
+
+    Attributes:
+        cache: the pool; a row is as in `refattn.packed_latents`, and what follows in it is never read.
+        latent_rank: elements of a latent, `r`.
+    """
+
+    cache: UInt8[Tensor, "n p c"]
+    latent_rank: int
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value: the latent."""
+        return self.latent_rank
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Check a call over packed latents: an absorbed query `[t, h, r + rope]`, and rows of bytes that hold as much.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        _, _, size = check_query(query)
+        check_sizes(latent_rank=self.latent_rank)
+        if self.latent_rank >= size:
+            raise ValueError(f"latent_rank: expected less than the query's head size of {size}, got {self.latent_rank}")
+        check_packed(self.cache, self.latent_rank, size - self.latent_rank)
+        check_scale_is_given(options)
+        check_plan(plan)
+        # As pages whose keys have the size of the query: what is read of them is not looked at.
+        key = self.cache[:, :, None, :1].expand(-1, -1, -1, size)
+        pages = Pages(key, key[..., : self.latent_rank])
+        pages.check(query, plan, options, out, return_lse, pool="cache", types=(torch.uint8, torch.uint8))
+
+
+def latents_of(
+    cache: Tensor,
+    latent_rank: int,
+    cache_scale: float = 1.0,
+    query_scale: float | None = None,
+    fp8_weights: bool = False,
+) -> Latents | PackedLatents:
+    """Return where latents are: packed ones, if the pool is one of bytes.
+
+    Raises:
+        ValueError: if there is a scale besides, as packed rows have their own, and no query is rounded for them.
+    """
+    if not is_packed(cache):
+        return Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
+    check_cache_scale(cache, cache_scale)
+    for name, given in (("query_scale", query_scale is not None), ("fp8_weights", fp8_weights is not False)):
+        if given:
+            raise ValueError(
+                f"{name}: expected none for packed latents, whose codes are multiplied as numbers, got one"
+            )
+    return PackedLatents(cache, latent_rank)
+
+
+class Pairs(NamedTuple):
+    """Both heads of each pair of differential attention, in halves: two pools of keys, and two of values.
+
+    Attributes:
+        cache: `[half, key or value, n, p, hk/2, d]`, or `[half, key or value, s, hk/2, d]` in rows.
+        scales: those of an fp8 cache, in the order of interleaved pairs; None for numbers.
+    """
+
+    cache: Shaped[Tensor, "2 2 *pages pairs d"]
+    scales: Fp8Scales | None = None
+
+    def of_halves(self, half: int, other: int) -> "Rows | Pages | QuantizedPages":
+        """Return the keys of one half with the values of one half."""
+        key, value = self.cache[half, 0], self.cache[other, 1]
+        if self.scales is not None:
+            return QuantizedPages(key, value, self.scales.of_halves(half, other))
+        return Rows(key, value) if key.ndim == 3 else Pages(key, value)
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+        *,
+        lambda_full: Tensor,
+        lambda_init: float,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+        norm: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Check a call of differential attention: query `[t, h, d]` in pairs of heads, and what the answers go through.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        check_query(query)
+        check_plan(plan)
+        own, cache, scales = plan.levels[-1].whole, self.cache, self.scales
+        over_rows = own.block_size is None
+        dims = ("2", "2", "s", "hk/2", "d") if over_rows else ("2", "2", "n", "p", "hk/2", "d")
+        kind = query.dtype if scales is None else stored_in_pairs(cache, scales)
+        expect(cache, "cache", kind, dims, (2, 2, *(None,) * (len(dims) - 3), query.shape[2]))
+        h, pairs = query.shape[1], cache.shape[-2]
+        if h % 2 or pairs == 0 or (h // 2) % pairs:
+            raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
+        same_device(query=query, cache=cache)
+        expect(lambda_full, "lambda_full", None, (), ())
+        check_floating("lambda_full", lambda_full)
+        same_device(query=query, lambda_full=lambda_full)
+        if lambda_full.is_cpu and not isfinite(lambda_full.item()):
+            raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
+        check_number("lambda_init", lambda_init)
+        check_number("norm_eps", norm_eps, above=0.0)
+        if norm is not None and (not callable(norm) or isinstance(norm, type)):
+            raise ValueError(f"norm: expected a function of the differences, got {describe(norm)}")
+        if norm is not None and norm_weight is not None:
+            raise ValueError(f"norm_weight: expected None beside a norm of its own, got {describe(norm_weight)}")
+        if norm_weight is not None:
+            expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
+            check_floating("norm_weight", norm_weight)
+            same_device(query=query, norm_weight=norm_weight)
+        check_options(options, query)
+        check_result(query, query.shape[2], out, return_lse)
+        its_options = options.of_heads(slice(0, None, 2))
+        tensors, call = (cache[0, 0], cache[0, 1]), (its_options, None, return_lse)
+        if over_rows:
+            if scales is not None:
+                raise ValueError("scales: expected None over rows, which are not quantised, got Fp8Scales")
+            Rows(*tensors).check(query[:, ::2], own, *call, name="cache")
+            return
+        Pages(*tensors).check(query[:, ::2], plan, *call, pool="cache", types=(kind, kind))
+        if scales is not None:
+            if isinstance(plan, CascadePlan):
+                check_no_scale_per_sequence(scales, 2 * pairs, OF_A_GROUP)
+            check_scales(scales, *tensors, *num_seqs_of(own), hk=2 * pairs)
+
+
+Keys = Rows | Pages | QuantizedPages | Latents | PackedLatents
+AnyKeys = Keys | Pairs
+
+
+def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> Tensor:
+    """Return a stand-in for a query in fp8, of its shape and the type of its outputs, whose elements are not read."""
+    if not isinstance(scales, Fp8Scales) or scales.query is None:
+        raise ValueError(f"scales.query: expected the scale of a query that comes as {describe(query)}, got none")
+    expect(query, "query", scales.format, ("t", "h", "d"), (None, None, None))
+    return torch.empty((), dtype=type_of_outputs(query, out), device=query.device).expand(query.shape)
+
 
 Sequences = Iterator[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]]
 
@@ -149,43 +541,3 @@ def _times(codes: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Floa
     """Multiply codes with their scale; NaN and infinity stay, and have no part in the gradient of the scale."""
     finite = codes.isfinite()
     return torch.where(finite, codes.masked_fill(~finite, 0.0) * scale, codes)
-
-
-# --- numbers into codes ---
-
-
-def to_fp8(x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "heads 1"], kind: torch.dtype) -> Tensor:
-    """Round to the nearest code of an fp8 format; what is too large becomes its largest number."""
-    largest = torch.finfo(kind).max
-    return (x.float() / scale).clamp(-largest, largest).to(kind)
-
-
-def to_int8(
-    x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "*rows2 heads #size"]
-) -> Int8[Tensor, "*rows heads size"]:
-    """Round to the nearest, of two to the even; NaN, for which there is no code, becomes 0 under a scale of NaN."""
-    return (x.float() / scale).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
-
-
-def row_scale(x: Float[Tensor, "*rows heads size"]) -> Float32[Tensor, "*rows heads 1"]:
-    """Return the scale of each row and head: its largest element becomes 127."""
-    return scale_of(x.float().abs().amax(-1, keepdim=True))
-
-
-def scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
-    """Return the scale by which the largest number becomes 127; 1 if it is 0, or too small to be divided."""
-    scale = largest / torch.full_like(largest, 127.0)  # a GPU divides by a number as it multiplies by its reciprocal
-    return scale.masked_fill(scale == 0, 1.0)
-
-
-def group_scales(latent: Float[Tensor, "_"]) -> Float32[Tensor, "_"]:
-    """Return the scale of each 128 elements of a latent: its largest becomes 448; the smallest normal number for 0."""
-    largest = rearrange(latent.float().abs(), "(g e) -> g e", e=LATENT_GROUP).amax(-1)
-    return (largest / torch.full_like(largest, torch.finfo(PACKED_FORMAT).max)).clamp(min=SMALLEST_SCALE)
-
-
-def per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:
-    """Return the scale of each KV head for one sequence of the batch."""
-    numbers = torch.as_tensor(scale, dtype=torch.float32, device=scale.device if isinstance(scale, Tensor) else "cpu")
-    numbers = numbers[sequence] if numbers.ndim == 2 else numbers
-    return rearrange(numbers.expand(num_kv_heads), "hk -> hk 1")

@@ -19,9 +19,9 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.interface.ambient import without_autocast
-from refattn.interface.values import check_memory, check_sizes, rows_with_slots
-from refattn.interface.writes import check_block_pairs, check_gather, check_slots
+from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn.checks_of_writes import check_block_pairs, check_gather, check_slots
+from refattn.modes import without_autocast
 
 
 def allocate(

@@ -19,8 +19,10 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Plan, TreePlan
-from refattn.interface.values import check_window
+from refattn.checks import check_window
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import TreePlan
 
 
 def mask_and_bias(

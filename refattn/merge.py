@@ -12,8 +12,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.checks import check_partials, check_sinks
+from refattn.checks_of_calls import check_partials, check_sinks
+from refattn.modes import compute_dtype, without_autocast
 
 
 @without_autocast

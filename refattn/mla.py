@@ -17,7 +17,7 @@ A pool may hold codes of fp8 instead of numbers, `x = cache_scale * code`, under
 and value at once, and lies in a row with its rotary key. Then a write rounds to codes, as that of `refattn.quantized`.
 
 A pool of bytes holds packed rows: codes under a scale for each 128 of them, which a write finds, and rotary keys that
-are not rounded to codes (`refattn.interface.packed`; 656 bytes of a token with the sizes above).
+are not rounded to codes (`refattn.packed_latents`; 656 bytes of a token with the sizes above).
 """
 
 from dataclasses import replace
@@ -30,26 +30,21 @@ from torch import Tensor
 
 from refattn import kv_cache, quantized
 from refattn.attention import attend_sequences, attend_to, finish
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Batch,
-    ContextChunk,
-    Fp8Scales,
-    Plan,
-    PrefillPlan,
-)
-from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.checks import check_latent_prefill, check_projection
-from refattn.interface.contents import check_workspace
-from refattn.interface.keys import latents_of
-from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, is_packed, packed_parts, packed_size
-from refattn.interface.scales import FP8_FORMATS
-from refattn.interface.values import check_memory, check_sizes, rows_with_slots
-from refattn.interface.writes import check_latent_slots
-from refattn.keys import group_scales, read_latents, read_packed, to_fp8
+from refattn.batch import Batch
+from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn.checks_of_calls import check_latent_prefill, check_projection
+from refattn.checks_of_steps import check_workspace
+from refattn.checks_of_writes import check_latent_slots
+from refattn.keys import latents_of, read_latents, read_packed
 from refattn.merge import merge
 from refattn.metadata import positions
+from refattn.modes import compute_dtype, without_autocast
+from refattn.options import AttentionOptions
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, is_packed, packed_parts, packed_size
+from refattn.plan import ContextChunk, Plan, PrefillPlan
+from refattn.rounding import group_scales, to_fp8
+from refattn.scales import FP8_FORMATS, Fp8Scales
+from refattn.trees import AttentionPlan
 
 
 def plan(batch: Batch, *, block_size: int) -> Plan:

@@ -40,10 +40,10 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 from torch.nn.functional import silu as apply_silu
 
-from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
-from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.contents import check_batch
-from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
+from refattn.batch import Batch, check_batch
+from refattn.modes import compute_dtype, without_autocast
+from refattn.options import RecurrentOptions
+from refattn.states import StateMap, StatePlan, check_compose, check_convolution, check_recurrent, check_state_map
 
 
 def plan(

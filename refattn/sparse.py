@@ -32,9 +32,8 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn import chunked_prefill, masks, mla
-from refattn.interface import AttentionOptions, Batch, Plan
-from refattn.interface.ambient import without_autocast
-from refattn.interface.selection import (
+from refattn.batch import Batch
+from refattn.index_keys import (
     INDEX_FORMAT,
     SCALE_BYTES,
     SMALLEST,
@@ -49,6 +48,9 @@ from refattn.interface.selection import (
     index_size_of,
 )
 from refattn.metadata import make_batch
+from refattn.modes import without_autocast
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def allocate(

@@ -31,11 +31,20 @@ from torch import Tensor
 
 from refattn import chunked_prefill, masks, sliding_window
 from refattn.attention import attend_to
-from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
-from refattn.interface.call import check_plan
-from refattn.interface.contents import check_block_table, check_num_tokens
-from refattn.interface.trees import (
+from refattn.batch import Batch, check_block_table
+from refattn.checks import check_device, check_flag, check_window
+from refattn.checks_of_calls import check_plan
+from refattn.checks_of_steps import check_num_tokens
+from refattn.keys import Pages
+from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import (
     WORD,
+    Accepted,
+    DraftStep,
+    TreePlan,
+    Trees,
     check_accepted,
     check_accepted_lens,
     check_caches,
@@ -46,8 +55,6 @@ from refattn.interface.trees import (
     check_tree_mask,
     check_trees,
 )
-from refattn.interface.values import check_device, check_flag, check_window
-from refattn.metadata import make_batch
 
 
 def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:

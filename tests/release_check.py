@@ -30,7 +30,9 @@ from typing_extensions import assert_type
 
 import fastattn.chunked_prefill as fast
 from refattn import chunked_prefill, metadata
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 batch = metadata.make_batch([1], [5], [[0, 1]])
 assert_type(batch, Batch)

@@ -76,25 +76,14 @@ from fastattn.kernels.replay import (
     remember_write,
     write_of,
 )
-from refattn.interface import (
-    Accepted,
-    AnyKeys,
-    AttentionOptions,
-    AttentionPlan,
-    Batch,
-    Fp8Scales,
-    Int8Scales,
-    Keys,
-    Pages,
-    Pairs,
-    Plan,
-    QuantizedPages,
-    RecurrentOptions,
-    StatePlan,
-    TreePlan,
-    Trees,
-)
-from refattn.interface.ambient import refuse_gradients, without_autocast
+from refattn.batch import Batch
+from refattn.keys import AnyKeys, Keys, Pages, Pairs, QuantizedPages
+from refattn.modes import refuse_gradients, without_autocast
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.states import StatePlan
+from refattn.trees import Accepted, AttentionPlan, TreePlan, Trees
 
 P = ParamSpec("P")
 T = TypeVar("T")

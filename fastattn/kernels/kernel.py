@@ -8,25 +8,13 @@ from types import ModuleType
 from typing import Any
 
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import (
-    Accepted,
-    AttentionOptions,
-    Batch,
-    CascadePlan,
-    Fp8Scales,
-    Int8Scales,
-    Latents,
-    PackedLatents,
-    Pages,
-    Pairs,
-    Plan,
-    QuantizedPages,
-    RecurrentOptions,
-    Rows,
-    StatePlan,
-    TreePlan,
-    Trees,
-)
+from refattn.batch import Batch
+from refattn.keys import Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import CascadePlan, Plan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.states import StatePlan
+from refattn.trees import Accepted, TreePlan, Trees
 
 
 def fields_of(kind: type, *names: str) -> frozenset[str]:

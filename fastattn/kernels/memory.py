@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales
-from refattn.interface.values import describe
+from refattn.checks import describe
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 
 T = TypeVar("T")
 _CHECKED = "has_tables_in_memory"  # set beside the fields of a plan, whose tables no later call looks at again

@@ -11,25 +11,15 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fastattn.kernels.replay import memo_of
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Batch,
-    Fp8Scales,
-    Int8Scales,
-    Keys,
-    Latents,
-    PackedLatents,
-    Pages,
-    Plan,
-    QuantizedPages,
-    Rows,
-    TreePlan,
-)
-from refattn.interface.ambient import refuse_gradients
-from refattn.interface.packed import PACKED_FORMAT, packed_size
-from refattn.interface.scales import FP8_FORMATS
-from refattn.interface.values import check_normed
+from refattn.batch import Batch
+from refattn.checks import check_normed
+from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
+from refattn.modes import refuse_gradients
+from refattn.options import AttentionOptions
+from refattn.packed_latents import PACKED_FORMAT, packed_size
+from refattn.plan import Plan
+from refattn.scales import FP8_FORMATS, Fp8Scales, Int8Scales
+from refattn.trees import AttentionPlan, TreePlan
 
 FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
 EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long

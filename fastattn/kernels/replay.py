@@ -29,22 +29,12 @@ import torch
 from torch import Tensor
 
 from fastattn.kernels.memory import is_without_memory
-from refattn.interface import (
-    AnyKeys,
-    AttentionOptions,
-    AttentionPlan,
-    CascadePlan,
-    ContextParallelPlan,
-    Fp8Scales,
-    Int8Scales,
-    Pages,
-    Plan,
-    PrefillPlan,
-    QuantizedPages,
-    Rows,
-    TreePlan,
-)
-from refattn.interface.ambient import has_tangents, is_autocast_enabled
+from refattn.keys import AnyKeys, Pages, QuantizedPages, Rows
+from refattn.modes import has_tangents, is_autocast_enabled
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import AttentionPlan, TreePlan
 
 ALIGNMENT = 16  # bytes
 RETURN_LSE = 1  # the place in a key of whether log-sum-exps are wanted

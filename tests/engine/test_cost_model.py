@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refattn.interface import Prefix
+from refattn.batch import Prefix
 from tests.helpers.bad_input import PREFIXES, REQUESTS_BAD
 from twinattn.engine import cost_model
 from twinattn.engine.cost_model import Machine

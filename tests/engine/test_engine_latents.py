@@ -16,7 +16,7 @@ import torch
 import refattn.mla
 import twinattn.engine.cuda_graphs
 import twinattn.engine.layers
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 from twinattn.engine import CPU, Amax, CudaGraphs, Engine, NGram, SamplingParams, calibrate

@@ -21,7 +21,7 @@ import twinattn.engine.block_pool
 import twinattn.engine.engine
 import twinattn.engine.sampling
 import twinattn.engine.scheduler
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 from tests.helpers.padded import OWN_ATTENTION
 from tests.helpers.tiny_models import (
     CHANGES,

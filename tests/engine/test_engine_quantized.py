@@ -17,7 +17,7 @@ import refattn.kv_cache
 import refattn.local
 import refattn.quantized
 import twinattn.engine.cuda_graphs
-from refattn.interface import Fp8Scales
+from refattn.scales import Fp8Scales
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama

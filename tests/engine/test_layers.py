@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 from twinattn.engine.layers import Amax, Causal, Chunk, Latents, Layer, Pages, Pairs, QuantizedPages, Twin, Window
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8

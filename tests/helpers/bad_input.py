@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Prefix
+from refattn.batch import Prefix
 
 MOST = 2**31 - 1
 

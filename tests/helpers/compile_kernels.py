@@ -31,7 +31,10 @@ from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, PackedLatents, Plan, RecurrentOptions
+from refattn.keys import PackedLatents
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 
 
 class Gpu(NamedTuple):

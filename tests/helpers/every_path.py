@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
-from refattn.interface.ambient import without_autocast
+from refattn.batch import Prefix
+from refattn.modes import without_autocast
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.ranks import attend_on_all
 

@@ -16,8 +16,9 @@ from torch.nn.functional import normalize, softplus
 
 from refattn import masks, merge, recurrent
 from refattn.attention import attend
-from refattn.interface import Batch, RecurrentOptions
-from refattn.interface.packed import packed_parts
+from refattn.batch import Batch
+from refattn.options import RecurrentOptions
+from refattn.packed_latents import packed_parts
 
 # Of the wheel vllm 0.33.0, as its library registers them.
 FA3 = "_vllm_fa3_C"

@@ -7,7 +7,7 @@ import torch
 from einops import rearrange
 
 import refattn.mla
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 from tests.helpers.batches import POISON, Case, build, poisoned
 from tests.helpers.stored import decoded
 

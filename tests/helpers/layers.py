@@ -16,7 +16,9 @@ from fastattn import (
     sliding_window,
     speculative,
 )
-from refattn.interface import AttentionOptions, Fp8Scales, Prefix
+from refattn.batch import Prefix
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales
 from tests.helpers.batches import Case, build
 from tests.helpers.stored import store
 

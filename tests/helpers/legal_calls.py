@@ -12,15 +12,11 @@ from typing import Any
 import torch
 
 from refattn import quantized
-from refattn.interface import (
-    Accepted,
-    AttentionOptions,
-    Batch,
-    Fp8Scales,
-    Int8Scales,
-    RecurrentOptions,
-    Shard,
-)
+from refattn.batch import Batch
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.ranks import Shard
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import Accepted
 from tests.helpers.batches import Case, build
 
 MODULES = (

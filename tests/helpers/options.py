@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from tests.helpers.batches import CASES, Case
 from tests.helpers.kernels_present import PRESENT
 

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, DistributedGroup, Group, Int8Scales, Shard, simulate_ranks
+from refattn.batch import Batch
 from refattn.kv_cache import gather
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.ranks import DistributedGroup, Group, Shard, simulate_ranks
+from refattn.scales import Int8Scales
 from twinattn.kit import Case, build
 from twinattn.kit.call import OPTIONS
 

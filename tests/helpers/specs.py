@@ -5,7 +5,7 @@ Differential attention has arguments of its own, and its output is no weighted s
 
 import torch
 
-from refattn.interface import Prefix
+from refattn.batch import Prefix
 from twinattn.kit import Case, PathSpec
 
 LEFT, RIGHT, CHUNK = 19, 3, 48  # tokens before and after a query, in a chunk

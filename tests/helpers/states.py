@@ -11,9 +11,9 @@ from torch.nn.functional import normalize
 import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
-from refattn.interface import RecurrentOptions
-from refattn.interface.ambient import computing_in
 from refattn.metadata import make_batch
+from refattn.modes import computing_in
+from refattn.options import RecurrentOptions
 from tests.helpers.kernels_present import PRESENT
 from twinattn.kit import assert_close
 from twinattn.kit.search import inputs as as_in_memory

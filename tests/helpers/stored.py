@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from refattn.interface import Fp8Scales, Int8Scales
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, build
 from tests.helpers.specs import CHUNK, LEFT
 from tests.helpers.tolerance import assert_twins_agree

@@ -29,17 +29,12 @@ from fastattn import (
     sliding_window,
     speculative,
 )
-from refattn.interface import (
-    AttentionOptions,
-    Batch,
-    Fp8Scales,
-    Int8Scales,
-    Plan,
-    Prefix,
-    RecurrentOptions,
-    StatePlan,
-    Trees,
-)
+from refattn.batch import Batch, Prefix
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.states import StatePlan
+from refattn.trees import Trees
 from twinattn.integrations import ops
 from twinattn.kit import HARMLESS, Case, build
 

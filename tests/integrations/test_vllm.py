@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from refattn import chunked_prefill, dense, metadata, quantized
-from refattn.interface import AttentionOptions, Fp8Scales
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales
 from tests.helpers import vllm_doubles
 from tests.helpers.tolerance import assert_matches_reference
 from twinattn.kit import HARMLESS, Case, build, plan_and_attend

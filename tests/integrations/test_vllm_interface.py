@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from refattn.interface import PrefillPlan
+from refattn.plan import PrefillPlan
 from tests.helpers import vllm_doubles, vllm_interface
 
 TABLE = vllm_interface.stored()

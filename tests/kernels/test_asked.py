@@ -16,16 +16,12 @@ from fastattn.kernels import Problem, dispatch
 from fastattn.kernels import problem as problems
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import asked_of
-from refattn import interface
-from refattn.interface import (
-    AttentionOptions,
-    CascadePlan,
-    RecurrentOptions,
-    Shard,
-    TreePlan,
-    simulate_ranks,
-)
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import CascadePlan
+from refattn.ranks import Shard, simulate_ranks
+from refattn.trees import TreePlan
 from tests.helpers.layers import OPTIONS, PATHS, in_each_path, lay_out, plan_of
+from tests.helpers.twin_files import shared_types
 
 KNOWN = {name: importlib.import_module(module).KERNEL.knows for name, module in dispatch.MODULES.items()}
 
@@ -50,7 +46,7 @@ def test_what_a_kernel_knows_is_there(kernel):
     """A field that goes leaves no name behind."""
     for full_name in KNOWN[kernel]:
         kind, _, name = full_name.partition(".")
-        there = getattr(interface, kind, None) or getattr(problems, kind)
+        there = shared_types().get(kind) or getattr(problems, kind)
         assert name in (getattr(there, "_fields", None) or [x.name for x in fields(there)]), full_name
 
 

@@ -30,8 +30,10 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, schedule
 from refattn import masks
 from refattn.attention import attend
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.batch import Batch
 from refattn.merge import merge
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from tests.helpers.batches import CASES, STALE, Case, build
 from tests.helpers.gpu_package_doubles import FA3_SCHEDULE, by_name
 from tests.helpers.options import given

@@ -23,8 +23,10 @@ from fastattn.kernels.gpu.fixup import fix_up
 from fastattn.kernels.gpu.quantized import Codes
 from fastattn.kernels.triton.merge import merge
 from fastattn.kernels.triton.sparse import _in_float16
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 from tests.helpers.states import lengths, moved
 from tests.helpers.strides import far_apart

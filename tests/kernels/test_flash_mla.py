@@ -19,7 +19,10 @@ import refattn.sparse
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
-from refattn.interface import AttentionOptions, Batch, Latents, PackedLatents, Pages, Plan
+from refattn.batch import Batch
+from refattn.keys import Latents, PackedLatents, Pages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from tests.helpers import gpu_package_doubles
 from tests.helpers.batches import Case, build, poisoned
 from tests.helpers.tolerance import assert_matches_reference

@@ -40,11 +40,14 @@ from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
 from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import metadata as triton_metadata
-from refattn.interface import AttentionOptions, CascadePlan, Pages, Pairs, Plan, Rows
+from refattn.keys import Pages, Pairs, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
 from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import PRESENT, Kernel, each_kernel, has_to_compute
 from tests.helpers.options import given, per_head
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
+from tests.helpers.twin_files import SHARED
 
 ON_GPU = Problem(
     operation="attend",
@@ -463,6 +466,7 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
 # --- who may import whom ---
 
 
+SHARED_MODULES = tuple(f"refattn.{name}" for name in SHARED)
 MAY_IMPORT = {
     "cpu": {"fastattn.kernels.torch_ops.merge", "fastattn.kernels.torch_ops.quantized"},
     "native": {"fastattn.kernels.torch_ops.quantized"},
@@ -496,7 +500,7 @@ def test_a_kernel_imports_no_other_kernel(folder):
         "fastattn.kernels.problem",
         "fastattn.kernels.replay",
         "fastattn.kernels.device",
-        "refattn.interface",
+        *SHARED_MODULES,
     )
     always = (*shared, f"fastattn.kernels.{folder}")
     for file in files:
@@ -508,13 +512,13 @@ def test_a_kernel_imports_no_other_kernel(folder):
 def test_what_all_kernels_share_imports_no_kernel():
     root = Path(fastattn.kernels.__file__).parent
     may = {
-        "problem.py": ("refattn.interface", "fastattn.kernels.replay"),
-        "memory.py": ("refattn.interface",),
-        "replay.py": ("refattn.interface", "fastattn.kernels.memory"),
+        "problem.py": (*SHARED_MODULES, "fastattn.kernels.replay"),
+        "memory.py": SHARED_MODULES,
+        "replay.py": (*SHARED_MODULES, "fastattn.kernels.memory"),
         "device.py": (),
-        "kernel.py": ("refattn.interface", "fastattn.kernels.problem"),
+        "kernel.py": (*SHARED_MODULES, "fastattn.kernels.problem"),
         "dispatch.py": (
-            *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
+            *(*SHARED_MODULES, "fastattn.kernels.problem", "fastattn.kernels.replay"),
             *("fastattn.kernels.device", "fastattn.kernels.kernel", "fastattn.kernels.memory"),
         ),
         "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.dispatch"),

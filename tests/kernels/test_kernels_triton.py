@@ -47,8 +47,11 @@ from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.attention import attend
-from refattn.interface import Accepted, AttentionOptions, Batch, Plan
+from refattn.batch import Batch
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import Accepted
 from tests.helpers import (
     interpreted,
     kernels_present,  # noqa: F401 (quickens the interpreter)

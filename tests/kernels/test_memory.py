@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 
 import fastattn
 from fastattn import chunked_prefill, kv_cache
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.layers import OPTIONS, PATHS, lay_out, plan_of
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"])

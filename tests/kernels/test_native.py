@@ -16,8 +16,8 @@ import refattn
 from fastattn import chunked_prefill
 from fastattn.kernels import dispatch, native
 from fastattn.kernels.native import attention, compiler
-from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
 from tests.helpers.batches import build, plan_and_attend
 from tests.helpers.tolerance import assert_twins_agree
 from twinattn.kit import Case

@@ -27,7 +27,9 @@ from fastattn.kernels import dispatch, replay
 from fastattn.kernels.cpu import blocks as cpu_blocks
 from fastattn.kernels.cpu import schedule
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Pages, QuantizedPages, Rows
+from refattn.keys import Pages, QuantizedPages, Rows
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.kernels_present import PRESENT  # which quickens the interpreter
 from tests.helpers.layers import NUMBERS, OPTIONS, PATHS, in_each_path, lay_out, plan_of
 from tests.helpers.pairs import every_pair
@@ -43,7 +45,7 @@ def nothing_is_chosen():
 
 def nothing_is_checked():
     """Let a check fail that every call of attention makes."""
-    return mock.patch("refattn.interface.call.check_query", side_effect=AssertionError("a query was checked"))
+    return mock.patch("refattn.checks_of_calls.check_query", side_effect=AssertionError("a query was checked"))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from refattn import cascade, chunked_prefill, dense, interval, mla, quantized, recurrent, sparse, speculative
-from refattn.interface import AttentionOptions, Fp8Scales, Prefix
+from refattn.batch import Prefix
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales
 
 D = 64
 _ROWS = torch.Generator().manual_seed(0)

@@ -18,19 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from refattn.interface import (
-    AttentionOptions,
-    Batch,
-    CascadePlan,
-    Pages,
-    Pairs,
-    Plan,
-    Prefix,
-    Rows,
-    checks,
-    contents,
-    writes,
-)
+from refattn import checks_of_calls, checks_of_steps, checks_of_writes
+from refattn.batch import Batch, Prefix, check_block_table, check_lengths
+from refattn.keys import Pages, Pairs, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
 from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, tensors_in
 from tests.helpers.batches import Case, build
 from twinattn.kit.call import OPTIONS as OPTION_NAMES
@@ -418,19 +410,19 @@ def in_rows(plan: Plan) -> Plan:
 ELSEWHERE = ("plan", "elsewhere", elsewhere, "seq_lens: expected cpu, where query is, got meta")
 A_PLAN = [
     ("plan", "None", None, "plan: expected a Plan, got None"),
-    ("plan", "a batch", lambda plan: plan.batch, "plan: expected a Plan, got refattn.interface.batch.Batch"),
+    ("plan", "a batch", lambda plan: plan.batch, "plan: expected a Plan, got refattn.batch.Batch"),
     (
         "plan",
         "a cascade",
         lambda plan: CascadePlan(plan.batch, (Plan(plan.batch, 4),)) if plan.block_size else EMPTY_CASCADE,
-        "plan: expected a Plan, got refattn.interface.plan.CascadePlan",
+        "plan: expected a Plan, got refattn.plan.CascadePlan",
     ),
     ("plan", "the class", Plan, "plan: expected a Plan, got type"),
 ]
 ANY_PLAN = "plan: expected a Plan, a CascadePlan or a TreePlan, got "
 NO_PLAN = [
     ("plan", "None", None, f"{ANY_PLAN}None"),
-    ("plan", "a batch", lambda plan: plan.batch, f"{ANY_PLAN}refattn.interface.batch.Batch"),
+    ("plan", "a batch", lambda plan: plan.batch, f"{ANY_PLAN}refattn.batch.Batch"),
     ("plan", "the class", Plan, f"{ANY_PLAN}type"),
 ]
 NOTHING = Batch(ints(0), ints(), ints()[:, None], 0, 0)
@@ -490,8 +482,8 @@ def in_groups(*edges: int):
 
 LEVELS = [
     ("plan", "None", None, "plan: expected a CascadePlan, got None"),
-    ("plan", "a batch", lambda x: x.batch, "plan: expected a CascadePlan, got refattn.interface.batch.Batch"),
-    ("plan", "one level", lambda x: x.levels[0], "plan: expected a CascadePlan, got refattn.interface.plan.Plan"),
+    ("plan", "a batch", lambda x: x.batch, "plan: expected a CascadePlan, got refattn.batch.Batch"),
+    ("plan", "one level", lambda x: x.levels[0], "plan: expected a CascadePlan, got refattn.plan.Plan"),
     (
         "plan",
         "no levels",
@@ -504,7 +496,7 @@ LEVELS = [
         "plan",
         "batches",
         lambda x: CascadePlan(x.batch, tuple(one.batch for one in x.levels)),
-        "levels[0]: expected a Plan over pages, got refattn.interface.batch.Batch",
+        "levels[0]: expected a Plan over pages, got refattn.batch.Batch",
     ),
     (
         "plan",
@@ -1078,7 +1070,7 @@ def test_bad_input_is_named_where_the_plan_keeps_a_good_call(call):
         wrong = {**arguments, argument: made_bad(argument, bad, arguments.get(argument))}
         if fault := fault_of_refusal("fastattn", call, wrong, message):
             faults[argument, what] = fault
-        with mock.patch("refattn.interface.call.check_query", side_effect=AssertionError):  # a replay checks nothing
+        with mock.patch("refattn.checks_of_calls.check_query", side_effect=AssertionError):  # a replay checks nothing
             assert torch.equal(perform("fastattn", call, arguments), good), (argument, what)
     assert not faults
 
@@ -1272,17 +1264,17 @@ def test_the_checks_read_nothing_on_a_device():
     Rows(nowhere(25, 2, 8), nowhere(25, 2, 8)).check(query, in_rows, options, query, True)
     for plan in (in_pages, CascadePlan(whole, levels)):
         Pages(pool, pool).check(query, plan, options, query, True)
-    contents.check_lengths(whole)
-    contents.check_block_table(whole, block_size=4)
-    contents.check_prefixes([Prefix(0, 2, 4)], whole, block_size=4)
-    contents.check_num_tokens(0, whole)
-    contents.check_split(whole, [2, 1], 1)
-    contents.check_advance(whole, slots, block_size=4)
-    writes.check_slots(nowhere(3, 2, 8), nowhere(3, 2, 8), pool, pool, slots)
-    writes.check_block_pairs([pool], [pool], nowhere(2, 2, dtype=torch.int64))
-    writes.check_gather(pool, nowhere(2, **lengths), 8)
-    checks.check_partials([query, query], [nowhere(3, 4)] * 2)
-    checks.check_sinks(query, nowhere(3, 4), per_head)
+    check_lengths(whole)
+    check_block_table(whole, block_size=4)
+    checks_of_steps.check_prefixes([Prefix(0, 2, 4)], whole, block_size=4)
+    checks_of_steps.check_num_tokens(0, whole)
+    checks_of_steps.check_split(whole, [2, 1], 1)
+    checks_of_steps.check_advance(whole, slots, block_size=4)
+    checks_of_writes.check_slots(nowhere(3, 2, 8), nowhere(3, 2, 8), pool, pool, slots)
+    checks_of_writes.check_block_pairs([pool], [pool], nowhere(2, 2, dtype=torch.int64))
+    checks_of_writes.check_gather(pool, nowhere(2, **lengths), 8)
+    checks_of_calls.check_partials([query, query], [nowhere(3, 4)] * 2)
+    checks_of_calls.check_sinks(query, nowhere(3, 4), per_head)
     cache, lambda_full = nowhere(2, 2, 10, 4, 1, 8), nowhere()
     lambdas = dict(lambda_full=lambda_full, lambda_init=0.2, norm_weight=nowhere(16), norm_eps=1e-5)
     Pairs(cache).check(query, in_pages, options, query, True, **lambdas)
@@ -1291,9 +1283,9 @@ def test_the_checks_read_nothing_on_a_device():
 def test_a_prefix_is_one_of_the_table_on_a_device_too():
     """The number of columns is known without reading any of them."""
     batch = elsewhere_batch(build(SMALL).batch)
-    contents.check_prefixes([Prefix(0, 2, 28)], batch, block_size=4)
+    checks_of_steps.check_prefixes([Prefix(0, 2, 28)], batch, block_size=4)
     with pytest.raises(ValueError, match=r"^prefixes\[0\]: expected at most 28 keys, .* got 32$"):
-        contents.check_prefixes([Prefix(0, 2, 32)], batch, block_size=4)
+        checks_of_steps.check_prefixes([Prefix(0, 2, 32)], batch, block_size=4)
 
 
 # --- what has passed once ---

@@ -18,8 +18,9 @@ import refattn.chunked_prefill
 from fastattn.kernels import dispatch
 from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.triton import attention as triton_attention
-from refattn.interface import Batch, CascadePlan, Plan, Prefix
+from refattn.batch import Batch, Prefix
 from refattn.metadata import make_batch
+from refattn.plan import CascadePlan, Plan
 from tests.helpers.batches import Case, assert_same_masks, build, masks_by_hand, of_batches, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import per_head

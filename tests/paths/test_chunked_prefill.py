@@ -27,7 +27,10 @@ from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4, repage
 from refattn import masks
 from refattn.attention import attend as attend_once
-from refattn.interface import AttentionOptions, Batch, Pages, Plan, Rows
+from refattn.batch import Batch
+from refattn.keys import Pages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     Case,

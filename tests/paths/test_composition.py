@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
+from refattn.batch import Prefix
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 

@@ -13,7 +13,9 @@ import fastattn.context_parallel
 import refattn.context_parallel
 import refattn.recurrent
 from refattn import chunked_prefill, metadata
-from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
+from refattn.options import RecurrentOptions
+from refattn.ranks import DistributedGroup, Group, Shard, simulate_ranks
+from refattn.scales import Fp8Scales
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build, masks_by_hand
 from tests.helpers.kernels_present import PRESENT
@@ -154,7 +156,7 @@ def test_a_group_that_is_not_that_of_the_plan_is_named(package):
     for group, came in ((None, "None"), (simulate_ranks(2, lambda group: group)[0], "rank 0 of 2")):
         with pytest.raises(ValueError, match=f"group: expected rank 1 of 2, as in the plan, got {came}"):
             path.attention(*rows, plan, group=group)
-    with pytest.raises(ValueError, match="plan: expected a ContextParallelPlan, got refattn.interface.plan.Plan"):
+    with pytest.raises(ValueError, match="plan: expected a ContextParallelPlan, got refattn.plan.Plan"):
         path.attention(*rows, plan.context, group=simulate_ranks(2, lambda group: group)[1])
     three, pool = torch.zeros(1, 3, 8), torch.zeros(2, 4, 3, 8)  # 6 heads in pairs, and a pair on two ranks
     with pytest.raises(ValueError, match="query: expected heads of each of 2 ranks that read whole key heads of hk=3"):

@@ -12,7 +12,7 @@ import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
 from fastattn.kernels.cpu import attention as cpu
-from refattn.interface import Batch
+from refattn.batch import Batch
 from refattn.metadata import make_batch
 from tests.helpers.batches import (
     CASES,

@@ -22,7 +22,10 @@ import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
 from fastattn.kernels.cpu import differential as cpu_pairs
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import (
     CASES,
     HARMLESS,

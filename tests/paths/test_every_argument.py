@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from refattn import interface
 from tests.helpers.bad_input import bits, tensors_in
 from tests.helpers.legal_calls import legal_calls, legal_types, public_functions
+from tests.helpers.twin_files import shared_types
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])
@@ -120,7 +120,7 @@ def test_what_a_field_of_batches_plans_and_options_can_never_be_is_refused_by_it
     """Of each type that checks what it is made of."""
     checked = {
         name
-        for name, kind in vars(interface).items()
+        for name, kind in shared_types().items()
         if dataclasses.is_dataclass(kind) and "ValueError" in types_in(kind.__doc__)
     }
     made = {type(instance).__name__: instance for instance in legal_types()}

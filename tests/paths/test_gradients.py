@@ -16,8 +16,11 @@ import refattn.kv_cache
 import refattn.merge
 import refattn.mla
 import refattn.quantized
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix, simulate_ranks
+from refattn.batch import Prefix
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.ranks import simulate_ranks
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import POISON, Case, Paged, build, plan_and_attend
 from tests.helpers.ranks import attend_on_all
 from tests.helpers.stored import KINDS, store

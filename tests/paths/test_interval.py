@@ -23,7 +23,10 @@ import twinattn.integrations.ops
 from fastattn.kernels import dispatch
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, CascadePlan, Intervals, Pages, Plan, Rows, TreePlan
+from refattn.keys import Pages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Intervals, Plan
+from refattn.trees import TreePlan
 from tests.helpers.batches import (
     CASES,
     HARMLESS,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from refattn.interface import Batch, Prefix
-from refattn.interface.ambient import computing_in
+from refattn.batch import Batch, Prefix
+from refattn.modes import computing_in
 from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, build, plan_and_attend, poisoned
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu

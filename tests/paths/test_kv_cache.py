@@ -19,8 +19,9 @@ import fastattn.speculative
 import refattn.chunked_prefill
 import refattn.kv_cache
 import refattn.speculative
-from refattn.interface import Accepted, Fp8Scales, Int8Scales
 from refattn.metadata import make_batch, slot_mapping
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import Accepted
 from tests.helpers.batches import Case, build
 from tests.helpers.kernels_present import PRESENT
 

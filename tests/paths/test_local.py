@@ -20,7 +20,8 @@ import refattn.metadata
 from fastattn.kernels import dispatch
 from fastattn.kernels.torch_ops import metadata as torch_metadata
 from fastattn.kernels.triton import metadata as triton_metadata
-from refattn.interface import Batch, Plan
+from refattn.batch import Batch
+from refattn.plan import Plan
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     CASES,

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 import fastattn.mla
 import refattn.dense
 import refattn.mla
-from refattn.interface import AttentionOptions, Batch
+from refattn.batch import Batch
 from refattn.metadata import make_batch, slot_mapping
+from refattn.options import AttentionOptions
 from tests.helpers.batches import CASES, HARMLESS, POISON, Case, masks_by_hand, of_batches, ragged_cases
 from tests.helpers.kernels_present import HALVES, PRESENT, PRESENT_FOR_LATENTS
 from tests.helpers.latents import (

@@ -17,9 +17,10 @@ import refattn.speculative
 from fastattn import metadata
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
-from refattn import interface
-from refattn.interface import AttentionOptions, Trees
+from refattn import keys
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.trees import Trees
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import PRESENT_FOR_LATENTS
 from tests.helpers.latents import EVEN, OF_CODES, OPTIONS, RANK, REAL, SCALE, SMALL, Latents, filled, in_codes
@@ -333,7 +334,7 @@ def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
     given, (query, cache, _), fixed = lay_out("verification", None)
     plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
     options = AttentionOptions(softmax_scale=SCALE)
-    problem = attention_problem(query, interface.Latents(cache, RANK), plan, options)
+    problem = attention_problem(query, keys.Latents(cache, RANK), plan, options)
     if device_type == "cpu":
         assert "chosen: cpu" in dispatch.explain(problem)
         return
@@ -353,7 +354,7 @@ def of_others(plan):
 
 BAD = {
     "plan: expected a Plan, a CascadePlan or a TreePlan, got None": dict(plan=lambda plan: None),
-    "plan: expected a Plan, a CascadePlan or a TreePlan, got refattn.interface.plan.PrefillPlan": dict(plan=of_others),
+    "plan: expected a Plan, a CascadePlan or a TreePlan, got refattn.plan.PrefillPlan": dict(plan=of_others),
     "cache: expected blocks of 16 tokens, as in the plan, got p=8": dict(cache=lambda x: x[:, :8]),
     "query: expected at least 31 rows": dict(query=lambda x: x[:30]),
     "cache: expected rows of at least r + rope = 40 elements, got c=39": dict(cache=lambda x: x[..., :39]),

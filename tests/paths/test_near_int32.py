@@ -15,8 +15,9 @@ import fastattn.kv_cache
 import fastattn.local
 from fastattn.kernels.gpu.tile import LaunchConfig
 from fastattn.kernels.triton import attention as triton_attention
-from refattn.interface import Batch, Shard
+from refattn.batch import Batch
 from refattn.metadata import make_batch
+from refattn.ranks import Shard
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build
 from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees

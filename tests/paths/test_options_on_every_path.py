@@ -18,8 +18,9 @@ import torch
 import fastattn
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales
-from refattn.interface.batch import Batch
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers import ranks
 from tests.helpers.batches import build
 from tests.helpers.every_path import (

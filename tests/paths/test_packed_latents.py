@@ -24,9 +24,10 @@ import refattn.sliding_window
 import refattn.sparse
 import refattn.speculative
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Prefix
-from refattn.interface.packed import packed_size
+from refattn.batch import Prefix
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.packed_latents import packed_size
 from tests.helpers.batches import Case, masks_by_hand
 from tests.helpers.kernels_present import PRESENT_FOR_LATENTS
 from tests.helpers.latents import OPTIONS, Latents, Sizes, filled, prefill

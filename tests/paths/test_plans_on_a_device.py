@@ -13,7 +13,12 @@ import fastattn.cascade
 import fastattn.mla
 import fastattn.quantized
 import fastattn.speculative
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Pages, Plan, Prefix, Shard
+from refattn.batch import Batch, Prefix
+from refattn.keys import Pages
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
+from refattn.ranks import Shard
+from refattn.scales import Fp8Scales
 from tests.helpers.batches import build
 from tests.helpers.every_path import CASE, MATRICES
 

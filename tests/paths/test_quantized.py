@@ -21,8 +21,13 @@ import refattn.kv_cache
 import refattn.local
 import refattn.quantized
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, QuantizedPages, writes
+from refattn import checks_of_writes
+from refattn.batch import Batch, Prefix
+from refattn.keys import QuantizedPages
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import (
     HARMLESS,
     POISON,
@@ -924,8 +929,8 @@ def test_the_checks_read_nothing_on_a_device():
             scales = written = Int8Scales(nowhere(10, 4, 2), nowhere(2, 8))
         for plan in (Plan(batch, 4), Plan(batch, 4, sequences=ints(2))):
             QuantizedPages(pool, pool, scales).check(query, plan, AttentionOptions(), None, False)
-        writes.check_quantized_slots(query[:, :2], query[:, :2], pool, pool, slots, written)
-    writes.check_values([query])
+        checks_of_writes.check_quantized_slots(query[:, :2], query[:, :2], pool, pool, slots, written)
+    checks_of_writes.check_values([query])
 
 
 def test_a_query_is_not_changed():

@@ -15,7 +15,9 @@ import refattn.cascade
 import refattn.chunked_prefill
 import refattn.quantized
 import refattn.speculative
-from refattn.interface import Accepted, Fp8Scales, Int8Scales, Prefix
+from refattn.batch import Prefix
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import Accepted
 from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, masks_by_hand, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT, Kernel
 from tests.helpers.options import per_head

@@ -23,8 +23,10 @@ from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu.quantized import codes_of
-from refattn.interface import Fp8Scales, Int8Scales, Pages, Plan
+from refattn.keys import Pages
 from refattn.metadata import make_batch
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import HALVES, PRESENT, Kernel
 from tests.helpers.options import OPTIONS, per_head

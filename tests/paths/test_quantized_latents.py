@@ -15,8 +15,8 @@ import fastattn.mla
 import refattn.dense
 import refattn.mla
 import twinattn.kit
-from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch, slot_mapping
+from refattn.options import AttentionOptions
 from tests.helpers.batches import HARMLESS, POISON, Case, masks_by_hand, of_batches, ragged_cases
 from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS
 from tests.helpers.latents import (

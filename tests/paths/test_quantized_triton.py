@@ -18,8 +18,8 @@ import refattn.quantized
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
 from fastattn.kernels.replay import memo_of
-from refattn.interface import Fp8Scales, Int8Scales
 from refattn.metadata import make_batch
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers import (
     interpreted,
     kernels_present,  # noqa: F401 (quickens the interpreter)

@@ -13,7 +13,8 @@ from torch.nn.functional import normalize
 import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.dispatch import use_kernel
-from refattn.interface import RecurrentOptions, StatePlan
+from refattn.options import RecurrentOptions
+from refattn.states import StatePlan
 from tests.helpers.bad_input import MOST
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.states import (

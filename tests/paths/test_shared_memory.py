@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from refattn.interface import Int8Scales
-from refattn.interface.memory import check_apart
+from refattn.overlap import check_apart
+from refattn.scales import Int8Scales
 from tests.helpers.legal_calls import legal_calls
 
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])

@@ -19,8 +19,10 @@ import refattn.interval
 import refattn.mla
 import refattn.sparse
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Fp8Scales, Intervals
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Intervals
+from refattn.scales import Fp8Scales
 from tests.helpers.batches import GARBAGE, HARMLESS, POISON, Case, build
 from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS, each_kernel
 from tests.helpers.pairs import every_pair_on_cpu

@@ -21,8 +21,12 @@ import refattn.speculative
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
 from refattn import masks
-from refattn.interface import Accepted, AttentionOptions, Batch, Pages, Plan, TreePlan, Trees
+from refattn.batch import Batch
+from refattn.keys import Pages
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import Accepted, TreePlan, Trees
 from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, build, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.pairs import every_pair_on_cpu

@@ -12,7 +12,9 @@ import torch
 import fastattn.metadata
 import fastattn.speculative
 import refattn.metadata
-from refattn.interface import Batch, Fp8Scales, Trees
+from refattn.batch import Batch
+from refattn.scales import Fp8Scales
+from refattn.trees import Trees
 from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.steps import ROOM, record
 from tests.helpers.stored import over_codes

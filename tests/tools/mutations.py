@@ -1,7 +1,7 @@
 """Mutations: small edits of the source, each of which breaks a feature of docs/proof/coverage.toml.
 
 `make mutants` plants them one by one, and sees that the tests marked as the proof of a row fail. A feature that both
-packages compute has one in each; what they share (`refattn.interface`, `twinattn.engine`), one for both. Text that is
+packages compute has one in each; what they share (`refattn.plan`, `twinattn.engine`), one for both. Text that is
 not there exactly once is an error, and test_coverage.py looks whether all of it is: who changes an expression changes
 its mutation, too.
 
@@ -180,7 +180,7 @@ MUTATIONS: list[Mutation] = [
         "B54",
         "rows without a slot are not left out",
         (
-            "refattn.interface.values:rows_with_slots",
+            "refattn.checks:rows_with_slots",
             "        return key[: len(slot_mapping)], value[: len(slot_mapping)]",
             "        return key, value",
         ),
@@ -203,7 +203,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A25 A29 A32 B50",
         "every mask is causal",
-        ("refattn.interface.plan:Plan.window", "return left, 0 if self.causal else right", "return left, 0"),
+        ("refattn.plan:Plan.window", "return left, 0 if self.causal else right", "return left, 0"),
     ),
     *breaks(
         "A25 A28 A27 D121 D136 C111",
@@ -436,7 +436,7 @@ MUTATIONS: list[Mutation] = [
         "B183",
         "blocks are of a multiple of 16 tokens",
         (
-            "refattn.interface.contents:check_block_table",
+            "refattn.batch:check_block_table",
             "    check_sizes(block_size=block_size)\n    block_table = _table_of(batch)",
             "    check_sizes(block_size=block_size // 16)\n    block_table = _table_of(batch)",
         ),
@@ -889,7 +889,7 @@ MUTATIONS: list[Mutation] = [
         "B79",
         "prefixes of other blocks pass",
         (
-            "refattn.interface.contents:check_prefixes",
+            "refattn.checks_of_steps:check_prefixes",
             "if tables[member][: end // block_size] != tables[first][: end // block_size]:",
             "if False:",
         ),
@@ -897,7 +897,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B79",
         "prefixes of parts of a block pass",
-        ("refattn.interface.contents:check_prefixes", "if end < 1 or end % block_size:", "if end < 1:"),
+        ("refattn.checks_of_steps:check_prefixes", "if end < 1 or end % block_size:", "if end < 1:"),
     ),
     *breaks(
         "B80",
@@ -996,7 +996,7 @@ MUTATIONS: list[Mutation] = [
         "B86",
         "ranks are gathered in another order",
         (
-            "refattn.interface.parallel:_SimulatedGroup.all_gather",
+            "refattn.ranks:_SimulatedGroup.all_gather",
             "return torch.cat(self._exchange(part), dim)",
             "return torch.cat(self._exchange(part)[::-1], dim)",
         ),
@@ -1044,7 +1044,7 @@ MUTATIONS: list[Mutation] = [
         "B88",
         "a rank gets the heads of another",
         (
-            "refattn.interface.parallel:DistributedGroup.reduce_scatter",
+            "refattn.ranks:DistributedGroup.reduce_scatter",
             "shares = torch.stack(part.chunk(self.size, dim))",
             "shares = torch.stack(part.chunk(self.size, dim)).flip(0)",
         ),
@@ -1124,14 +1124,14 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A19",
         "a write multiplies by the scale",
-        ("refattn.keys:to_fp8", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
+        ("refattn.rounding:to_fp8", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
         ("fastattn.kernels.torch_ops.quantized:to_fp8", "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
     ),
     *breaks(
         "A19",
         "a write rounds towards zero",
         (
-            "refattn.keys:to_fp8",
+            "refattn.rounding:to_fp8",
             ".clamp(-largest, largest).to(kind)",
             ".clamp(-largest, largest).mul(1 - 2**-5).to(kind)",
         ),
@@ -1144,7 +1144,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A19 B101",
         "infinity stays infinite",
-        ("refattn.keys:to_fp8", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
+        ("refattn.rounding:to_fp8", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
         ("fastattn.kernels.torch_ops.quantized:to_fp8", ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
     ),
     *breaks(
@@ -1208,7 +1208,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A23",
         "every sequence has the scales of the first",
-        ("refattn.keys:per_head", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
+        ("refattn.rounding:per_head", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
         ("fastattn.kernels.torch_ops.quantized:_per_row", "scale.index_select(0, sequences)", "scale[:1]"),
     ),
     *breaks(
@@ -1229,7 +1229,7 @@ MUTATIONS: list[Mutation] = [
         "B51",
         "every head has the scale of the first",
         (
-            "refattn.keys:per_head",
+            "refattn.rounding:per_head",
             "numbers.expand(num_kv_heads)",
             "numbers.flatten()[:1].expand(num_kv_heads)",
         ),
@@ -1257,7 +1257,7 @@ MUTATIONS: list[Mutation] = [
         "B95",
         "all heads of a token share a scale",
         (
-            "refattn.keys:row_scale",
+            "refattn.rounding:row_scale",
             "return scale_of(x.float().abs().amax(-1, keepdim=True))",
             "return scale_of(x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).clone())",
         ),
@@ -1270,7 +1270,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B95",
         "whole numbers are rounded down",
-        ("refattn.keys:to_int8", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
+        ("refattn.rounding:to_int8", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
         ("fastattn.kernels.torch_ops.quantized:to_int8", ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
     ),
     *breaks(
@@ -1445,7 +1445,7 @@ MUTATIONS: list[Mutation] = [
         "C118",
         "the halves have the scales of each other",
         (
-            "refattn.interface.keys:Pairs.of_halves",
+            "refattn.keys:Pairs.of_halves",
             "self.scales.of_halves(half, other))",
             "self.scales.of_halves(1 - half, 1 - other))",
         ),
@@ -2160,7 +2160,7 @@ MUTATIONS: list[Mutation] = [
         "F194",
         "a chunk may end inside a span",
         (
-            "refattn.interface.contents:check_intervals",
+            "refattn.checks_of_steps:check_intervals",
             "    wrong = (first_visible[:used] <= last) & (last >= ends)",
             "    wrong = (first_visible[:used] <= last) & (last > ends + 9)",
         ),
@@ -2303,7 +2303,7 @@ MUTATIONS: list[Mutation] = [
         "F198",
         "a position past the end passes on a host",
         (
-            "refattn.interface.selection:check_selected",
+            "refattn.index_keys:check_selected",
             "    wrong = (positions[:used] < -1) | (positions[:used] >= ends)",
             "    wrong = positions[:used] < -1",
         ),
@@ -2389,7 +2389,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "F214",
         "zeros are divided by zero",
-        ("refattn.keys:group_scales", ".clamp(min=SMALLEST_SCALE)", ""),
+        ("refattn.rounding:group_scales", ".clamp(min=SMALLEST_SCALE)", ""),
         ("fastattn.kernels.torch_ops.cache:write_packed", ".clamp_(min=SMALLEST_SCALE)", ""),
         (
             "fastattn.kernels.triton.cache:_write_packed_kernel",
@@ -2502,7 +2502,7 @@ MUTATIONS: list[Mutation] = [
         "R213",
         "a process gets the maps of the others in another order",
         (
-            "refattn.interface.parallel:DistributedGroup.all_gather",
+            "refattn.ranks:DistributedGroup.all_gather",
             "torch.cat(parts.view(self.size, *part.shape).unbind(), dim)",
             "torch.cat(parts.view(self.size, *part.shape).flip(0).unbind(), dim)",
         ),

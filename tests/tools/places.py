@@ -1,7 +1,7 @@
 """Where a mutation is planted: a module, a function or class in it, and text inside, whatever stands around it.
 
     refattn.kv_cache:write          in this function, wherever it stands in its file
-    refattn.interface.plan          in this file, in none of its functions
+    refattn.plan          in this file, in none of its functions
     fastattn/kernels/native/attention.c     no Python: by its path
 
 Spaces and line breaks of the text do not count, so a change of layout, or a move within the file, breaks no mutation.

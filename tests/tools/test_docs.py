@@ -515,7 +515,7 @@ def test_identifiers_are_found_whole_and_by_their_parts(site):
     for words in ("slot_mapping", "split_decodes_and_prefills"):
         assert search(words)[0][0][0] == words
     assert any(title == "slot_mapping" for page in search("mapping")[:6] for title, _ in page)
-    assert any("refattn.interface.Batch" in place for page in search("seqlens") for _, place in page)
+    assert any("refattn.batch.Batch" in place for page in search("seqlens") for _, place in page)
     british, american = ({page[0][1].split("#")[0] for page in search(word)} for word in ("quantised", "quantized"))
     assert british == american and {"paths/quantized.html", "reference/refattn.html"} <= british
 

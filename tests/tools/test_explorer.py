@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window, speculative
 from refattn.attention import attend
-from refattn.interface import Batch, Plan
+from refattn.batch import Batch
+from refattn.plan import Plan
 from twinattn.bench.work import workload
 from twinattn.course.drawing import examples
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from refattn import mla, recurrent, sparse
-from refattn.interface import AttentionOptions, RecurrentOptions
 from refattn.keys import read_packed
 from refattn.metadata import make_batch
+from refattn.options import AttentionOptions, RecurrentOptions
 from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant

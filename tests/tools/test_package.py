@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.twin_files import SHARED
 from twinattn.bench import roofline
 from twinattn.course import copied as course
 
@@ -40,7 +41,7 @@ def test_type_checkers_read_our_types(package):
 
 def test_the_kit_needs_no_numpy():
     """Its extra does not bring it; what only tests and the demo need may."""
-    for file in [*(ROOT / "twinattn/kit").rglob("*.py"), *(ROOT / "refattn/interface").rglob("*.py")]:
+    for file in [*(ROOT / "twinattn/kit").rglob("*.py"), *(ROOT / f"refattn/{name}.py" for name in SHARED)]:
         assert not re.search(r"\.numpy\(\)|^\s*(import|from) numpy", file.read_text(), re.MULTILINE), file
 
 

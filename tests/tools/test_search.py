@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from refattn.interface import AttentionOptions, Int8Scales
+from refattn.options import AttentionOptions
+from refattn.scales import Int8Scales
 from tests.helpers import by_hand
 from tests.helpers.planted import PLANTED, plant
 from twinattn.kit.search import (

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from rich.console import Console
 
-from refattn.interface.values import check_device, check_folder
+from refattn.checks import check_device, check_folder
 from twinattn.bench import clocks, measure, report
 from twinattn.bench.measure import Call, Ceilings, Timing
 from twinattn.bench.peers import Contender

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastattn
-from refattn.interface.values import check_file, check_folder, check_number
+from refattn.checks import check_file, check_folder, check_number
 from twinattn.bench.measure import circumstances, machine
 from twinattn.engine import CudaGraphs, Engine, SamplingParams, fuse, profile
 from twinattn.engine.profile import Profile, draw_timeline, times_table

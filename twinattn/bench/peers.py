@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattn.kernels import use_kernel
-from refattn.interface import AttentionOptions, Batch, Fp8Scales
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales
 from twinattn.bench import measure
 from twinattn.bench.measure import Call
 from twinattn.bench.work import (

@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import Tensor
 
 from fastattn import quantized
-from refattn.interface import Fp8Scales, Int8Scales
-from refattn.interface.values import check_folder
+from refattn.checks import check_folder
+from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.bench.measure import circumstances, machine
 from twinattn.engine import Engine, SamplingParams, demo
 from twinattn.engine.demo_model import load, model_file

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from fastattn import chunked_prefill, context_parallel
-from refattn.interface import DistributedGroup, Shard
+from refattn.ranks import DistributedGroup, Shard
 from twinattn.bench.measure import Call, Timed
 from twinattn.bench.peers import Contender
 from twinattn.bench.work import Attention, Inputs

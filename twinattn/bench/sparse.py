@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fastattn import mla
 from fastattn.kernels import use_kernel
-from refattn.interface import AttentionOptions, Batch, Plan
-from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, packed_parts, packed_size
-from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES
+from refattn.batch import Batch
+from refattn.index_keys import INDEX_FORMAT, SCALE_BYTES
+from refattn.options import AttentionOptions
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, packed_parts, packed_size
+from refattn.plan import Plan
 from twinattn.bench.measure import Call
 from twinattn.bench.peers import Contender, twin
 from twinattn.bench.work import Attention, Inputs, Judge, WrongAnswerError, hold

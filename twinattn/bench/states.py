@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from refattn.interface import Batch, StatePlan
+from refattn.batch import Batch
+from refattn.states import StatePlan
 from twinattn.bench.measure import Call
 from twinattn.bench.peers import Contender
 from twinattn.bench.work import Judge, hold

@@ -16,8 +16,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from refattn import attention as reference
-from refattn.interface import Batch, Fp8Scales, Int8Scales
-from refattn.interface.ambient import computing_in
+from refattn.batch import Batch
+from refattn.modes import computing_in
+from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit import oracle
 from twinattn.kit.oracle import Sight, sight
 from twinattn.kit.tolerance import assert_close

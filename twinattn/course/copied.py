@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from refattn.interface.values import check_folder
+from refattn.checks import check_folder
 
 PACKAGED = Path(__file__).parent  # laid out as the repository is
 NOT_FOR_READERS = ("run.py", "__pycache__", ".ipynb_checkpoints")

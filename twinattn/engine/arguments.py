@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from refattn.interface.values import check_flag, describe
+from refattn.checks import check_flag, describe
 from twinattn.engine.cost_model import Machine
 from twinattn.engine.layers import PACKED_ROWS
 from twinattn.engine.speculation import DraftModel, NGram

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from refattn.interface import Prefix
-from refattn.interface.contents import check_prefix_types, check_requests
-from refattn.interface.values import check_int, check_sizes, describe
+from refattn.batch import Prefix
+from refattn.checks import check_int, check_sizes, describe
+from refattn.checks_of_steps import check_prefix_types, check_requests
 
 
 @dataclass(frozen=True)

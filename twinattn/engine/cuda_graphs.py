@@ -38,7 +38,8 @@ from torch import Tensor
 
 import fastattn
 from fastattn.kernels.device import on_gpu, to_device
-from refattn.interface import Batch, Prefix, Trees
+from refattn.batch import Batch, Prefix
+from refattn.trees import Trees
 from twinattn.engine.decode_rows import DecodeRows
 from twinattn.engine.engine import Engine
 from twinattn.engine.fast_sampling import sample

@@ -39,7 +39,8 @@ from torch.nn.functional import cross_entropy
 
 import fastattn
 from fastattn import kv_cache, metadata
-from refattn.interface import AttentionOptions, CascadePlan, Plan
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
 from twinattn.engine import (
     CPU,
     Amax,

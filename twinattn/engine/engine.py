@@ -51,8 +51,10 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 import refattn
-from refattn.interface import Accepted, AttentionOptions, Batch, Plan, Prefix, Trees
-from refattn.interface.trees import MOST_NODES
+from refattn.batch import Batch, Prefix
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import MOST_NODES, Accepted, Trees
 from twinattn.engine import arguments, models
 from twinattn.engine.block_pool import BlockPool, Span
 from twinattn.engine.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes

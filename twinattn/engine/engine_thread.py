@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from refattn.interface.values import check_flag, describe
+from refattn.checks import check_flag, describe
 from twinattn.engine.engine import Engine
 from twinattn.engine.request import Prompt, Request
 from twinattn.engine.sampling import SamplingParams

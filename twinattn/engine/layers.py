@@ -19,20 +19,13 @@ from einops import rearrange, reduce
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
-from refattn.interface import (
-    AttentionOptions,
-    Batch,
-    CascadePlan,
-    Fp8Scales,
-    Int8Scales,
-    Part,
-    Plan,
-    PrefillPlan,
-    TreePlan,
-    Trees,
-)
-from refattn.interface.packed import packed_size
-from refattn.interface.values import describe, expect
+from refattn.batch import Batch, Part
+from refattn.checks import describe, expect
+from refattn.options import AttentionOptions
+from refattn.packed_latents import packed_size
+from refattn.plan import CascadePlan, Plan, PrefillPlan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import TreePlan, Trees
 from twinattn.engine import fast_sampling, sampling
 from twinattn.engine.index_modules import IndexTokens
 

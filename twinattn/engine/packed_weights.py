@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from refattn.interface.values import describe
+from refattn.checks import describe
 
 
 def pack(model: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from refattn.interface.values import check_flag, describe
+from refattn.checks import check_flag, describe
 from twinattn.engine.block_pool import BlockContent, Span
 from twinattn.engine.sampling import SamplingParams
 

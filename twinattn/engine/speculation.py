@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from refattn.interface.values import check_sizes, describe
+from refattn.checks import check_sizes, describe
 from twinattn.engine.request import Draft, Request
 from twinattn.engine.sampling import SamplingParams
 

@@ -20,7 +20,9 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from refattn.interface import Batch, Part, RecurrentOptions, StatePlan
+from refattn.batch import Batch, Part
+from refattn.options import RecurrentOptions
+from refattn.states import StatePlan
 from twinattn.engine.layers import Twin
 from twinattn.engine.state_pool import Slots, StatePool
 

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import sigmoid, silu, softplus
 
-from refattn.interface import RecurrentOptions
+from refattn.options import RecurrentOptions
 from twinattn.engine.state_layers import Recurrence, StateLayer
 
 NORM_EPS = 1e-6  # of queries and keys

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from refattn.interface.values import check_int, check_sizes
+from refattn.checks import check_int, check_sizes
 from twinattn.engine.block_pool import BlockContent
 from twinattn.engine.request import Request
 

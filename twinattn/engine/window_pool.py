@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.interface import Batch
-from refattn.interface.contents import check_block_table
-from refattn.interface.values import check_int, check_list, check_sizes, check_window, describe, expect, is_int
+from refattn.batch import Batch, check_block_table
+from refattn.checks import check_int, check_list, check_sizes, check_window, describe, expect, is_int
 
 
 class WindowPool:

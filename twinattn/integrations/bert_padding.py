@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.interface.values import expect, is_int, same_device
+from refattn.checks import expect, is_int, same_device
 
 
 def index_first_axis(input: Shaped[Tensor, "rows ..."], indices: Int64[Tensor, "t"]) -> Shaped[Tensor, "t ..."]:

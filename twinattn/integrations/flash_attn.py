@@ -47,8 +47,11 @@ import refattn.interval
 import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
-from refattn.interface import AttentionOptions, Batch, Pages, Plan
-from refattn.interface.values import check_flag, check_int, check_number, describe, expect, same_device
+from refattn.batch import Batch
+from refattn.checks import check_flag, check_int, check_number, describe, expect, same_device
+from refattn.keys import Pages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from twinattn.integrations import bert_padding
 
 TWINS: dict[str, Any] = {"refattn": refattn, "fastattn": fastattn}

@@ -49,21 +49,13 @@ from fastattn import recurrent as recurrent_path
 from fastattn import sliding_window as sliding_window_path
 from fastattn import speculative as speculative_path
 from fastattn.kernels import problem
-from refattn.interface import (
-    AttentionOptions,
-    Batch,
-    CascadePlan,
-    ContextChunk,
-    Fp8Scales,
-    Int8Scales,
-    Plan,
-    PrefillPlan,
-    RecurrentOptions,
-    StatePlan,
-    TreePlan,
-    Trees,
-    scales,
-)
+from refattn import scales
+from refattn.batch import Batch
+from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.plan import CascadePlan, ContextChunk, Plan, PrefillPlan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.states import StatePlan
+from refattn.trees import TreePlan, Trees
 
 PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
 TABLES, SIZES = 8, 9  # tensors and whole numbers of a `Plan`

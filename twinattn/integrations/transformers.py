@@ -43,7 +43,9 @@ import fastattn.metadata
 import refattn.attention
 import refattn.dense
 import refattn.metadata
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from twinattn.engine.models import HARMLESS
 
 TWINS = {"refattn": (refattn.dense, refattn.metadata), "fastattn": (fastattn.dense, fastattn.metadata)}

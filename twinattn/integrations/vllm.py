@@ -45,7 +45,10 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fastattn import chunked_prefill, dense, quantized
 from fastattn.kv_cache import write
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales
 
 NAME = "FASTATTN"
 BACKEND = "twinattn.integrations.vllm.FastAttentionBackend"

@@ -28,7 +28,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from fastattn import mla
-from refattn.interface import AttentionOptions, Batch, Plan, PrefillPlan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan, PrefillPlan
 from twinattn.integrations.vllm import NAME_OVER_LATENTS, check_step, for_any_length, refuse_ranks
 
 LARGEST_LATENT = 576

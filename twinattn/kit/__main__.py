@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refattn.interface.values import check_file, check_folder, check_number, check_sizes
+from refattn.checks import check_file, check_folder, check_number, check_sizes
 from twinattn.kit import field
 from twinattn.kit.adapters import ADAPTERS
 from twinattn.kit.contract import of_path

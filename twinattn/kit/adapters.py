@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import Kernel, claims, find
 from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation

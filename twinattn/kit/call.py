@@ -8,7 +8,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.kit.workload import Workload
 
 STALE = 1e4  # a large number moves an answer a little

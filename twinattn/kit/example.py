@@ -19,9 +19,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from refattn.interface import Batch, Fp8Scales, Prefix
-from refattn.interface.ambient import computing_in
+from refattn.batch import Batch, Prefix
 from refattn.metadata import slot_mapping
+from refattn.modes import computing_in
+from refattn.scales import Fp8Scales
 from refattn.speculative import make_trees
 from twinattn.kit import gradients, packed
 from twinattn.kit import states as of_states

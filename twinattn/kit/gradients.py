@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refattn import dense
-from refattn.interface.ambient import computing_in
+from refattn.modes import computing_in
 from twinattn.kit import oracle
 from twinattn.kit.call import plan_and_attend
 from twinattn.kit.tolerance import WIDER, bound, distance

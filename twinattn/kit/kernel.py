@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, RecurrentOptions
+from refattn.options import AttentionOptions, RecurrentOptions
 from twinattn.kit import gradients
 from twinattn.kit.example import PATHS, Answers, Arguments, Example
 

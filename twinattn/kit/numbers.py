@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from refattn.interface import Fp8Scales
+from refattn.scales import Fp8Scales
 from twinattn.kit import landmarks
 from twinattn.kit.checks import answer, counted, glance
 from twinattn.kit.draws import draw_example, padded, plain, with_option

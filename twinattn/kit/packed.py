@@ -9,7 +9,7 @@ A row is drawn by its parts, not written by the reference: any code under any sc
 import torch
 from torch import Tensor
 
-from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts, packed_size
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts, packed_size
 
 KINDS = ("mixed", "apart", "largest", "rotary")
 LARGEST = torch.finfo(PACKED_FORMAT).max

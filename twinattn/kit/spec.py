@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.kit import oracle
 from twinattn.kit.call import plan_and_attend
 from twinattn.kit.cases import FINITE_POISON, HARMLESS, POISON, Case, Paged, build

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from refattn import recurrent
-from refattn.interface import Batch, RecurrentOptions
-from refattn.interface.ambient import computing_in
+from refattn.batch import Batch
+from refattn.modes import computing_in
+from refattn.options import RecurrentOptions
 from twinattn.kit.tolerance import WIDER
 from twinattn.kit.workload import Workload
 

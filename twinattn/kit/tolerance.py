@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from refattn.interface.ambient import computing_in
+from refattn.modes import computing_in
 
 FLOAT32_ROUNDINGS = 16  # the square root of the largest head size, 256
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.kit import gradients, landmarks, mistakes
 from twinattn.kit.example import PATHS, Answers, Arguments, Example, poison
 from twinattn.kit.kernel import BadKernelError, Kernel

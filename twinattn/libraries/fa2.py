@@ -5,7 +5,7 @@ from functools import partial
 from einops import rearrange
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, is_installed, of_rectangle, with_lse
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, is_installed, output_of, with_lse
 
 INTERFACE = "flash_attn_interface"

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, missing, output_of, with_lse
 
 

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, missing, of_rectangle, output_of
 
 STEP = 128  # slots of a list, of which its kernels take a multiple

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, missing
 
 WORKSPACE = 2**27  # bytes that it wants for its partial results

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, with_lse
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.libraries import Call, missing
 
 BLOCK = 32  # of whose multiples a block has tokens

@@ -8,19 +8,10 @@ from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PACKED, PAGES, PLAN, QUANTIZED, TREE, Kernel
 from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import recorder
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Fp8Scales,
-    Int8Scales,
-    Keys,
-    Latents,
-    PackedLatents,
-    Pages,
-    QuantizedPages,
-    Rows,
-    TreePlan,
-)
+from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import AttentionPlan, TreePlan
 
 
 def unsupported_reason(problem: Problem) -> str | None:

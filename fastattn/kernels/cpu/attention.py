@@ -37,7 +37,10 @@ from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, V
 from fastattn.kernels.problem import compute_dtype, uses_positions
 from fastattn.kernels.replay import Replay
 from fastattn.kernels.torch_ops.merge import add_sinks, merge
-from refattn.interface import AttentionOptions, AttentionPlan, Pages, Plan, TreePlan
+from refattn.keys import Pages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan, TreePlan
 
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, Shaped
 from torch import Tensor
 
-from refattn.interface.packed import LATENT_GROUP, packed_parts
+from refattn.packed_latents import LATENT_GROUP, packed_parts
 
 
 @dataclass(frozen=True, eq=False)

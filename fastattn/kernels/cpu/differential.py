@@ -23,7 +23,9 @@ from fastattn.kernels.cpu.blocks import Blocks, side_by_side
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Subtraction, compute_dtype
 from fastattn.kernels.torch_ops.merge import log_add_exp, share_of_keys
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 TILE = 64  # most queries of a tile
 SCORES = 2**22  # most scores of a tile: 16 MiB in float32

@@ -18,7 +18,10 @@ from fastattn.kernels.cpu.dequantize import Codes, PackedRows
 from fastattn.kernels.problem import compute_dtype
 from fastattn.kernels.torch_ops.merge import merge
 from fastattn.kernels.torch_ops.quantized import fold_scales, row_scale, to_fp8, to_int8
-from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, PackedLatents, TreePlan
+from refattn.keys import PackedLatents
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import AttentionPlan, TreePlan
 
 
 def attention(

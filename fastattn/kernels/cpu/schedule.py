@@ -26,7 +26,8 @@ from torch import Tensor
 
 from fastattn.kernels.cpu.blocks import Blocks, Slab, side_by_side
 from fastattn.kernels.replay import memo_of
-from refattn.interface import Plan, TreePlan
+from refattn.plan import Plan
+from refattn.trees import TreePlan
 
 RUN = 512  # least keys of a run
 SHORT_PROMPT = 256  # most tokens of a prompt that is computed with others

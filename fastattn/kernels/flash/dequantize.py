@@ -24,7 +24,10 @@ from fastattn.kernels.gpu.quantized import Codes, codes_of, prepare_query, row_s
 from fastattn.kernels.gpu.tile import converts_fp8, find_tile
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Fp8Scales, Plan, QuantizedPages
+from refattn.keys import QuantizedPages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales
 
 BLOCK_TOKENS = 32
 

@@ -17,7 +17,10 @@ from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_
 from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, window_within_reach
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, Rows
+from refattn.keys import Keys, Pages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan
 
 PAGE = 256  # its pages are a multiple of this
 CHUNKS = "over pages it takes one query per sequence; with more, it writes LSEs out of place where a query sees nothing"

@@ -37,18 +37,11 @@ from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_e
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, window_within_reach
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Batch,
-    Keys,
-    Latents,
-    Pages,
-    Plan,
-    QuantizedPages,
-    Rows,
-    TreePlan,
-)
+from refattn.batch import Batch
+from refattn.keys import Keys, Latents, Pages, QuantizedPages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan, TreePlan
 
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
 FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")  # of that module

@@ -17,7 +17,10 @@ from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, QUANTIZED, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, has_aligned_heads, window_within_reach
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
+from refattn.keys import Keys, Pages, QuantizedPages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan
 
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
 FAST_BLOCK = 128  # tokens in a page that loads fastest

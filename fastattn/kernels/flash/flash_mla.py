@@ -40,7 +40,10 @@ from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALI
 from fastattn.kernels.flash.schedule import schedule_of, schedule_of_sizes
 from fastattn.kernels.kernel import LATENTS, LEVELS, PACKED, PLAN, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, latent_scales
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, PackedLatents, Plan, TreePlan
+from refattn.keys import Keys, Latents, PackedLatents
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan, TreePlan
 
 INTERFACE = "flash_mla.flash_mla_interface"
 PACKAGE = "sgl-flash-mla"

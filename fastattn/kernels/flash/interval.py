@@ -20,7 +20,9 @@ from torch import Tensor
 from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.problem import places
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Keys, Pages, Plan, Rows
+from refattn.keys import Keys, Pages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 
 def attend_up_to_and_after(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastattn.kernels.gpu.quantized import dequantize
 from fastattn.kernels.gpu.tile import converts_fp8, pad
-from refattn.interface import Batch
+from refattn.batch import Batch
 
 BLOCK_ROWS = 16
 MOST_ELEMENTS = 16384  # of a program: with more of them, registers run out

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastattn.kernels.replay import memo_of
-from refattn.interface import Plan
+from refattn.plan import Plan
 
 UNKNOWN = object()
 MOST_OF_SIZES = 256  # schedules that no length changes; with one more, all are forgotten

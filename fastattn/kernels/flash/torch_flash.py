@@ -13,7 +13,10 @@ from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
 from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, Kernel, options_of
 from fastattn.kernels.problem import FAR, Problem, cu_seqlens_k_of, window_within_reach
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Plan, Rows
+from refattn.keys import Keys, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan
 
 
 def unsupported_reason(problem: Problem) -> str | None:

@@ -35,7 +35,10 @@ from fastattn.kernels.gpu.tile import (
     with_positive_scale,
 )
 from fastattn.kernels.problem import cu_seqlens_k_of, uses_positions
-from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import TreePlan
 
 BLOCK_SEQS = 128  # sequences that are counted at a time
 LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are recomputed

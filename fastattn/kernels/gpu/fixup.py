@@ -17,7 +17,8 @@ from torch import Tensor
 from fastattn.kernels.gpu.launch import Launch
 from fastattn.kernels.gpu.tile import can_overlap
 from fastattn.kernels.replay import key_of_launch, launch_once
-from refattn.interface import AttentionOptions, Plan
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 BLOCK_TOKENS = 32
 MOST_STEPS = 16  # of so many tokens, for a program that may find that there is nothing to fix up

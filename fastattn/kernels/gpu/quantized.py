@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
-from refattn.interface.packed import LATENT_GROUP
+from refattn.options import AttentionOptions
+from refattn.packed_latents import LATENT_GROUP
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 
 
 class Codes(NamedTuple):

@@ -19,7 +19,9 @@ from fastattn.kernels.gpu.attention_kernel import (
 from fastattn.kernels.gpu.quantized import NO_CODES, Codes
 from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, LaunchConfig, can_overlap, fit, pad, step_for
 from fastattn.kernels.replay import Key, key_of_launch, launch_once
-from refattn.interface import AttentionOptions, Plan, TreePlan
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import TreePlan
 
 
 def recompute(

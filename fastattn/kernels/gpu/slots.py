@@ -12,7 +12,7 @@ import triton.language as tl
 from jaxtyping import Int32
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 
 BLOCK = 2048  # slots of a program
 

@@ -11,17 +11,11 @@ from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Subtraction, latent_scales
 from fastattn.kernels.replay import Replay, recorder
 from fastattn.kernels.torch_ops.quantized import fold_scales
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Fp8Scales,
-    Int8Scales,
-    Latents,
-    Pages,
-    Plan,
-    QuantizedPages,
-)
-from refattn.interface.scales import FP8_FORMATS
+from refattn.keys import Latents, Pages, QuantizedPages
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.scales import FP8_FORMATS, Fp8Scales, Int8Scales
+from refattn.trees import AttentionPlan
 
 SPLIT = 1024  # keys of a split, as in attention.c
 TYPES = {  # the numbers of the types in attention.c

@@ -17,7 +17,10 @@ from torch import Tensor
 from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PAGES, PLAN, TREE, Kernel
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, uses_positions
 from fastattn.kernels.torch_ops.merge import add_sinks
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pages, Plan, Rows, TreePlan
+from refattn.keys import Keys, Latents, Pages, Rows
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan, TreePlan
 
 TILE = 256  # queries at a time
 

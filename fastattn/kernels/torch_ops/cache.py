@@ -7,10 +7,11 @@ from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.problem import as_integers
-from refattn.interface import Accepted, Batch, Trees
-from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts
-from refattn.interface.values import rows_with_slots
-from refattn.interface.writes import check_slot_numbers
+from refattn.batch import Batch
+from refattn.checks import rows_with_slots
+from refattn.checks_of_writes import check_slot_numbers
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts
+from refattn.trees import Accepted, Trees
 
 
 def write(

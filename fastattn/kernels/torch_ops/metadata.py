@@ -6,7 +6,8 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from fastattn.kernels.problem import places
-from refattn.interface import Batch, Trees
+from refattn.batch import Batch
+from refattn.trees import Trees
 
 
 def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor, "t"]:

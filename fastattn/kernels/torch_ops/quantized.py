@@ -10,7 +10,8 @@ from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import compute_dtype
-from refattn.interface import Fp8Scales, Int8Scales, Plan
+from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 
 
 def fold_scales(

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 from torch.nn.functional import silu as apply_silu
 
-from refattn.interface import RecurrentOptions, StatePlan
+from refattn.options import RecurrentOptions
+from refattn.states import StatePlan
 
 CHUNK = 64  # tokens whose system of equations is solved at once
 SMALL = 16  # equations, of which substitution solves a block

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.problem import as_integers, places
-from refattn.interface import Batch, Plan
-from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+from refattn.batch import Batch
+from refattn.index_keys import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+from refattn.plan import Plan
 
 KEYS = 1024  # index keys of a product
 ELEMENTS = 2**24  # scores that are ordered at a time

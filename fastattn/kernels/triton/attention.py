@@ -54,18 +54,11 @@ from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import recorder, recording
 from fastattn.kernels.triton import latents_hopper
 from fastattn.kernels.triton.tuning import share_sm, tune
-from refattn.interface import (
-    AttentionOptions,
-    AttentionPlan,
-    Keys,
-    Latents,
-    PackedLatents,
-    Pages,
-    Plan,
-    Rows,
-    TreePlan,
-)
-from refattn.interface.packed import PACKED_FORMAT, packed_parts
+from refattn.keys import Keys, Latents, PackedLatents, Pages, Rows
+from refattn.options import AttentionOptions
+from refattn.packed_latents import PACKED_FORMAT, packed_parts
+from refattn.plan import Plan
+from refattn.trees import AttentionPlan, TreePlan
 
 SPLITS_PER_STEP = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most

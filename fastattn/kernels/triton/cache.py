@@ -16,8 +16,10 @@ from fastattn.kernels.gpu.launch import Launch
 from fastattn.kernels.gpu.quantized import FORMATS, row_scale, to_fp8, to_int8
 from fastattn.kernels.gpu.tile import converts_fp8
 from fastattn.kernels.problem import as_bytes
-from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
-from refattn.interface.packed import LATENT_GROUP, SMALLEST_SCALE, packed_parts
+from refattn.batch import Batch
+from refattn.packed_latents import LATENT_GROUP, SMALLEST_SCALE, packed_parts
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import Accepted, Trees
 
 BLOCK_ROWS = 16
 BLOCK_ELEMENTS = 256

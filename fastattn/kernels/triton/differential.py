@@ -42,7 +42,8 @@ from fastattn.kernels.gpu.tile import (
 )
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import recorder
-from refattn.interface import AttentionOptions, Plan
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 FEWEST_KEYS = 128  # that are worth a program of their own
 AT_ONCE = 2  # programs that a multiprocessor holds where a tile has 16 rows

@@ -52,7 +52,8 @@ from fastattn.kernels.gpu.tile import (
     with_positive_scale,
 )
 from fastattn.kernels.problem import uses_positions
-from refattn.interface import AttentionOptions, Plan
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is said to be an experiment
 RANK, ROPE = 512, 64  # the elements of latents and of rotary keys that the layouts are for

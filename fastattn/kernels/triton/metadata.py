@@ -12,7 +12,8 @@ import triton.language as tl
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.interface import Batch, Trees
+from refattn.batch import Batch
+from refattn.trees import Trees
 
 BLOCK_COLUMNS = 256
 BLOCK_TOKENS = 128

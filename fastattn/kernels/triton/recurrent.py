@@ -43,7 +43,8 @@ from torch import Tensor
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.gpu.tile import INTERPRETED
-from refattn.interface import RecurrentOptions, StatePlan
+from refattn.options import RecurrentOptions
+from refattn.states import StatePlan
 
 CHUNK = 64  # tokens whose system of equations is solved at once
 FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least

@@ -49,8 +49,9 @@ from fastattn.kernels.gpu.tile import (
     visible_keys,
 )
 from fastattn.kernels.problem import as_bytes
-from refattn.interface import Batch, Plan
-from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+from refattn.batch import Batch
+from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+from refattn.plan import Plan
 
 BLOCK_ROWS = 16  # tokens of a program that writes
 BLOCK_N = 64  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied

@@ -9,7 +9,9 @@ from fastattn.kernels.gpu.attention_kernel import bytes_of_a_row, count_tiles
 from fastattn.kernels.gpu.quantized import are_pairs, size_of
 from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, LaunchConfig, multiprocessors, step_for
 from fastattn.kernels.problem import uses_positions
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 FEWEST_KEYS = 256  # that are worth a program of their own
 FEWEST_LATENTS = 64  # likewise: a step

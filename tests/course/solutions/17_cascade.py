@@ -5,7 +5,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from refattn import chunked_prefill
-from refattn.interface import Batch
+from refattn.batch import Batch
 from refattn.merge import merge
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from refattn.interface.values import check_file
+from refattn.checks import check_file
 from twinattn.course.drawing.examples import EXAMPLES, USES, Settings, example
 
 HELP = {

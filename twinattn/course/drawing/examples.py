@@ -7,7 +7,7 @@ from itertools import count
 import torch
 
 from refattn import masks
-from refattn.interface import Batch
+from refattn.batch import Batch
 from refattn.metadata import make_batch
 from twinattn.course.drawing import pictures
 from twinattn.course.drawing.drawing import Drawing

@@ -14,8 +14,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refattn import context_parallel, kv_cache, local, masks, mla, quantized, sliding_window
-from refattn.interface import Batch, Fp8Scales, Int8Scales, Shard
-from refattn.interface.contents import check_block_table
+from refattn.batch import Batch, check_block_table
+from refattn.ranks import Shard
+from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.course.drawing.drawing import Drawing
 from twinattn.course.drawing.figure import cell_width
 from twinattn.course.drawing.panels import SHARED, Bars, Cell, Grid, Span

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Prefix
+from refattn.batch import Prefix
 from twinattn.kit.mistakes.formula import Attention
 from twinattn.kit.mistakes.splits import Split
 from twinattn.kit.mistakes.where import given, with_prefixes

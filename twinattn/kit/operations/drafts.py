@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from refattn.interface import Accepted, Trees
+from refattn.trees import Accepted, Trees
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, unused
 from twinattn.kit.operations.moves import MOVED

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.batch import Batch
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.operation import Case
 

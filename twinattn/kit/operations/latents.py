@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from refattn import mla
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, rows_of, slots_of, unused
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from refattn import context_parallel
-from refattn.interface import AttentionOptions, Group, Shard
-from refattn.interface.parallel import simulate_ranks
+from refattn.options import AttentionOptions
+from refattn.ranks import Group, Shard, simulate_ranks
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, rows_of, unused
 from twinattn.kit.operations.operation import (

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from refattn import chunked_prefill, quantized
-from refattn.interface import AttentionOptions, Int8Scales
+from refattn.options import AttentionOptions
+from refattn.scales import Int8Scales
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import (
     BATCH,

@@ -6,7 +6,8 @@ import torch
 from torch.nn.functional import silu as apply_silu
 
 from refattn import recurrent
-from refattn.interface import RecurrentOptions, StateMap
+from refattn.options import RecurrentOptions
+from refattn.states import StateMap
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, batch_of
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, named

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Fp8Scales, Int8Scales
+from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import Drawn
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special

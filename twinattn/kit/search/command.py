@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from refattn.interface.values import QUERY_TYPES, check_device, check_file, check_folder, check_number, check_sizes
+from refattn.checks import QUERY_TYPES, check_device, check_file, check_folder, check_number, check_sizes
 from twinattn.kit.search import PATHS, Search, Truth, Twin, is_fatal, normal, try_kernel, workload_of
 
 CHILD = "--one-path"  # the first argument of a process that searches one path

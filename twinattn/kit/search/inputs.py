@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Prefix, Shard, simulate_ranks
+from refattn.batch import Batch, Prefix
+from refattn.options import AttentionOptions
+from refattn.ranks import Shard, simulate_ranks
+from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit.cases import FINITE_POISON, POISON, poisoned
 from twinattn.kit.oracle import Answer, attend, sight
 from twinattn.kit.workload import LARGEST, Workload

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Shard
+from refattn.batch import Batch
+from refattn.ranks import Shard
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import Accepted
 from twinattn.kit.search.inputs import (
     FP8,
     LAMBDA,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, sigmoid
 
-from refattn.interface import RecurrentOptions
+from refattn.options import RecurrentOptions
 from twinattn.kit.cases import POISON
 from twinattn.kit.oracle import Answer
 from twinattn.kit.search.inputs import Call, Modules, copied, laid, make_batch, memory

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.interface import AttentionOptions
+from refattn.options import AttentionOptions
 from twinattn.kit.oracle import Answer, Sight, attend, sight
 from twinattn.kit.search.inputs import (
     Call,

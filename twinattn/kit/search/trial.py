@@ -32,8 +32,8 @@ from refattn import (
     speculative,
     state_cache,
 )
-from refattn.interface import Batch
-from refattn.interface.ambient import computing_in
+from refattn.batch import Batch
+from refattn.modes import computing_in
 from twinattn.kit.oracle import Answer
 from twinattn.kit.search import moves
 from twinattn.kit.search.inputs import Call, Modules, copied, laid, memory, moved

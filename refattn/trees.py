@@ -24,11 +24,8 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.interface.batch import Batch
-from refattn.interface.contents import check_block_table, check_lengths
-from refattn.interface.memory import check_pools_apart
-from refattn.interface.plan import CascadePlan, Plan
-from refattn.interface.values import (
+from refattn.batch import Batch, check_block_table, check_lengths
+from refattn.checks import (
     check_can_be_written,
     check_floating,
     check_list,
@@ -41,6 +38,8 @@ from refattn.interface.values import (
     is_ordinary,
     same_device,
 )
+from refattn.overlap import check_pools_apart
+from refattn.plan import CascadePlan, Plan
 
 WORD = 64  # bits in a word of an ancestor mask
 MOST_NODES = 1024  # of a tree

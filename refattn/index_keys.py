@@ -4,13 +4,8 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from refattn.interface.ambient import refuse_gradients
-from refattn.interface.batch import Batch
-from refattn.interface.contents import check_block_table, check_lengths
-from refattn.interface.memory import check_apart
-from refattn.interface.options import AttentionOptions
-from refattn.interface.plan import Plan
-from refattn.interface.values import (
+from refattn.batch import Batch, check_block_table, check_lengths
+from refattn.checks import (
     QUERY_TYPES,
     check_can_be_written,
     check_floating,
@@ -21,6 +16,10 @@ from refattn.interface.values import (
     expect,
     same_device,
 )
+from refattn.modes import refuse_gradients
+from refattn.options import AttentionOptions
+from refattn.overlap import check_apart
+from refattn.plan import Plan
 
 SCALE_BYTES = 4  # of a token's scale, a float32
 INDEX_FORMAT = torch.float8_e4m3fn  # of codes

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from refattn.interface.values import check_int, check_sizes, describe
+from refattn.checks import check_int, check_sizes, describe
 
 T = TypeVar("T")
 

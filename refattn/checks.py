@@ -1,4 +1,8 @@
-"""Checks of single values: numbers, flags, windows, shapes of tensors. A `ValueError` says what was passed instead."""
+"""Checks of single arguments: numbers, flags, windows, types and shapes of tensors, where a result goes.
+
+A `ValueError` names the argument, what was expected and what came. These run in every layer, so they never read a
+tensor on a device, and only a few numbers per head of tensors on a CPU.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -337,3 +341,23 @@ def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[T
     if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
         return key[: len(slot_mapping)], value[: len(slot_mapping)]
     return key, value
+
+
+def check_query(query: Tensor) -> tuple[int, ...]:
+    """Check a query `[t, h, d]` of numbers, and return its shape."""
+    shape = expect(query, "query", None, ("t", "h", "d"), (None, None, None))
+    check_numbers("query", query)
+    if not shape[1] or not shape[2]:
+        raise ValueError(f"query: expected at least one head, of a size of at least 1, got {describe(query)}")
+    return shape
+
+
+def check_result(query: Tensor, value_head_size: int, out: Tensor | None, return_lse: bool) -> None:
+    """Check where an answer is to go."""
+    check_flag("return_lse", return_lse)
+    if out is not None:
+        expect(out, "out", query.dtype, ("t", "h", "dv"), (*query.shape[:2], value_head_size))
+        same_device(query=query, out=out)
+        check_own_memory("out", out)
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out: expected memory that requires no gradient, got some that does")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from refattn.interface.options import AttentionOptions
-from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.options import AttentionOptions
+from refattn.scales import Fp8Scales, Int8Scales
 
 P = ParamSpec("P")
 T = TypeVar("T")

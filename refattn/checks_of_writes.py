@@ -6,19 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from refattn.interface.ambient import refuse_gradients
-from refattn.interface.keys import ROUNDING, check_cache_scale, stored_in_pairs
-from refattn.interface.memory import check_apart, check_pools_apart
-from refattn.interface.packed import check_packed, is_packed, packed_parts
-from refattn.interface.scales import (
-    FP8_FORMATS,
-    Fp8Scales,
-    Int8Scales,
-    check_no_scale_per_sequence,
-    check_scales,
-    stored_types,
-)
-from refattn.interface.values import (
+from refattn.checks import (
     QUERY_TYPES,
     check_can_be_written,
     check_floating,
@@ -32,6 +20,20 @@ from refattn.interface.values import (
     is_int,
     is_ordinary,
     same_device,
+)
+from refattn.modes import refuse_gradients
+from refattn.overlap import check_apart, check_pools_apart
+from refattn.packed_latents import check_packed, is_packed, packed_parts
+from refattn.scales import (
+    FP8_FORMATS,
+    ROUNDING,
+    Fp8Scales,
+    Int8Scales,
+    check_cache_scale,
+    check_no_scale_per_sequence,
+    check_scales,
+    stored_in_pairs,
+    stored_types,
 )
 
 FEW_SLOTS = 512  # up to which Python sorts them sooner than torch

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import BFloat16, Float32, UInt8
 from torch import Tensor
 
-from refattn.interface.values import check_sizes, expect
+from refattn.checks import check_sizes, expect
 
 LATENT_GROUP = 128  # elements of a latent under one scale
 PACKED_FORMAT = torch.float8_e4m3fn  # of codes

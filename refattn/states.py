@@ -17,43 +17,20 @@ import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from refattn.interface.batch import Batch
-from refattn.interface.contents import check_batch, check_lengths
-from refattn.interface.memory import check_apart
-from refattn.interface.parallel import Group
-from refattn.interface.values import (
+from refattn.batch import Batch, check_batch, check_lengths
+from refattn.checks import (
     check_can_be_written,
     check_flag,
     check_floating,
-    check_number,
     check_own_memory,
     check_sizes,
     describe,
     expect,
     same_device,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class RecurrentOptions:
-    """The options of a layer that keeps a state.
-
-    Attributes:
-        scale: factor on the queries, any finite number; `dk ** -0.5` if None.
-        delta: write the difference to what the state already answers to a key (the delta rule), instead of the value.
-
-    Raises:
-        ValueError: naming the option, what was expected and what came.
-    """
-
-    scale: float | None = None
-    delta: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every option."""
-        if self.scale is not None:
-            check_number("scale", self.scale)
-        check_flag("delta", self.delta)
+from refattn.options import RecurrentOptions
+from refattn.overlap import check_apart
+from refattn.ranks import Group
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,11 @@
-"""The options of attention that are fixed for a layer: one definition for every path and every kernel."""
+"""What a layer fixes: one definition for every path and every kernel."""
 
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.interface.values import check_flag, check_number, check_per_head
+from refattn.checks import check_flag, check_number, check_per_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,3 +67,25 @@ class AttentionOptions:
     def without_sinks(self) -> "AttentionOptions":
         """Return the options without sinks, for a part of the keys: they count once."""
         return self if self.sinks is None else replace(self, sinks=None)
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentOptions:
+    """The options of a layer that keeps a state.
+
+    Attributes:
+        scale: factor on the queries, any finite number; `dk ** -0.5` if None.
+        delta: write the difference to what the state already answers to a key (the delta rule), instead of the value.
+
+    Raises:
+        ValueError: naming the option, what was expected and what came.
+    """
+
+    scale: float | None = None
+    delta: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        check_flag("delta", self.delta)

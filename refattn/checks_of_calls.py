@@ -1,18 +1,169 @@
-"""Checks of calls that are more, or less, than attention to one storage: latents and ranks, merges, pairs."""
+"""Checks of calls of attention: a query against a plan and its storage, latents and ranks, merges, pairs.
+
+They run in every layer, so they never read a tensor on a device. What a storage asks for besides stands beside it, in
+`refattn.keys`.
+"""
 
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Int32
 from torch import Tensor
 
-from refattn.interface.call import check_options, check_pool, check_positions, check_query, check_result, num_seqs_of
-from refattn.interface.keys import Rows, check_cache_scale, check_latents, check_scale_is_given
-from refattn.interface.options import AttentionOptions
-from refattn.interface.packed import check_packed, is_packed
-from refattn.interface.parallel import Group
-from refattn.interface.plan import ContextParallelPlan, PrefillPlan
-from refattn.interface.scales import Fp8Scales, Int8Scales, check_scales, stored_types
-from refattn.interface.values import check_floating, check_number, check_per_head, describe, expect, same_device
+from refattn.checks import (
+    check_floating,
+    check_number,
+    check_per_head,
+    check_query,
+    check_result,
+    describe,
+    expect,
+    same_device,
+)
+from refattn.modes import refuse_gradients
+from refattn.options import AttentionOptions
+from refattn.packed_latents import check_packed, is_packed
+from refattn.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
+from refattn.ranks import Group
+from refattn.scales import (
+    FP8_FORMATS,
+    ROUNDING,
+    Fp8Scales,
+    Int8Scales,
+    _refuse_int8,
+    check_cache_scale,
+    check_scales,
+    stored_types,
+)
+from refattn.trees import AttentionPlan, TreePlan
+
+
+def check_plan(plan: object, *kinds: type, source: str = "") -> None:
+    """Check that something is a plan of one of some kinds; by default, of any that a pool is read under.
+
+    Raises:
+        ValueError: naming the kinds, and where such plans come from.
+    """
+    kinds = kinds or (Plan, CascadePlan, TreePlan)
+    if not isinstance(plan, kinds):
+        *some, last = (f"a {kind.__name__}" for kind in kinds)
+        named = f"{', '.join(some)} or {last}" if some else last
+        raise ValueError(f"plan: expected {named}{source and f', from {source}'}, got {describe(plan)}")
+
+
+def check_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    names: tuple[str, str],
+    key_dims: tuple[str, ...],
+    plan: Plan,
+    options: AttentionOptions,
+    types: tuple[torch.dtype, torch.dtype] | None = None,
+) -> None:
+    """Check a query against keys and values, by the names of these, and against the rows of a plan; and the options."""
+    _, h, d = check_query(query)
+    key_type, value_type = types or (query.dtype, query.dtype)
+    shape = expect(key, names[0], key_type, key_dims, (*(None,) * (len(key_dims) - 1), d))
+    if not expect(value, names[1], value_type, (*key_dims[:-1], "dv"), (*shape[:-1], None))[-1]:
+        raise ValueError(f"{names[1]}: expected a head size of at least 1, got {describe(value)}")
+    hk = shape[-2]
+    if not hk or h % hk:
+        raise ValueError(f"query: expected a number of heads that hk={hk} divides, got h={h}")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
+    check_options(options, query)
+    device, lengths = query.device, plan.batch.seq_lens
+    if key.device != device or value.device != device or lengths.device != device:
+        same_device(query=query, **{names[0]: key, names[1]: value}, seq_lens=lengths)
+    if plan.needs is not None and plan.needs.query_rows > query.shape[0]:
+        raise ValueError(
+            f"query: expected at least {plan.needs.query_rows} rows, where cu_seqlens_q ends, got t={query.shape[0]}"
+        )
+
+
+def check_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    *,
+    name: str = "key",
+) -> None:
+    """Check a call over rows of keys and values, without a cache, whose errors call the rows by a name of the path."""
+    check_plan(plan, Plan)
+    assert isinstance(plan, Plan)
+    check_tokens(query, key, value, ("key", "value"), ("s", "hk", "d"), plan, options)
+    if plan.block_size is not None:
+        raise ValueError(f"plan: expected one over rows, from dense.plan, got blocks of {plan.block_size} tokens")
+    check_result(query, value.shape[-1], out, return_lse)
+    if plan.needs is not None and plan.needs.key_rows > key.shape[0]:
+        raise ValueError(
+            f"{name}: expected at least the {plan.needs.key_rows} rows that seq_lens adds up to, got {key.shape[0]}"
+        )
+
+
+def check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
+    """Check a pool against a plan: the block size, and the number of blocks."""
+    num_blocks, block_size = pool.shape[:2]
+    if plan.block_size is None:
+        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from dense.plan")
+    if plan.block_size != block_size:
+        raise ValueError(f"{name}: expected blocks of {plan.block_size} tokens, as in the plan, got p={block_size}")
+    if plan.needs is not None and plan.needs.blocks > num_blocks:
+        raise ValueError(
+            f"{name}: expected at least {plan.needs.blocks} blocks, as the block table leads to block "
+            f"{plan.needs.blocks - 1}, got n={num_blocks}"
+        )
+    assert plan.batch.block_table is not None  # a plan with a block size has one
+    return plan.batch.block_table
+
+
+def check_levels(name: str, pool: Tensor, plan: AttentionPlan, options: AttentionOptions) -> None:
+    """Check the levels of a cascade that are shared: their blocks, and that their positions are known for ALiBi."""
+    for level in plan.levels[:-1]:
+        check_pool(name, pool, level.whole)
+        check_positions(level.whole, options)
+
+
+def check_positions(plan: Plan, options: AttentionOptions) -> None:
+    """Check that a plan says where its queries stand if there is ALiBi, as they are not the last of its tokens."""
+    if options.alibi_slopes is not None and plan.positions is None:
+        raise ValueError(
+            "alibi_slopes: expected a plan that knows the positions of its queries, got one of a batch that does not "
+            "say num_tokens, the number of its query rows; make the plan of dataclasses.replace(batch, num_tokens=...)"
+        )
+
+
+def check_options(options: AttentionOptions, query: Tensor) -> None:
+    """Check the options with one number per head against the heads, and the device, of a query."""
+    if not isinstance(options, AttentionOptions):
+        raise ValueError(f"options: expected AttentionOptions, got {describe(options)}")
+    for name in ("alibi_slopes", "sinks"):
+        numbers = getattr(options, name)
+        if numbers is not None:
+            if numbers.shape[0] != query.shape[1]:
+                raise ValueError(f"{name}: expected floating point [h={query.shape[1]}], got {describe(numbers)}")
+            same_device(query=query, **{name: numbers})
+
+
+def check_scale_is_given(options: AttentionOptions) -> None:
+    """Check that options say the scale of the scores, which a size of latents does not."""
+    if isinstance(options, AttentionOptions) and options.softmax_scale is None:
+        raise ValueError(
+            "softmax_scale: expected a number, as the head size before absorption is unknown here, got None"
+        )
+
+
+def num_seqs_of(plan: Plan) -> tuple[int | None, bool]:
+    """Return the sequences of the batch behind a plan, None if they are not known; and whether there may be more."""
+    if plan.sequences is None:
+        return plan.batch.num_seqs, False
+    is_known = plan.sequences.is_cpu and plan.sequences.numel()
+    return int(plan.sequences.max()) + 1 if is_known else None, True
 
 
 def check_context_parallel(
@@ -62,7 +213,7 @@ def check_context_parallel(
     first = group.rank * h // per_key
     own = slice(first, first + max(1, h // per_key))
     same_device(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    Rows(key[:, own], value[:, own]).check(query, plan.own, options, out, return_lse)
+    check_rows(query, key[:, own], value[:, own], plan.own, options, out, return_lse)
     check_pool("key_cache", key_cache, plan.context)
     if scales is not None:
         check_scales(scales, key_cache, value_cache, *num_seqs_of(plan.context))
@@ -221,3 +372,15 @@ def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         raise ValueError(f"lse: expected float32 or float64, got {describe(lse)}")
     check_per_head("sinks", sinks, h)
     same_device(out=out, lse=lse, sinks=sinks)
+
+
+def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -> None:
+    """Check a cache `[n, p, c]` of latents whose rows hold at least `size` elements, and its scale."""
+    _refuse_int8(cache)
+    holds_codes = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
+    expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
+    if cache.shape[2] < size:
+        raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
+    if holds_codes:
+        refuse_gradients(ROUNDING, cache=cache)
+    check_cache_scale(cache, cache_scale)

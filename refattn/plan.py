@@ -22,10 +22,8 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.interface.batch import Batch
-from refattn.interface.contents import check_batch, check_contents, check_lengths
-from refattn.interface.parallel import Shard
-from refattn.interface.values import (
+from refattn.batch import Batch, check_batch, check_contents, check_lengths
+from refattn.checks import (
     check_flag,
     check_list,
     check_side_by_side,
@@ -35,6 +33,7 @@ from refattn.interface.values import (
     expect,
     same_device,
 )
+from refattn.ranks import Shard
 
 
 class Needs(NamedTuple):

@@ -1,4 +1,8 @@
-"""Checks of the contents of lengths and tables: once per step, on a CPU only, as reading a device would synchronize."""
+"""Checks of what a scheduler says of a step: requests, prefixes, intervals, buffers, the next step in place.
+
+They read lengths and tables on a CPU only, once per step: reading a device would synchronize. What every batch is
+checked for is in `refattn.batch`.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -7,134 +11,19 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from refattn.interface.batch import Batch, Prefix
-from refattn.interface.memory import check_apart
-from refattn.interface.parallel import Shard, check_is_shard
-from refattn.interface.values import (
-    LARGEST_INT32,
-    check_int,
-    check_list,
-    check_sizes,
-    describe,
-    expect,
-    is_int,
-    same_device,
+from refattn.batch import (
+    Batch,
+    Prefix,
+    _table_of,
+    check_batch,
+    check_block_table,
+    check_contents,
+    check_lengths,
+    check_written_blocks,
 )
-
-
-def check_batch(batch: Batch, *, name: str = "batch") -> None:
-    """Check that a batch, which errors call by its name, is one; its tensors were checked when it was made.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    if not isinstance(batch, Batch):
-        raise ValueError(f"{name}: expected a Batch, got {describe(batch)}")
-
-
-def check_lengths(batch: Batch) -> None:
-    """Check on a CPU that the lengths of a batch are lengths, and that what it states of them is right.
-
-    Raises:
-        ValueError: if `cu_seqlens_q` does not rise from 0; if a length is negative; if a sequence is longer than the
-            stated maximum; if there are other query rows than `num_tokens`.
-    """
-    check_batch(batch)
-    if not batch.seq_lens.is_cpu:
-        return
-    starts = batch.cu_seqlens_q
-    falls = bool((starts[1:] < starts[:-1]).any())  # the difference of two int32 might not be one
-    if int(starts[0]) != 0 or falls:
-        raise ValueError(f"cu_seqlens_q: expected to rise from 0, got {starts.tolist()}")
-    if (batch.seq_lens < 0).any():
-        raise ValueError(f"seq_lens: expected lengths of at least 0, got {batch.seq_lens.tolist()}")
-    for name, stated, lengths in (
-        ("max_query_len", batch.max_query_len, batch.query_lens),
-        ("max_seq_len", batch.max_seq_len, batch.seq_lens),
-    ):
-        if lengths.numel() and int(lengths.max()) > stated:
-            raise ValueError(f"{name}: expected at least {int(lengths.max())}, the longest, got {stated}")
-    if batch.num_tokens is not None and batch.num_tokens != int(starts[-1]):
-        raise ValueError(f"num_tokens: expected {int(starts[-1])}, the query rows of the batch, got {batch.num_tokens}")
-
-
-def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None = None) -> Int32[Tensor, "b m"]:
-    """Check that the table has a column for every block of every sequence; what is in them is read by `check_contents`.
-
-    Args:
-        batch: the lengths and the table; on a device they are not read.
-        block_size: tokens in a block, `p`.
-        new_lens: tokens by which each sequence is about to grow.
-
-    Returns:
-        The block table.
-
-    Raises:
-        ValueError: if the batch has no table, and on a CPU if it has too few columns.
-    """
-    check_batch(batch)
-    check_sizes(block_size=block_size)
-    block_table = _table_of(batch)
-    b, m = block_table.shape
-    if batch.seq_lens.is_cpu and b:
-        lengths = batch.seq_lens.long() if new_lens is None else batch.seq_lens.long() + new_lens
-        longest = int(lengths.argmax())
-        needed = -(-int(lengths[longest]) // block_size)
-        if needed > m:
-            raise ValueError(
-                f"block_table: expected at least {needed} columns for the {int(lengths[longest])} keys of sequence "
-                f"{longest} in blocks of {block_size}, got {m}"
-            )
-    return block_table
-
-
-def _table_of(batch: Batch) -> Int32[Tensor, "b m"]:
-    """Return the block table of a batch, which has to have one."""
-    if batch.block_table is None:
-        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
-    return batch.block_table
-
-
-def check_contents(
-    batch: Batch, block_size: int | None, first_keys: Tensor | None = None
-) -> tuple[int, int, int] | None:
-    """Check what the tables of a batch hold, and find out what they ask of the tensors.
-
-    Args:
-        batch: the lengths, and the block table if there is a block size.
-        block_size: tokens in a block; None where keys are in contiguous rows.
-        first_keys: the position of each sequence's first key, where the front of its table was cut off: errors count
-            the columns from position 0.
-
-    Returns:
-        The query rows, the key rows and the blocks that there have to be at least; None where the tables are on a
-        device and nobody reads them.
-
-    Raises:
-        ValueError: naming the table, what was expected and what came.
-    """
-    check_lengths(batch)
-    if block_size is not None:
-        block_table = check_block_table(batch, block_size=block_size)
-    if not batch.seq_lens.is_cpu:
-        return None
-    query_rows, key_rows, blocks = int(batch.cu_seqlens_q[-1]), int(batch.seq_lens.sum()), 0
-    if block_size is None:
-        if key_rows > LARGEST_INT32:  # where a sequence's keys begin is an int32
-            raise ValueError(f"seq_lens: expected at most {LARGEST_INT32} keys together, got {key_rows}")
-    elif block_table.numel():
-        columns = torch.arange(block_table.shape[1], device=block_table.device)
-        used = columns < -(-batch.seq_lens.long() // block_size)[:, None]
-        lowest = int(block_table.masked_fill(~used, 0).min())
-        if lowest < 0:
-            i, column = (used & (block_table < 0)).nonzero()[0].tolist()
-            cut = 0 if first_keys is None else int(first_keys[i]) // block_size
-            raise ValueError(
-                f"block_table: expected entries of at least 0 for the blocks that sequence {i} uses, "
-                f"got {int(block_table[i, column])} in column {cut + column}"
-            )
-        blocks = int(block_table.masked_fill(~used, -1).max()) + 1
-    return query_rows, key_rows, blocks
+from refattn.checks import LARGEST_INT32, check_int, check_list, check_sizes, describe, expect, is_int, same_device
+from refattn.overlap import check_apart
+from refattn.ranks import Shard, check_is_shard
 
 
 def check_num_tokens(num_tokens: int, batch: Batch) -> None:
@@ -175,35 +64,6 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
             raise ValueError(f"seq_lens: expected at most {LARGEST_INT32} after the step, got {ends.tolist()}")
         check_written_blocks(block_table, batch.seq_lens.long(), ends, block_size=block_size)
     return block_table
-
-
-def check_written_blocks(block_table: Tensor, begins: Tensor, ends: Tensor, *, block_size: int) -> None:
-    """Check on a CPU that there is a block for every token that is about to be written.
-
-    A block of -1 would give the last of its rows the slot -1, which a write takes for padding.
-
-    Args:
-        block_table: the blocks of each sequence, `[b, m]`.
-        begins: the first token of each sequence that is written, `[b]`, below 0 for the first that there is.
-        ends: the one past the last, `[b]`.
-        block_size: tokens in a block, `p`.
-
-    Raises:
-        ValueError: naming the table, what was expected and what came.
-    """
-    if not block_table.is_cpu or not block_table.numel():
-        return
-    begins = begins.long().clamp(min=0)
-    columns = torch.arange(block_table.shape[1], device=block_table.device)
-    is_written = (columns >= (begins // block_size)[:, None]) & (columns < -(-ends.long() // block_size)[:, None])
-    is_written &= (begins < ends)[:, None]
-    wrong = is_written & (block_table < 0)
-    if wrong.any():
-        i, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"block_table: expected entries of at least 0 for the new tokens of sequence {i}, "
-            f"got {int(block_table[i, column])} in column {column}"
-        )
 
 
 def check_local_lens(lens: Tensor, shard: Shard) -> None:

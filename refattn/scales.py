@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.interface.values import QUERY_TYPES, check_number, describe, expect, same_device
+from refattn.checks import QUERY_TYPES, check_number, describe, expect, same_device
 
 FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -176,3 +176,32 @@ def type_of_outputs(query: Tensor, out: Tensor | None) -> torch.dtype:
     if query.dtype not in FP8_FORMATS:
         return query.dtype
     return out.dtype if isinstance(out, Tensor) and out.dtype in QUERY_TYPES else torch.bfloat16
+
+
+ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
+
+
+def _refuse_int8(cache: object) -> None:
+    if isinstance(cache, Tensor) and cache.dtype == torch.int8:
+        raise ValueError(
+            "cache: expected numbers or codes of fp8 for latents, got int8: a key in int8 has a scale per token, a "
+            "value one per channel, and a latent is both"
+        )
+
+
+def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
+    """Check the scale of a cache of latents: 1, unless it holds codes."""
+    _refuse_int8(cache)
+    check_number("cache_scale", cache_scale, above=0.0)
+    if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
+        kind = str(cache.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"cache_scale: expected 1 for a cache of {kind}, which holds no codes of fp8, got {cache_scale}"
+        )
+
+
+def stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:
+    """Return the type that a quantised cache of pairs has to have."""
+    if not isinstance(scales, Fp8Scales):
+        raise ValueError(f"scales: expected Fp8Scales for a cache of pairs, got {describe(scales)}")
+    return stored_types(cache, cache, scales)[0]
