@@ -13,7 +13,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.device import to_device
 from fastattn.kernels.problem import places
 from refattn.batch import Batch, Part, check_batch, check_block_table, check_lengths, check_written_blocks
-from refattn.checks import LARGEST_INT32, check_device, check_int, check_sizes, expect
+from refattn.checks import LARGEST_INT32, check, check_device, check_int, check_sizes
 from refattn.checks_of_steps import (
     check_advance,
     check_encoder,
@@ -148,7 +148,7 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     Arguments, results and errors are those of `refattn.metadata.update_block_table`.
     """
     check_batch(batch)
-    expect(block_table, "block_table", torch.int32, ("b", "m"), (batch.num_seqs, None))
+    check(dict(b=batch.num_seqs), block_table=(block_table, "int32 b m"))
     return dataclasses.replace(batch, block_table=block_table)
 
 

@@ -273,7 +273,7 @@ def _keys_and_values(
 @without_autocast
 def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
     """Turn queries into those that `attention` takes, by one product per head; the twin of `refattn.mla.absorb`."""
-    check_projection(query, "query", key_projection, "key_projection", ("h", "nope", "r"))
+    check_projection(query, "query", key_projection, "key_projection", "h nope r")
     nope, rank = key_projection.shape[1:]
     absorbed = query.new_empty(*query.shape[:2], rank + query.shape[2] - nope)
     absorbed[..., :rank] = rearrange(query[..., :nope], "t h nope -> h t nope").matmul(key_projection).transpose(0, 1)
@@ -284,7 +284,7 @@ def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope 
 @without_autocast
 def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h dv r"]) -> Float[Tensor, "t h dv"]:
     """Turn the latents that `attention` returns into the outputs of the heads; the twin of `refattn.mla.project`."""
-    check_projection(latent, "latent", value_projection, "value_projection", ("h", "dv", "r"))
+    check_projection(latent, "latent", value_projection, "value_projection", "h dv r")
     return latent.transpose(0, 1).matmul(value_projection.mT).transpose(0, 1)
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from refattn.checks import LARGEST_INT32, check_int, check_side_by_side, check_sizes, describe, expect, same_device
+from refattn.checks import LARGEST_INT32, check, check_int, check_side_by_side, check_sizes, describe
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +54,15 @@ class Batch:
 
     def __post_init__(self) -> None:
         """Check the types, shapes and devices; the contents are not read, they may be on a device."""
-        expect(self.seq_lens, "seq_lens", torch.int32, ("b",), (None,))
-        b = self.seq_lens.shape[0]
-        expect(self.cu_seqlens_q, "cu_seqlens_q", torch.int32, ("b + 1",), (b + 1,))
-        device = self.seq_lens.device
-        if self.cu_seqlens_q.device != device:
-            same_device(seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
+        b = check(seq_lens=(self.seq_lens, "int32 b"))["b"]
+        check(
+            {"b": b, "b + 1": b + 1},
+            seq_lens=(self.seq_lens, "int32 b"),
+            cu_seqlens_q=(self.cu_seqlens_q, "int32 b+1"),
+            block_table=(self.block_table, "int32 b m or None"),
+        )
         for name, lengths in (("seq_lens", self.seq_lens), ("cu_seqlens_q", self.cu_seqlens_q)):
             check_side_by_side(name, lengths)
-        if self.block_table is not None:
-            expect(self.block_table, "block_table", torch.int32, ("b", "m"), (b, None))
-            if self.block_table.device != device:
-                same_device(seq_lens=self.seq_lens, block_table=self.block_table)
         check_int("max_query_len", self.max_query_len)
         check_int("max_seq_len", self.max_seq_len)
         for name in ("num_keys", "num_tokens"):

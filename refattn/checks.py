@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -192,41 +192,85 @@ def check_can_be_written(**memory: Tensor) -> None:
             raise ValueError(f"{name}: expected memory to write to, got a leaf that requires a gradient, or its view")
 
 
-def expect(
-    tensor: Tensor,
-    name: str,
-    dtype: torch.dtype | None,
-    dims: Sequence[str],
-    sizes: Sequence[int | None],
-) -> tuple[int, ...]:
-    """Check that something is a tensor of a type and a shape, and return that shape.
+Declared = tuple[Tensor | None, str] | tuple[Tensor | None, str, torch.dtype | None]
 
-    It is neither sparse nor nested nor quantised by torch. One of integers is no negated view: kernels read tables
-    where they are, anew in each launch, so a copy would not do.
+
+def check(sizes: dict[str, int] | None = None, /, **tensors: Declared) -> dict[str, int]:
+    """Check the types, the shapes and the devices of tensors by letters: a letter has one size, in whatever tensor.
+
+        check(query=(query, "number t h d"), key=(key, "query: s hk d"), lens=(lens, "int32 b"))
+
+    Before the letters may stand a type of torch, `float` for any floating point type, `number` for those that are
+    computed in, or the name of a tensor before it, of the same type; or a type comes after them. `or None` at the end
+    lets a tensor be missing. A dimension may be a number, or a sum as `b+1` whose size is given.
+
+    No tensor may be sparse, nested or quantised by torch. One of integers is no negated view: kernels read tables where
+    they are, anew in each launch, so a copy would not do.
 
     Args:
-        tensor: what came.
-        name: what errors call it.
-        dtype: its type; None for any.
-        dims: the names of its dimensions.
-        sizes: their sizes; None for any.
+        sizes: the sizes that letters have to have.
+        tensors: each with its letters, by the name that errors call it.
+
+    Returns:
+        The size of each letter.
 
     Raises:
-        ValueError: if it is no such tensor.
+        ValueError: naming the first tensor that does not fit.
     """
-    if isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype) and is_ordinary(tensor):
-        shape = tuple(tensor.shape)
-        if len(shape) == len(sizes):
-            for size, actual in zip(sizes, shape, strict=True):
-                if size is not None and size != actual:
-                    break
-            else:
-                return shape
-    wanted = ", ".join(
-        dim if size is None or dim == str(size) else f"{dim}={size}" for dim, size in zip(dims, sizes, strict=True)
-    )
+    given = sizes or {}
+    sizes, first = dict(given), None
+    for name, declared in tensors.items():
+        tensor, (dtype, kind, dims, numbers, is_optional) = declared[0], _read_letters(declared[1])
+        if tensor is None and is_optional:
+            continue
+        if len(declared) == 3:
+            dtype = declared[2]
+        elif kind in tensors:
+            dtype = cast(Tensor, tensors[kind][0]).dtype
+        sizes |= numbers
+        fits = isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype) and is_ordinary(tensor)
+        if tensor is None or not fits or tensor.ndim != len(dims):
+            raise _misfit(name, dtype, given, tensors)
+        if tuple(map(sizes.setdefault, dims, tensor.shape)) != tensor.shape:
+            raise _misfit(name, dtype, given, tensors)
+        if kind == "number":
+            check_numbers(name, tensor)
+        elif kind == "float":
+            check_floating(name, tensor)
+        first = first or (name, tensor)
+        if tensor.device != first[1].device:
+            same_device(**dict([first]), **{name: tensor})
+    return sizes
+
+
+@lru_cache(maxsize=1024)
+def _read_letters(letters: str) -> tuple[torch.dtype | None, str, tuple[str, ...], dict[str, int], bool]:
+    """Return the type of a declaration or its kind, the dimensions, the numbers among them, and if None will do."""
+    is_optional = letters.endswith(" or None")
+    spaced = letters.removesuffix(" or None")
+    for sign in "+-*":
+        spaced = spaced.replace(sign, f"\0{sign}\0")
+    words = [word.replace("\0", " ") for word in spaced.split()]
+    dtype, kind = None, ""
+    if words and (words[0] in ("float", "number") or words[0].endswith(":")):
+        kind = words.pop(0).removesuffix(":")
+    elif words and isinstance(getattr(torch, words[0], None), torch.dtype):
+        dtype = getattr(torch, words.pop(0))
+    return dtype, kind, tuple(words), {word: int(word) for word in words if word.isdigit()}, is_optional
+
+
+def _misfit(name: str, dtype: torch.dtype | None, given: dict[str, int], tensors: dict[str, Declared]) -> ValueError:
+    """Return the error of a tensor that does not fit, with the sizes that are known from those before it."""
+    known = dict(given)
+    for other, declared in tensors.items():
+        dims = _read_letters(declared[1])[2]
+        if other == name:
+            break
+        if declared[0] is not None:
+            known = dict(zip(dims, declared[0].shape, strict=True)) | known
+    wanted = (f"{dim}={known[dim]}" if dim in known and not dim.isdigit() else dim for dim in dims)
     kind = f"{str(dtype).removeprefix('torch.')} " if dtype is not None else ""
-    raise ValueError(f"{name}: expected {kind}[{wanted}], got {describe(tensor)}")
+    return ValueError(f"{name}: expected {kind}[{', '.join(wanted)}], got {describe(tensors[name][0])}")
 
 
 def check_own_memory(name: str, tensor: Tensor) -> None:
@@ -292,8 +336,7 @@ def check_normed(normed: Tensor, difference: Tensor) -> Tensor:
     Raises:
         ValueError: if it is of another shape, or not floating point.
     """
-    expect(normed, "norm", None, ("t", "h/2", "2 * d"), difference.shape)
-    check_floating("norm", normed)
+    check(dict(zip(("t", "h/2", "2 * d"), difference.shape, strict=True)), norm=(normed, "float t h/2 2*d"))
     return normed
 
 
@@ -345,19 +388,17 @@ def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[T
 
 def check_query(query: Tensor) -> tuple[int, ...]:
     """Check a query `[t, h, d]` of numbers, and return its shape."""
-    shape = expect(query, "query", None, ("t", "h", "d"), (None, None, None))
-    check_numbers("query", query)
-    if not shape[1] or not shape[2]:
+    sizes = check(query=(query, "number t h d"))
+    if not sizes["h"] or not sizes["d"]:
         raise ValueError(f"query: expected at least one head, of a size of at least 1, got {describe(query)}")
-    return shape
+    return query.shape
 
 
 def check_result(query: Tensor, value_head_size: int, out: Tensor | None, return_lse: bool) -> None:
     """Check where an answer is to go."""
     check_flag("return_lse", return_lse)
     if out is not None:
-        expect(out, "out", query.dtype, ("t", "h", "dv"), (*query.shape[:2], value_head_size))
-        same_device(query=query, out=out)
+        check(dict(dv=value_head_size), query=(query, "t h d"), out=(out, "query: t h dv"))
         check_own_memory("out", out)
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError("out: expected memory that requires no gradient, got some that does")

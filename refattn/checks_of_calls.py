@@ -11,13 +11,13 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.checks import (
-    check_floating,
+    Declared,
+    check,
     check_number,
     check_per_head,
     check_query,
     check_result,
     describe,
-    expect,
     same_device,
 )
 from refattn.modes import refuse_gradients
@@ -56,26 +56,26 @@ def check_tokens(
     key: Tensor,
     value: Tensor,
     names: tuple[str, str],
-    key_dims: tuple[str, ...],
+    rows: str,
     plan: Plan,
     options: AttentionOptions,
     types: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
-    """Check a query against keys and values, by the names of these, and against the rows of a plan; and the options."""
-    _, h, d = check_query(query)
+    """Check a query against keys and values, by their names and the letters of their rows, a plan, and the options."""
+    check_query(query)
     key_type, value_type = types or (query.dtype, query.dtype)
-    shape = expect(key, names[0], key_type, key_dims, (*(None,) * (len(key_dims) - 1), d))
-    if not expect(value, names[1], value_type, (*key_dims[:-1], "dv"), (*shape[:-1], None))[-1]:
-        raise ValueError(f"{names[1]}: expected a head size of at least 1, got {describe(value)}")
-    hk = shape[-2]
-    if not hk or h % hk:
-        raise ValueError(f"query: expected a number of heads that hk={hk} divides, got h={h}")
     if not isinstance(plan, Plan):
         raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
+    parts = {names[0]: (key, f"{rows} hk d", key_type), names[1]: (value, f"{rows} hk dv", value_type)}
+    sizes = check(query=(query, "t h d"), **parts)
+    if plan.batch.seq_lens.device != query.device:
+        same_device(query=query, seq_lens=plan.batch.seq_lens)
+    h, hk = sizes["h"], sizes["hk"]
+    if not sizes["dv"]:
+        raise ValueError(f"{names[1]}: expected a head size of at least 1, got {describe(value)}")
+    if not hk or h % hk:
+        raise ValueError(f"query: expected a number of heads that hk={hk} divides, got h={h}")
     check_options(options, query)
-    device, lengths = query.device, plan.batch.seq_lens
-    if key.device != device or value.device != device or lengths.device != device:
-        same_device(query=query, **{names[0]: key, names[1]: value}, seq_lens=lengths)
     if plan.needs is not None and plan.needs.query_rows > query.shape[0]:
         raise ValueError(
             f"query: expected at least {plan.needs.query_rows} rows, where cu_seqlens_q ends, got t={query.shape[0]}"
@@ -96,7 +96,7 @@ def check_rows(
     """Check a call over rows of keys and values, without a cache, whose errors call the rows by a name of the path."""
     check_plan(plan, Plan)
     assert isinstance(plan, Plan)
-    check_tokens(query, key, value, ("key", "value"), ("s", "hk", "d"), plan, options)
+    check_tokens(query, key, value, ("key", "value"), "s", plan, options)
     if plan.block_size is not None:
         raise ValueError(f"plan: expected one over rows, from dense.plan, got blocks of {plan.block_size} tokens")
     check_result(query, value.shape[-1], out, return_lse)
@@ -190,12 +190,15 @@ def check_context_parallel(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    t, h, d = check_query(query)
+    check_query(query)
     kinds = (query.dtype, query.dtype) if scales is None else stored_types(key_cache, value_cache, scales)
-    shape = expect(key_cache, "key_cache", kinds[0], ("n", "p", "hk", "d"), (None, None, None, d))
-    values = expect(value_cache, "value_cache", kinds[1], ("n", "p", "hk", "dv"), (*shape[:-1], None))
-    expect(key, "key", query.dtype, ("t", "hk", "d"), (t, shape[2], d))
-    expect(value, "value", query.dtype, ("t", "hk", "dv"), (t, shape[2], values[-1]))
+    sizes = check(
+        query=(query, "t h d"),
+        key_cache=(key_cache, "n p hk d", kinds[0]),
+        value_cache=(value_cache, "n p hk dv", kinds[1]),
+        key=(key, "query: t hk d"),
+        value=(value, "query: t hk dv"),
+    )
     if not isinstance(plan, ContextParallelPlan):
         raise ValueError(f"plan: expected a ContextParallelPlan, got {describe(plan)}")
     if not isinstance(group, Group) or (group.rank, group.size) != (plan.shard.rank, plan.shard.num_ranks):
@@ -203,7 +206,8 @@ def check_context_parallel(
         raise ValueError(
             f"group: expected rank {plan.shard.rank} of {plan.shard.num_ranks}, as in the plan, got {came}"
         )
-    hk, heads = shape[2], h * group.size
+    h, hk = sizes["h"], sizes["hk"]
+    heads = h * group.size
     per_key = heads // hk if hk and heads % hk == 0 else 0
     if not per_key or (h % per_key and per_key % h):
         raise ValueError(
@@ -212,7 +216,6 @@ def check_context_parallel(
         )
     first = group.rank * h // per_key
     own = slice(first, first + max(1, h // per_key))
-    same_device(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_rows(query, key[:, own], value[:, own], plan.own, options, out, return_lse)
     check_pool("key_cache", key_cache, plan.context)
     if scales is not None:
@@ -241,25 +244,22 @@ def check_latent_prefill(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    t, h, size = check_query(query)
-    _, rank = expect(latent, "latent", query.dtype, ("t", "r"), (t, None))
-    _, rope = expect(rope_key, "rope_key", query.dtype, ("t", "rope"), (t, None))
-    expect(key_projection, "key_projection", query.dtype, ("h", "nope", "r"), (h, size - rope, rank))
-    expect(value_projection, "value_projection", query.dtype, ("h", "dv", "r"), (h, None, rank))
+    t, _, size = check_query(query)
+    sizes = check(query=(query, "t h d"), latent=(latent, "query: t r"), rope_key=(rope_key, "query: t rope"))
+    rank, rope = sizes["r"], sizes["rope"]
+    check(
+        {**sizes, "nope": size - rope},
+        query=(query, "t h d"),
+        key_projection=(key_projection, "query: h nope r"),
+        value_projection=(value_projection, "query: h dv r"),
+    )
     if is_packed(cache):
         check_packed(cache, rank, rope)
         check_cache_scale(cache, cache_scale)
     else:
         check_latents(cache, query, rank + rope, cache_scale)
     check_scale_is_given(options)
-    same_device(
-        query=query,
-        latent=latent,
-        rope_key=rope_key,
-        cache=cache,
-        key_projection=key_projection,
-        value_projection=value_projection,
-    )
+    same_device(query=query, cache=cache)
     if not isinstance(plan, PrefillPlan):
         raise ValueError(f"plan: expected a PrefillPlan, from plan_prefill, got {describe(plan)}")
     if cache.shape[1] != plan.block_size:
@@ -279,19 +279,24 @@ def check_latent_prefill(
     check_result(query, value_projection.shape[1], out, return_lse)
 
 
-def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: str, dims: tuple[str, ...]) -> None:
+def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: str, dims: str) -> None:
     """Check queries `[t, h, nope + rope]` for `[h, nope, r]`, or latents `[t, h, r]` for `[h, dv, r]`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    _, h, size = check_query(x) if name == "query" else expect(x, name, None, ("t", "h", "r"), (None, None, None))
-    check_floating(name, x)
-    rank = None if name == "query" else size
-    _, inner, _ = expect(projection, projection_name, x.dtype, dims, (h, None, rank))
-    if name == "query" and inner > size:
-        raise ValueError(f"{projection_name}: expected at most the {size} elements of a query, got nope={inner}")
-    same_device(**{name: x, projection_name: projection})
+    if name == "query":
+        check_query(x)
+    sizes = check(
+        **{
+            name: (x, "float t h d" if name == "query" else "float t h r"),
+            projection_name: (projection, f"{name}: {dims}"),
+        }
+    )
+    if name == "query" and sizes["nope"] > sizes["d"]:
+        raise ValueError(
+            f"{projection_name}: expected at most the {sizes['d']} elements of a query, got nope={sizes['nope']}"
+        )
 
 
 def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
@@ -300,12 +305,8 @@ def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    (first, one), *_ = vectors.items()
-    expect(one, first, None, ("d",), (None,))
-    for name, vector in vectors.items():
-        expect(vector, name, one.dtype, ("d",), one.shape)
-        check_floating(name, vector)
-    same_device(**vectors)
+    (first, one), *others = vectors.items()
+    check(**{first: (one, "float d"), **{name: (vector, f"{first}: d") for name, vector in others}})
     check_number("lambda_init", lambda_init)
 
 
@@ -315,8 +316,7 @@ def check_halves(heads: Tensor) -> None:
     Raises:
         ValueError: if they are of another shape, or of an odd number.
     """
-    expect(heads, "heads", None, ("t", "h", "d"), (None, None, None))
-    if heads.shape[1] % 2:
+    if check(heads=(heads, "t h d"))["h"] % 2:
         raise ValueError(f"heads: expected an even number of heads, got h={heads.shape[1]}")
 
 
@@ -326,11 +326,9 @@ def check_rows_of_pairs(key: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    shape = expect(key, "key", None, ("s", "hk", "d"), (None, None, None))
-    expect(value, "value", key.dtype, ("s", "hk", "d"), shape)
-    same_device(key=key, value=value)
-    if shape[1] % 2:
-        raise ValueError(f"key: expected pairs of heads, an even number, got hk={shape[1]}")
+    hk = check(key=(key, "s hk d"), value=(value, "key: s hk d"))["hk"]
+    if hk % 2:
+        raise ValueError(f"key: expected pairs of heads, an even number, got hk={hk}")
 
 
 def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
@@ -344,19 +342,16 @@ def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             raise ValueError(f"{name}: expected a list of tensors, one for each part, got {describe(parts)}")
     if not outs or len(outs) != len(lses):
         raise ValueError(f"lses: expected one for each output, and at least one, got {len(lses)} for {len(outs)}")
-    expect(outs[0], "outs[0]", None, ("t", "h", "dv"), (None, None, None))
-    if not outs[0].is_floating_point():
-        raise ValueError(f"outs[0]: expected a floating point type, got {describe(outs[0])}")
-    shape, dtype, device = outs[0].shape, outs[0].dtype, outs[0].device
+    check(**{"outs[0]": (outs[0], "float t h dv")})
     lse_dtype = lses[0].dtype if isinstance(lses[0], Tensor) else None
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        expect(out, f"outs[{i}]", dtype, ("t", "h", "dv"), shape)
-        expect(lse, f"lses[{i}]", lse_dtype, ("t", "h"), shape[:2])
+        part: dict[str, Declared] = {
+            f"outs[{i}]": (out, "t h dv", outs[0].dtype),
+            f"lses[{i}]": (lse, "t h", lse_dtype),
+        }
+        check(**{"outs[0]": (outs[0], "t h dv"), **part})
         if lse.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"lses[{i}]: expected float32 or float64, got {describe(lse)}")
-        for name, tensor in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
-            if tensor.device != device:
-                raise ValueError(f"{name}: expected {device}, where outs[0] is, got {tensor.device}")
 
 
 def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -365,9 +360,7 @@ def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    t, h, _ = expect(out, "out", None, ("t", "h", "dv"), (None, None, None))
-    check_floating("out", out)
-    expect(lse, "lse", None, ("t", "h"), (t, h))
+    h = check(out=(out, "float t h dv"), lse=(lse, "t h"))["h"]
     if lse.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"lse: expected float32 or float64, got {describe(lse)}")
     check_per_head("sinks", sinks, h)
@@ -378,7 +371,7 @@ def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -
     """Check a cache `[n, p, c]` of latents whose rows hold at least `size` elements, and its scale."""
     _refuse_int8(cache)
     holds_codes = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
-    expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
+    check(cache=(cache, "n p c", None if holds_codes else query.dtype))
     if cache.shape[2] < size:
         raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
     if holds_codes:

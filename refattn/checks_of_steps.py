@@ -21,7 +21,7 @@ from refattn.batch import (
     check_lengths,
     check_written_blocks,
 )
-from refattn.checks import LARGEST_INT32, check_int, check_list, check_sizes, describe, expect, is_int, same_device
+from refattn.checks import LARGEST_INT32, check, check_int, check_list, check_sizes, describe, is_int
 from refattn.overlap import check_apart
 from refattn.ranks import Shard, check_is_shard
 
@@ -51,8 +51,7 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
         ValueError: naming the argument, what was expected and what came.
     """
     check_lengths(batch)
-    expect(slots, "slots", torch.int64, ("t",), (None,))
-    same_device(seq_lens=batch.seq_lens, slots=slots)
+    check(seq_lens=(batch.seq_lens, "int32 b"), slots=(slots, "int64 t"))
     if batch.seq_lens.is_cpu and slots.shape[0] < int(batch.cu_seqlens_q[-1]):
         raise ValueError(
             f"slots: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, got {describe(slots)}"
@@ -73,7 +72,7 @@ def check_local_lens(lens: Tensor, shard: Shard) -> None:
         ValueError: naming what does not fit; on a CPU also if a length is negative.
     """
     check_is_shard(shard)
-    expect(lens, "lens", torch.int32, ("b",), (None,))
+    check(lens=(lens, "int32 b"))
     if lens.is_cpu and (lens < 0).any():
         raise ValueError(f"lens: expected lengths of at least 0, got {lens.tolist()}")
 
@@ -92,14 +91,11 @@ def check_next_inputs(
             or a sequence has more new tokens than the one that was sampled.
     """
     written = dict(seq_lens=batch.seq_lens, slots=slots)
-    if sampled_ids is not None:
-        expect(sampled_ids, "sampled_ids", torch.int64, ("b",), (batch.num_seqs,))
-        same_device(seq_lens=batch.seq_lens, sampled_ids=sampled_ids)
+    check(seq_lens=(batch.seq_lens, "int32 b"), sampled_ids=(sampled_ids, "int64 b or None"))
     for name, tensor in (("input_ids", input_ids), ("input_positions", input_positions)):
         if tensor is not None:
             written[name] = tensor
-            (rows,) = expect(tensor, name, torch.int64, ("t",), (None,))
-            same_device(seq_lens=batch.seq_lens, **{name: tensor})
+            rows = check(seq_lens=(batch.seq_lens, "int32 b"), **{name: (tensor, "int64 t")})["t"]
             if batch.seq_lens.is_cpu and rows < int(batch.cu_seqlens_q[-1]):
                 raise ValueError(
                     f"{name}: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, "
@@ -125,10 +121,8 @@ def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *,
     check_int("columns", columns)
     if not isinstance(token_slots, Tensor) or token_slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"token_slots: expected int32 or int64 [r, s], got {describe(token_slots)}")
-    expect(token_slots, "token_slots", None, ("r", "s"), (None, None))
-    (b,) = expect(requests, "requests", torch.int64, ("b",), (None,))
-    expect(seq_lens, "seq_lens", torch.int32, ("b",), (b,))
-    same_device(token_slots=token_slots, requests=requests, seq_lens=seq_lens)
+    tables = dict(token_slots=(token_slots, "r s"), requests=(requests, "int64 b"), seq_lens=(seq_lens, "int32 b"))
+    b = check(**tables)["b"]
     if columns * block_size > token_slots.shape[1] + block_size - 1:
         raise ValueError(
             f"columns: expected at most {-(-token_slots.shape[1] // block_size)}, for {token_slots.shape[1]} tokens in "
@@ -404,11 +398,10 @@ def check_intervals(batch: Batch, first_visible: Tensor | None, last_visible: Te
     """
     check_lengths(batch)
     if first_visible is None:
-        expect(last_visible, "last_visible", torch.int32, ("t",), (None,))
+        check(last_visible=(last_visible, "int32 t"))
         first_visible = torch.zeros_like(last_visible)
-    (rows,) = expect(first_visible, "first_visible", torch.int32, ("t",), (None,))
-    expect(last_visible, "last_visible", torch.int32, ("t",), (rows,))
-    same_device(seq_lens=batch.seq_lens, first_visible=first_visible, last_visible=last_visible)
+    ends_of_rows = dict(first_visible=(first_visible, "int32 t"), last_visible=(last_visible, "int32 t"))
+    rows = check(seq_lens=(batch.seq_lens, "int32 b"), **ends_of_rows)["t"]
     if not batch.seq_lens.is_cpu:
         return
     used = int(batch.cu_seqlens_q[-1])
@@ -433,8 +426,7 @@ def check_spans(batch: Batch, spans: Tensor) -> None:
             one before it has ended.
     """
     check_lengths(batch)
-    expect(spans, "spans", torch.int32, ("b", "n", "2"), (batch.num_seqs, None, 2))
-    same_device(seq_lens=batch.seq_lens, spans=spans)
+    check(seq_lens=(batch.seq_lens, "int32 b"), spans=(spans, "int32 b n 2"))
     if not spans.is_cpu:
         return
     for i, pairs in enumerate(spans.tolist()):
@@ -452,7 +444,6 @@ def check_prefix_lens(batch: Batch, prefix_lens: Tensor) -> None:
         ValueError: if they are no int32 `[b]`, elsewhere, or (on a CPU) negative.
     """
     check_lengths(batch)
-    expect(prefix_lens, "prefix_lens", torch.int32, ("b",), (batch.num_seqs,))
-    same_device(seq_lens=batch.seq_lens, prefix_lens=prefix_lens)
+    check(seq_lens=(batch.seq_lens, "int32 b"), prefix_lens=(prefix_lens, "int32 b"))
     if prefix_lens.is_cpu and (prefix_lens < 0).any():
         raise ValueError(f"prefix_lens: expected lengths of at least 0, got {prefix_lens.tolist()}")

@@ -8,18 +8,16 @@ from torch import Tensor
 
 from refattn.checks import (
     QUERY_TYPES,
+    check,
     check_can_be_written,
-    check_floating,
     check_list,
     check_memory,
     check_numbers,
     check_own_memory,
     check_sizes,
     describe,
-    expect,
     is_int,
     is_ordinary,
-    same_device,
 )
 from refattn.modes import refuse_gradients
 from refattn.overlap import check_apart, check_pools_apart
@@ -58,15 +56,18 @@ def check_slots(
         ValueError: naming the argument, if tokens lie in a pool, too; on a CPU also if a slot is outside the pool, or
             given twice.
     """
-    expect(key_cache, "key_cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
-    expect(value_cache, "value_cache", None, ("n", "p", "hk", "dv"), (*key_cache.shape[:3], None))
-    check_sizes(block_size=key_cache.shape[1])
+    sizes = check(check(key_cache=(key_cache, "n p hk d")), value_cache=(value_cache, "n p hk dv"))
+    check_sizes(block_size=sizes["p"])
     key_type, value_type = types or (key_cache.dtype, value_cache.dtype)
-    expect(key, "key", key_type, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
-    expect(value, "value", value_type, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
-    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    check(
+        sizes,
+        key=(key, "t hk d", key_type),
+        value=(value, "t hk dv", value_type),
+        key_cache=(key_cache, "n p hk d"),
+        value_cache=(value_cache, "n p hk dv"),
+        slot_mapping=(slot_mapping, "int64 t"),
+    )
     check_can_be_written(key_cache=key_cache, value_cache=value_cache)
-    same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     check_own_memory("key_cache", key_cache)
     check_own_memory("value_cache", value_cache)
     check_apart(dict(key_cache=key_cache, value_cache=value_cache), dict(key=key, value=value))
@@ -117,8 +118,8 @@ def check_quantized_slots(
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
     """
     stored = stored_types(key_cache, value_cache, scales)
-    for name, cache, kind in (("key_cache", key_cache, stored[0]), ("value_cache", value_cache, stored[1])):
-        expect(cache, name, kind, ("n", "p", "hk", "d" if name == "key_cache" else "dv"), (None,) * 4)
+    check(key_cache=(key_cache, "n p hk d", stored[0]))
+    check(value_cache=(value_cache, "n p hk dv", stored[1]))
     for name, tensor in (("key", key), ("value", value)):
         check_numbers(name, tensor)
     kept_as_it_is = isinstance(scales, Int8Scales) and scales.value is None
@@ -151,16 +152,19 @@ def check_latent_slots(
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
     """
-    expect(cache, "cache", None, ("n", "p", "c"), (None, None, None))
+    check(cache=(cache, "n p c"))
     check_cache_scale(cache, cache_scale)
     kind = cache.dtype
     if kind in FP8_FORMATS or is_packed(cache):
         kind = check_numbers("latent", latent)
         refuse_gradients(ROUNDING, latent=latent, rope_key=rope_key)
-    t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
-    _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
-    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (t,))
-    same_device(latent=latent, rope_key=rope_key, cache=cache, slot_mapping=slot_mapping)
+    sizes = check(
+        latent=(latent, "t r", kind),
+        rope_key=(rope_key, "t rope", kind),
+        cache=(cache, "n p c"),
+        slot_mapping=(slot_mapping, "int64 t"),
+    )
+    rank, rope = sizes["r"], sizes["rope"]
     check_own_memory("cache", cache)
     check_apart(dict(cache=cache), dict(latent=latent, rope_key=rope_key))
     pages = cache[:, :, None]
@@ -188,11 +192,11 @@ def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Ten
         ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.
     """
     kind = None if scales is None else stored_in_pairs(cache, scales)
-    expect(cache, "cache", kind, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
-    hk = 2 * cache.shape[4]
+    sizes = check(cache=(cache, "2 2 n p hk/2 d", kind))
+    hk = 2 * sizes["hk/2"]
     for name, tensor in tokens.items():
         kind = cache.dtype if scales is None else check_numbers(name, tensor)
-        expect(tensor, name, kind, ("t", "hk", "d"), (None, hk, cache.shape[5]))
+        check(dict(hk=hk, d=sizes["d"]), **{name: (tensor, "t hk d", kind)})
     if tokens:
         check_own_memory("cache", cache)
         check_apart(dict(cache=cache), tokens)
@@ -228,7 +232,7 @@ def check_block_pairs(
         check_own_memory(f"{names[1]}[{i}]", destination)
         check_can_be_written(**{f"{names[1]}[{i}]": destination})
     check_pools_apart(names[1], destinations, None if sources is destinations else (names[0], sources))
-    expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
+    check(pairs=(pairs, "int64 k 2"))
     if not pairs.is_cpu or not pairs.numel() or not sources:
         return
     for column, caches in ((0, sources), (1, destinations)):
@@ -245,11 +249,9 @@ def check_gather(cache: Tensor, blocks: Tensor, seq_len: int) -> None:
     Raises:
         ValueError: if there are too few blocks, and on a CPU if one is outside the pool.
     """
-    expect(cache, "cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
-    check_sizes(block_size=cache.shape[1])
-    expect(blocks, "blocks", torch.int32, ("m",), (None,))
-    same_device(cache=cache, blocks=blocks)
-    room = blocks.shape[0] * cache.shape[1]
+    sizes = check(cache=(cache, "n p hk d"), blocks=(blocks, "int32 m"))
+    check_sizes(block_size=sizes["p"])
+    room = sizes["m"] * sizes["p"]
     if not is_int(seq_len) or not 0 <= seq_len <= room:
         raise ValueError(f"seq_len: expected 0..{room} for {blocks.shape[0]} blocks, got {describe(seq_len)}")
     needed = -(-seq_len // cache.shape[1])
@@ -305,9 +307,11 @@ def check_values(values: Sequence[Tensor]) -> None:
     if not values:
         raise ValueError("values: expected at least one tensor [t, hk, dv], got none")
     for i, value in enumerate(values):
-        sizes = (None, None, None) if i == 0 else (None, *values[0].shape[1:])
-        expect(value, f"values[{i}]", None, ("t", "hk", "dv"), sizes)
-        check_floating(f"values[{i}]", value)
-        same_device(**{"values[0]": values[0], f"values[{i}]": value})
+        check(
+            **{
+                "values[0]": (values[0], "float s hk dv" if i else "float t hk dv"),
+                f"values[{i}]": (value, "float t hk dv"),
+            }
+        )
         if value.is_cpu and not value.isfinite().all():
             raise ValueError(f"values[{i}]: expected finite numbers, got others")

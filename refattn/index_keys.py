@@ -7,13 +7,13 @@ from torch import Tensor
 from refattn.batch import Batch, check_block_table, check_lengths
 from refattn.checks import (
     QUERY_TYPES,
+    check,
     check_can_be_written,
     check_floating,
     check_memory,
     check_own_memory,
     check_sizes,
     describe,
-    expect,
     same_device,
 )
 from refattn.modes import refuse_gradients
@@ -62,8 +62,7 @@ def check_index_read(index_cache: Tensor, slots: Tensor) -> None:
         ValueError: naming the argument that does not fit; on a CPU also if a slot is outside the pool.
     """
     check_index_cache(index_cache)
-    expect(slots, "slots", torch.int64, ("s",), (None,))
-    same_device(index_cache=index_cache, slots=slots)
+    check(index_cache=(index_cache, "n p c"), slots=(slots, "int64 s"))
     num_slots = index_cache.shape[0] * index_cache.shape[1]
     if slots.is_cpu and slots.numel():
         lowest, highest = (int(end) for end in slots.aminmax())
@@ -79,8 +78,9 @@ def check_index_cache(index_cache: Tensor) -> None:
         ValueError: naming what does not fit. The bytes of a block lie side by side, in multiples of 4, as the scales of
             its tokens follow the codes of all of them.
     """
-    _, p, c = expect(index_cache, "index_cache", None, ("n", "p", "d"), (None, None, None))
-    check_sizes(block_size=p)
+    sizes = check(index_cache=(index_cache, "n p d"))
+    c = sizes["d"]
+    check_sizes(block_size=sizes["p"])
     if not holds_codes(index_cache):
         check_floating("index_cache", index_cache)
         if index_cache.element_size() < 2:
@@ -104,14 +104,13 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
         NotImplementedError: if a key that is rounded requires a gradient.
     """
     check_index_cache(index_cache)
-    expect(key, "key", None, ("t", "d"), (None, index_size_of(index_cache)))
-    check_floating("key", key)
+    d = index_size_of(index_cache)
+    check(dict(d=d), key=(key, "float t d"))
     if not holds_codes(index_cache) and key.dtype != index_cache.dtype:
         raise ValueError(f"key: expected {index_cache.dtype}, the type of the pool, got {key.dtype}")
-    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    check(key=(key, "t d"), index_cache=(index_cache, "n p c"), slot_mapping=(slot_mapping, "int64 t"))
     check_can_be_written(index_cache=index_cache)
     check_own_memory("index_cache", index_cache)
-    same_device(key=key, index_cache=index_cache, slot_mapping=slot_mapping)
     check_apart(dict(index_cache=index_cache), dict(key=key))
     if holds_codes(index_cache):
         refuse_gradients(ROUNDING, key=key)
@@ -133,16 +132,15 @@ def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    t, h, _ = expect(query, "query", None, ("t", "h", "d"), (None, None, None))
+    t = check(query=(query, "t h d"))["t"]
     check_index_cache(index_cache)
     check_floating("query", query)
-    if not h:
+    if not query.shape[1]:
         raise ValueError(f"query: expected at least one index head, got {describe(query)}")
     if query.element_size() == 1 and query.dtype != INDEX_FORMAT:
         raise ValueError(f"query: expected numbers, or codes of {INDEX_FORMAT}, got {query.dtype}")
-    expect(query, "query", None, ("t", "h", "d"), (t, h, index_size_of(index_cache)))
-    expect(weights, "weights", None, ("t", "h"), (t, h))
-    check_floating("weights", weights)
+    of_query = dict(t=t, h=query.shape[1], d=index_size_of(index_cache))
+    check(of_query, query=(query, "t h d"), weights=(weights, "float t h"), index_cache=(index_cache, "n p c"))
     if not isinstance(plan, Plan):
         raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
     if plan.block_size is None:
@@ -155,7 +153,7 @@ def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan
         raise ValueError(
             "plan: expected sequences from their first token on, with their queries at the end, got others"
         )
-    same_device(query=query, weights=weights, index_cache=index_cache, seq_lens=plan.batch.seq_lens)
+    same_device(query=query, seq_lens=plan.batch.seq_lens)
     if plan.needs is not None and plan.needs.query_rows > t:
         raise ValueError(f"query: expected at least {plan.needs.query_rows} rows, where cu_seqlens_q ends, got t={t}")
     if plan.needs is not None and plan.needs.blocks > len(index_cache):
@@ -171,7 +169,7 @@ def check_select(scores: Tensor, topk: int) -> None:
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    expect(scores, "scores", torch.float32, ("t", "s"), (None, None))
+    check(scores=(scores, "float32 t s"))
     check_sizes(topk=topk)
 
 
@@ -186,8 +184,7 @@ def check_selected(batch: Batch, positions: Tensor, *, block_size: int) -> Int32
     """
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
-    rows, _ = expect(positions, "positions", torch.int32, ("t", "k"), (None, None))
-    same_device(seq_lens=batch.seq_lens, positions=positions)
+    rows = check(seq_lens=(batch.seq_lens, "int32 b"), positions=(positions, "int32 t k"))["t"]
     if not batch.seq_lens.is_cpu:
         return block_table
     used = int(batch.cu_seqlens_q[-1])

@@ -23,15 +23,13 @@ from torch import Tensor
 
 from refattn.checks import (
     QUERY_TYPES,
+    check,
     check_flag,
-    check_floating,
     check_number,
     check_query,
     check_result,
     check_sizes,
     describe,
-    expect,
-    same_device,
 )
 from refattn.checks_of_calls import (
     check_latents,
@@ -136,7 +134,7 @@ class Pages(NamedTuple):
             ValueError: naming the argument, what was expected and what came.
         """
         own, names = plan.levels[-1].whole, ("key_cache", "value_cache")
-        check_tokens(query, self.key_cache, self.value_cache, names, ("n", "p", "hk", "d"), own, options, types)
+        check_tokens(query, self.key_cache, self.value_cache, names, "n p", own, options, types)
         check_result(query, self.value_head_size, out, return_lse)
         check_pool(pool, self.key_cache, own)
         check_levels(pool, self.key_cache, plan, options)
@@ -363,16 +361,13 @@ class Pairs(NamedTuple):
         check_plan(plan)
         own, cache, scales = plan.levels[-1].whole, self.cache, self.scales
         over_rows = own.block_size is None
-        dims = ("2", "2", "s", "hk/2", "d") if over_rows else ("2", "2", "n", "p", "hk/2", "d")
+        letters = "2 2 s hk/2 d" if over_rows else "2 2 n p hk/2 d"
         kind = query.dtype if scales is None else stored_in_pairs(cache, scales)
-        expect(cache, "cache", kind, dims, (2, 2, *(None,) * (len(dims) - 3), query.shape[2]))
+        check(query=(query, "t h d"), cache=(cache, letters, kind))
         h, pairs = query.shape[1], cache.shape[-2]
         if h % 2 or pairs == 0 or (h // 2) % pairs:
             raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
-        same_device(query=query, cache=cache)
-        expect(lambda_full, "lambda_full", None, (), ())
-        check_floating("lambda_full", lambda_full)
-        same_device(query=query, lambda_full=lambda_full)
+        check(query=(query, "t h d"), lambda_full=(lambda_full, "float"))
         if lambda_full.is_cpu and not isfinite(lambda_full.item()):
             raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
         check_number("lambda_init", lambda_init)
@@ -381,10 +376,8 @@ class Pairs(NamedTuple):
             raise ValueError(f"norm: expected a function of the differences, got {describe(norm)}")
         if norm is not None and norm_weight is not None:
             raise ValueError(f"norm_weight: expected None beside a norm of its own, got {describe(norm_weight)}")
-        if norm_weight is not None:
-            expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
-            check_floating("norm_weight", norm_weight)
-            same_device(query=query, norm_weight=norm_weight)
+        of_norm = (norm_weight, "float 2*d or None")
+        check({"2 * d": 2 * query.shape[2]}, query=(query, "t h d"), norm_weight=of_norm)
         check_options(options, query)
         check_result(query, query.shape[2], out, return_lse)
         its_options = options.of_heads(slice(0, None, 2))
@@ -409,7 +402,7 @@ def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | Non
     """Return a stand-in for a query in fp8, of its shape and the type of its outputs, whose elements are not read."""
     if not isinstance(scales, Fp8Scales) or scales.query is None:
         raise ValueError(f"scales.query: expected the scale of a query that comes as {describe(query)}, got none")
-    expect(query, "query", scales.format, ("t", "h", "d"), (None, None, None))
+    check(query=(query, "t h d", scales.format))
     return torch.empty((), dtype=type_of_outputs(query, out), device=query.device).expand(query.shape)
 
 

@@ -314,7 +314,7 @@ def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope 
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2.
     """
-    check_projection(query, "query", key_projection, "key_projection", ("h", "nope", "r"))
+    check_projection(query, "query", key_projection, "key_projection", "h nope r")
     compute, nope = compute_dtype(query.dtype), key_projection.shape[1]
     latent = einsum(query[..., :nope].to(compute), key_projection.to(compute), "t h nope, h nope r -> t h r")
     return torch.cat([latent.to(query.dtype), query[..., nope:]], dim=-1)
@@ -336,7 +336,7 @@ def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h d
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2.
     """
-    check_projection(latent, "latent", value_projection, "value_projection", ("h", "dv", "r"))
+    check_projection(latent, "latent", value_projection, "value_projection", "h dv r")
     compute = compute_dtype(latent.dtype)
     out = einsum(latent.to(compute), value_projection.to(compute), "t h r, h dv r -> t h dv")
     return out.to(latent.dtype)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import BFloat16, Float32, UInt8
 from torch import Tensor
 
-from refattn.checks import check_sizes, expect
+from refattn.checks import check, check_sizes
 
 LATENT_GROUP = 128  # elements of a latent under one scale
 PACKED_FORMAT = torch.float8_e4m3fn  # of codes
@@ -77,7 +77,8 @@ def check_packed(cache: Tensor, latent_rank: int, rope_size: int) -> None:
         ValueError: naming what does not fit.
     """
     size = packed_size(latent_rank, rope_size)
-    _, p, c = expect(cache, "cache", torch.uint8, ("n", "p", "c"), (None, None, None))
+    sizes = check(cache=(cache, "uint8 n p c"))
+    p, c = sizes["p"], sizes["c"]
     check_sizes(block_size=p)
     if c < size:
         raise ValueError(

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from refattn.batch import Batch, check_batch, check_contents, check_lengths
 from refattn.checks import (
+    check,
     check_flag,
     check_list,
     check_side_by_side,
     check_sizes,
     check_window,
     describe,
-    expect,
     same_device,
 )
 from refattn.ranks import Shard
@@ -117,17 +117,18 @@ class Plan:
         if self.block_size is not None:
             check_sizes(block_size=self.block_size)
         check_batch(self.batch)
-        for name, numbers, size in (
-            ("first_keys", self.first_keys, self.batch.num_seqs),
-            ("positions", self.positions, None),
-            ("sequences", self.sequences, self.batch.num_seqs),
-            ("first_visible", self.first_visible, None),
-            ("last_visible", self.last_visible, None),
-        ):
-            if numbers is not None:
-                expect(numbers, name, torch.int32, ("b" if size is not None else "t",), (size,))
-                same_device(seq_lens=self.batch.seq_lens, **{name: numbers})
-                check_side_by_side(name, numbers)
+        lengths = (self.batch.seq_lens, "int32 b")
+        check(
+            seq_lens=lengths,
+            first_keys=(self.first_keys, "int32 b or None"),
+            positions=(self.positions, "int32 t or None"),
+        )
+        check(seq_lens=lengths, sequences=(self.sequences, "int32 b or None"))
+        for name in ("first_visible", "last_visible"):
+            check(seq_lens=lengths, **{name: (getattr(self, name), "int32 t or None")})
+        for name in ("first_keys", "positions", "sequences", "first_visible", "last_visible"):
+            if getattr(self, name) is not None:
+                check_side_by_side(name, getattr(self, name))
         self._check_intervals()
         needs = check_contents(self.batch, self.block_size, self.first_keys)
         for name in ("positions", "first_visible"):
@@ -162,7 +163,7 @@ class Plan:
         if self.first_visible is None or self.last_visible is None:
             name, other = ("first", "last") if self.first_visible is None else ("last", "first")
             raise ValueError(f"{name}_visible: expected int32 [t], as {other}_visible is given, got None")
-        expect(self.last_visible, "last_visible", torch.int32, ("t",), self.first_visible.shape)
+        check(first_visible=(self.first_visible, "int32 t"), last_visible=(self.last_visible, "int32 t"))
         if self.window != (-1, -1):
             raise ValueError(
                 f"causal, window_size: expected False and (-1, -1) where each query row has its interval, "

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.checks import QUERY_TYPES, check_number, describe, expect, same_device
+from refattn.checks import QUERY_TYPES, check, check_number, describe, same_device
 
 FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -92,9 +92,9 @@ class Int8Scales:
 
     def __post_init__(self) -> None:
         """Check the types and the shapes, and the numbers that do not change."""
-        expect(self.key, "scales.key", torch.float32, ("n", "p", "hk"), (None, None, None))
+        check(**{"scales.key": (self.key, "float32 n p hk")})
+        check(**{"scales.value": (self.value, "float32 hk dv or None")})
         if self.value is not None:
-            expect(self.value, "scales.value", torch.float32, ("hk", "dv"), (None, None))
             _check_numbers("scales.value", self.value)
 
 
@@ -151,11 +151,9 @@ def check_scales(
     n, p, heads, _ = key_cache.shape
     hk = heads if hk is None else hk
     if isinstance(scales, Int8Scales):
-        expect(scales.key, "scales.key", torch.float32, ("n", "p", "hk"), (n, p, hk))
-        same_device(key_cache=key_cache, **{"scales.key": scales.key})
-        if scales.value is not None:
-            expect(scales.value, "scales.value", torch.float32, ("hk", "dv"), (hk, value_cache.shape[-1]))
-            same_device(key_cache=key_cache, **{"scales.value": scales.value})
+        parts = {"scales.key": (scales.key, "float32 n p hk"), "scales.value": (scales.value, "float32 hk dv or None")}
+        sizes = dict(n=n, p=p, hk=hk, dv=value_cache.shape[-1])
+        check(sizes, key_cache=(key_cache, "n p heads d"), **parts)
         return
     for name, scale in scales.by_name().items():
         if not isinstance(scale, Tensor):

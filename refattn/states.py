@@ -19,13 +19,13 @@ from torch import Tensor
 
 from refattn.batch import Batch, check_batch, check_lengths
 from refattn.checks import (
+    check,
     check_can_be_written,
     check_flag,
     check_floating,
     check_own_memory,
     check_sizes,
     describe,
-    expect,
     same_device,
 )
 from refattn.options import RecurrentOptions
@@ -74,27 +74,22 @@ class StatePlan:
         """Check the tables, and their contents where they are on the host."""
         check_batch(self.batch)
         check_lengths(self.batch)
-        b = self.batch.num_seqs
         per_draft = isinstance(self.state_indices, Tensor) and self.state_indices.ndim == 2
-        dims = ("b", "c") if per_draft else ("b",)
-        shape = expect(self.state_indices, "state_indices", torch.int32, dims, (b, None)[: len(dims)])
-        expect(self.has_initial_state, "has_initial_state", torch.bool, ("b",), (b,))
-        tables = dict(state_indices=self.state_indices, has_initial_state=self.has_initial_state)
-        if per_draft and not shape[1]:
+        sizes = check(
+            seq_lens=(self.batch.seq_lens, "int32 b"),
+            state_indices=(self.state_indices, "int32 b c" if per_draft else "int32 b"),
+            has_initial_state=(self.has_initial_state, "bool b"),
+            checkpoint_indices=(self.checkpoint_indices, "int32 b m or None"),
+        )
+        if per_draft and not sizes["c"]:
             raise ValueError("state_indices: expected at least one column, got none")
-        if self.num_accepted is not None:
-            if not per_draft:
-                raise ValueError("num_accepted: expected with state_indices [b, c] only, which has a state per token")
-            expect(self.num_accepted, "num_accepted", torch.int32, ("b",), (b,))
-            tables["num_accepted"] = self.num_accepted
-        if self.checkpoint_indices is not None:
-            expect(self.checkpoint_indices, "checkpoint_indices", torch.int32, ("b", "m"), (b, None))
-            tables["checkpoint_indices"] = self.checkpoint_indices
+        if self.num_accepted is not None and not per_draft:
+            raise ValueError("num_accepted: expected with state_indices [b, c] only, which has a state per token")
+        check(seq_lens=(self.batch.seq_lens, "int32 b"), num_accepted=(self.num_accepted, "int32 b or None"))
         if self.block_size is not None:
             check_sizes(block_size=self.block_size)
         if (self.checkpoint_indices is None) != (self.block_size is None):
             raise ValueError("block_size: expected with checkpoint_indices, and only with them")
-        same_device(seq_lens=self.batch.seq_lens, **tables)
         if self.batch.device.type == "cpu":
             object.__setattr__(self, "num_rows", int(self.batch.cu_seqlens_q[-1]))
             object.__setattr__(self, "num_slots", self._check_contents())
@@ -183,11 +178,9 @@ def check_recurrent(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    t, h, dk = expect(query, "query", None, ("t", "h", "dk"), (None, None, None))
-    check_floating("query", query)
-    expect(key, "key", query.dtype, ("t", "h", "dk"), (t, h, dk))
-    hv, dv = _check_values(key, value, log_decay, beta)
-    expect(states, "states", None, ("n", "hv", "dv", "dk"), (None, hv, dv, dk))
+    t = check(query=(query, "float t h dk"), key=(key, "query: t h dk"))["t"]
+    sizes = _check_values(key, value, log_decay, beta)
+    check(sizes, states=(states, "n hv dv dk"))
     if not isinstance(options, RecurrentOptions):
         raise ValueError(f"options: expected RecurrentOptions, got {describe(options)}")
     tensors = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
@@ -202,8 +195,7 @@ def check_state_map(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    t, _, _ = expect(key, "key", None, ("t", "h", "dk"), (None, None, None))
-    check_floating("key", key)
+    t = check(key=(key, "float t h dk"))["t"]
     _check_values(key, value, log_decay, beta)
     if not isinstance(options, RecurrentOptions):
         raise ValueError(f"options: expected RecurrentOptions, got {describe(options)}")
@@ -211,21 +203,17 @@ def check_state_map(
     _check_plan("key", t, plan, tensors)
 
 
-def _check_values(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[int, int]:
-    """Check values and gates by the keys, and return the heads and the size of values."""
-    t, h, dk = key.shape
-    _, hv, dv = expect(value, "value", key.dtype, ("t", "hv", "dv"), (t, None, None))
-    check_sizes(h=h, dk=dk, hv=hv, dv=dv)
+def _check_values(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> dict[str, int]:
+    """Check values and gates by the keys, and return the sizes of all letters but that of the rows."""
+    sizes = check(key=(key, "t h dk"), value=(value, "key: t hv dv"))
+    t, h, hv = sizes.pop("t"), sizes["h"], sizes["hv"]
+    check_sizes(h=h, dk=sizes["dk"], hv=hv, dv=sizes["dv"])
     if hv % h:
         raise ValueError(f"value: expected a number of heads that h={h} divides, got hv={hv}")
-    if isinstance(log_decay, Tensor) and log_decay.ndim == 3:
-        expect(log_decay, "log_decay", None, ("t", "hv", "dk"), (t, hv, dk))
-    else:
-        expect(log_decay, "log_decay", None, ("t", "hv"), (t, hv))
-    expect(beta, "beta", None, ("t", "hv"), (t, hv))
-    check_floating("log_decay", log_decay)
-    check_floating("beta", beta)
-    return hv, dv
+    per_channel = isinstance(log_decay, Tensor) and log_decay.ndim == 3
+    decay = (log_decay, "float t hv dk" if per_channel else "float t hv")
+    check({**sizes, "t": t}, log_decay=decay, beta=(beta, "float t hv"))
+    return sizes
 
 
 def check_compose(maps: Sequence[StateMap]) -> None:
@@ -236,12 +224,13 @@ def check_compose(maps: Sequence[StateMap]) -> None:
     """
     if not isinstance(maps, list | tuple) or not maps or not all(isinstance(one, StateMap) for one in maps):
         raise ValueError(f"maps: expected at least one StateMap, in a list, got {describe(maps)}")
-    b, hv, _, dk = expect(maps[0].factor, "maps[0].factor", None, ("b", "hv", "dk", "dk"), (None, None, None, None))
-    _, _, dv, _ = expect(maps[0].added, "maps[0].added", None, ("b", "hv", "dv", "dk"), (b, hv, None, dk))
     for i, one in enumerate(maps):
-        expect(one.factor, f"maps[{i}].factor", maps[0].factor.dtype, ("b", "hv", "dk", "dk"), (b, hv, dk, dk))
-        expect(one.added, f"maps[{i}].added", maps[0].factor.dtype, ("b", "hv", "dv", "dk"), (b, hv, dv, dk))
-        same_device(factor=maps[0].factor, **{f"maps[{i}].factor": one.factor, f"maps[{i}].added": one.added})
+        check(
+            factor=(maps[0].factor, "b hv dk dk"),
+            added=(maps[0].added, "b hv dv dk"),
+            **{f"maps[{i}].factor": (one.factor, "factor: b hv dk dk")},
+            **{f"maps[{i}].added": (one.added, "factor: b hv dv dk")},
+        )
 
 
 def check_ranks(plan: StatePlan, group: Group) -> None:
@@ -270,17 +259,11 @@ def check_convolution(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    t, channels = expect(inputs, "inputs", None, ("t", "c"), (None, None))
-    check_floating("inputs", inputs)
-    _, width = expect(weight, "weight", None, ("c", "width"), (channels, None))
-    check_floating("weight", weight)
+    sizes = check(inputs=(inputs, "float t c"), weight=(weight, "float c width"), bias=(bias, "float c or None"))
+    t, channels, width = sizes["t"], sizes["c"], sizes["width"]
     check_sizes(c=channels, width=width)
-    tensors = dict(inputs=inputs, weight=weight, states=states)
-    if bias is not None:
-        expect(bias, "bias", None, ("c",), (channels,))
-        check_floating("bias", bias)
-        tensors["bias"] = bias
-    expect(states, "states", None, ("n", "width - 1", "c"), (None, width - 1, channels))
+    tensors = dict(inputs=inputs, weight=weight, states=states) | ({} if bias is None else dict(bias=bias))
+    check({"c": channels, "width - 1": width - 1}, states=(states, "n width-1 c"))
     check_flag("silu", silu)
     _check_step("inputs", t, "states", states, plan, out, inputs, tensors)
 
@@ -304,8 +287,7 @@ def _check_step(
         raise ValueError(f"{name}: expected at least {plan.num_slots} slots, as the plan uses, got n={states.shape[0]}")
     check_apart({name: states}, {other: tensor for other, tensor in tensors.items() if other != name})
     if out is not None:
-        expect(out, "out", like.dtype, tuple(map(str, like.shape)), tuple(like.shape))
-        same_device(out=out, seq_lens=plan.batch.seq_lens)
+        check(out=(out, " ".join(map(str, like.shape)), like.dtype), seq_lens=(plan.batch.seq_lens, "int32 b"))
         check_own_memory("out", out)
         check_apart({name: states}, dict(out=out))
         if out.requires_grad and torch.is_grad_enabled():
@@ -329,10 +311,8 @@ def check_accepted_slots(state_indices: Tensor, num_accepted: Tensor) -> None:
     Raises:
         ValueError: naming the argument; on a CPU also if a number of a sequence that is no padding is outside `1..c`.
     """
-    b, columns = expect(state_indices, "state_indices", torch.int32, ("b", "c"), (None, None))
+    columns = check(state_indices=(state_indices, "int32 b c"), num_accepted=(num_accepted, "int32 b"))["c"]
     check_sizes(c=columns)
-    expect(num_accepted, "num_accepted", torch.int32, ("b",), (b,))
-    same_device(state_indices=state_indices, num_accepted=num_accepted)
     if state_indices.is_cpu:
         wrong = ((num_accepted < 1) | (num_accepted > columns)) & (state_indices[:, 0] >= 0)
         if wrong.any():

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from refattn.batch import Batch, check_block_table, check_lengths
 from refattn.checks import (
+    check,
     check_can_be_written,
-    check_floating,
     check_list,
     check_own_memory,
     check_side_by_side,
     check_sizes,
     describe,
-    expect,
     is_int,
     is_ordinary,
     same_device,
@@ -63,9 +62,8 @@ class Trees:
 
     def __post_init__(self) -> None:
         """Check the types and shapes, and what the tensors hold where they are on the host."""
-        b, w = expect(self.parents, "parents", torch.int32, ("b", "w"), (None, None))
-        expect(self.lens, "tree_lens", torch.int32, ("b",), (b,))
-        same_device(parents=self.parents, tree_lens=self.lens)
+        sizes = check(parents=(self.parents, "int32 b w"), tree_lens=(self.lens, "int32 b"))
+        b, w = sizes["b"], sizes["w"]
         check_side_by_side("tree_lens", self.lens)
         if w > MOST_NODES:
             raise ValueError(f"parents: expected trees of at most {MOST_NODES} nodes, got {w} columns")
@@ -136,11 +134,12 @@ class TreePlan:
         if not isinstance(self.trees, Trees):
             raise ValueError(f"trees: expected Trees, got {describe(self.trees)}")
         check_trees(self.whole.batch, self.trees)
-        b, w = self.trees.parents.shape
-        expect(self.depths, "depths", torch.int32, ("b", "w"), (b, w))
-        words = self.trees.num_words
-        expect(self.ancestors, "ancestors", torch.int64, ("b", "w", "words"), (b, w, words))
-        same_device(seq_lens=self.whole.batch.seq_lens, depths=self.depths, ancestors=self.ancestors)
+        check(
+            dict(w=self.trees.max_len, words=self.trees.num_words),
+            seq_lens=(self.whole.batch.seq_lens, "int32 b"),
+            depths=(self.depths, "int32 b w"),
+            ancestors=(self.ancestors, "int64 b w words"),
+        )
         check_side_by_side("depths", self.depths)
         check_side_by_side("ancestors", self.ancestors)
         whole, prefix = self.whole.batch.seq_lens, self.prefix.batch.seq_lens
@@ -203,8 +202,7 @@ def check_trees(batch: Batch, trees: Trees) -> None:
     check_lengths(batch)
     if not isinstance(trees, Trees):
         raise ValueError(f"trees: expected Trees, from make_trees, got {describe(trees)}")
-    expect(trees.lens, "tree_lens", torch.int32, ("b",), (batch.num_seqs,))
-    same_device(seq_lens=batch.seq_lens, tree_lens=trees.lens)
+    check(seq_lens=(batch.seq_lens, "int32 b"), tree_lens=(trees.lens, "int32 b"))
     if not batch.seq_lens.is_cpu:
         return
     wrong = (batch.query_lens > trees.lens) | (trees.lens > batch.seq_lens)
@@ -252,8 +250,7 @@ def check_tree_mask(visible: Tensor) -> None:
     Raises:
         ValueError: if it is no bool `[w, w]`.
     """
-    expect(visible, "visible", torch.bool, ("w", "w"), (None, None))
-    expect(visible, "visible", torch.bool, ("w", "w"), (len(visible), len(visible)))
+    check(visible=(visible, "bool w w"))
 
 
 def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
@@ -264,10 +261,9 @@ def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
     """
     check_lengths(batch)
     check_trees(batch, trees)
-    rows = None
-    for name, tensor in tokens.items():
-        (rows,) = expect(tensor, name, torch.int64, ("t",), (rows,))
-        same_device(seq_lens=batch.seq_lens, **{name: tensor})
+    rows = check(
+        seq_lens=(batch.seq_lens, "int32 b"), **{name: (tensor, "int64 t") for name, tensor in tokens.items()}
+    ).get("t")
     if not trees.lens.is_cpu:
         return
     if not torch.equal(batch.query_lens, trees.lens):
@@ -292,16 +288,13 @@ def check_probabilities(
     Raises:
         ValueError: naming what does not fit.
     """
-    t = len(drafts)
-    _, v = expect(target_probs, "target_probs", None, ("t", "v"), (t, None))
-    expect(uniforms, "uniforms", None, ("t",), (t,))
-    named = dict(target_probs=target_probs, uniforms=uniforms)
-    if draft_probs is not None:
-        expect(draft_probs, "draft_probs", None, ("t", "v"), (t, v))
-        named["draft_probs"] = draft_probs
-    for name, tensor in named.items():
-        check_floating(name, tensor)
-    same_device(drafts=drafts, **named)
+    sizes = check(
+        drafts=(drafts, "int64 t"),
+        target_probs=(target_probs, "float t v"),
+        uniforms=(uniforms, "float t"),
+        draft_probs=(draft_probs, "float t v or None"),
+    )
+    t, v = sizes["t"], sizes["v"]
     if drafts.is_cpu and t and not 0 <= int(drafts.min()) <= int(drafts.max()) < v:
         raise ValueError(f"drafts: expected tokens in 0..{v - 1}, got {int(drafts.min())}..{int(drafts.max())}")
     if uniforms.is_cpu:
@@ -321,8 +314,8 @@ def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
     if not isinstance(accepted, Accepted):
         raise ValueError(f"accepted: expected an Accepted, got {describe(accepted)}")
     check_accepted_lens(batch, trees, accepted.lens, name="accepted.lens")
-    expect(accepted.nodes, "accepted.nodes", torch.int32, ("b", "w"), trees.parents.shape)
-    same_device(tree_lens=trees.lens, **{"accepted.nodes": accepted.nodes})
+    nodes_of = {"accepted.nodes": (accepted.nodes, "int32 b w")}
+    check(dict(w=trees.max_len), tree_lens=(trees.lens, "int32 b"), **nodes_of)
     if not trees.lens.is_cpu:
         return
     for i, (nodes, count, tree_len) in enumerate(
@@ -340,8 +333,7 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor, *, name: str =
         ValueError: if that is not an int32 `[b]`; on a CPU also if it is more than the tree has.
     """
     check_trees(batch, trees)
-    expect(lens, name, torch.int32, ("b",), (batch.num_seqs,))
-    same_device(tree_lens=trees.lens, **{name: lens})
+    check(tree_lens=(trees.lens, "int32 b"), **{name: (lens, "int32 b")})
     if lens.is_cpu and ((lens < 0) | (lens > trees.lens)).any():
         raise ValueError(f"{name}: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
 

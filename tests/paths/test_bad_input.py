@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import math
+import re
 from unittest import mock
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from refattn import checks_of_calls, checks_of_steps, checks_of_writes
 from refattn.batch import Batch, Prefix, check_block_table, check_lengths
+from refattn.checks import check
 from refattn.keys import Pages, Pairs, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import CascadePlan, Plan
@@ -1110,6 +1112,34 @@ def test_another_default_device_changes_nothing(package, call):
 
 def test_every_call_has_its_table():
     assert set(BAD) == set(CALLS)
+
+
+# --- letters ---
+
+
+def test_a_letter_has_one_size_in_all_tensors_of_a_declaration():
+    query, key, lens = torch.zeros(3, 4, 8), torch.zeros(7, 2, 8, dtype=torch.float16), ints(5, 2)
+    declared = dict(query=(query, "number t h d"), key=(key, "s hk d", torch.float16), lens=(lens, "int32 b or None"))
+    assert check(**declared) == dict(t=3, h=4, d=8, s=7, hk=2, b=2)
+    assert check(dict(b=2), two=(torch.zeros(3, 2), "b+1 2"), lens=(None, "int32 b or None")) == {
+        "b": 2,
+        "b + 1": 3,
+        "2": 2,
+    }
+    for name, wrong, message in (
+        ("key", (key, "query: s hk d"), "key: expected float32 [s, hk, d=8], got float16 [7, 2, 8]"),
+        ("key", (key[..., :6], "s hk d"), "key: expected [s, hk, d=8], got float16 [7, 2, 6]"),
+        ("key", (key[:, :1, :1], "s s hk"), "key: expected [s, s, hk], got float16 [7, 1, 1]"),
+        (
+            "query",
+            (lens, "number b"),
+            "query: expected a floating point type (bfloat16, float16, float32 or float64), got int32 [2]",
+        ),
+        ("lens", (lens, "int32 b 2"), "lens: expected int32 [b, 2], got int32 [2]"),
+        ("lens", (lens.to("meta"), "int32 b"), "lens: expected cpu, where query is, got meta"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check(**declared | {name: wrong})
 
 
 # --- boundaries ---

@@ -387,8 +387,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a table of a plan may lie in pieces",
         "refattn.plan:Plan.__post_init__",
-        "                check_side_by_side(name, numbers)\n",
-        "",
+        "check_side_by_side(name, getattr(self, name))",
+        "pass",
         BAD_INPUT,
     ),
     planted(

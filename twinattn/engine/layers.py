@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 from refattn.batch import Batch, Part
-from refattn.checks import describe, expect
+from refattn.checks import check, describe
 from refattn.options import AttentionOptions
 from refattn.packed_latents import packed_size
 from refattn.plan import CascadePlan, Plan, PrefillPlan
@@ -700,7 +700,7 @@ def set_scales(
         if isinstance(stored, Latents):
             key_size, value_size = (1, stored.latent_rank), (1, stored.rope_size)
         for name, largest, size in (("key", amax.key, key_size), ("value", amax.value, value_size)):
-            expect(largest, f"calibration[{i}].{name}", torch.float32, ("hk", "d"), size)
+            check(dict(zip(("hk", "d"), size, strict=True)), **{f"calibration[{i}].{name}": (largest, "float32 hk d")})
             if not largest.is_cpu or not largest.isfinite().all() or (largest < 0).any():
                 raise ValueError(f"calibration[{i}].{name}: expected finite magnitudes on the CPU, got others")
     return [layer.calibrated(twin, calibration[owner], device) for layer, owner in zip(layers, owners, strict=True)]

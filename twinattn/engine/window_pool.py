@@ -10,7 +10,7 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from refattn.batch import Batch, check_block_table
-from refattn.checks import check_int, check_list, check_sizes, check_window, describe, expect, is_int
+from refattn.checks import check, check_int, check_list, check_sizes, check_window, describe, is_int
 
 
 class WindowPool:
@@ -206,7 +206,7 @@ def _check_translated(slot_mapping: Tensor, *, num_slots: int) -> None:
     Raises:
         ValueError: if they are no int64 `[t]`; on a CPU also if one is outside the pool, -1 for padding excepted.
     """
-    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (None,))
+    check(slot_mapping=(slot_mapping, "int64 t"))
     if slot_mapping.is_cpu and slot_mapping.numel():
         low, high = int(slot_mapping.min()), int(slot_mapping.max())
         if low < -1 or high >= num_slots:

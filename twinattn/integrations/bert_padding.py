@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.checks import expect, is_int, same_device
+from refattn.checks import check, is_int, same_device
 
 
 def index_first_axis(input: Shaped[Tensor, "rows ..."], indices: Int64[Tensor, "t"]) -> Shaped[Tensor, "t ..."]:
@@ -58,7 +58,7 @@ def unpad_input(
     b, s = hidden_states.shape[:2]
     masks = dict(attention_mask=attention_mask) | ({} if unused_mask is None else dict(unused_mask=unused_mask))
     for name, mask in masks.items():
-        expect(mask, name, None, ("b", "s"), (b, s))
+        check(dict(b=b, s=s), **{name: (mask, "b s")})
         same_device(hidden_states=hidden_states, **{name: mask})
     has_memory = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = has_memory.sum(-1, dtype=torch.int32)
@@ -81,5 +81,5 @@ def _check(tensor: Tensor, indices: Tensor, name: str) -> None:
     """Check rows, and the places of some."""
     if not isinstance(tensor, Tensor) or not tensor.ndim:
         raise ValueError(f"{name}: expected a tensor [rows, ...], got {getattr(tensor, 'shape', tensor)}")
-    expect(indices, "indices", torch.int64, ("t",), (None,))
+    check(indices=(indices, "int64 t"))
     same_device(**{name: tensor}, indices=indices)

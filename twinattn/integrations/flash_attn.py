@@ -48,7 +48,7 @@ import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
 from refattn.batch import Batch
-from refattn.checks import check_flag, check_int, check_number, describe, expect, same_device
+from refattn.checks import check, check_flag, check_int, check_number, describe, same_device
 from refattn.keys import Pages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -117,10 +117,8 @@ def flash_attn_func(
 
     Arguments, results and errors are those of `flash_attn_varlen_func`, the LSE `[b, h, sq]`.
     """
-    b, sq, _, d = expect(q, "q", None, ("b", "sq", "h", "d"), (None,) * 4)
-    _, sk, hk, _ = expect(k, "k", q.dtype, ("b", "sk", "hk", "d"), (b, None, None, d))
-    expect(v, "v", q.dtype, ("b", "sk", "hk", "dv"), (b, sk, hk, None))
-    same_device(q=q, k=k, v=v)
+    sizes = check(q=(q, "b sq h d"), k=(k, "q: b sk hk d"), v=(v, "q: b sk hk dv"))
+    b, sq, sk = sizes["b"], sizes["sq"], sizes["sk"]
     edges = torch.arange(b + 1, dtype=torch.int32, device=q.device)
     out, lse, probabilities = flash_attn_varlen_func(
         q.flatten(0, 1),
@@ -187,16 +185,12 @@ def flash_attn_varlen_func(
         ValueError: naming the argument that does not fit; contents are read on a CPU only.
         NotImplementedError: for dropout, for slopes per sequence, and for what no kernel of the twin computes.
     """
-    *_, d = expect(q, "q", None, ("t", "h", "d"), (None,) * 3)
-    rows = ("s",) if block_table is None else ("n", "p")
-    shape = expect(k, "k", q.dtype, (*rows, "hk", "d"), (*(None for _ in rows), None, d))
-    expect(v, "v", q.dtype, (*rows, "hk", "dv"), (*shape[:-1], None))
+    rows = "s" if block_table is None else "n p"
+    check(q=(q, "t h d"), k=(k, f"q: {rows} hk d"), v=(v, f"q: {rows} hk dv"))
     check_number("dropout_p", dropout_p)
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, as neither twin computes dropout, got {dropout_p}")
-    (edges,) = expect(cu_seqlens_q, "cu_seqlens_q", torch.int32, ("b + 1",), (None,))
-    expect(cu_seqlens_k, "cu_seqlens_k", torch.int32, ("b + 1",), (edges,))
-    same_device(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check(q=(q, "t h d"), cu_seqlens_q=(cu_seqlens_q, "int32 b+1"), cu_seqlens_k=(cu_seqlens_k, "int32 b+1"))
     if block_table is None and cu_seqlens_k.is_cpu and cu_seqlens_k[:1].any():
         raise ValueError(f"cu_seqlens_k: expected keys from row 0 on, got {int(cu_seqlens_k[0])}")
     longest = [_length(name, x) for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))]
@@ -224,7 +218,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Attend as `flash_attn_func`, from queries, keys and values in one tensor."""
-    expect(qkv, "qkv", None, ("b", "s", "3", "h", "d"), (None, None, 3, None, None))
+    check(qkv=(qkv, "b s 3 h d"))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(2)
     return flash_attn_func(q, k, v, *how)
@@ -243,7 +237,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Attend as `flash_attn_func`, to keys and values in one tensor."""
-    expect(kv, "kv", None, ("b", "sk", "2", "hk", "d"), (None, None, 2, None, None))
+    check(kv=(kv, "b sk 2 hk d"))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     k, v = kv.unbind(2)
     return flash_attn_func(q, k, v, *how)
@@ -263,7 +257,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Attend as `flash_attn_varlen_func`, from queries, keys and values in one tensor."""
-    expect(qkv, "qkv", None, ("t", "3", "h", "d"), (None, 3, None, None))
+    check(qkv=(qkv, "t 3 h d"))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *how)
@@ -286,7 +280,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Attend as `flash_attn_varlen_func`, to keys and values in one tensor."""
-    expect(kv, "kv", None, ("s", "2", "hk", "d"), (None, 2, None, None))
+    check(kv=(kv, "s 2 hk d"))
     how = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *how)
@@ -344,15 +338,14 @@ def flash_attn_with_kvcache(
         ValueError: naming the argument that does not fit; contents are read on a CPU only. Nothing is written then.
         NotImplementedError: for slopes per sequence, padding under a block table, and what no kernel computes.
     """
-    b, sq, _, d = expect(q, "q", None, ("b", "sq", "h", "d"), (None,) * 4)
-    n, p, hk, _ = expect(k_cache, "k_cache", q.dtype, ("n", "p", "hk", "d"), (None, None, None, d))
-    *_, dv = expect(v_cache, "v_cache", q.dtype, ("n", "p", "hk", "dv"), (n, p, hk, None))
+    sizes = check(q=(q, "b sq h d"), k_cache=(k_cache, "q: n p hk d"), v_cache=(v_cache, "q: n p hk dv"))
+    b, sq, p = sizes["b"], sizes["sq"], sizes["p"]
     check_int("num_splits", num_splits)
     check_flag("causal", causal)
     given = dict(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens)
     given |= dict(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    same_device(q=q, k_cache=k_cache, v_cache=v_cache, **tensors)
+    same_device(q=q, **tensors)
     pages = _table(b, k_cache, cache_batch_idx, cache_leftpad, block_table)
     longest = pages.shape[1] * p
     before = _cached(b, cache_seqlens, longest, q.device)
@@ -361,8 +354,7 @@ def flash_attn_with_kvcache(
         if v is None or cache_seqlens is None:
             name = "v" if v is None else "cache_seqlens"
             raise ValueError(f"{name}: expected one beside the new keys k, got None")
-        num_new = expect(k, "k", q.dtype, ("b", "new", "hk", "d"), (b, None, hk, d))[1]
-        expect(v, "v", q.dtype, ("b", "new", "hk", "dv"), (b, num_new, hk, dv))
+        num_new = check(sizes, k=(k, "b new hk d", q.dtype), v=(v, "b new hk dv", q.dtype))["new"]
     elif v is not None or rotary_cos is not None:
         name = "v" if v is not None else "rotary_cos"
         raise ValueError(
@@ -434,7 +426,7 @@ def _table(
     """Return the block table; without pages, that of a pool with one page per sequence."""
     if block_table is None:
         rows = torch.arange(b, dtype=torch.int32, device=k_cache.device) if cache_batch_idx is None else cache_batch_idx
-        expect(rows, "cache_batch_idx", torch.int32, ("b",), (b,))
+        check(dict(b=b), cache_batch_idx=(rows, "int32 b"))
         return rows[:, None]
     if cache_batch_idx is not None:
         raise ValueError("cache_batch_idx: expected None beside a block table, got a tensor")
@@ -446,7 +438,7 @@ def _table(
 def _cached(b: int, cache_seqlens: int | Tensor | None, longest: int, device: torch.device) -> Int32[Tensor, "b"]:
     """Return how many tokens of each sequence are in the cache."""
     if isinstance(cache_seqlens, Tensor):
-        expect(cache_seqlens, "cache_seqlens", torch.int32, ("b",), (b,))
+        check(dict(b=b), cache_seqlens=(cache_seqlens, "int32 b"))
         return cache_seqlens.contiguous()
     if cache_seqlens is not None:
         check_int("cache_seqlens", cache_seqlens)
@@ -457,12 +449,12 @@ def _plan_over_pages(
     batch: Batch, k_cache: Tensor, causal: bool, window: tuple[int, int], leftpad: Tensor | None = None
 ) -> Plan:
     """Plan over pages; with padding on the left, by the interval of keys that each query sees."""
-    p = expect(k_cache, "k_cache", None, ("n", "p", "hk", "d"), (None,) * 4)[1]
+    p = check(k_cache=(k_cache, "n p hk d"))["p"]
     plan: Plan
     if leftpad is None:
         plan = _twin.sliding_window.plan(batch, window_size=window, block_size=p, causal=causal)
         return plan
-    expect(leftpad, "cache_leftpad", torch.int32, ("b",), (batch.num_seqs,))
+    check(dict(b=batch.num_seqs), cache_leftpad=(leftpad, "int32 b"))
     left, right = window[0], 0 if causal else window[1]
     step = torch.arange(batch.max_query_len, dtype=torch.int32, device=batch.device)
     position = (batch.context_lens[:, None] + step).flatten()
@@ -480,10 +472,11 @@ def _plan_over_pages(
 
 
 def _check_rotary(cos: Tensor, sin: Tensor | None, longest: int, q: Tensor) -> None:
-    rows, half = expect(cos, "rotary_cos", q.dtype, ("positions", "half"), (None, None))
+    sizes = check(rotary_cos=(cos, "positions half", q.dtype))
+    rows, half = sizes["positions"], sizes["half"]
     if sin is None:
         raise ValueError("rotary_sin: expected one beside rotary_cos, got None")
-    expect(sin, "rotary_sin", q.dtype, ("positions", "half"), (rows, half))
+    check(sizes, rotary_sin=(sin, "positions half", q.dtype))
     if rows < longest or 2 * half > q.shape[-1]:
         raise ValueError(
             f"rotary_cos: expected at least {longest} positions, as the cache has, of at most {q.shape[-1] // 2} "
