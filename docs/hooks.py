@@ -49,7 +49,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from twinattn.bench import clocks
 from twinattn.course import drawing
 from twinattn.course.exercises import in_page, learner, lists, predict
@@ -148,7 +148,7 @@ def says(page: Page, instead: str, module: str) -> str:
 def kernels(page: Page, instead: str) -> str:
     """List the kernels, with the first sentence of each file."""
     lines = ["| kernel | what it is |", "|---|---|"]
-    for name, module in dispatch.MODULES.items():
+    for name, module in order.MODULES.items():
         path = module_file(module)
         sentence = documentation(path).split("\n\n")[0].replace("\n", " ")
         lines.append(f"| [`{name}`]({to(page, page_of(path))}) | {sentence} |")

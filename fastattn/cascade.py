@@ -12,12 +12,11 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.device import to_device
 from fastattn.metadata import positions
 from refattn.batch import Batch, Prefix
 from refattn.checks import LARGEST_INT32, check_sizes, check_window
-from refattn.checks_of_calls import check_plan
 from refattn.checks_of_steps import check_prefixes, check_requests
 from refattn.keys import Pages
 from refattn.options import AttentionOptions
@@ -89,8 +88,7 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_plan(plan, CascadePlan)
-    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)
+    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse, CascadePlan)
 
 
 def find_prefixes(

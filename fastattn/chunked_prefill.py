@@ -3,10 +3,9 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from refattn.batch import Batch
 from refattn.checks import check_sizes
-from refattn.checks_of_calls import check_plan
 from refattn.keys import Pages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -35,5 +34,4 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_plan(plan, Plan)
-    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)
+    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse, Plan)

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn import recurrent
-from fastattn.kernels import dispatch
+from fastattn import dispatch, recurrent
 from fastattn.kernels.kernel import PLAN, fields_of
+from fastattn.kernels.order import refuse_unknown
 from fastattn.kernels.problem import compute_dtype, places
 from fastattn.metadata import positions
 from fastattn.sparse import by_token
@@ -97,7 +97,7 @@ def attention(
     key_heads = check_context_parallel(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
-    dispatch.refuse_unknown("context_parallel.attention", OVER_RANKS, plan)
+    refuse_unknown("context_parallel.attention", OVER_RANKS, plan)
     if options.alibi_sqrt:
         raise NotImplementedError("no kernel computes the root of the distance to keys of which others lie elsewhere")
     rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)
@@ -115,7 +115,7 @@ def attention(
     context_lse = total.chunk(group.size, dim=1)[group.rank].contiguous()
 
     new, new_lse = dispatch.compute(query, Rows(key[:, key_heads], value[:, key_heads]), plan.own, options)
-    answer, lse = dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])
+    answer, lse = dispatch.run("merge", outs=[context, new.to(context.dtype)], lses=[context_lse, new_lse])
     out = answer.to(query.dtype) if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
 
@@ -145,7 +145,7 @@ def _attend_by_distance(
         out, lse = dispatch.compute(query, its_keys, its_plan, steeper)
         outs.append(out.to(lse.dtype))
         lses.append(lse - slopes * (far % period)[:, None])
-    return (outs[0], lses[0]) if len(outs) == 1 else dispatch.merge(outs, lses)
+    return (outs[0], lses[0]) if len(outs) == 1 else dispatch.run("merge", outs=outs, lses=lses)
 
 
 def _of_runs(

@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.replay import memo_of
 from refattn.batch import Batch
 from refattn.keys import Rows

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from fastattn import chunked_prefill, kv_cache, quantized
-from fastattn.kernels import dispatch
+from fastattn import chunked_prefill, dispatch, kv_cache, quantized
 from refattn.batch import Batch
 from refattn.checks import check_memory, check_sizes
 from refattn.checks_of_calls import check_halves, check_lambdas, check_rows_of_pairs

@@ -7,9 +7,11 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.memory import in_memory
+from fastattn.kernels.order import asked_for
 from fastattn.kernels.problem import as_bytes, as_integers
+from fastattn.kernels.replay import bind_write, bound_write, key_of_write
 from refattn.checks import check_memory, check_sizes, rows_with_slots
 from refattn.checks_of_writes import check_block_pairs, check_gather, check_slots
 from refattn.modes import refuse_gradients
@@ -88,11 +90,15 @@ def write(
 
     Arguments, results and errors are those of `refattn.kv_cache.write`.
     """
-    cache_key, is_written = dispatch.replay_write(key, value, key_cache, value_cache, slot_mapping)
-    if not is_written:
-        key, value = rows_with_slots(key, value, slot_mapping)
-        check_slots(key, value, key_cache, value_cache, slot_mapping)
-        dispatch.write(key, value, key_cache, value_cache, slot_mapping, cache_key)
+    cache_key = key_of_write(asked_for.get(), key, value, key_cache, value_cache, slot_mapping)
+    bound = bound_write(cache_key, (key, value), (key_cache, value_cache))
+    if bound is not None:
+        bound(key, value, key_cache, value_cache, slot_mapping)
+        return
+    key, value = rows_with_slots(key, value, slot_mapping)
+    check_slots(key, value, key_cache, value_cache, slot_mapping)
+    tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    bind_write(cache_key, dispatch.run("write", **tensors, slot_mapping=slot_mapping), tensors.values())
 
 
 def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
@@ -110,7 +116,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
     Arguments, results and errors are those of `refattn.kv_cache.copy_blocks`.
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
-    dispatch.copy_blocks(caches, pairs)
+    dispatch.run_in_each("copy_blocks", caches, pairs=pairs)
 
 
 def swap_blocks(

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn import chunked_prefill
-from fastattn.kernels import dispatch
+from fastattn import chunked_prefill, dispatch
 from refattn.batch import Batch, check_block_table, check_lengths
 from refattn.checks import check_chunk
 from refattn.options import AttentionOptions
@@ -36,8 +35,13 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
     # The most that so many neighbours can touch is when the first of them ends a chunk.
     num_chunks = (max(longest_query, 1) + chunk_size - 2) // chunk_size + 1
     columns = min(chunk_size // block_size, block_table.shape[1])
-    cu_seqlens_q, first_keys, seq_lens, virtual_table = dispatch.cut_chunks(
-        batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns
+    cu_seqlens_q, first_keys, seq_lens, virtual_table = dispatch.run(
+        "cut_chunks",
+        batch=batch,
+        chunk_size=chunk_size,
+        block_size=block_size,
+        num_chunks=num_chunks,
+        columns=columns,
     )
     longest_query = min(longest_query, chunk_size)
     chunks = Batch(cu_seqlens_q, seq_lens, virtual_table, longest_query, chunk_size, num_tokens=batch.num_tokens)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from refattn.checks_of_calls import check_partials, check_sinks
 
 
@@ -19,7 +19,7 @@ def merge(
     """
     check_partials(outs, lses)
     wider = torch.promote_types(outs[0].dtype, lses[0].dtype)
-    out, lse = dispatch.merge(outs, [part.to(wider) for part in lses])
+    out, lse = dispatch.run("merge", outs=outs, lses=[part.to(wider) for part in lses])
     return out, lse.to(lses[0].dtype)
 
 
@@ -28,5 +28,7 @@ def add_sinks(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Add sinks to the softmax of answers that were computed without them; the twin of `refattn.merge.add_sinks`."""
     check_sinks(out, lse, sinks)
-    share, total = dispatch.add_sinks(out, lse.to(torch.promote_types(out.dtype, lse.dtype)), sinks)
+    share, total = dispatch.run(
+        "add_sinks", out=out, lse=lse.to(torch.promote_types(out.dtype, lse.dtype)), sinks=sinks
+    )
     return share, total.to(lse.dtype)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.device import to_device
 from fastattn.kernels.problem import places
 from refattn.batch import Batch, Part, check_batch, check_block_table, check_lengths, check_written_blocks
@@ -79,7 +79,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
     if block_table.is_cpu:
         lens = batch.query_lens if window is None else batch.query_lens.clamp(max=window)
         check_written_blocks(block_table, batch.seq_lens - lens, batch.seq_lens, block_size=block_size)
-    slots = dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
+    slots = dispatch.run("slot_mapping", batch=batch, num_tokens=num_tokens, block_size=block_size)
     if window is None:
         return slots
     sequence, place, _ = places(batch, num_tokens)

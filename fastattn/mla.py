@@ -11,10 +11,12 @@ from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.kernel import PLAN, fields_of
 from fastattn.kernels.memory import in_memory
-from fastattn.kernels.problem import latent_scales
+from fastattn.kernels.order import refuse_unknown
+from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
 from refattn.batch import Batch
@@ -140,7 +142,7 @@ def prefill(
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     rows = dict(query=query, latent=latent, rope_key=rope_key, cache=cache)
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **projections, options=options)
-    dispatch.refuse_unknown("mla.prefill", PREFILL, plan)
+    refuse_unknown("mla.prefill", PREFILL, plan)
     rank, rope, cache = latent.shape[1], rope_key.shape[1], in_memory("cache", cache)
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
@@ -154,7 +156,7 @@ def prefill(
         answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
     for chunk in plan.chunks:
         part, part_lse = _attend_to_chunk(query, cache, chunk, options, rank, rope, cache_scale, **projections)
-        answer, lse = dispatch.merge([answer, part], [lse, part_lse])
+        answer, lse = dispatch.run("merge", outs=[answer, part], lses=[lse, part_lse])
         del part, part_lse  # before the next chunk takes memory
     answer = answer.to(query.dtype)
     out = answer if out is None else out.copy_(answer)
@@ -247,7 +249,9 @@ def _read_numbers(
 ) -> Float[Tensor, "s {rank}+{rope}"]:
     """Read the latents and rotary keys in some rows of the pool, as numbers of a type if they are codes."""
     if is_packed(cache):
-        return dispatch.read_packed(_read(cache, slots), rank, rope, dtype)
+        rows = _read(cache, slots)
+        kernel = order.choose(Problem("read_packed", rows.device, dtype))
+        return kernel.read_packed(rows, rank, rope, dtype)
     if cache.dtype not in FP8_FORMATS:
         return _read(cache, slots)[:, : rank + rope]
     codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)[:, : rank + rope]
@@ -317,12 +321,13 @@ def write(
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     refuse_gradients(dispatch.NO_BACKWARD, latent=latent, rope_key=rope_key, cache=cache)
     if is_packed(cache):
-        dispatch.write_packed(latent, rope_key, cache, slot_mapping)
+        dispatch.run("write_packed", latent=latent, rope_key=rope_key, cache=cache, slot_mapping=slot_mapping)
         return
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages, scales = cache[:, :, None], latent_scales(cache, cache_scale)
-    tokens = latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping
+    tokens = dict(key=latent[:, None], value=rope_key[:, None])
+    pools = dict(key_cache=pages[..., :rank], value_cache=pages[..., rank:width])
     if scales is None:
-        dispatch.write(*tokens)
+        dispatch.run("write", **tokens, **pools, slot_mapping=slot_mapping)
     else:
-        dispatch.write_quantized(*tokens, scales)
+        dispatch.run("write_quantized", **tokens, **pools, slot_mapping=slot_mapping, scales=scales)

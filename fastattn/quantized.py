@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from refattn.batch import Batch
 from refattn.checks import check_sizes, rows_with_slots
 from refattn.checks_of_writes import check_int8_pools, check_quantized_slots, check_values
@@ -71,7 +71,8 @@ def write(
     """
     key, value = rows_with_slots(key, value, slot_mapping)
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
-    dispatch.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
+    tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    dispatch.run("write_quantized", **tensors, slot_mapping=slot_mapping, scales=scales)
 
 
 def allocate_int8(

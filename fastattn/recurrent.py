@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.kernel import STATES
+from fastattn.kernels.order import refuse_unknown
 from fastattn.kernels.problem import places
 from refattn.batch import Batch, check_batch
 from refattn.modes import refuse_gradients, without_autocast
@@ -51,7 +52,10 @@ def attention(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
-    return dispatch.recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+    tensors = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
+    memory = dispatch.memory_for(out, *tensors.values())
+    result: Tensor = dispatch.run("recurrent", **tensors, plan=plan, options=options, out=memory)
+    return result if out is None or memory is out else out.copy_(result)
 
 
 def state_map(
@@ -72,7 +76,7 @@ def state_map(
     """
     check_state_map(key, value, log_decay, beta, plan, options)
     refuse_gradients(dispatch.NO_BACKWARD, key=key, value=value, log_decay=log_decay, beta=beta)
-    dispatch.refuse_unknown("recurrent.state_map", STATES, plan, options)
+    refuse_unknown("recurrent.state_map", STATES, plan, options)
     (t, hv, dv), dk, b = value.shape, key.shape[-1], plan.batch.num_seqs
     compute, device = torch.promote_types(key.dtype, torch.float32), key.device
     slots = plan.state_indices[:, 0] if plan.per_draft else plan.state_indices
@@ -121,4 +125,8 @@ def convolve(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     check_convolution(inputs, weight, bias, states, plan, silu, out)
-    return dispatch.convolve(inputs, weight, states, plan, bias, silu, out)
+    memory = dispatch.memory_for(out, inputs, weight, states, bias)
+    result: Tensor = dispatch.run(
+        "convolve", inputs=inputs, weight=weight, states=states, plan=plan, bias=bias, silu=silu, out=memory
+    )
+    return result if out is None or memory is out else out.copy_(result)

@@ -5,8 +5,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn import chunked_prefill
-from fastattn.kernels import dispatch
+from fastattn import chunked_prefill, dispatch
 from refattn.batch import Batch, check_block_table, check_lengths
 from refattn.checks import check_window
 from refattn.options import AttentionOptions
@@ -26,7 +25,9 @@ def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal:
     # The keys that the queries of a sequence can see, and before them at most a block but one key.
     longest = min(batch.max_seq_len, left + batch.max_query_len + block_size - 1)
     columns = min(-(-longest // block_size), block_table.shape[1])
-    first_keys, seq_lens, trimmed_table = dispatch.trim(batch, left, block_size=block_size, columns=columns)
+    first_keys, seq_lens, trimmed_table = dispatch.run(
+        "trim", batch=batch, left=left, block_size=block_size, columns=columns
+    )
     trimmed = replace(batch, seq_lens=seq_lens, block_table=trimmed_table, max_seq_len=longest, num_keys=None)
     return Plan(trimmed, block_size, causal, window_size, first_keys=first_keys)
 

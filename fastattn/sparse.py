@@ -4,8 +4,10 @@ import torch
 from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn import chunked_prefill, mla
-from fastattn.kernels import dispatch
+from fastattn import chunked_prefill, dispatch, mla
+from fastattn.kernels import order
+from fastattn.kernels.memory import in_memory
+from fastattn.kernels.problem import problem_of
 from refattn.batch import Batch
 from refattn.index_keys import (
     SCALE_BYTES,
@@ -40,13 +42,14 @@ def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_
     """Write index keys of new tokens into their pool, in place; the twin of `refattn.sparse.write`."""
     check_index_write(key, index_cache, slot_mapping)
     refuse_gradients(dispatch.NO_BACKWARD, key=key)
-    dispatch.write_index(key, index_cache, slot_mapping)
+    dispatch.run("write_index", key=key, index_cache=index_cache, slot_mapping=slot_mapping)
 
 
 def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
     """Return the index keys in some slots of a pool; the twin of `refattn.sparse.read`."""
     check_index_read(index_cache, slots)
-    return dispatch.read_index(index_cache, slots)
+    index_cache = in_memory("index_cache", index_cache)
+    return order.choose(problem_of("read_index", dict(index_cache=index_cache))).read_index(index_cache, slots)
 
 
 def scores(
@@ -60,13 +63,13 @@ def scores(
     No bit of a score depends on the rest of the batch: a product has one query, whatever comes with it.
     """
     check_scores(query, weights, index_cache, plan)
-    return dispatch.score_index(query, weights, index_cache, plan)
+    return dispatch.run("score_index", query=query, weights=weights, index_cache=index_cache, plan=plan)
 
 
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
     """Select the keys with the highest scores, of equal ones the lower; the twin of `refattn.sparse.select`."""
     check_select(scores, topk)
-    return dispatch.select(scores, topk)
+    return dispatch.run("select", scores=scores, topk=topk)
 
 
 def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
@@ -75,7 +78,7 @@ def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> 
     On a device a position that the sequence does not have is none: no kernel follows it.
     """
     check_selected(batch, positions, block_size=block_size)
-    return dispatch.selected_slots(batch, positions, block_size=block_size)
+    return dispatch.run("selected_slots", batch=batch, positions=positions, block_size=block_size)
 
 
 def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> Plan:
@@ -84,7 +87,8 @@ def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> P
     Padding rows are sequences without a query.
     """
     check_selected(batch, positions, block_size=block_size)
-    rows, seq_lens, table, sequences = dispatch.plan_selected(batch, positions, block_size=block_size)
+    made = dispatch.run("plan_selected", batch=batch, positions=positions, block_size=block_size)
+    rows, seq_lens, table, sequences = made
     one_by_one = Batch(
         cu_seqlens_q=rows,
         seq_lens=seq_lens,

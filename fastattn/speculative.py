@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn import chunked_prefill, sliding_window
-from fastattn.kernels import dispatch
+from fastattn import chunked_prefill, dispatch, sliding_window
 from refattn.batch import Batch, check_block_table
 from refattn.checks import check_device, check_flag, check_window
 from refattn.checks_of_calls import check_plan
@@ -67,7 +66,7 @@ def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]
     """Return the position of each query row, by its depth; the twin of `refattn.speculative.positions`."""
     check_trees(batch, trees)
     check_num_tokens(num_tokens, batch)
-    return dispatch.draw_trees(batch, trees, num_tokens)[2].long()
+    return dispatch.run("draw_trees", batch=batch, trees=trees, num_tokens=num_tokens)[2].long()
 
 
 def plan(
@@ -95,7 +94,7 @@ def plan(
     else:
         most = batch.num_seqs * min(batch.max_query_len, trees.max_len)  # query rows: all of them are nodes
         num_tokens = most if batch.num_tokens is None else batch.num_tokens
-    depths, ancestors, where = dispatch.draw_trees(batch, trees, num_tokens)
+    depths, ancestors, where = dispatch.run("draw_trees", batch=batch, trees=trees, num_tokens=num_tokens)
     keys, first_keys = batch, None
     if left >= 0:  # every node is new to the window, whichever of them are query rows
         nodes = torch.nn.functional.pad(trees.lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -175,7 +174,7 @@ def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64
         nothing = torch.zeros_like(trees.lens)
         return Accepted(torch.full_like(trees.parents, -1), nothing, nothing.long() - 1)
     node, rows, above = _nodes(batch, trees, len(drafts))
-    depths, ancestors, _ = dispatch.draw_trees(batch, trees, 0)
+    depths, ancestors, _ = dispatch.run("draw_trees", batch=batch, trees=trees, num_tokens=0)
     differs = (above >= 0) & (drafts[rows] != chosen[rows].gather(1, above.clamp(min=0)))
     bits = differs.long() << node % 64
     wrong = torch.nn.functional.pad(bits, (0, -w % 64)).unflatten(1, (-1, 64)).sum(-1)  # bits of a word never carry
@@ -241,7 +240,7 @@ def compact(
     """
     check_accepted(batch, trees, accepted)
     check_caches(caches, batch, trees, accepted, block_size=block_size)
-    dispatch.compact(caches, batch, trees, accepted, block_size=block_size)
+    dispatch.run_in_each("compact", caches, batch=batch, trees=trees, accepted=accepted, block_size=block_size)
 
 
 def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from refattn.checks import check_memory, check_sizes
 from refattn.checks_of_writes import check_block_pairs
 from refattn.states import check_accepted_slots
@@ -49,7 +49,7 @@ def allocate_inputs(
 def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy states to other slots, in place; the twin of `refattn.state_cache.copy`."""
     check_block_pairs(pools, pools, pairs, names=("pools", "pools"))
-    dispatch.copy_blocks(pools, pairs)
+    dispatch.run_in_each("copy_blocks", pools, pairs=pairs)
 
 
 def accepted_slots(state_indices: Int32[Tensor, "b c"], num_accepted: Int32[Tensor, "b"]) -> Int32[Tensor, "b"]:

@@ -222,9 +222,9 @@ def forget_choices():
     """
 
     def forget() -> None:
-        dispatch = sys.modules.get("fastattn.kernels.dispatch")
-        if dispatch is not None:
-            dispatch.forget()
+        for module in ("fastattn.kernels.order", "fastattn.dispatch"):
+            if module in sys.modules:
+                sys.modules[module].forget()
 
     forget()
     yield forget

@@ -7,7 +7,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from fastattn.kernels.problem import Problem, Subtraction
+from fastattn.kernels.replay import Bound
 from refattn.batch import Batch
 from refattn.keys import Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
 from refattn.options import AttentionOptions, RecurrentOptions
@@ -63,7 +66,7 @@ ALL_OPTIONS = options_of("softmax_scale", "softcap", "alibi_slopes", "alibi_sqrt
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel, whose functions are called as its attributes: `kernel.attend(...)`; see `fastattn.kernels.dispatch`.
+    """A kernel, whose functions are called as its attributes: `kernel.attend(...)`; see `fastattn.dispatch`.
 
     Attributes:
         name: what `use_kernel` knows it by.
@@ -93,6 +96,20 @@ class Kernel:
     def unknown(self, problem: Problem) -> str | None:
         """Return a field that a problem asks for and that it does not know, or None."""
         return min(problem.asks - self.knows, default=None)
+
+    def bind(self, operation: str, *arguments: Any, return_lse: bool | None) -> tuple[Tensor, Tensor, Bound]:
+        """Compute attention, and return beside the outputs what computes it again with the tensors of a later layer.
+
+        Args:
+            operation: "attend" or "differential".
+            arguments: those of the operation.
+            return_lse: whether later calls want the log-sum-exps; None if there are none, so that nothing is prepared.
+        """
+        if return_lse is None or f"bind_{operation}" not in self.functions:
+            function = getattr(self, operation)
+            return *function(*arguments), Bound(self.name, function)
+        answer, lse, again = getattr(self, f"bind_{operation}")(*arguments, return_lse)
+        return answer, lse, Bound(self.name, again)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function of the table."""

@@ -7,7 +7,7 @@ Most tensors are. Of the others, some are made so where arguments are bound, and
     subclasses with their own         may hold their values anywhere: refused
       `__torch_dispatch__`
 
-A call is bound once, and a cache key of `fastattn.kernels.replay` has nothing but tensors that are what they hold.
+A call is bound once, and a cache key of `fastattn.dispatch` has nothing but tensors that are what they hold.
 """
 
 from dataclasses import is_dataclass, replace
@@ -56,7 +56,8 @@ def _fields_in_memory(name: str, argument: Any) -> Any:
         return argument
     prefix = f"{name}." if isinstance(argument, Fp8Scales | Int8Scales) else ""
     fields = {part: getattr(argument, part) for part in argument.__dataclass_fields__}  # some stand in the class alone
-    parts = {part: in_memory(prefix + part, value) for part, value in fields.items()}
+    held = {part: value for part, value in fields.items() if not isinstance(value, bool | int | float | None)}
+    parts = {part: in_memory(prefix + part, value) for part, value in held.items()}
     changes = {part: value for part, value in parts.items() if value is not fields[part]}
     if changes:
         return replace(argument, **changes)
@@ -85,3 +86,12 @@ def is_without_memory(x: Tensor) -> bool:
         return x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta"
     except RuntimeError:  # of what a transform of torch.func passes, and of sparse and nested tensors
         return True
+
+
+def addresses(x: Tensor) -> tuple[int, int]:
+    """Return where the first element of a tensor begins, and where its last one ends; no stride is negative."""
+    elements = x.numel()
+    if not x.is_contiguous() and elements:
+        elements = 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    first = x.data_ptr()
+    return first, first + elements * x.itemsize

@@ -1,6 +1,6 @@
 """A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Problem(NamedTuple):
     """One operation on tensors of some sizes; no tensor is in it and none is read for it.
 
     Attributes:
-        operation: what is to be computed, one of those that `fastattn.kernels.dispatch` lists; "attend" for attention.
+        operation: what is to be computed, one of those that `fastattn.dispatch` lists; "attend" for attention.
         device: where the tensors are.
         dtype: the type of the queries, or of what is moved.
         keys: where the keys are that are attended to, one of `STORAGES`.
@@ -136,6 +136,31 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+TYPED_BY = {"merge": "lses", "add_sinks": "lse"}  # the argument of an operation that says its type; else the first
+
+
+def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
+    """Describe an operation beside attention, by its arguments in their order."""
+    first, typed = (
+        x[0] if isinstance(x, list | tuple) else x
+        for x in (next(iter(arguments.values())), arguments.get(TYPED_BY.get(operation, "")))
+    )
+    typed = first if typed is None else typed
+    dtype = typed.dtype if isinstance(typed, Tensor) else torch.int32  # of tables
+    problem = Problem(operation, first.device, arguments.get("dtype", dtype), asks=asked_of(*arguments.values()))
+    if operation == "write_quantized":
+        return problem._replace(stored=stored_types(arguments["scales"], arguments["value_cache"]))
+    if operation == "copy_blocks":
+        last = sum(stride * (size - 1) for stride, size in zip(first.stride()[1:], first.shape[1:], strict=True))
+        is_contiguous = last == first.shape[1:].numel() - 1
+        return problem._replace(num_pairs=len(arguments["pairs"]), contiguous_blocks=is_contiguous)
+    if operation == "compact":
+        return problem._replace(num_dims=first.ndim)
+    if operation == "recurrent":
+        return problem._replace(head_size=first.shape[-1], value_head_size=arguments["value"].shape[-1])
+    return problem
+
+
 def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions) -> Problem:
     """Describe a call of attention, by the last level of a cascade; `[t, h, d]` queries."""
     scales: Fp8Scales | Int8Scales | None = None
@@ -217,7 +242,8 @@ def _asked_of(argument: object) -> frozenset[str]:
         if value is default or (not isinstance(value, Tensor) and value == default):
             continue
         asks.add(full_name)
-        asks |= _asked_of(value)
+        if isinstance(value, tuple) or _defaults(type(value)) is not None:
+            asks |= _asked_of(value)
     if is_plan:
         vars(argument)[_ASKS] = frozenset(asks)
     return frozenset(asks)

@@ -1,25 +1,10 @@
-"""Replay: what the first layer of a step computes about its plan, the later layers repeat.
+"""What is stored for later calls: with a plan, what its first layer found out and bound; and writes into pools.
 
-Layers of a step call with the same plan, and with tensors that differ in little but their addresses. So the first call
-is checked, a kernel is chosen, and its launches are prepared; and the memo of the plan stores how to replay it. A call
-with the same cache key is replayed: checks, choice and launches would come out the same.
-
-    in the cache key       the storage, the kernel asked for, types, shapes, strides, devices, numbers of the options,
-                           and whether a gradient is wanted, which no kernel has
-    not in the cache key   the contents of tensors, the numbers of scales, and addresses, as long as they are multiples
-                           of 16 bytes
-    fixed by the plan      lengths, tables, masks, levels, trees
-
-A memo holds, too, what kernels derive from a plan alone, such as schedules. It never changes an output: without it each
-layer computes the same, with more CPU overhead. A captured CUDA graph replays launches, and has no use for a memo.
-
-Every attention operation of `fastattn.kernels.dispatch` takes part. `mla.prefill` and `context_parallel.attention`
-combine several of them; they are checked as a whole, and no part of them is replayed.
+Layers of a step call with the same plan. So its memo holds what `fastattn.dispatch` has bound, and what kernels derive
+from a plan alone, such as schedules. It never changes an output.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from math import inf, isfinite
 from operator import attrgetter
@@ -28,26 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.kernels.memory import is_without_memory
-from refattn.keys import AnyKeys, Pages, QuantizedPages, Rows
-from refattn.modes import has_tangents, is_autocast_enabled
+from fastattn.kernels.memory import addresses, is_without_memory
+from refattn.modes import has_tangents
 from refattn.options import AttentionOptions
-from refattn.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
-from refattn.scales import Fp8Scales, Int8Scales
-from refattn.trees import AttentionPlan, TreePlan
+from refattn.plan import ContextParallelPlan, Plan, PrefillPlan
+from refattn.trees import AttentionPlan
 
 ALIGNMENT = 16  # bytes
-RETURN_LSE = 1  # the place in a key of whether log-sum-exps are wanted
-MAX_WRITES = 1024  # writes that are remembered; with one more, all are forgotten
+MAX_WRITES = 1024  # writes that are bound; with one more, all are forgotten
 PER_HEAD = ("alibi_slopes", "sinks")  # the options that are tensors, of which a key has the layout
-_numbers_of = attrgetter(*(one.name for one in fields(AttentionOptions) if one.name not in PER_HEAD))
+numbers_of = attrgetter(*(one.name for one in fields(AttentionOptions) if one.name not in PER_HEAD))
 
 Key = tuple[object, ...]
-Replay = Callable[..., tuple[Tensor, Tensor]]
+Run = Callable[..., tuple[Tensor, Tensor]]
 AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan
 
 
 # --- the memo of a plan ---
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A call of attention that is checked and prepared.
+
+    Attributes:
+        kernel: the name of the kernel that was chosen.
+        run: computes the call with the tensors of another layer, called as the operation of the kernel.
+    """
+
+    kernel: str
+    run: Run
 
 
 @dataclass
@@ -55,7 +50,7 @@ class Memo:
     """What is stored with one plan, for later layers.
 
     Attributes:
-        replays: how to replay calls, by their cache keys.
+        bound: calls that are bound, by their cache keys.
         launches: how to replay our launches around those of other packages, by their cache keys.
         schedules: how a package divides the work; each with the versions of the lengths that it was made from.
         cu_seqlens_k: where the keys of each sequence begin in rows.
@@ -66,7 +61,7 @@ class Memo:
         pages: on a CPU, the plan over rows as one over pages of one row each, by the number of rows.
     """
 
-    replays: dict[Key, Replay] = field(default_factory=dict)
+    bound: dict[Key, Bound] = field(default_factory=dict)
     launches: dict[Key, Callable[..., None]] = field(default_factory=dict)
     schedules: dict[Key, tuple[tuple[int, ...], Any]] = field(default_factory=dict)
     cu_seqlens_k: Tensor | None = None
@@ -105,130 +100,15 @@ def launch_once(
         launches[key] = replay
 
 
-# --- what a kernel records of a call ---
-
-
-@dataclass
-class Recorder:
-    """Where a kernel stores how to replay the call that is under way.
-
-    Attributes:
-        return_lse: later calls want the log-sum-exps, too; else the tensor in their place may hold anything.
-        replay: called as the operation of the kernel, with other tensors; None to call the operation itself.
-    """
-
-    return_lse: bool
-    replay: Replay | None = None
-
-
-_recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-
-
-def recorder() -> Recorder | None:
-    """Return the recorder of the call that is under way; None if it will not be replayed."""
-    return _recorder.get()
-
-
-@contextmanager
-def recording(into: Recorder | None) -> Iterator[None]:
-    """Let a kernel record a call."""
-    token = _recorder.set(into)
-    try:
-        yield
-    finally:
-        _recorder.reset(token)
-
-
 # --- cache keys ---
-
-
-def key_of(
-    asked_for: str | None,
-    query: Tensor,
-    keys: AnyKeys,
-    plan: AttentionPlan,
-    options: AttentionOptions,
-    out: Tensor | None,
-    return_lse: bool,
-    more: dict[str, Any],
-) -> Key | None:
-    """Return the cache key of a call of attention; None if it is not to be replayed. No argument was checked before.
-
-    A call is not replayed if an argument is not of its very type or has no strides, if a tensor is not what its memory
-    holds (`fastattn.kernels.memory`), or begins elsewhere than at a multiple of 16 bytes, as its launches would differ,
-    if the GPU is not the current one, under autocast, which has to be switched off, and in forward-mode gradients.
-
-    Args:
-        asked_for: the kernel asked for by `use_kernel`.
-        query: query rows of all sequences.
-        keys: where the keys are.
-        plan: the lengths, the tables, and who may see whom.
-        options: those of the layer.
-        out: where the outputs go; None for new memory.
-        return_lse: the log-sum-exps are wanted, too.
-        more: the arguments that only differential attention has.
-    """
-    storage = type(keys)
-    others: tuple[object, ...] = ()
-    if isinstance(keys, (Pages, Rows)):
-        key, value = keys
-    elif isinstance(keys, QuantizedPages):
-        key, value, scales = keys
-        others = (scales,)
-    else:  # one pool of both
-        key = value = keys[0]
-        others = keys[1:]
-    if not (type(query) is type(key) is type(value) is Tensor):
-        return None
-    kind = type(plan)
-    if kind is not Plan and kind is not TreePlan and kind is not CascadePlan:
-        return None
-    if type(options) is not AttentionOptions or (return_lse is not True and return_lse is not False):
-        return None
-    if out is not None and type(out) is not Tensor:
-        return None
-    device = query.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return None
-    if is_autocast_enabled(device) or has_tangents():
-        return None
-    try:
-        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        if not (at_query and at_key and at_value) and any(map(is_without_memory, (query, key, value))):
-            return None
-        if query.is_neg() or key.is_neg() or (value is not key and value.is_neg()):
-            return None
-        address = at_query | at_key | at_value
-        layouts: Key | None = ()
-        if others or more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
-            given: list[object] = [out, options.alibi_slopes, options.sinks]
-            for x in (*others, *more.values()):
-                is_scales = type(x) is Fp8Scales or type(x) is Int8Scales
-                given += (type(x), *vars(x).values()) if is_scales else (x,)
-            bits, layouts = _layouts(given)
-            address |= bits
-        if address % ALIGNMENT or layouts is None:
-            return None
-        return (
-            asked_for,
-            return_lse,
-            (storage, device, query.dtype, query.shape, query.stride()),
-            (key.device, key.dtype, key.shape, key.stride()),
-            (value.device, value.dtype, value.shape, value.stride()),
-            _numbers_of(options),
-            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-            layouts,
-        )
-    except RuntimeError:  # of a sparse or nested tensor, which has no strides
-        return None
 
 
 def key_of_launch(name: str, tensors: tuple[Tensor | None, ...], options: AttentionOptions) -> Key | None:
     """Return the cache key of a launch in an adapter; None if a tensor is not aligned, so that it is not replayed."""
-    bits, layouts = _layouts((*tensors, options.alibi_slopes, options.sinks))
+    bits, layouts = layouts_of((*tensors, options.alibi_slopes, options.sinks))
     if bits % ALIGNMENT or layouts is None:
         return None
-    return (name, _numbers_of(options), layouts)
+    return (name, numbers_of(options), layouts)
 
 
 def key_of_write(
@@ -236,8 +116,8 @@ def key_of_write(
 ) -> Key | None:
     """Return the cache key of a write into pools; None if it is not to be replayed.
 
-    It is not where `key_of` returns None. On a CPU, where a replay checks the slots, it is not where gradients are
-    recorded either, as a pool may be a view of a tensor that has one.
+    It is not where `fastattn.dispatch.key_of` returns None. On a CPU, where a replay checks the slots, it is not where
+    gradients are recorded either, as a pool may be a view of a tensor that has one.
     """
     if not (type(key) is type(value) is type(key_cache) is type(value_cache) is type(slot_mapping) is Tensor):
         return None
@@ -246,15 +126,15 @@ def key_of_write(
     if slot_mapping.is_cuda and slot_mapping.device.index != torch.cuda.current_device() or has_tangents():
         return None
     try:
-        bits, layouts = _layouts((key, value, key_cache, value_cache))
+        bits, layouts = layouts_of((key, value, key_cache, value_cache))
         if bits % ALIGNMENT or layouts is None:
             return None
         return (asked_for, slot_mapping.dtype, slot_mapping.device, slot_mapping.shape, slot_mapping.stride(), layouts)
-    except RuntimeError:  # as in `key_of`
+    except RuntimeError:  # as in `fastattn.dispatch.key_of`
         return None
 
 
-def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
+def layouts_of(values: Iterable[object]) -> tuple[int, Key | None]:
     """Return the bits of the addresses of tensors, and what a cache key has of each value; None for an unknown type.
 
     It is None, too, where a tensor is not what its memory holds.
@@ -290,17 +170,17 @@ def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
 _writes: dict[Key, tuple[Callable[..., None], tuple[int, ...]]] = {}
 
 
-def write_of(
+def bound_write(
     key: Key | None, tokens: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor]
 ) -> Callable[..., None] | None:
-    """Return what replays a write, with other tensors; None if it was not remembered, or memory may be shared.
+    """Return what makes a write again, with other tensors; None if it was not bound, or memory may be shared.
 
     The addresses are in no cache key, and a write is refused if its tokens lie in a pool, or two pools are one.
     """
-    remembered = None if key is None else _writes.get(key)
-    if remembered is None:
+    bound = None if key is None else _writes.get(key)
+    if bound is None:
         return None
-    write, (*token_sizes, pool_size, value_pool_size) = remembered
+    write, (*token_sizes, pool_size, value_pool_size) = bound
     pool, value_pool = (x.data_ptr() for x in pools)
     if pool == value_pool:
         return None
@@ -312,17 +192,19 @@ def write_of(
     return write
 
 
-def remember_write(key: Key, write: Callable[..., None], sizes: tuple[int, ...]) -> None:
-    """Remember how to replay a write: types, shapes, strides and devices, and a launch without its tensors.
+def bind_write(key: Key | None, write: Callable[..., None] | None, tensors: Iterable[Tensor]) -> None:
+    """Bind a write: types, shapes, strides and devices, and a launch without its tensors.
 
     Args:
-        key: from `key_of_write`.
-        write: what replays it.
-        sizes: of the memory of both tokens and both pools, from their first byte to their last.
+        key: from `key_of_write`; None binds nothing.
+        write: what makes it again; None binds nothing.
+        tensors: both tokens and both pools; the memory of each is known from its first byte to its last.
     """
+    if key is None or write is None:
+        return
     if len(_writes) >= MAX_WRITES:
         _writes.clear()
-    _writes[key] = write, sizes
+    _writes[key] = write, tuple(end - begin for begin, end in map(addresses, tensors))
 
 
 def forget_writes() -> None:

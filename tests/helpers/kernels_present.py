@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem, expanded
 from tests.helpers.tolerance import assert_twins_agree
@@ -111,7 +111,7 @@ class Kernel:
     def check(self, assertion, *arguments, **options) -> None:
         """Run an assertion; what is refused must say who refuses and why, and be nothing that it has to compute."""
         refused: list[Problem] = []
-        choose = dispatch.choose
+        choose = order.choose
         if self.is_interpreted and assertion is assert_twins_agree:
             options["again"] = False  # what a path does without `return_lse` shows by the other kernel
 
@@ -122,7 +122,7 @@ class Kernel:
                 refused.append(problem)
                 raise
 
-        with mock.patch.object(dispatch, "choose", note_refusals):
+        with mock.patch.object(order, "choose", note_refusals):
             try:
                 assertion(*arguments, **options)
             except NotImplementedError as error:

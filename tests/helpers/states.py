@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 import fastattn.recurrent
 import refattn.recurrent
-from fastattn.kernels.dispatch import use_kernel
+from fastattn.kernels.order import use_kernel
 from refattn.metadata import make_batch
 from refattn.modes import computing_in
 from refattn.options import RecurrentOptions

@@ -12,7 +12,7 @@ import torch
 
 import fastattn
 from fastattn import context_parallel, mla, recurrent
-from fastattn.kernels import Problem, dispatch
+from fastattn.kernels import Problem, order
 from fastattn.kernels import problem as problems
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import asked_of
@@ -23,7 +23,7 @@ from refattn.trees import TreePlan
 from tests.helpers.layers import OPTIONS, PATHS, in_each_path, lay_out, plan_of
 from tests.helpers.twin_files import shared_types
 
-KNOWN = {name: importlib.import_module(module).KERNEL.knows for name, module in dispatch.MODULES.items()}
+KNOWN = {name: importlib.import_module(module).KERNEL.knows for name, module in order.MODULES.items()}
 
 
 def asks_more(known, *, new=True):
@@ -56,7 +56,7 @@ def test_each_kernel_refuses_a_field_that_it_does_not_know(name, kernel, monkeyp
     """On any machine: here nothing else stands in the way of it."""
     *_, batch, more = lay_out(name)
     options, plan = AttentionOptions(**OPTIONS), plan_of(name, batch)
-    its = importlib.import_module(dispatch.MODULES[kernel]).KERNEL
+    its = importlib.import_module(order.MODULES[kernel]).KERNEL
     monkeypatch.setattr(its, "unsupported_reason", lambda problem: None)
     monkeypatch.setattr(type(its), "computes", lambda self, problem: True)
     given = [options, plan, *more.values()]
@@ -64,7 +64,7 @@ def test_each_kernel_refuses_a_field_that_it_does_not_know(name, kernel, monkeyp
     for i, x in enumerate(given):
         assert asked_of(*given[:i], asks_more(x, new=False), *given[i + 1 :]) == before[None]
         problem = Problem("attend", batch.device, torch.float16, asks=asked_of(asks_more(x)) - before[None])
-        assert dispatch.unsupported_reason(kernel, problem) == f"does not know {type(x).__name__}.new"
+        assert order.unsupported_reason(kernel, problem) == f"does not know {type(x).__name__}.new"
 
 
 @in_each_path

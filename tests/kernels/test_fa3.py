@@ -25,7 +25,7 @@ import refattn.dense
 import refattn.speculative
 import twinattn.kit
 from fastattn import speculative
-from fastattn.kernels import Problem, dispatch
+from fastattn.kernels import Problem, order
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, schedule
 from refattn import masks
@@ -611,24 +611,24 @@ def test_it_computes_what_it_says(hopper):
 @pytest.mark.covers("A14")
 def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     """And before FlashAttention-2; what short queries ask goes to our own kernel, which has split its keys."""
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
-    names = dispatch.priorities(usual())
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    names = order.priorities(usual())
     assert names.index("fa4") < names.index("fa3") < names.index("fa2") < names.index("triton")
-    names = dispatch.priorities(usual(block_size=128))
+    names = order.priorities(usual(block_size=128))
     assert names.index("fa3") < names.index("fa4"), "from pages of its tile it loads faster"
-    names = dispatch.priorities(usual(block_size=128, window=(-1, -1)))
+    names = order.priorities(usual(block_size=128, window=(-1, -1)))
     assert names.index("fa4") < names.index("fa3"), "whose tile is another without a causal mask"
     drafts = usual(max_query_len=16, num_seqs=64, max_seq_len=8208, even=True)
-    names = dispatch.priorities(drafts)
+    names = order.priorities(drafts)
     assert names.index("fa3") < names.index("triton") < names.index("fa4"), "drafted tokens of many sequences"
     for drafted in (drafts._replace(even=False), drafts._replace(num_seqs=12)):
-        names = dispatch.priorities(drafted)
+        names = order.priorities(drafted)
         assert names.index("triton") < names.index("fa3"), "which splits no keys, so that one long sequence takes long"
     trees = drafts._replace(tree=True)
-    assert dispatch.priorities(trees)[0] == "fa3"
-    assert dispatch.priorities(trees._replace(even=False))[0] == dispatch.priorities(trees._replace(num_seqs=1))[0]
-    assert dispatch.priorities(trees._replace(num_seqs=1))[0] == "triton"
-    names = dispatch.priorities(usual(max_query_len=1))
+    assert order.priorities(trees)[0] == "fa3"
+    assert order.priorities(trees._replace(even=False))[0] == order.priorities(trees._replace(num_seqs=1))[0]
+    assert order.priorities(trees._replace(num_seqs=1))[0] == "triton"
+    names = order.priorities(usual(max_query_len=1))
     assert names.index("triton") < names.index("fa4") < names.index("fa3") < names.index("fa2")
 
 

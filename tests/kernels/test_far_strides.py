@@ -16,11 +16,11 @@ import fastattn.chunked_prefill
 import fastattn.quantized
 import fastattn.recurrent
 import fastattn.sparse
-from fastattn.kernels.dispatch import use_kernel
 from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu.fixup import fix_up
 from fastattn.kernels.gpu.quantized import Codes
+from fastattn.kernels.order import use_kernel
 from fastattn.kernels.triton.merge import merge
 from fastattn.kernels.triton.sparse import _in_float16
 from refattn.metadata import make_batch

@@ -17,7 +17,7 @@ import fastattn.speculative
 import refattn.mla
 import refattn.sparse
 import refattn.speculative
-from fastattn.kernels import Problem, attention_problem, dispatch
+from fastattn.kernels import Problem, attention_problem, order
 from fastattn.kernels.flash import fa3, flash_mla, schedule
 from refattn.batch import Batch
 from refattn.keys import Latents, PackedLatents, Pages
@@ -487,17 +487,17 @@ ALLOWED = STORED | dict(rounds_query=True, fp8_weights=True)
 @pytest.mark.parametrize("name", ["flash_mla", "fa3"])
 def test_what_they_compute(name, hopper):
     tree = USUAL._replace(tree=True, window=(-1, -1), max_query_len=16)
-    assert dispatch.unsupported_reason(name, tree) is None
-    refused = dispatch.unsupported_reason(name, tree._replace(positions=True, window=(9, -1)))
+    assert order.unsupported_reason(name, tree) is None
+    refused = order.unsupported_reason(name, tree._replace(positions=True, window=(9, -1)))
     assert "window" in refused
     for dtype in (torch.bfloat16, torch.float16):
         for changes in ({}, dict(sinks=True), dict(max_query_len=3), dict(num_heads=16), dict(window=(-1, -1))):
-            assert dispatch.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
+            assert order.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
     if name == "flash_mla":  # first of all, with so many heads
         codes = USUAL._replace(**ALLOWED)
-        assert dispatch.unsupported_reason(name, codes) is None and dispatch.priorities(codes)[0] == name
+        assert order.unsupported_reason(name, codes) is None and order.priorities(codes)[0] == name
     softcap = USUAL._replace(softcap=True)
-    assert (dispatch.unsupported_reason(name, softcap) is None) == (name == "fa3")
+    assert (order.unsupported_reason(name, softcap) is None) == (name == "fa3")
 
 
 BOTH = [
@@ -542,7 +542,7 @@ BOTH = [
     ],
 )
 def test_they_say_why_not(name, reason, changes, hopper):
-    assert reason in dispatch.unsupported_reason(name, USUAL._replace(**changes))
+    assert reason in order.unsupported_reason(name, USUAL._replace(**changes))
 
 
 @pytest.mark.parametrize("card", [(8, 0), (10, 0), (12, 0)], ids=str)
@@ -593,16 +593,16 @@ def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):
 
 
 def test_their_order(hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
-    assert dispatch.priorities(USUAL) == ("flash_mla", "triton", "fa3"), "which splits no keys"
-    assert dispatch.priorities(USUAL._replace(num_seqs=64)) == ("flash_mla", "triton", "fa3")
-    assert dispatch.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
-    assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
-    assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[:2] == ("native", "cpu")
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    assert order.priorities(USUAL) == ("flash_mla", "triton", "fa3"), "which splits no keys"
+    assert order.priorities(USUAL._replace(num_seqs=64)) == ("flash_mla", "triton", "fa3")
+    assert order.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
+    assert order.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
+    assert order.priorities(USUAL._replace(device=torch.device("cpu")))[:2] == ("native", "cpu")
     packed = USUAL._replace(**PACKED, num_seqs=8)
-    assert dispatch.priorities(packed) == ("flash_mla", "triton"), "whose kernel splits the keys of a few queries"
-    assert dispatch.priorities(packed._replace(num_seqs=1)) == ("triton", "flash_mla"), "as measured with 128 heads"
-    assert dispatch.unsupported_reason("flash_mla", packed) is None
+    assert order.priorities(packed) == ("flash_mla", "triton"), "whose kernel splits the keys of a few queries"
+    assert order.priorities(packed._replace(num_seqs=1)) == ("triton", "flash_mla"), "as measured with 128 heads"
+    assert order.unsupported_reason("flash_mla", packed) is None
     for num_seqs, first in ((15, "triton"), (16, "flash_mla")):  # of 128 heads
-        assert dispatch.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
-    assert dispatch.unsupported_reason("flash_mla", USUAL._replace(block_size=1, window=(-1, -1))) is None
+        assert order.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
+    assert order.unsupported_reason("flash_mla", USUAL._replace(block_size=1, window=(-1, -1))) is None

@@ -30,7 +30,8 @@ import refattn.chunked_prefill
 import refattn.dense
 import refattn.differential
 import refattn.metadata
-from fastattn.kernels import Problem, cpu, dispatch, problem, triton
+from fastattn import dispatch
+from fastattn.kernels import Problem, cpu, order, problem, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
 from fastattn.kernels.gpu import recompute as gpu_repair
@@ -73,7 +74,7 @@ def hopper(monkeypatch):
     for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "cannot_import", lambda name, package, *names: None, raising=False)
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     for module in (fa3, flash_mla):
         monkeypatch.setattr(module, "_cannot_load", lambda: None)
@@ -88,18 +89,18 @@ def hopper(monkeypatch):
 def test_no_package_is_given_the_root_of_the_distance():
     """Only flash-attn takes slopes at all, and it multiplies the distance itself."""
     slopes = ON_GPU._replace(keys="rows", block_size=None, alibi=True)
-    assert dispatch.unsupported_reason("fa2", slopes) is None
+    assert order.unsupported_reason("fa2", slopes) is None
     for name in ("fa2", "fa3", "fa4", "torch_flash"):
-        reason = dispatch.unsupported_reason(name, slopes._replace(alibi_sqrt=True))
+        reason = order.unsupported_reason(name, slopes._replace(alibi_sqrt=True))
         assert reason is not None and re.search("ALiBi|distance", reason), f"{name}: {reason}"
 
 
 def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
-    monkeypatch.setattr(dispatch, "unsupported_reason", lambda name, problem: None)
+    monkeypatch.setattr(order, "unsupported_reason", lambda name, problem: None)
 
     def asked():
         problem = ON_GPU._replace(device=torch.device("cpu"), dtype=torch.float16)
-        return dispatch.choose(problem).name
+        return order.choose(problem).name
 
     assert asked() == "native"
     with fastattn.use_kernel("triton"):
@@ -119,7 +120,7 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
     assert asked() == "native"
 
 
-def of_kernels(monkeypatch, order, **described):
+def of_kernels(monkeypatch, names, **described):
     """Let these be the kernels, asked in an order: each with a reason or None, and functions besides `attend`."""
     kernels = {}
     for name, (reason, *operations) in described.items():
@@ -127,15 +128,15 @@ def of_kernels(monkeypatch, order, **described):
         kernels[name] = fastattn.kernels.kernel.Kernel(
             name, lambda problem, reason=reason: reason, ("rows", "pages"), functions, cpu.KERNEL.knows
         )
-    monkeypatch.setattr(dispatch, "NAMES", tuple(described))
-    monkeypatch.setattr(dispatch, "MODULES", {name: f"kernels.{name}" for name in described})
-    monkeypatch.setattr(dispatch, "_load", kernels.__getitem__)
-    monkeypatch.setattr(dispatch, "priorities", lambda problem: tuple(order))
+    monkeypatch.setattr(order, "NAMES", tuple(described))
+    monkeypatch.setattr(order, "MODULES", {name: f"kernels.{name}" for name in described})
+    monkeypatch.setattr(order, "_load", kernels.__getitem__)
+    monkeypatch.setattr(order, "priorities", lambda problem: tuple(names))
 
 
 @pytest.mark.covers("A14")
 @pytest.mark.parametrize(
-    ("order", "described", "chosen"),
+    ("names", "described", "chosen"),
     [
         ("abc", dict(a=["no"], b=[None], c=[None]), "b"),
         ("bca", dict(a=[None], b=["no"], c=[None]), "c"),
@@ -144,14 +145,14 @@ def of_kernels(monkeypatch, order, **described):
     ],
     ids=["first-that-can", "of-those-that-go-first", "last-resort", "not-in-the-order-of-names"],
 )
-def test_which_kernel_is_chosen(order, described, chosen, monkeypatch):
-    of_kernels(monkeypatch, order, **described)
-    assert dispatch.choose(ON_GPU).name == chosen
-    assert dispatch.explain(ON_GPU).splitlines()[-1] == f"chosen: {chosen}"
+def test_which_kernel_is_chosen(names, described, chosen, monkeypatch):
+    of_kernels(monkeypatch, names, **described)
+    assert order.choose(ON_GPU).name == chosen
+    assert order.explain(ON_GPU).splitlines()[-1] == f"chosen: {chosen}"
 
 
 @pytest.mark.parametrize(
-    ("order", "described", "asked", "fused", "chosen"),
+    ("names", "described", "asked", "fused", "chosen"),
     [
         ("ab", dict(a=[None], b=[None, "differential"]), None, "b", "a"),
         ("ba", dict(a=[None], b=[None, "differential"]), None, "b", "b"),
@@ -166,24 +167,23 @@ def test_which_kernel_is_chosen(order, described, chosen, monkeypatch):
         *("nobody-has-the-function", "asked-for-without-the-function", "asked-for-with-the-function"),
     ],
 )
-def test_who_subtracts(order, described, asked, fused, chosen, monkeypatch):
+def test_who_subtracts(names, described, asked, fused, chosen, monkeypatch):
     """A kernel that has the whole operation goes before all that would be called four times."""
-    of_kernels(monkeypatch, order, **described)
-    kernel = dispatch._choose_differential(ON_GPU._replace(keys="pages"), asked)
+    of_kernels(monkeypatch, names, **described)
+    kernel = order.choose_differential(ON_GPU._replace(keys="pages"), asked)
     assert (kernel and kernel.name) == fused
-    assert dispatch._choose(ON_GPU, asked).name == chosen
+    assert order._choose(ON_GPU, asked).name == chosen
 
 
 def test_nobody_can(monkeypatch):
     of_kernels(monkeypatch, "ab", a=["has no time"], b=["has no mind"])
     with pytest.raises(NotImplementedError, match="no kernel computes attention to rows: a: has no time; b: has no"):
-        dispatch.choose(ON_GPU)
-    assert dispatch.explain(ON_GPU).splitlines()[:2] == ["a: has no time", "b: has no mind"]
+        order.choose(ON_GPU)
+    assert order.explain(ON_GPU).splitlines()[:2] == ["a: has no time", "b: has no mind"]
     with fastattn.use_kernel("b"), pytest.raises(NotImplementedError, match="attention to rows: b: has no mind$"):
-        dispatch.choose(ON_GPU)
+        order.choose(ON_GPU)
     assert (
-        dispatch.explain(ON_GPU._replace(operation="merge")).splitlines()[0]
-        == "a: does not compute the operation merge"
+        order.explain(ON_GPU._replace(operation="merge")).splitlines()[0] == "a: does not compute the operation merge"
     )
 
 
@@ -193,37 +193,37 @@ def test_nothing_that_waits_for_a_gpu_takes_the_place_of_a_kernel(operation):
     """Plain torch reads lengths on the host: of what our kernel refuses there, it is not the next choice."""
     on_gpu = Problem(operation, torch.device("cuda"), torch.float64)
     with pytest.raises(NotImplementedError, match=f"the operation {operation}: triton: .*; torch: reads the lengths"):
-        dispatch.choose(on_gpu)
-    assert dispatch.choose(on_gpu._replace(dtype=torch.bfloat16)).name == "triton"
-    assert dispatch.choose(on_gpu._replace(device=torch.device("cpu"))).name == "torch"
+        order.choose(on_gpu)
+    assert order.choose(on_gpu._replace(dtype=torch.bfloat16)).name == "triton"
+    assert order.choose(on_gpu._replace(device=torch.device("cpu"))).name == "torch"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_what_a_kernel_lacks_is_chosen_as_ever():
     """FlashAttention writes no cache and makes no table; over pairs of heads it is called four times."""
     with fastattn.use_kernel("flash_mla"):
-        assert dispatch.choose(ON_GPU).name == dispatch.priorities(ON_GPU)[0], "it has latents alone"
+        assert order.choose(ON_GPU).name == order.priorities(ON_GPU)[0], "it has latents alone"
     for name in ("fa4", "fa3", "fa2", "torch_flash"):
         with fastattn.use_kernel(name):
-            assert dispatch.choose(ON_GPU).name == name
+            assert order.choose(ON_GPU).name == name
             for operation in ("merge", "write", "copy_blocks", "slot_mapping", "trim", "cut_chunks"):
                 moved = Problem(operation, torch.device("cuda"), torch.float32)
-                assert dispatch.choose(moved).name == "triton"
-                assert dispatch.explain(moved).splitlines()[-1] == "chosen: triton"
+                assert order.choose(moved).name == "triton"
+                assert order.explain(moved).splitlines()[-1] == "chosen: triton"
             sinks = Problem("add_sinks", torch.device("cuda"), torch.float32)
-            assert dispatch.choose(sinks).name == "torch"
+            assert order.choose(sinks).name == "torch"
     decodes = ON_GPU._replace(keys="pages", block_size=256, max_query_len=1)
     for name in ("fa4", "fa3", "fa2"):
-        assert dispatch._choose_differential(decodes, name) is None
-        assert dispatch._choose(decodes, name).name == name
-    assert dispatch._choose_differential(decodes, None) is triton.KERNEL
-    assert dispatch._choose_differential(decodes, "triton") is triton.KERNEL
+        assert order.choose_differential(decodes, name) is None
+        assert order._choose(decodes, name).name == name
+    assert order.choose_differential(decodes, None) is triton.KERNEL
+    assert order.choose_differential(decodes, "triton") is triton.KERNEL
 
 
-@pytest.mark.parametrize("name", dispatch.NAMES)
+@pytest.mark.parametrize("name", order.NAMES)
 def test_a_kernel_has_the_operations_that_it_names(name):
     """As functions, and still so when every file of its folder has been imported under a name of its own."""
-    module, kernel = importlib.import_module(dispatch.MODULES[name]), dispatch._load(name)
+    module, kernel = importlib.import_module(order.MODULES[name]), order._load(name)
     for file in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}."):
         importlib.import_module(file.name)
     for function in kernel.functions:
@@ -276,16 +276,16 @@ DECODES = dict(max_query_len=1, num_tokens=2)
 )
 def test_codes_are_expanded_where_a_key_meets_many_queries(chosen, change):
     problem = CODES._replace(**change)
-    assert dispatch.choose(problem).name == chosen
-    assert dispatch.explain(problem).splitlines()[-1] == f"chosen: {chosen}"
+    assert order.choose(problem).name == chosen
+    assert order.explain(problem).splitlines()[-1] == f"chosen: {chosen}"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_codes_are_expanded_or_refused_where_it_is_asked_for():
     for name in ("fa4", "fa3"):
-        module = dispatch._load(name)
+        module = order._load(name)
         with fastattn.use_kernel(name):
-            assert dispatch.choose(CODES) is module is dispatch.choose(CODES._replace(**DECODES))
+            assert order.choose(CODES) is module is order.choose(CODES._replace(**DECODES))
             for reason, change in (
                 ("at most 512 MiB of them, not 2080", dict(num_seqs=65)),
                 (
@@ -296,9 +296,9 @@ def test_codes_are_expanded_or_refused_where_it_is_asked_for():
                 ("take triton", dict(batch_invariant=True)),
             ):
                 with pytest.raises(NotImplementedError, match=f"quantised pages: {name}: .*{reason}"):
-                    dispatch.choose(CODES._replace(**change))
+                    order.choose(CODES._replace(**change))
     for name in ("fa2", "torch_flash", "flash_mla"):
-        assert dispatch.unsupported_reason(name, CODES) == "does not compute attention to quantised pages"
+        assert order.unsupported_reason(name, CODES) == "does not compute attention to quantised pages"
 
 
 # --- what goes with attention ---
@@ -366,24 +366,24 @@ BESIDE_ATTENTION = {
 
 
 @pytest.mark.parametrize("call", BESIDE_ATTENTION, ids=lambda call: call.__name__)
-@pytest.mark.parametrize("asked", [None, *dispatch.NAMES])
+@pytest.mark.parametrize("asked", [None, *order.NAMES])
 def test_what_runs_is_what_the_choice_says(asked, call, device):
     """The launch itself is watched, and the same problem explained."""
     module, program = BESIDE_ATTENTION[call]
-    problems, choose = [], dispatch.choose
+    problems, choose = [], order.choose
 
     def note(problem):
         problems.append(problem)
         return choose(problem)
 
     with (
-        mock.patch.object(dispatch, "choose", note),
+        mock.patch.object(order, "choose", note),
         mock.patch.object(module, program, wraps=getattr(module, program)) as launch,
         fastattn.use_kernel(asked or "cpu"),  # which has none of these operations
     ):
         answer = call(device)
         (problem,) = [problem for problem in problems if problem.operation == call.__name__]
-        chosen = dispatch.explain(problem).splitlines()[-1]
+        chosen = order.explain(problem).splitlines()[-1]
     expected = asked if asked in ("torch", "triton") else "torch" if device == "cpu" else "triton"
     assert chosen == f"chosen: {expected}"
     assert launch.called == (expected == "triton")
@@ -516,12 +516,10 @@ def test_what_all_kernels_share_imports_no_kernel():
         "memory.py": SHARED_MODULES,
         "replay.py": (*SHARED_MODULES, "fastattn.kernels.memory"),
         "device.py": (),
-        "kernel.py": (*SHARED_MODULES, "fastattn.kernels.problem"),
-        "dispatch.py": (
-            *(*SHARED_MODULES, "fastattn.kernels.problem", "fastattn.kernels.replay"),
-            *("fastattn.kernels.device", "fastattn.kernels.kernel", "fastattn.kernels.memory"),
-        ),
-        "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.dispatch"),
+        "kernel.py": (*SHARED_MODULES, "fastattn.kernels.problem", "fastattn.kernels.replay"),
+        "pairs.py": (*SHARED_MODULES, "fastattn.kernels.problem", "fastattn.kernels.replay"),
+        "order.py": ("fastattn.kernels.device", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
+        "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.order"),
     }
     assert {file.name for file in root.glob("*.py")} == set(may)
     for file, modules in may.items():
@@ -551,7 +549,7 @@ def test_differential_by_a_kernel_that_has_only_attention(asked, monkeypatch):
         "only_attention", cpu.unsupported_reason, ("rows", "pages"), functions, cpu.KERNEL.knows
     )
     monkeypatch.setattr(cpu, "attend", mock.Mock(wraps=cpu.attend))
-    monkeypatch.setattr(dispatch, "_load", lambda name: only_attention)
+    monkeypatch.setattr(order, "_load", lambda name: only_attention)
     options = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2, norm_weight=torch.linspace(0.5, 2.0, 48))
     assert_twins_agree("differential", *arguments, **options, **per_head(asked, case, "cpu"))
     assert cpu.attend.call_count == 3 * 4
@@ -667,8 +665,8 @@ def test_values_of_another_size_are_computed_or_refused_by_name():
     """Keys of 192 and values of 128, as of latents: rows can be padded, a pool is not; and somebody has both sizes."""
     problem = ON_GPU._replace(head_size=192, value_head_size=128)
     for name in ("fa2", "torch_flash", "fa4", "fa3", "triton"):
-        assert dispatch.unsupported_reason(name, problem) is None
-    assert dispatch.choose(problem._replace(num_seqs=64, max_query_len=2048)).name == "fa4"
+        assert order.unsupported_reason(name, problem) is None
+    assert order.choose(problem._replace(num_seqs=64, max_query_len=2048)).name == "fa4"
     pages = problem._replace(keys="pages", block_size=256, max_query_len=1)
     larger = problem._replace(head_size=128, value_head_size=192)
     for name, asked, refused in (
@@ -677,13 +675,13 @@ def test_values_of_another_size_are_computed_or_refused_by_name():
         ("torch_flash", larger, "one head size for keys and values, or smaller values, .*, not 128 and 192"),
     ):
         with fastattn.use_kernel(name), pytest.raises(NotImplementedError, match=f"{name}: {refused}"):
-            dispatch.choose(asked)
+            order.choose(asked)
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", ["triton", "fa4", "fa3", "fa2", "torch_flash"])
 def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
-    module = dispatch._load(name)
+    module = order._load(name)
     computed = 0
     for asked in ASKED.values():
         for size, value_size in ((64, 64), (96, 96), (128, 128), (256, 256), (96, 64), (40, 40)):
@@ -700,7 +698,7 @@ def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
                     )
                     has_to = has_to_compute(name, problem)
                     computed += has_to
-                    reason = dispatch.unsupported_reason(name, problem)
+                    reason = order.unsupported_reason(name, problem)
                     assert not module.computes(problem) or reason == module.unsupported_reason(problem)
                     assert not has_to or reason is None, f"{name} refuses {problem}: {reason}"
                     assert reason is None or len(reason) > 20
@@ -817,7 +815,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     without = [p for p in sys.path if not any(Path(p, package).exists() for package in packages)]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *without])
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     monkeypatch.setattr(fa3, "_find_library", lambda: None)
     monkeypatch.setattr(fa3, "LIBRARY", "_no_such_library")  # a test before may have loaded it into this process
@@ -850,48 +848,48 @@ LATENTS = LATENTS._replace(block_size=64, max_query_len=1, uniform=True)
 def test_a_folder_that_another_package_fills_is_no_package(folder):
     """With flash-attn-4 alone `flash_attn` can be imported, and has nothing of flash-attn."""
     lay(folder, "flash_attn/cute/interface", "_flash_attn_fwd")
-    reason = dispatch.unsupported_reason("fa2", WINDOWED)
+    reason = order.unsupported_reason("fa2", WINDOWED)
     assert reason is not None
     assert reason.startswith(
         "the package flash-attn can't be imported: the module flash_attn that is here has no flash"
     )
-    assert dispatch.unsupported_reason("fa4", CHUNK) is None
-    assert dispatch.choose(WINDOWED).name == "torch_flash"
-    assert dispatch.choose(CHUNK).name == "fa4"
+    assert order.unsupported_reason("fa4", CHUNK) is None
+    assert order.choose(WINDOWED).name == "torch_flash"
+    assert order.choose(CHUNK).name == "fa4"
     with fastattn.use_kernel("fa2"), pytest.raises(NotImplementedError, match="fa2: the package flash-attn can't"):
-        dispatch.choose(WINDOWED)
+        order.choose(WINDOWED)
 
 
 def test_flash_attn_alone_is_enough(folder):
     """Without flash-attn-4, whose folder may stand there empty."""
     lay(folder, "flash_attn/__init__", "flash_attn_varlen_func", "flash_attn_with_kvcache")
-    assert dispatch.choose(WINDOWED).name == "fa2"
-    assert dispatch.choose(CHUNK).name == "fa2"
-    assert "No module named 'flash_attn.cute'" in dispatch.unsupported_reason("fa4", CHUNK)
+    assert order.choose(WINDOWED).name == "fa2"
+    assert order.choose(CHUNK).name == "fa2"
+    assert "No module named 'flash_attn.cute'" in order.unsupported_reason("fa4", CHUNK)
     devices.cannot_import.cache_clear()
     (folder / "flash_attn" / "cute").mkdir()
     importlib.invalidate_caches()
-    assert "the package flash-attn-4 can't be imported" in dispatch.unsupported_reason("fa4", CHUNK)
+    assert "the package flash-attn-4 can't be imported" in order.unsupported_reason("fa4", CHUNK)
     devices.cannot_import.cache_clear()
     lay(folder, "flash_attn/cute/interface", "flash_attn_func")
     importlib.invalidate_caches()
-    assert "flash_attn.cute.interface that is here has no _flash_attn_fwd" in dispatch.unsupported_reason("fa4", CHUNK)
+    assert "flash_attn.cute.interface that is here has no _flash_attn_fwd" in order.unsupported_reason("fa4", CHUNK)
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface", "flash_mla", "flash_mla/flash_mla_interface"])
 def test_empty_folders_are_no_packages(name, folder):
     (folder / name).mkdir(parents=True)
-    assert dispatch.choose(WINDOWED).name == "torch_flash"
-    assert dispatch.choose(CHUNK).name == "torch_flash"
-    assert dispatch.choose(LATENTS).name == "triton"
+    assert order.choose(WINDOWED).name == "torch_flash"
+    assert order.choose(CHUNK).name == "torch_flash"
+    assert order.choose(LATENTS).name == "triton"
     for kernel, asked in (("fa2", CHUNK), ("fa3", CHUNK), ("fa4", CHUNK), ("flash_mla", LATENTS)):
-        assert "can't be imported: " in dispatch.unsupported_reason(kernel, asked)
+        assert "can't be imported: " in order.unsupported_reason(kernel, asked)
 
 
 def test_deepseeks_own_package_is_not_the_one_with_the_half_for_hopper(folder):
     lay(folder, "flash_mla/__init__", "flash_mla_with_kvcache")
     lay(folder, "flash_mla/flash_mla_interface", "flash_mla_with_kvcache", "FlashMLASchedMeta")
-    assert "module flash_mla that is here has no has_legacy" in dispatch.unsupported_reason("flash_mla", LATENTS)
+    assert "module flash_mla that is here has no has_legacy" in order.unsupported_reason("flash_mla", LATENTS)
 
 
 # --- adapters, with doubles of what they call ---

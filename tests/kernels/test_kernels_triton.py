@@ -28,7 +28,7 @@ import refattn.kv_cache
 import refattn.merge
 import refattn.mla
 import twinattn.kit
-from fastattn.kernels import Problem, dispatch, triton
+from fastattn.kernels import Problem, order, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu import attention_kernel
@@ -94,7 +94,7 @@ def launched_as(**changes):
     ],
 )
 def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     problem = Problem(
         "attend",
         torch.device("cuda"),
@@ -108,7 +108,7 @@ def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeyp
         num_seqs=len(lens),
         **options,
     )
-    names = dispatch.priorities(problem)
+    names = order.priorities(problem)
     for other in ("fa4", "fa3", "fa2", "torch_flash"):
         assert (names.index("triton") < names.index(other)) == taken
 
@@ -185,7 +185,7 @@ def test_values_that_are_keys_have_launches_of_their_own(splits, device):
         for _ in range(2):
             answers.append(fastattn.chunked_prefill.attention(query, key_cache, key_cache[..., :48], plan, options))
             answers.append(fastattn.mla.attention(query, key_cache[:, :, 0], plan, options, latent_rank=48))
-    assert len(memo_of(plan).replays) == 2
+    assert len(memo_of(plan).bound) == 2
     assert all(map(torch.equal, answers[:2], answers[2:]))
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
 
@@ -1005,7 +1005,7 @@ def test_a_block_may_be_source_and_destination(pairs, layout, device):
 @pytest.mark.parametrize("gaps", [False, True], ids=["whole", "with-gaps"])
 def test_copies_take_the_kernel_where_it_can(num_pairs, gaps, device, monkeypatch):
     """More copies than a program holds, and blocks with something of others between, go by way of a buffer."""
-    monkeypatch.setattr(dispatch, "priorities", lambda problem: ("triton", "torch"))  # as on a GPU
+    monkeypatch.setattr(order, "priorities", lambda problem: ("triton", "torch"))  # as on a GPU
     pool = torch.randn(2 * num_pairs, 2, 8, device=device)[..., : 5 if gaps else 8]
     pairs = torch.randperm(2 * num_pairs, device=device).view(num_pairs, 2)
     expected = pool.clone()

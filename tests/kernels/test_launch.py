@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fastattn import chunked_prefill
-from fastattn.kernels import dispatch
+from fastattn import chunked_prefill, dispatch
 from fastattn.metadata import make_batch
 
 launch = pytest.importorskip("fastattn.kernels.gpu.launch", reason="needs Triton")
@@ -172,12 +171,12 @@ def test_a_launch_goes_to_the_gpu_of_its_tensors(monkeypatch, current):
     entered = mock.MagicMock()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", entered)
-    function = mock.Mock(return_value="answer")
+    function, noted = mock.Mock(return_value="answer"), dict(two=2, three=3)
     tensor = SimpleNamespace(device=torch.device("cuda", 1))
     for first in (tensor, [tensor]):
         entered.reset_mock()
-        assert dispatch.launches(function)(first, 2, three=3) == "answer"
-        function.assert_called_with(first, 2, three=3)
+        assert dispatch.launch(function, one=first, **noted) == "answer"
+        function.assert_called_with(one=first, **noted)
         assert [call.args for call in entered.call_args_list] == ([(tensor.device,)] if current == 0 else [])
 
 

@@ -14,7 +14,7 @@ import torch
 import fastattn
 import refattn
 from fastattn import chunked_prefill
-from fastattn.kernels import dispatch, native
+from fastattn.kernels import native, order
 from fastattn.kernels.native import attention, compiler
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
@@ -267,7 +267,7 @@ def test_it_is_compiled_once(monkeypatch, found_nothing, tmp_path):
 
 def test_its_reasons(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: mock.sentinel.library)
-    usual = dispatch.Problem(
+    usual = order.Problem(
         operation="attend",
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -296,6 +296,6 @@ def test_its_reasons(monkeypatch):
         "does not compute attention to pages under drafted trees": dict(tree=True),
         "does not compute attention to pages in several levels": dict(levels=2),
     }
-    assert dispatch.unsupported_reason("native", usual) is None
+    assert order.unsupported_reason("native", usual) is None
     for reason, change in reasons.items():
-        assert re.search(reason, dispatch.unsupported_reason("native", usual._replace(**change)))
+        assert re.search(reason, order.unsupported_reason("native", usual._replace(**change)))

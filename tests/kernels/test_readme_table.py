@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fastattn.kernels import Problem, dispatch, native, triton
+from fastattn.kernels import Problem, native, order, triton
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
 
 README = Path(__file__).parent.parent.parent / "README.md"
@@ -64,7 +64,7 @@ def have(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages:
 
     for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
         monkeypatch.setattr(module, "capability", lambda device: capability)
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     for module, asks in (
         (fa2, "cannot_import"),
         (fa4, "cannot_import"),
@@ -82,7 +82,7 @@ def test_the_table_has_these_machines_and_columns():
 
 
 def chosen(problems: dict[str, Problem]) -> dict[str, str]:
-    return {column: dispatch.choose(problem).name for column, problem in problems.items()}
+    return {column: order.choose(problem).name for column, problem in problems.items()}
 
 
 @pytest.mark.parametrize("name", [name for name, (capabilities, _) in MACHINES.items() if capabilities])

@@ -19,14 +19,15 @@ import refattn.kv_cache
 from fastattn import (
     chunked_prefill,
     dense,
+    dispatch,
     kv_cache,
     metadata,
     sliding_window,
 )
-from fastattn.kernels import dispatch, replay
+from fastattn.kernels import order, replay
 from fastattn.kernels.cpu import blocks as cpu_blocks
 from fastattn.kernels.cpu import schedule
-from fastattn.kernels.replay import memo_of
+from fastattn.kernels.replay import Bound, memo_of
 from refattn.keys import Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
@@ -40,7 +41,7 @@ def nothing_is_chosen():
     def refuse(*_):
         raise AssertionError("a kernel was chosen")
 
-    return mock.patch.multiple(dispatch, choose=refuse, _choose_differential=refuse)
+    return mock.patch.multiple(order, choose=refuse, choose_differential=refuse)
 
 
 def nothing_is_checked():
@@ -251,7 +252,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
             arguments["scales"] = unchecked(Int8Scales if kind == "int8" else Fp8Scales, its_scales)
         query, *pools, its_scales = *map(given.pop, ("query", "key", "value")), arguments.pop("scales")
         keys = storage(*pools) if its_scales is None else QuantizedPages(*pools, its_scales)
-        return replay.key_of(asked_for, query, keys, plan, **given, **arguments, more={})
+        return dispatch.key_of(asked_for, query, keys, plan, **given, **arguments, more={})
 
     name = named()
     assert name is not None
@@ -285,10 +286,10 @@ def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_replay(device):
         chunked_prefill.attention(*tensors, plan)
         with fastattn.use_kernel(refusing), pytest.raises(NotImplementedError, match=f"{refusing}: computes on"):
             chunked_prefill.attention(*tensors, plan)
-        with fastattn.use_kernel("triton"), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
+        with fastattn.use_kernel("triton"), mock.patch.object(order, "choose", wraps=order.choose) as choose:
             chunked_prefill.attention(*tensors, plan)
         assert choose.call_count == times_chosen
-    assert {asked_for for asked_for, *_ in memo_of(plan).replays} == {None, "triton"}
+    assert {asked_for for asked_for, *_ in memo_of(plan).bound} == {None, "triton"}
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -334,7 +335,7 @@ def test_bad_calls_are_refused_after_good_ones(name, device):
 
 @in_each_path
 def test_threads_may_share_a_plan(name, device):
-    """Each has its own recorder, and whichever is first makes the memo."""
+    """Each binds the call by itself, and whichever is first makes the memo."""
     layers = [lay_out(name, seed=seed, device=device) for seed in range(4)]
     batch, options = layers[0][-2], AttentionOptions(**OPTIONS)
     attend = PATHS[name].attention
@@ -349,7 +350,7 @@ def test_threads_may_share_a_plan(name, device):
     with ThreadPoolExecutor(len(layers)) as threads:
         for answers, answer in zip(threads.map(run, layers), expected, strict=True):
             assert all(torch.equal(x, answer) for x in answers)
-    assert len(memo_of(plan).replays) == 1
+    assert len(memo_of(plan).bound) == 1
 
 
 @in_each_path
@@ -418,7 +419,7 @@ def test_another_plan_begins_without_a_memo():
     *tensors, batch, _ = lay_out("chunked_prefill")
     plan = plan_of("chunked_prefill", batch)
     chunked_prefill.attention(*tensors, plan)
-    assert memo_of(plan).replays and not memo_of(replace(plan, causal=False)).replays
+    assert memo_of(plan).bound and not memo_of(replace(plan, causal=False)).bound
     assert "memo" not in {field.name for field in fields(plan)}
 
 
@@ -426,10 +427,11 @@ def test_out_of_memory_in_a_replay_ends_as_in_a_first_call():
     *tensors, batch, _ = lay_out("chunked_prefill")
     plan = plan_of("chunked_prefill", batch)
     answer = chunked_prefill.attention(*tensors, plan)
-    (key,) = memo_of(plan).replays
-    replays = memo_of(plan).replays[key] = mock.Mock(side_effect=torch.OutOfMemoryError)
+    (key,) = memo_of(plan).bound
+    run = mock.Mock(side_effect=torch.OutOfMemoryError)
+    memo_of(plan).bound[key] = Bound("cpu", run)
     assert torch.equal(chunked_prefill.attention(*tensors, plan), answer)
-    replays.assert_called_once()
+    run.assert_called_once()
 
 
 def test_nothing_is_replayed_for_a_gpu_that_is_not_the_current_one(monkeypatch):
@@ -438,10 +440,10 @@ def test_nothing_is_replayed_for_a_gpu_that_is_not_the_current_one(monkeypatch):
     tensor.data_ptr.return_value, tensor.stride.return_value = 16, (6, 3, 1)
     tensor.is_neg.return_value = False
     plan = plan_of("chunked_prefill", lay_out("chunked_prefill")[3])
-    monkeypatch.setattr(replay, "Tensor", type(tensor))
+    monkeypatch.setattr(dispatch, "Tensor", type(tensor))
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        key = replay.key_of(None, tensor, Pages(tensor, tensor), plan, AttentionOptions(), None, False, {})
+        key = dispatch.key_of(None, tensor, Pages(tensor, tensor), plan, AttentionOptions(), None, False, {})
         assert (key is not None) == (current == 1)
 
 

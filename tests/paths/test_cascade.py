@@ -15,7 +15,8 @@ import fastattn.cascade
 import fastattn.chunked_prefill
 import refattn.cascade
 import refattn.chunked_prefill
-from fastattn.kernels import dispatch
+from fastattn import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.triton import attention as triton_attention
 from refattn.batch import Batch, Prefix
@@ -394,7 +395,7 @@ def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
 def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkeypatch, device):
     """They cost some launches and leave fewer kernels, so a level without a need for them comes without."""
     step, asked, given = lay_out(SHARED["tree"], device=device), [], []
-    choose, compute = dispatch.choose, dispatch.compute
+    choose, compute = order.choose, dispatch.compute
 
     def note_problem(problem):
         asked.append(problem)
@@ -404,7 +405,7 @@ def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkey
         given.append(arguments[2])
         return compute(*arguments)
 
-    monkeypatch.setattr(dispatch, "choose", note_problem)
+    monkeypatch.setattr(order, "choose", note_problem)
     monkeypatch.setattr(dispatch, "compute", note_plan)
     plan_and_attend(fastattn.cascade, *step.tensors, **filled(options, step, device))
     (plan,) = given

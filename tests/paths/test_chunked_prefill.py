@@ -20,8 +20,8 @@ import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
 import refattn.metadata
+from fastattn import dispatch
 from fastattn.kernels import cpu as cpu_kernel
-from fastattn.kernels import dispatch
 from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4, repage

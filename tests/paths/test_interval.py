@@ -20,7 +20,8 @@ import refattn.dense
 import refattn.interval
 import refattn.metadata
 import twinattn.integrations.ops
-from fastattn.kernels import dispatch
+from fastattn import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Problem
 from refattn.keys import Pages, Rows
@@ -261,7 +262,7 @@ def test_keys_that_are_split_over_programs_agree(kernel, device):
 def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
     inputs = build(case)
     intervals = drawn(inputs.batch, len(inputs.query), seed)
-    with dispatch.use_kernel("cpu"):
+    with order.use_kernel("cpu"):
         assert_twins_agree("interval", *inputs.tensors, again=False, **intervals._asdict())
 
 
@@ -280,7 +281,7 @@ def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_
     (piece,) = schedule_of(plan).apart(False)
     kinds = [(segment.rows.start, segment.rows.stop, segment.kind) for segment in piece.view.intervals.segments]
     assert kinds == [(0, 30, "same"), (30, 60, "causal"), (60, 111, "any"), (111, 140, "same")]
-    with dispatch.use_kernel("cpu"):
+    with order.use_kernel("cpu"):
         assert_twins_agree("interval", *inputs.tensors, **Intervals(first, last)._asdict())
 
 
@@ -435,7 +436,7 @@ def test_rows_without_a_cache(device):
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flash_mla", "torch_flash"])
 def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
-    module = importlib.import_module(dispatch.MODULES[name])
+    module = importlib.import_module(order.MODULES[name])
     monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     latents = name == "flash_mla"
     problem = Problem(
@@ -520,7 +521,7 @@ def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options,
 
     def up_to(query, keys, plan, options, out):
         assert plan.window == (-1, 0) and plan.first_visible is None
-        with dispatch.use_kernel("triton"):
+        with order.use_kernel("triton"):
             answer = dispatch.compute(query, keys, plan, options, out)
         seen.append([x.clone() for x in answer])
         return answer
@@ -557,18 +558,18 @@ def test_a_causal_kernel_takes_intervals_that_extend_it(monkeypatch):
     monkeypatch.setattr(fa3, "_cannot_load", lambda: None)
     monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
     monkeypatch.setattr(fa4, "cannot_import", lambda *_: None)
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     sizes = ("pages", 1, False, 32, 8, 128, 128, 16, 8192, 8192, 2)
     prompts = Problem("attend", torch.device("cuda"), torch.bfloat16, *sizes, intervals=True, extends_causal=True)
-    assert dispatch.priorities(prompts)[0] == "fa4"
+    assert order.priorities(prompts)[0] == "fa4"
     for name in ("fa3", "fa4"):
-        assert dispatch.unsupported_reason(name, prompts) is None
-        assert dispatch.unsupported_reason(name, prompts._replace(keys="rows", block_size=None)) is None
+        assert order.unsupported_reason(name, prompts) is None
+        assert order.unsupported_reason(name, prompts._replace(keys="rows", block_size=None)) is None
         others = dict(extends_causal=False), dict(keys="quantized", stored=(torch.int8, torch.int8))
         for changes in others:
-            assert dispatch.unsupported_reason(name, prompts._replace(**changes)) is not None
+            assert order.unsupported_reason(name, prompts._replace(**changes)) is not None
     decodes = prompts._replace(max_query_len=1, num_seqs=64)
-    assert dispatch.priorities(decodes)[0] == "triton"
+    assert order.priorities(decodes)[0] == "triton"
 
 
 I32 = partial(torch.tensor, dtype=torch.int32)

@@ -17,7 +17,7 @@ import refattn.chunked_prefill
 import refattn.local
 import refattn.masks
 import refattn.metadata
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.torch_ops import metadata as torch_metadata
 from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.batch import Batch

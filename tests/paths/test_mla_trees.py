@@ -15,7 +15,7 @@ import fastattn.speculative
 import refattn.mla
 import refattn.speculative
 from fastattn import metadata
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.problem import attention_problem
 from refattn import keys
 from refattn.metadata import make_batch
@@ -330,19 +330,19 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     given, (query, cache, _), fixed = lay_out("verification", None)
     plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
     options = AttentionOptions(softmax_scale=SCALE)
     problem = attention_problem(query, keys.Latents(cache, RANK), plan, options)
     if device_type == "cpu":
-        assert "chosen: cpu" in dispatch.explain(problem)
+        assert "chosen: cpu" in order.explain(problem)
         return
     on_gpu = problem._replace(device=torch.device("cuda"))
-    assert dispatch.priorities(on_gpu) == ("flash_mla", "triton", "fa3"), "FlashAttention-3 splits no keys"
-    assert dispatch.priorities(on_gpu._replace(num_seqs=256, even=True)) == ("flash_mla", "fa3", "triton")
-    assert dispatch.priorities(on_gpu._replace(max_query_len=4))[0] == "triton"  # 16 rows
-    assert dispatch.unsupported_reason("fa4", problem) == "does not compute attention to latents under drafted trees"
+    assert order.priorities(on_gpu) == ("flash_mla", "triton", "fa3"), "FlashAttention-3 splits no keys"
+    assert order.priorities(on_gpu._replace(num_seqs=256, even=True)) == ("flash_mla", "fa3", "triton")
+    assert order.priorities(on_gpu._replace(max_query_len=4))[0] == "triton"  # 16 rows
+    assert order.unsupported_reason("fa4", problem) == "does not compute attention to latents under drafted trees"
 
 
 # --- bad input ---

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.problem import Problem
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
@@ -301,11 +301,11 @@ NUMBERS = [path for path in PATHS if not path.startswith("quantized")]
 @pytest.fixture
 def on_a_strange_device(monkeypatch, forget_choices):
     """Let the chooser believe that all tensors are on an Apple GPU, and let nothing look for one of CUDA."""
-    choose = dispatch._choose
+    choose = order._choose
     for name in ("current_device", "get_device_properties", "get_device_capability"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: pytest.fail("CUDA was looked for"))
     monkeypatch.setattr(
-        dispatch, "_choose", lambda problem, asked: choose(problem._replace(device=torch.device("mps")), asked)
+        order, "_choose", lambda problem, asked: choose(problem._replace(device=torch.device("mps")), asked)
     )
 
 
@@ -343,13 +343,13 @@ def test_what_plain_pytorch_does_not_compute_is_refused_by_name():
 def test_everything_beside_attention_is_plain_pytorch_on_such_a_device(kind):
     others = ("merge", "add_sinks", "write", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks")
     for operation in others:
-        chosen = dispatch.choose(Problem(operation, torch.device(kind), torch.float32))
+        chosen = order.choose(Problem(operation, torch.device(kind), torch.float32))
         assert chosen.name == "torch"
     attention = Problem("attend", torch.device(kind), torch.float16, "pages", 1, False, 4, 2, 64, 64, 16, 1, 100, 3)
     if kind == "meta":  # whose lengths nobody can read
         with pytest.raises(NotImplementedError, match="plain: reads the lengths, and a tensor on meta has no elements"):
-            dispatch.choose(attention)
+            order.choose(attention)
     else:
-        assert dispatch.choose(attention).name == "plain"
+        assert order.choose(attention).name == "plain"
     with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match=f"the tensors are on {kind}"):
-        dispatch.choose(attention)
+        order.choose(attention)

@@ -23,7 +23,7 @@ import refattn.mla
 import refattn.sliding_window
 import refattn.sparse
 import refattn.speculative
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from refattn.batch import Prefix
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
@@ -133,7 +133,7 @@ def test_both_packages_write_the_same_bytes(kernel, dtype, device):
     apart = tokens.new_zeros(40, 2 * (RANK + ROPE) + 1)
     apart[:, 1::2] = tokens
     given = apart.to(device)[:, 1::2]
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         fastattn.mla.write(given[:, :RANK], given[:, RANK:], pools[1], slots.to(device))
     ours, theirs = (pool.cpu() for pool in pools)
     for row, group in ((3, slice(128)), (5, slice(128, RANK))):  # their bits are those of any NaN
@@ -154,7 +154,7 @@ def test_blocks_are_copied_as_bytes(kernel, device):
     pool = torch.randint(256, (6, 8, BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     given, host = pool.to(device), torch.zeros(2, 8, BYTES, dtype=torch.uint8)
     fork, out, back = (torch.tensor(x, device=device) for x in ([[4, 1]], [[0, 1], [3, 0]], [[1, 5], [0, 2]]))
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         fastattn.kv_cache.copy_blocks([given], fork)
         fastattn.kv_cache.swap_blocks([given], [host], out)
         fastattn.kv_cache.swap_blocks([host], [given], back)

@@ -20,7 +20,7 @@ import fastattn.quantized
 import refattn.kv_cache
 import refattn.local
 import refattn.quantized
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from refattn import checks_of_writes
 from refattn.batch import Batch, Prefix
 from refattn.keys import QuantizedPages
@@ -765,7 +765,7 @@ def test_bad_arguments_are_named_where_the_plan_keeps_a_good_call(message):
     wrong = {**arguments, **{name: bad[name] for name in bad if name != "sinks"}}
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         fastattn.quantized.attention(**wrong, plan=plan, options=options)
-    with mock.patch.object(dispatch, "choose", side_effect=AssertionError("it was not kept")):
+    with mock.patch.object(order, "choose", side_effect=AssertionError("it was not kept")):
         assert torch.equal(fastattn.quantized.attention(**arguments, plan=plan), first)
 
 

@@ -18,7 +18,7 @@ import torch
 import fastattn.metadata
 import fastattn.quantized
 import refattn.quantized
-from fastattn.kernels import cpu, dispatch
+from fastattn.kernels import cpu, order
 from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.dequantize import round_queries
 from fastattn.kernels.flash.repage import repage
@@ -66,9 +66,9 @@ def stand_in(monkeypatch):
             fa4, "paged", lambda query, key, value, *others: cpu.attend(query, Pages(key, value), *others)
         )
         monkeypatch.setattr(fa4.KERNEL, "unsupported_reason", cannot_expand)
-        dispatch._choose.cache_clear()
+        order._choose.cache_clear()
     yield
-    dispatch._choose.cache_clear()
+    order._choose.cache_clear()
 
 
 def check(kernel: Kernel, stored: Stored, plan: str = "causal", **options) -> None:

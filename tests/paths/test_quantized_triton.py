@@ -15,7 +15,7 @@ import fastattn
 import fastattn.local
 import fastattn.quantized
 import refattn.quantized
-from fastattn.kernels import Problem, dispatch
+from fastattn.kernels import Problem, order
 from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
 from fastattn.kernels.replay import memo_of
 from refattn.metadata import make_batch
@@ -253,7 +253,7 @@ def test_layers_of_a_step_have_scales_of_their_own(kind, device):
     alone = [plan_and_attend(fastattn.quantized, *stored.tensors, scales=scales) for scales in layers]
     for scales, expected in zip(layers * 2, alone * 2, strict=True):
         assert torch.equal(fastattn.quantized.attention(*stored.tensors[:3], plan, scales=scales), expected)
-    assert len(memo_of(plan).replays) >= len({type(x.key) for x in layers})
+    assert len(memo_of(plan).bound) >= len({type(x.key) for x in layers})
 
 
 @each_kind
@@ -410,7 +410,7 @@ def test_a_gpu_computes_decodes_by_our_kernel():
         stored=(E4M3, E4M3),
         num_tokens=3,
     )
-    assert dispatch.priorities(problem) == ("triton",)
+    assert order.priorities(problem) == ("triton",)
 
 
 def test_values_in_float64_are_refused(device):

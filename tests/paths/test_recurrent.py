@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 import fastattn.recurrent
 import refattn.recurrent
-from fastattn.kernels.dispatch import use_kernel
+from fastattn.kernels.order import use_kernel
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 from tests.helpers.bad_input import MOST

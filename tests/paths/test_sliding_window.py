@@ -20,7 +20,7 @@ import refattn.dense
 import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
-from fastattn.kernels import dispatch
+from fastattn import dispatch
 from fastattn.kernels.triton import metadata as triton_metadata
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (

@@ -18,7 +18,7 @@ import refattn.chunked_prefill
 import refattn.interval
 import refattn.mla
 import refattn.sparse
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Intervals
@@ -112,7 +112,7 @@ def test_both_packages_write_the_same_bytes(kernel, dtype, device):
     refattn.sparse.write(key, pools[0], slots)
     wide = key.new_zeros(70, 41)
     wide[:, 1::2] = key  # any strides
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         fastattn.sparse.write(wide.to(device)[:, 1::2], pools[1], slots.to(device))
     ours, theirs = (pool.view(torch.uint8).flatten(1) for pool in (pools[0], pools[1].cpu()))
     if dtype == torch.uint8:  # a NaN of a scale, and of a code, may have any sign
@@ -163,7 +163,7 @@ def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dty
         query, weights, pool, batch, _ = lay_out(dtype=dtype, poison=poison, device=device)
         query = query.to(query_dtype)
         plan = plan_of(batch)
-        with dispatch.use_kernel(kernel):
+        with order.use_kernel(kernel):
             answers.append(fastattn.sparse.scores(query, weights, pool, plan))
     assert torch.equal(*answers)
     expected = refattn.sparse.scores(query, weights, pool, plan)
@@ -211,7 +211,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_scores_under_other_masks(kernel, mask, device):
     query, weights, pool, batch, _ = lay_out(device=device)
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         scores = fastattn.sparse.scores(query, weights, pool, mask(batch))
     torch.testing.assert_close(scores, refattn.sparse.scores(query, weights, pool, mask(batch)), rtol=1e-4, atol=2e-4)
 
@@ -238,7 +238,7 @@ def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, d
         query, weights, pool, batch, _ = lay_out(case, poison=poison, device=device)
         query = query.half() if page == 32 else query  # which multiplies codes in pairs
         plan = plan_of(batch, case, window_size=mask) if mask else plan_of(batch, case)
-        with dispatch.use_kernel("triton"):
+        with order.use_kernel("triton"):
             answers.append(fastattn.sparse.scores(query, weights, pool, plan))
     assert torch.equal(*answers)
     expected = refattn.sparse.scores(query, weights, pool, plan)
@@ -250,7 +250,7 @@ def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, d
 def test_no_bit_of_a_score_depends_on_the_rest_of_the_batch(kernel, device):
     query, weights, pool, batch, _ = lay_out(device=device)
     alone = make_batch([7], [30], [batch.block_table[2].tolist()], device=device)
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         whole = fastattn.sparse.scores(query, weights, pool, plan_of(batch))
         row = fastattn.sparse.scores(query[5:12], weights[5:12], pool, plan_of(alone))
         one = make_batch([1], [30], [batch.block_table[2].tolist()], device=device)
@@ -355,7 +355,7 @@ def test_drawn_scores_are_selected_as_by_hand(kernel, data, device):
     numbers = data.draw(st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 1e-45, 2.0, 2.0000002]), min_size=1))
     topk = data.draw(st.integers(1, 12))
     scores = torch.tensor([numbers, numbers[::-1]])
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         selected = fastattn.sparse.select(scores.to(device), topk)
     assert selected.tolist() == [by_hand(row, topk) for row in scores.tolist()]
 
@@ -371,7 +371,7 @@ def test_a_long_row_more_ties_than_a_step_holds_and_any_strides(kernel, device):
     spread[:, ::3] = scores.T
     for topk in (1, 1024, 3000):
         expected = refattn.sparse.select(scores, topk)
-        with dispatch.use_kernel(kernel):
+        with order.use_kernel(kernel):
             assert torch.equal(fastattn.sparse.select(spread.to(device)[:, ::3].T, topk).cpu(), expected)
             whole = fastattn.sparse.select(scores.to(device), topk).cpu()
             assert torch.equal(whole, expected)
@@ -417,7 +417,7 @@ def test_long_rows_are_selected_from_by_their_candidates(length, topk, bits, mos
         monkeypatch.setattr(short_splits, name, value)
     rows = in_splits(length)
     scores = torch.full((length, 17), math.nan)[:, ::2][:, :8].T.copy_(rows)  # of any strides
-    with dispatch.use_kernel("triton"):
+    with order.use_kernel("triton"):
         selected = fastattn.sparse.select(scores.to(device), topk).cpu()
     assert torch.equal(selected, refattn.sparse.select(rows, topk))
 
@@ -443,7 +443,7 @@ def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, devi
     monkeypatch.setattr(torch, "empty", lambda *shape, **more: made.append(empty(*shape, **more)) or made[-1])
     for topk in (40, 2):
         made.clear()
-        with dispatch.use_kernel("triton"):
+        with order.use_kernel("triton"):
             selected = fastattn.sparse.select(rows.to(device), topk).cpu()
         assert torch.equal(selected, refattn.sparse.select(rows, topk))
         (counts,) = (x.sum(1).tolist() for x in made if x.ndim == 3)  # candidates, and those above the pivot
@@ -459,7 +459,7 @@ def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, devi
 @each_selector
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_nothing_to_select_from(kernel, shape, device):
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         selected = fastattn.sparse.select(torch.zeros(*shape, device=device), 4)
     assert selected.shape == (shape[0], 4) and (selected == -1).all()
 
@@ -524,7 +524,7 @@ def test_each_kernel_makes_the_plan_that_the_reference_makes(kernel, lens, monke
     spread[:, ::2] = positions
     used, sequences = int(batch.cu_seqlens_q[-1]), [i for i, (q, _) in enumerate(lens) for _ in range(q)]
     expected = refattn.sparse.plan(batch, positions=positions.to(device), block_size=8).batch
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         plan = fastattn.sparse.plan(batch, positions=spread.to(device)[:, ::2], block_size=8)
         slots = fastattn.sparse.slots(batch, spread.to(device)[:, ::2], block_size=8)
     assert slots.tolist() == refattn.sparse.slots(batch, positions.to(device), block_size=8).tolist()
@@ -541,7 +541,7 @@ def test_without_sequences_or_blocks_no_key_is_found(kernel, device):
     for batch in (make_batch([], [], [], device=device), make_batch([1], [0], [[]], device=device)):
         for shape in ((2, 3), (2, 0), (1, 0)):
             positions = torch.full(shape, -1, dtype=torch.int32, device=device)
-            with dispatch.use_kernel(kernel):
+            with order.use_kernel(kernel):
                 plan = fastattn.sparse.plan(batch, positions=positions, block_size=8).batch
                 assert torch.equal(fastattn.sparse.slots(batch, positions, block_size=8), positions)
             assert plan.block_table.shape == shape and not plan.block_table.any() and not plan.seq_lens.any()
@@ -556,7 +556,7 @@ def test_a_position_that_a_sequence_does_not_have_is_followed_by_nobody(kernel, 
     monkeypatch.setattr(fastattn.sparse, "check_selected", lambda batch, positions, block_size: batch.block_table)
     positions = drawn_positions()
     positions[4] = I32([3, 9, 2**31 - 1, -7, 8, -(2**31), *[-1] * 6])  # of 9 keys
-    with dispatch.use_kernel(kernel):
+    with order.use_kernel(kernel):
         slots = fastattn.sparse.slots(batch, positions.to(device), block_size=8)[4].tolist()
         plan = fastattn.sparse.plan(batch, positions=positions.to(device), block_size=8).batch
     assert [slot >= 0 for slot in slots[:6]] == [True, False, False, False, True, False]

@@ -18,7 +18,7 @@ import fastattn.speculative
 import refattn.chunked_prefill
 import refattn.metadata
 import refattn.speculative
-from fastattn.kernels import dispatch
+from fastattn.kernels import order
 from fastattn.kernels.problem import attention_problem
 from refattn import masks
 from refattn.batch import Batch
@@ -473,20 +473,20 @@ def test_layers_that_follow_one_another_share_a_plan(kernel, device):
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     inputs = build(Case("trees", ((3, 20),)))
     plan = fastattn.speculative.plan(inputs.batch, block_size=16, trees=fastattn.speculative.make_trees([(-1, 0, 0)]))
     keys = Pages(inputs.key_cache, inputs.value_cache)
     problem = attention_problem(inputs.query, keys, plan, AttentionOptions())
     if device_type == "cpu":
-        assert "chosen: cpu" in dispatch.explain(problem)
+        assert "chosen: cpu" in order.explain(problem)
         return
     problem = problem._replace(device=torch.device("cuda"), dtype=torch.bfloat16, num_heads=32, num_kv_heads=8)
-    assert dispatch.priorities(problem._replace(max_query_len=4)) == ("triton", "fa3")
+    assert order.priorities(problem._replace(max_query_len=4)) == ("triton", "fa3")
     many = problem._replace(max_query_len=16, num_seqs=64, even=True)
-    assert dispatch.priorities(many) == ("fa3", "triton"), "tiles for all SMs, of as many keys each"
-    assert dispatch.priorities(many._replace(even=False)) == dispatch.priorities(many._replace(num_seqs=1))
-    assert dispatch.priorities(many._replace(even=False)) == ("triton", "fa3"), "FlashAttention-3 splits no keys"
+    assert order.priorities(many) == ("fa3", "triton"), "tiles for all SMs, of as many keys each"
+    assert order.priorities(many._replace(even=False)) == order.priorities(many._replace(num_seqs=1))
+    assert order.priorities(many._replace(even=False)) == ("triton", "fa3"), "FlashAttention-3 splits no keys"
 
 
 # --- the plan ---

@@ -48,8 +48,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kv_cache:copy_blocks",
-            "dispatch.copy_blocks(caches, pairs)",
-            "dispatch.copy_blocks(caches[:1], pairs)",
+            '"copy_blocks", caches, pairs',
+            '"copy_blocks", caches[:1], pairs',
         ),
     ),
     *breaks(
@@ -66,7 +66,7 @@ MUTATIONS: list[Mutation] = [
         "A3 B49",
         "nothing is copied",
         ("refattn.kv_cache:copy_blocks", "    _copy(caches, caches, pairs)", "    return"),
-        ("fastattn.kv_cache:copy_blocks", "    dispatch.copy_blocks(caches, pairs)", "    return"),
+        ("fastattn.kv_cache:copy_blocks", "    dispatch.run_in_each(", "    return\n    dispatch.run_in_each("),
     ),
     *breaks(
         "B49",
@@ -97,8 +97,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kv_cache:write",
-            "        dispatch.write(key, value, key_cache, value_cache, slot_mapping, cache_key)",
-            "        pass",
+            'dispatch.run("write", **tensors, slot_mapping=slot_mapping)',
+            "None",
         ),
     ),
     *breaks(
@@ -377,7 +377,7 @@ MUTATIONS: list[Mutation] = [
             "out = result.to(dtype) if out is None else out.copy_(result)",
             "out = result.to(dtype)",
         ),
-        ("fastattn.kernels.dispatch:_into", "return out.copy_(answer), lse", "return answer, lse"),
+        ("fastattn.dispatch:_into", "return out.copy_(answer), lse", "return answer, lse"),
     ),
     *breaks(
         "B57 D127",
@@ -525,8 +525,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.chunked_prefill:attention",
-            "    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)",
-            "    answer = dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)\n"
+            "    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse, Plan)",
+            "    answer = dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse, Plan)\n"
             "    return (answer[0], answer[1] * 0) if return_lse else answer",
         ),
     ),
@@ -874,7 +874,7 @@ MUTATIONS: list[Mutation] = [
             "return parts[-1]",
         ),
         (
-            "fastattn.kernels.dispatch:_attention_fn.one_by_one",
+            "fastattn.dispatch:_by_a_kernel.one_by_one",
             "merge(*zip(*parts, strict=True))",
             "parts[-1]",
         ),
@@ -908,7 +908,7 @@ MUTATIONS: list[Mutation] = [
             "its_options = options",
         ),
         (
-            "fastattn.kernels.dispatch:_levels_of",
+            "fastattn.dispatch:_levels_of",
             "((level, options.without_sinks()) for level in shared)",
             "((level, options) for level in shared)",
         ),
@@ -1088,7 +1088,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.context_parallel:attention",
-            "dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])",
+            'dispatch.run("merge", outs=[context, new.to(context.dtype)], lses=[context_lse, new_lse])',
             "(new.to(context.dtype), new_lse)",
         ),
     ),
@@ -1417,7 +1417,7 @@ MUTATIONS: list[Mutation] = [
             '"t pairs (two d) -> t (two pairs) d"',
         ),
         (
-            "fastattn.kernels.dispatch:_with_subtraction.call",
+            "fastattn.dispatch:_with_subtraction.of_kernel",
             "else answer.view(query.shape), lse",
             "else answer.unflatten(2, (2, -1)).transpose(1, 2).reshape(query.shape), lse",
         ),
@@ -1436,9 +1436,9 @@ MUTATIONS: list[Mutation] = [
         "C118",
         "the twin subtracts over the values of the other half",
         (
-            "fastattn.kernels.dispatch:_subtract",
-            "keys.of_halves(half, other), plan, its_options, None)",
-            "keys.of_halves(half, 1 - other), plan, its_options, None)",
+            "fastattn.dispatch:_with_subtraction.by_four_calls",
+            "values = keys.of_halves(half, other)",
+            "values = keys.of_halves(half, 1 - other)",
         ),
     ),
     *breaks(
@@ -1733,8 +1733,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.mla:write",
-            "pages[..., :rank], pages[..., rank:width], slot_mapping",
-            "pages[..., width - rank : width], pages[..., : width - rank], slot_mapping",
+            "key_cache=pages[..., :rank], value_cache=pages[..., rank:width]",
+            "key_cache=pages[..., width - rank : width], value_cache=pages[..., : width - rank]",
         ),
     ),
     *breaks(
@@ -1937,7 +1937,7 @@ MUTATIONS: list[Mutation] = [
         "A14",
         "the last kernel that can is chosen",
         (
-            "fastattn.kernels.dispatch:_choose",
+            "fastattn.kernels.order:_choose",
             "    for name in names:\n        reasons",
             "    for name in names[::-1]:\n        reasons",
         ),
@@ -1945,7 +1945,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A14",
         "FlashAttention-4 goes first over pages of any size",
-        ("fastattn.kernels.dispatch:priorities", "and problem.block_size == FA3_PAGE:", "and problem.block_size == 0:"),
+        ("fastattn.kernels.order", "and problem.block_size == FA3_PAGE,", "and problem.block_size == 0,"),
     ),
     *breaks(
         "D129",
@@ -2669,7 +2669,7 @@ MUTATIONS: list[Mutation] = [
         "R207",
         "no slot is copied",
         ("refattn.state_cache:copy", "    kv_cache.copy_blocks(pools, pairs)", "    return"),
-        ("fastattn.state_cache:copy", "    dispatch.copy_blocks(pools, pairs)", "    return"),
+        ("fastattn.state_cache:copy", "    dispatch.run_in_each(", "    return\n    dispatch.run_in_each("),
     ),
     *breaks(
         "R209",

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import fastattn.sliding_window
 import twinattn.bench
-from fastattn.kernels import NAMES, dispatch
+from fastattn.kernels import NAMES, order
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
@@ -657,7 +657,7 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # of a kind, of which one is shown
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     for module in (fa2, fa4):
         monkeypatch.setattr(
             module, "cannot_import", lambda name, package, *names: f"the package {package} can't be imported"

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from fastattn.kernels.dispatch import launches
+from fastattn.dispatch import launch
 from twinattn.engine.sampling import check_sample
 
 
@@ -24,17 +24,8 @@ def sample(
     token's end on the line. Rows without top-p cost less with `top_p=None` than with ones, for its launches.
     """
     check_sample(logits)
-    return _sample(logits, temperature, top_p, uniform)
-
-
-@launches
-def _sample(
-    logits: Float[Tensor, "b v"],
-    temperature: Float[Tensor, "b"],
-    top_p: Float[Tensor, "b"] | None,
-    uniform: Float[Tensor, "b"],
-) -> Int64[Tensor, "b"]:
-    tokens: Tensor = kernels_for(logits.device).sample(logits, temperature, top_p, uniform)
+    tensors = dict(logits=logits, temperature=temperature, top_p=top_p, uniform=uniform)
+    tokens: Tensor = launch(kernels_for(logits.device).sample, **tensors)
     return tokens
 
 

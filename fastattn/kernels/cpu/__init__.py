@@ -7,9 +7,10 @@ from fastattn.kernels.cpu import attention
 from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PACKED, PAGES, PLAN, QUANTIZED, TREE, Kernel
 from fastattn.kernels.problem import Problem, latent_scales
-from fastattn.kernels.replay import recorder
+from fastattn.kernels.replay import Run
 from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
+from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import AttentionPlan, TreePlan
 
@@ -34,6 +35,7 @@ KERNEL = Kernel(
     knows=ALL_OPTIONS | OWN_NORM | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED,
     functions={
         "attend": f"{__name__}:attend",
+        "bind_attend": f"{__name__}:bind_attend",
         "differential": f"{__name__}.differential:differential",
         "write_quantized": f"{__name__}.quantized:write",
     },
@@ -47,7 +49,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to any storage, to quantised pages in several levels, too; see `fastattn.kernels.dispatch`.
+    """Attend to any storage, to quantised pages in several levels, too; see `fastattn.dispatch`.
 
     Values of latents are their keys, so that they are gathered once and of one size; what their rotary part adds is cut
     off.
@@ -70,7 +72,20 @@ def attend(
         (level,) = plan.levels
         over = attention.dense if isinstance(keys, Rows) else attention.paged
         answer, lse = over(query, key, value, level.whole, options)
-        into = recorder()
-        if into is not None and isinstance(keys, Pages):
-            into.replay = attention.replay_of_decodes(query, *keys, level.whole, options, into.return_lse)
     return (answer[..., : keys.latent_rank].contiguous() if isinstance(keys, Latents) else answer), lse
+
+
+def bind_attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+    return_lse: bool,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Run]:
+    """Do so, and return what attends again with other tensors, too: decodes over pages may be one call of ATen's."""
+    answer, lse = attend(query, keys, plan, options, out)
+    again: Run | None = None
+    if isinstance(keys, Pages) and isinstance(plan, Plan):
+        again = attention.replay_of_decodes(query, *keys, plan, options, return_lse)
+    return answer, lse, again or attend

@@ -35,7 +35,7 @@ from torch.nn import functional
 from fastattn.kernels.cpu.dequantize import Codes, read_blocks
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
 from fastattn.kernels.problem import compute_dtype, uses_positions
-from fastattn.kernels.replay import Replay
+from fastattn.kernels.replay import Run
 from fastattn.kernels.torch_ops.merge import add_sinks, merge
 from refattn.keys import Pages
 from refattn.options import AttentionOptions
@@ -62,7 +62,7 @@ def dense(
     plan: Plan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    """Attend over ragged rows; see `fastattn.dispatch`."""
     query, key, value = _with_unit_stride(query), _with_unit_stride(key), _with_unit_stride(value)
     schedule, positions = schedule_of(plan), uses_positions(plan, options)
     count = 0 if positions or not _is_plain(options) else schedule.count_alike(len(query), len(key))
@@ -86,7 +86,7 @@ def paged(
     plan: Plan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    """Attend over pages; see `fastattn.dispatch`."""
     pieces = _pieces(query, key_cache, plan, options)
     query = _with_unit_stride(query)
     answers = [_piece(query[piece.rows], key_cache, value_cache, piece, options) for piece in pieces]
@@ -106,7 +106,7 @@ def replay_of_decodes(
     plan: Plan,
     options: AttentionOptions,
     return_lse: bool,
-) -> Replay | None:
+) -> Run | None:
     """Return what repeats `paged` with the tensors of a later layer, if it is one plain call of ATen's for decodes."""
     pieces = _pieces(query, key_cache, plan, options)
     if not _follow_each_other(pieces, query.shape[0]) or len(pieces) > 1 or not isinstance(pieces[0], Decodes):
@@ -153,7 +153,7 @@ def tree(
     plan: TreePlan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages that end with a tree; see `fastattn.kernels.dispatch`."""
+    """Attend over pages that end with a tree; see `fastattn.dispatch`."""
     before = paged(query, key_cache, value_cache, plan.prefix, options.without_sinks())
     out, lse = _empty_output(query, value_cache.shape[-1])
     query = _with_unit_stride(query)

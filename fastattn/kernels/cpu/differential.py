@@ -53,7 +53,7 @@ def differential(
     subtraction: Subtraction,
     _: Float[Tensor, "t h d"] | None,
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
-    """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`."""
+    """Attend twice over pages and subtract; see `fastattn.dispatch`."""
     (t, h, d), dtype = query.shape, query.dtype
     compute = compute_dtype(query.dtype)
     out = query.new_zeros(t, h // 2, 2 * d, dtype=compute)

@@ -32,7 +32,7 @@ def attention(
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.kernels.dispatch`.
+    """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.dispatch`.
 
     Args:
         query: query rows of all sequences, not quantised.
@@ -63,7 +63,7 @@ def attention(
 def packed(
     query: Float[Tensor, "t h d"], keys: PackedLatents, plan: AttentionPlan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend over packed latents, which have their scales when they are gathered; see `fastattn.kernels.dispatch`."""
+    """Attend over packed latents, which have their scales when they are gathered; see `fastattn.dispatch`."""
     compute, rank = compute_dtype(query.dtype), keys.latent_rank
     pool = PackedRows(keys.cache[:, :, None], compute, None, rank, query.shape[2] - rank)
     if isinstance(plan, TreePlan):

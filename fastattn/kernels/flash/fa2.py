@@ -70,7 +70,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows, or to pages; see `fastattn.kernels.dispatch`."""
+    """Attend to rows, or to pages; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if isinstance(keys, Rows):
         return dense(query, *keys, level.whole, options, out)
@@ -86,7 +86,7 @@ def dense(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    """Attend over ragged rows; see `fastattn.dispatch`."""
     from flash_attn import flash_attn_varlen_func
 
     from fastattn.kernels.gpu.fixup import empty_output, fix_up
@@ -127,7 +127,7 @@ def paged(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages from at most one query per sequence; see `fastattn.kernels.dispatch`.
+    """Attend over pages from at most one query per sequence; see `fastattn.dispatch`.
 
     Its split over keys wants exactly one query per sequence: the rows are laid out so, and the answers taken back.
     """

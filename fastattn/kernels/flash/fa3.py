@@ -123,7 +123,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows, pages or latents, or to codes, which become numbers first; see `fastattn.kernels.dispatch`.
+    """Attend to rows, pages or latents, or to codes, which become numbers first; see `fastattn.dispatch`.
 
     Of a tree it attends to the keys before it, and a launch of ours to its nodes.
     """
@@ -156,7 +156,7 @@ def dense(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    """Attend over ragged rows; see `fastattn.dispatch`."""
     return _attend(query, key, value, plan, options, dict(cu_seqlens_k=cu_seqlens_k_of(plan)), loads_tiles=True)
 
 
@@ -168,7 +168,7 @@ def paged(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    """Attend over pages; see `fastattn.dispatch`."""
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
     where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
@@ -186,7 +186,7 @@ def tree(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages that end with a tree: this library to the keys before it, without a mask, and ours to the rest.
 
-    See `fastattn.kernels.dispatch`.
+    See `fastattn.dispatch`.
     """
     from fastattn.kernels.gpu.recompute import attend_to_nodes, recompute
 
@@ -212,7 +212,7 @@ def mla(
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents; see `fastattn.kernels.dispatch`."""
+    """Attend to latents; see `fastattn.dispatch`."""
     from fastattn.kernels.gpu.fixup import empty_output, fix_up
     from fastattn.kernels.gpu.recompute import recompute_latents
 
@@ -237,7 +237,7 @@ def mla_tree(
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
+    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.dispatch`."""
     from fastattn.kernels.gpu.recompute import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)

@@ -83,7 +83,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
+    """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if level.whole.extends_causal:
         from fastattn.kernels.flash.interval import attend_up_to_and_after
@@ -107,7 +107,7 @@ def dense(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    """Attend over ragged rows; see `fastattn.dispatch`."""
     return _attend(query, key, value, plan, options, out, cu_seqlens_k=cu_seqlens_k_of(plan))
 
 
@@ -119,7 +119,7 @@ def paged(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    """Attend over pages; see `fastattn.dispatch`."""
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
     copied = _should_copy(query, key_cache, value_cache, plan)

@@ -148,7 +148,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to latents, before a tree and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
+    """Attend to latents, before a tree and by a launch of ours to its nodes; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if isinstance(keys, PackedLatents):
         return selected_packed(query, keys, level.whole, options)
@@ -170,7 +170,7 @@ def mla(
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents; see `fastattn.kernels.dispatch`."""
+    """Attend to latents; see `fastattn.dispatch`."""
     from fastattn.kernels.gpu.fixup import empty_output, fix_up
     from fastattn.kernels.gpu.recompute import recompute_latents
     from fastattn.kernels.gpu.tile import with_positive_scale
@@ -340,7 +340,7 @@ def mla_tree(
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
+    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.dispatch`."""
     from fastattn.kernels.gpu.recompute import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)

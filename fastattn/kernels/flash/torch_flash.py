@@ -60,7 +60,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows; see `fastattn.kernels.dispatch`."""
+    """Attend to rows; see `fastattn.dispatch`."""
     assert isinstance(keys, Rows)  # of no other storage is its operation
     (level,) = plan.levels
     return dense(query, *keys, level.whole, options, out)
@@ -74,7 +74,7 @@ def dense(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    """Attend over ragged rows; see `fastattn.dispatch`."""
     from fastattn.kernels.gpu.fixup import empty_output, fix_up
     from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale

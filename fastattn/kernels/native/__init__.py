@@ -44,6 +44,7 @@ KERNEL = Kernel(
     knows=ALL_OPTIONS | OWN_NORM | PLAN | LEVELS | PAGES | QUANTIZED | LATENTS,
     functions={
         "attend": "fastattn.kernels.native.attention:attend",
+        "bind_attend": "fastattn.kernels.native.attention:bind_attend",
         "differential": "fastattn.kernels.native.attention:differential",
     },
 )

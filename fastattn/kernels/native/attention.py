@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Subtraction, latent_scales
-from fastattn.kernels.replay import Replay, recorder
+from fastattn.kernels.replay import Run
 from fastattn.kernels.torch_ops.quantized import fold_scales
 from refattn.keys import Latents, Pages, QuantizedPages
 from refattn.options import AttentionOptions
@@ -52,16 +52,28 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages and over latents; see `fastattn.kernels.dispatch`."""
+    """Attend over pages and over latents; see `fastattn.dispatch`."""
+    answer, lse, _ = bind_attend(query, keys, plan, options, out, True)
+    return answer, lse
+
+
+def bind_attend(
+    query: Float[Tensor, "t h d"],
+    keys: Pages | QuantizedPages | Latents,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+    _: bool,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Run]:
+    """Do so, and return what attends again with other tensors, too."""
     (level,) = plan.levels
     whole = level.whole
     key_cache, value_cache, scales = _pools(query, keys)
     if scales is None:
         call = _describe(query, key_cache, value_cache, whole, options)
-        into = recorder()
-        if into is not None and options.alibi_slopes is None and options.sinks is None:
-            into.replay = _replay_of(call)
-        return _launch(call, query, key_cache, value_cache, out)
+        has_own = options.alibi_slopes is not None or options.sinks is not None  # numbers of a layer, by address
+        again = attend if has_own else Again(call, isinstance(keys, Latents)).run
+        return *_launch(call, query, key_cache, value_cache, out), again
     carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     of_keys: Tensor | None = None
     if isinstance(scales, Int8Scales):
@@ -70,7 +82,7 @@ def attend(
         key_cache, value_cache = key_cache.view(scales.format), value_cache.view(scales.format)
     call = _describe(carrier, key_cache, value_cache, whole, options, of_keys)
     answer, lse = _launch(call, carrier, key_cache, value_cache, None)
-    return answer.mul_(after).to(query.dtype), lse
+    return answer.mul_(after).to(query.dtype), lse, attend
 
 
 def differential(
@@ -81,7 +93,7 @@ def differential(
     subtraction: Subtraction,
     _: Float[Tensor, "t h d"] | None,
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
-    """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`. Every key and value is read once."""
+    """Attend twice over pages and subtract; see `fastattn.dispatch`. Every key and value is read once."""
     key_cache, value_cache = cache[0]
     call = _describe(query, key_cache, value_cache, plan, options)
     call.halves, call.apart, call.out_type = 2, cache.stride(0), TYPES[torch.float32]
@@ -186,16 +198,16 @@ def _error(failure: int) -> Exception:
     return MemoryError("query: expected few enough rows for the memory that is left")
 
 
-def _replay_of(call: Call) -> Replay:
-    """Return what repeats a call with the tensors of a later layer."""
-    described = bytes(call)
+class Again:
+    """A call that was described, to be made with the tensors of a later layer."""
 
-    def replay(
-        query: Tensor, keys: Pages | Latents, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
+    def __init__(self, call: Call, is_shared: bool) -> None:
+        self._described, self._is_shared = bytes(call), is_shared
+
+    def run(
+        self, query: Tensor, keys: Pages | Latents, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        again = Call.from_buffer_copy(described)  # threads may share a plan
-        again.threads = torch.get_num_threads()
-        key_cache, value_cache, _ = _pools(query, keys)
-        return _launch(again, query, key_cache, value_cache, out)
-
-    return replay
+        """Attend as `attend` does: latents begin where their pool does, as keys and as values."""
+        call = Call.from_buffer_copy(self._described)  # threads may share a plan
+        call.threads = torch.get_num_threads()
+        return _launch(call, query, keys[0], keys[0] if self._is_shared else keys[1], out)

@@ -58,7 +58,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows, pages or latents in one level; see `fastattn.kernels.dispatch`."""
+    """Attend to rows, pages or latents in one level; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if isinstance(keys, Rows):
         read = _from_rows(keys, level.whole)

@@ -60,7 +60,7 @@ def recurrent(
     options: RecurrentOptions,
     out: Float[Tensor, "t hv dv"] | None,
 ) -> Float[Tensor, "t hv dv"]:
-    """Fold new tokens into states; see `fastattn.kernels.dispatch`."""
+    """Fold new tokens into states; see `fastattn.dispatch`."""
     compute = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     result = value.new_zeros(value.shape)
@@ -361,7 +361,7 @@ def convolve(
     silu: bool,
     out: Float[Tensor, "t c"] | None,
 ) -> Float[Tensor, "t c"]:
-    """Convolve each channel with its last inputs; see `fastattn.kernels.dispatch`.
+    """Convolve each channel with its last inputs; see `fastattn.dispatch`.
 
     The inputs of each sequence follow those of its state, and all sequences one another: one convolution.
     """

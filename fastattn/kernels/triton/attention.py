@@ -51,8 +51,8 @@ from fastattn.kernels.gpu.quantized import (
 )
 from fastattn.kernels.gpu.tile import CHANGING, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
-from fastattn.kernels.replay import recorder, recording
 from fastattn.kernels.triton import latents_hopper
+from fastattn.kernels.triton.bind import recorder, recording
 from fastattn.kernels.triton.tuning import share_sm, tune
 from refattn.keys import Keys, Latents, PackedLatents, Pages, Rows
 from refattn.options import AttentionOptions

@@ -41,7 +41,7 @@ from fastattn.kernels.gpu.tile import (
     with_positive_scale,
 )
 from fastattn.kernels.problem import Subtraction
-from fastattn.kernels.replay import recorder
+from fastattn.kernels.replay import Run
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
@@ -57,7 +57,24 @@ def differential(
     subtraction: Subtraction,
     out: Float[Tensor, "t h d"] | None = None,
 ) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
-    """Attend twice over pages, subtract, and norm; see `fastattn.kernels.dispatch.differential`.
+    """Attend twice over pages, subtract, and norm; see `fastattn.dispatch`.
+
+    Source: see the module.
+    """
+    answer, lse, _ = bind_differential(query, cache, plan, options, subtraction, out)
+    return answer, lse
+
+
+def bind_differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    subtraction: Subtraction,
+    out: Float[Tensor, "t h d"] | None = None,
+    _: bool = True,
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"], Run]:
+    """Do so, and return what does it again with other tensors, too.
 
     Source: see the module.
     """
@@ -67,7 +84,7 @@ def differential(
     out = query.new_empty(query.shape) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if 0 in (num_tokens, num_heads, batch.num_seqs):
-        return out.zero_(), lse.fill_(-torch.inf)
+        return out.zero_(), lse.fill_(-torch.inf), differential
 
     group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
     left, right = plan.window
@@ -137,16 +154,15 @@ def differential(
             ),
             dict(num_warps=2) | ({"launch_pdl": True} if overlap else {}),
         )
-    into = recorder()
-    if into is not None and (options.softmax_scale is None or options.softmax_scale > 0):  # else the query is changed
-        part_shape = (num_tokens, num_heads, 2 * head_size)
-        made = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction, with_lse=True)
-        into.replay = made.attend
-    return out, lse
+    if options.softmax_scale is not None and options.softmax_scale <= 0:  # the query is changed
+        return out, lse, differential
+    part_shape = (num_tokens, num_heads, 2 * head_size)
+    made = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction, with_lse=True)
+    return out, lse, made.attend
 
 
 class PairLaunches(SplitLaunches):
-    """The launches of a call, called as the operation of the kernel; see `fastattn.kernels.replay`."""
+    """The launches of a call, called as the operation of the kernel; see `fastattn.dispatch`."""
 
     def attend(
         self,

@@ -75,7 +75,7 @@ def recurrent(
     options: RecurrentOptions,
     out: Float[Tensor, "t hv dv"] | None,
 ) -> Float[Tensor, "t hv dv"]:
-    """Fold new tokens into states; see `fastattn.kernels.dispatch`."""
+    """Fold new tokens into states; see `fastattn.dispatch`."""
     num_tokens, num_heads, value_head_size = value.shape
     key_head_size, per_channel = query.shape[-1], log_decay.ndim == 3
     out = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
@@ -849,7 +849,7 @@ def convolve(
     silu: bool,
     out: Float[Tensor, "t c"] | None,
 ) -> Float[Tensor, "t c"]:
-    """Convolve each channel with its last inputs, then write the last of them; see `fastattn.kernels.dispatch`.
+    """Convolve each channel with its last inputs, then write the last of them; see `fastattn.dispatch`.
 
     The second launch writes what the first one reads, so that tiles of tokens need not wait for one another.
     """

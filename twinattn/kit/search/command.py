@@ -72,14 +72,14 @@ def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
 @contextmanager
 def _asking(name: str | None) -> Iterator[list[str]]:
     """Ask for a kernel, and note which ones are chosen."""
-    from fastattn.kernels import dispatch
+    from fastattn.kernels import order
 
     noted: list[str] = []
     token = _chosen.set(noted)
     try:
         with ExitStack() as stack:
             if name is not None:
-                stack.enter_context(dispatch.use_kernel(name))
+                stack.enter_context(order.use_kernel(name))
             yield noted
     finally:
         _chosen.reset(token)
@@ -88,7 +88,7 @@ def _asking(name: str | None) -> Iterator[list[str]]:
 @contextmanager
 def _noting_choices() -> Iterator[None]:
     """Let the chooser say which kernels it chooses."""
-    from fastattn.kernels import dispatch
+    from fastattn.kernels import order
 
     def noting(choose: Any) -> Any:
         def choose_and_note(*arguments: Any) -> Any:
@@ -101,12 +101,12 @@ def _noting_choices() -> Iterator[None]:
         return choose_and_note
 
     with ExitStack() as stack:
-        for name in ("choose", "_choose_differential"):
-            wrapped = getattr(dispatch, name)
+        for name in ("choose", "choose_differential"):
+            wrapped = getattr(order, name)
             note = noting(wrapped)
             if hasattr(wrapped, "cache_clear"):
                 note.cache_clear = wrapped.cache_clear
-            stack.enter_context(mock.patch.object(dispatch, name, note))
+            stack.enter_context(mock.patch.object(order, name, note))
         yield
 
 

@@ -1,0 +1,454 @@
+"""Bind once, run often: the way from a path to a kernel.
+
+The first layer of a step that attends under a plan binds the call: it is checked, a kernel is chosen
+(`fastattn.kernels.order`), and what the kernel has prepared is stored with the plan. Layers of a step differ in little
+but the addresses of their tensors, so a later one finds what was bound under its cache key, and runs it:
+
+    in the cache key       the storage, the kernel asked for, types, shapes, strides, devices, numbers of the options,
+                           and whether a gradient is wanted, which no kernel has
+    not in the cache key   the contents of tensors, the numbers of scales, and addresses, as long as they are multiples
+                           of 16 bytes
+    fixed by the plan      lengths, tables, masks, levels, trees
+
+It never changes an output: without it each layer computes the same, with more CPU overhead. A captured CUDA graph
+replays launches, and has no use for it. `mla.prefill` and `context_parallel.attention` combine several calls; they are
+checked as a whole, and no part of them is stored.
+
+Everything else that a path asks of a kernel is one `run(operation, ...)`. The operations and their arguments:
+
+    attend           query, keys, plan, options, out                        attend under a plan to `Keys`
+    differential     query, cache, plan, options, subtraction, out          attend to pairs, and subtract
+    merge            outs, lses                                             combine partial outputs
+    add_sinks        out, lse, sinks                                        give sinks their share of an output
+    write            key, value, key_cache, value_cache, slot_mapping       write new tokens into the pool
+    write_quantized  ... and scales                                         quantise and write them
+    write_packed     latent, rope_key, cache, slot_mapping                  write latents into packed rows
+    read_packed      rows, latent_rank, rope_size, dtype                    dequantise such rows
+    copy_blocks      cache, pairs                                           copy blocks inside a pool
+    compact          cache, batch, trees, accepted, block_size              move accepted nodes to the front of trees
+    slot_mapping     batch, num_tokens, block_size                          where each new token is written
+    trim             batch, left, block_size, columns                       lengths and tables of a window
+    cut_chunks       batch, chunk_size, block_size, num_chunks, columns     lengths and tables of virtual sequences
+    draw_trees       batch, trees, num_tokens                               depths, ancestors, positions of nodes
+    write_index      key, index_cache, slot_mapping                         write index keys into their pool
+    read_index       index_cache, slots                                     read index keys
+    score_index      query, weights, index_cache, plan                      score the keys that queries may see
+    select           scores, topk                                           the positions of the best
+    selected_slots   batch, positions, block_size                           where selected keys are
+    plan_selected    batch, positions, block_size                           a sequence for each query row
+    recurrent        query, key, value, log_decay, beta, states, plan, options, out    fold new tokens into states
+    convolve         inputs, weight, states, plan, bias, silu, out          mix tokens with the inputs before them
+
+Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
+float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
+not None, is contiguous memory that the kernel may write its output to, and no part of an input; it may also return
+another tensor. A kernel may have `bind_attend`, which takes `return_lse`, too, and returns a third thing: a function
+that is called as `attend` is, and computes the same with the tensors of another layer.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattn.kernels import order
+from fastattn.kernels.kernel import OWN_NORM, PAGES, QUANTIZED
+from fastattn.kernels.memory import addresses, in_memory, is_without_memory
+from fastattn.kernels.pairs import in_pages, subtraction_of
+from fastattn.kernels.problem import Problem, attention_problem, compute_dtype, problem_of
+from fastattn.kernels.replay import ALIGNMENT, Bound, Key, forget_writes, layouts_of, memo_of, numbers_of
+from refattn.checks_of_calls import check_plan
+from refattn.keys import AnyKeys, Keys, Pages, Pairs, QuantizedPages, Rows
+from refattn.modes import AUTOCAST_DEVICES, has_tangents, is_autocast_enabled, refuse_gradients
+from refattn.options import AttentionOptions
+from refattn.plan import CascadePlan, Plan
+from refattn.scales import Fp8Scales, Int8Scales
+from refattn.trees import AttentionPlan, TreePlan
+
+NO_BACKWARD = "fastattn has no backward pass; use refattn, which has, or torch.no_grad()"
+
+
+def attend(
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    kind: type | None = None,
+    **more: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend: run what the plan has bound for such tensors and options, else check the call and bind it.
+
+    Nothing that is checked differs in a later call, as bad arguments give another cache key.
+
+    Args:
+        query: query rows of all sequences, `[t, h, d]`.
+        keys: where the keys are.
+        plan: the lengths, the tables, and who may see whom.
+        options: those of the layer.
+        out: where the outputs go; new memory if None.
+        return_lse: return the log-sum-exps, too.
+        kind: the type of the plans of the path; None for any that its keys are read under.
+        more: how the outputs of pairs are subtracted.
+
+    Raises:
+        ValueError: as `keys.check` does.
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    if kind is not None and type(plan) is not kind:
+        check_plan(plan, kind)
+    key = key_of(order.asked_for.get(), query, keys, plan, options, out, return_lse, more)
+    memo = None if key is None else vars(plan).get("memo")
+    bound = None if memo is None else memo.bound.get(key)
+    if bound is not None:
+        try:
+            if out is None and not more:  # most calls: `**` takes the CPU half a microsecond
+                answer, lse = bound.run(query, keys, plan, options, None)
+            elif out is None:
+                answer, lse = bound.run(query, keys, plan, options, None, **more)
+            else:
+                memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
+                answer, lse = _into(out, *bound.run(query, keys, plan, options, memory, **more))
+            return (answer, lse) if return_lse else answer
+        except torch.OutOfMemoryError:
+            pass  # computed once more as a first call is, which says what helps
+    keys.check(query, plan, options, out, return_lse, **more)
+    answer, lse = compute(query, keys, plan, options, out, key, return_lse, **more)
+    return (answer, lse) if return_lse else answer
+
+
+def compute(
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Tensor | None = None,
+    key: Key | None = None,
+    return_lse: bool = True,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend to what has been checked; returns the outputs and their log-sum-exps.
+
+    Args:
+        query: as in `attend`, and what follows.
+        keys: where the keys are.
+        plan: the lengths, the tables, and who may see whom.
+        options: those of the layer.
+        out: where the outputs go; new memory if None.
+        key: from `key_of`, under which the plan will find what is bound; None to store nothing.
+        return_lse: whether later calls with this key want the log-sum-exps, too.
+        more: as in `attend`.
+    """
+    given = _read(query=query, keys=keys, plan=plan, options=options, out=out, **more)
+    query, keys, plan, options, out, *_ = given.values()
+    more = {name: given[name] for name in more}
+    with launching(query.device):
+        memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
+        way = _with_subtraction if isinstance(keys, Pairs) else _by_a_kernel
+        answer, lse, bound = way(query, keys, plan, options, memory, None if key is None else return_lse, **more)
+        if key is not None:
+            memo_of(plan).bound[key] = bound
+        return _into(out, answer, lse)
+
+
+def run(operation: str, **arguments: Any) -> Any:
+    """Compute an operation beside attention by the first kernel that can: `run("merge", outs=outs, lses=lses)`.
+
+    Args:
+        operation: one of those that the module lists.
+        arguments: those of the operation, in their order.
+
+    Raises:
+        NotImplementedError: if a gradient is wanted, or no kernel computes the operation, with the reason of each.
+    """
+    return launch(getattr(order.choose(problem_of(operation, arguments)), operation), **arguments)
+
+
+def run_in_each(operation: str, pools: Sequence[Tensor], **arguments: Any) -> None:
+    """Compute an operation in several pools, once there is a kernel for each."""
+    kernels = [order.choose(problem_of(operation, {"cache": pool, **arguments})) for pool in pools]
+    for kernel, pool in zip(kernels, pools, strict=True):
+        launch(getattr(kernel, operation), cache=pool, **arguments)
+
+
+def launch(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a function of a kernel with tensors that it can read by their addresses, on the GPU of the first one.
+
+    Raises:
+        NotImplementedError: if a gradient is wanted.
+        ValueError: naming a tensor that has no memory of its own.
+    """
+    given = _read(**arguments)
+    first = next(iter(given.values()))
+    with launching((first[0] if isinstance(first, list | tuple) else first).device):
+        return function(**given)
+
+
+def forget() -> None:
+    """Forget which kernels were chosen, and how to replay writes; a plan remembers its own calls."""
+    order.forget()
+    forget_writes()
+
+
+# --- around a launch ---
+
+
+def _read(**arguments: Any) -> dict[str, Any]:
+    """Refuse gradients, and return arguments all of whose tensors are what their memory holds."""
+    refuse_gradients(NO_BACKWARD, **arguments)
+    return {name: in_memory(name, argument) for name, argument in arguments.items()}
+
+
+@contextmanager
+def launching(device: torch.device) -> Iterator[None]:
+    """Compute in the types that are given, in autocast too, on a GPU; and say what helps where memory runs out.
+
+    A launch goes to the current GPU, whichever one the tensors are on.
+    """
+    with ExitStack() as around:
+        for kind in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(kind):
+                around.enter_context(torch.autocast(kind, enabled=False))
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            around.enter_context(torch.cuda.device(device))
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
+                f"max_num_batched_tokens), or a smaller pool of keys and values (num_blocks). {error}"
+            ) from error
+
+
+def memory_for(out: Tensor | None, *read: object) -> Tensor | None:
+    """Return where a kernel may write its output: `out`, if it is no part of what is read."""
+    return None if out is None or _overlaps(out, read) else out
+
+
+def _memory(out: Tensor | None, *read: object) -> Tensor | None:
+    """Return where a kernel may write its answer: `out`, if that is contiguous and no part of what is read.
+
+    A kernel may read an input after it has written some of the answer. This is asked in every call, as no cache key
+    has addresses.
+    """
+    return out if out is not None and out.is_contiguous() and not _overlaps(out, read) else None
+
+
+def _overlaps(out: Tensor, read: Iterable[object]) -> bool:
+    """Return whether memory for an answer lies between the first and the last element of a tensor that is read.
+
+    Of what is no tensor, scales have some, and anything else has none.
+    """
+    begin, end = addresses(out)
+    for x in read:
+        if isinstance(x, Tensor):
+            if x.data_ptr() < end and begin < addresses(x)[1]:
+                return True
+        elif isinstance(x, Fp8Scales | Int8Scales) and _overlaps(out, vars(x).values()):
+            return True
+    return False
+
+
+def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring an answer to where it was asked for, if it is not there."""
+    if out is None or answer is out:
+        return answer, lse
+    return out.copy_(answer), lse
+
+
+# --- which kernels ---
+
+
+def _by_a_kernel(
+    query: Tensor,
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool | None,
+) -> tuple[Tensor, Tensor, Bound]:
+    """Attend, and return what is bound; nothing of its own if `return_lse` is None, as nothing will be run again.
+
+    The levels of a cascade are one call where each has the same kernel, and it takes all of them. Otherwise a kernel is
+    chosen for each, and the outputs merge. Over codes a kernel that takes all of them goes first.
+    """
+    problem = attention_problem(query, keys, plan, options)
+    if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
+        return order.choose(problem).bind("attend", query, keys, plan, options, out, return_lse=return_lse)
+    levels = [attention_problem(query, keys, *one) for one in _levels_of(plan, options)]
+    kernels = [order.choose(level._replace(asks=problem.asks)) for level in levels]
+    if len(set(kernels)) == 1 and kernels[0].computes(problem):
+        return kernels[0].bind("attend", query, keys, plan, options, out, return_lse=return_lse)
+    attends = [kernel.attend for kernel in kernels]
+    merge = order.choose(Problem("merge", query.device, compute_dtype(query.dtype))).merge
+
+    def one_by_one(
+        query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        work = zip(attends, _levels_of(plan, options), strict=True)
+        parts = [attend(query, keys, *one, None) for attend, one in work]
+        answer: tuple[Tensor, Tensor] = merge(*zip(*parts, strict=True))
+        return answer
+
+    return *one_by_one(query, keys, plan, options, out), Bound(", ".join(one.name for one in kernels), one_by_one)
+
+
+def _levels_of(plan: AttentionPlan, options: AttentionOptions) -> list[tuple[Plan | TreePlan, AttentionOptions]]:
+    """Return each level with its options: sinks count once, in the last level, where every query is."""
+    *shared, own = plan.levels
+    return [*((level, options.without_sinks()) for level in shared), (own, options)]
+
+
+def _with_subtraction(
+    query: Tensor,
+    keys: Pairs,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool | None,
+    **more: Any,
+) -> tuple[Tensor, Tensor, Bound]:
+    """Attend as `_by_a_kernel` by one that subtracts, which reads every key and value once, where one can.
+
+    Where none can, or one is asked for that cannot, it is four calls of attention, as always over an fp8 cache, under
+    the levels of a cascade and under drafted trees.
+    """
+    order.refuse_unknown("differential attention", PAGES | QUANTIZED, keys)
+    if keys.scales is None and isinstance(plan, Plan):
+        pages, over_pages = in_pages(keys.cache, plan)
+        problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
+        asks = problem.asks if more.get("norm") is None else problem.asks | OWN_NORM
+        kernel = order.choose_differential(problem._replace(asks=asks), order.asked_for.get())
+        if kernel is not None:  # launches know one table, and rows have one per call
+            arguments = query, pages, over_pages, options, subtraction_of(**more), out
+            again = return_lse if over_pages is plan else None
+            answer, lse, bound = kernel.bind("differential", *arguments, return_lse=again)
+            subtract = bound.run
+
+            def of_kernel(
+                query: Tensor,
+                keys: Pairs,
+                plan: Plan,
+                options: AttentionOptions,
+                out: Tensor | None,
+                **more: Any,
+            ) -> tuple[Tensor, Tensor]:
+                arguments = query, *in_pages(keys.cache, plan), options, subtraction_of(**more), out
+                answer, lse = subtract(*arguments)
+                return answer if answer is out else answer.view(query.shape), lse
+
+            return answer if answer is out else answer.view(query.shape), lse, Bound(bound.kernel, of_kernel)
+
+    def by_four_calls(
+        query: Tensor, keys: Pairs, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None, **more: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Each half of the queries attends over values of both."""
+        subtraction, compute = subtraction_of(**more), compute_dtype(query.dtype)
+        lse = query.new_empty(query.shape[:2], dtype=compute)
+        answers: list[Tensor] = []
+        for half in (0, 1):
+            queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
+            parts: list[Tensor] = []
+            for other in (0, 1):
+                values = keys.of_halves(half, other)
+                bound = calls.get((half, other))
+                if bound is None:
+                    part, lse[:, half::2], bound = _by_a_kernel(queries, values, plan, its_options, None, None)
+                    calls[half, other] = bound
+                else:
+                    part, lse[:, half::2] = bound.run(queries, values, plan, its_options, None)
+                parts.append(part.to(compute))
+            answers.append(torch.cat(parts, dim=-1))
+        difference = answers[0] - subtraction.lambda_full.to(compute) * answers[1]
+        return subtraction.finish(difference).to(query.dtype).view(query.shape), lse
+
+    calls: dict[tuple[int, int], Bound] = {}
+    answer, lse = by_four_calls(query, keys, plan, options, out, **more)
+    return answer, lse, Bound(calls[0, 0].kernel, by_four_calls)
+
+
+# --- the cache key of a call ---
+
+
+def key_of(
+    asked_for: str | None,
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    more: dict[str, Any],
+) -> Key | None:
+    """Return the cache key of a call of attention; None if it is not to be replayed. No argument was checked before.
+
+    A call is not replayed if an argument is not of its very type or has no strides, if a tensor is not what its memory
+    holds (`fastattn.kernels.memory`), or begins elsewhere than at a multiple of 16 bytes, as its launches would differ,
+    if the GPU is not the current one, under autocast, which has to be switched off, and in forward-mode gradients.
+
+    Args:
+        asked_for: the kernel asked for by `use_kernel`.
+        query: query rows of all sequences.
+        keys: where the keys are.
+        plan: the lengths, the tables, and who may see whom.
+        options: those of the layer.
+        out: where the outputs go; None for new memory.
+        return_lse: the log-sum-exps are wanted, too.
+        more: the arguments that only differential attention has.
+    """
+    storage = type(keys)
+    others: tuple[object, ...] = ()
+    if isinstance(keys, (Pages, Rows)):
+        key, value = keys
+    elif isinstance(keys, QuantizedPages):
+        key, value, scales = keys
+        others = (scales,)
+    else:  # one pool of both
+        key = value = keys[0]
+        others = keys[1:]
+    if not (type(query) is type(key) is type(value) is Tensor):
+        return None
+    kind = type(plan)
+    if kind is not Plan and kind is not TreePlan and kind is not CascadePlan:
+        return None
+    if type(options) is not AttentionOptions or (return_lse is not True and return_lse is not False):
+        return None
+    if out is not None and type(out) is not Tensor:
+        return None
+    device = query.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return None
+    if is_autocast_enabled(device) or has_tangents():
+        return None
+    try:
+        at_query, at_key, at_value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        if not (at_query and at_key and at_value) and any(map(is_without_memory, (query, key, value))):
+            return None
+        if query.is_neg() or key.is_neg() or (value is not key and value.is_neg()):
+            return None
+        address = at_query | at_key | at_value
+        layouts: Key | None = ()
+        if others or more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
+            given: list[object] = [out, options.alibi_slopes, options.sinks]
+            for x in (*others, *more.values()):
+                is_scales = type(x) is Fp8Scales or type(x) is Int8Scales
+                given += (type(x), *vars(x).values()) if is_scales else (x,)
+            bits, layouts = layouts_of(given)
+            address |= bits
+        if address % ALIGNMENT or layouts is None:
+            return None
+        return (
+            asked_for,
+            return_lse,
+            (storage, device, query.dtype, query.shape, query.stride()),
+            (key.device, key.dtype, key.shape, key.stride()),
+            (value.device, value.dtype, value.shape, value.stride()),
+            numbers_of(options),
+            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+            layouts,
+        )
+    except RuntimeError:  # of a sparse or nested tensor, which has no strides
+        return None

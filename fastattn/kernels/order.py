@@ -1,0 +1,383 @@
+"""Which kernel goes first, and why: a table of rules, and the one chooser, which takes the first kernel that can.
+
+The first rule whose condition holds decides. It names kernels from the one to take first to the last resort; those
+that cannot compute a problem are skipped, and `explain(problem)` says why.
+
+On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over multiprocessors (SMs); the others give a
+tile of queries to one SM, with all its keys. With few tiles most of the card stays idle; with few rows a tile is mostly
+padding. And where there is little to compute it is the CPU that takes time, half as much for a prefill of ours as for
+one of flash-attn-4.
+
+A measurement is a row of a committed result file (tests/tools/test_numbers.py compares the times), or it has its day
+and commit, all on an NVIDIA H200 unless it names a CPU; what was never measured says so.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from fastattn.kernels.device import num_multiprocessors
+from fastattn.kernels.kernel import Kernel
+from fastattn.kernels.problem import Problem, asked_of
+
+MODULES = {
+    "native": "fastattn.kernels.native",
+    "cpu": "fastattn.kernels.cpu",
+    "torch": "fastattn.kernels.torch_ops",
+    "plain": "fastattn.kernels.torch_ops.attention",
+    "triton": "fastattn.kernels.triton",
+    "fa4": "fastattn.kernels.flash.fa4",
+    "fa3": "fastattn.kernels.flash.fa3",
+    "flash_mla": "fastattn.kernels.flash.flash_mla",
+    "fa2": "fastattn.kernels.flash.fa2",
+    "torch_flash": "fastattn.kernels.flash.torch_flash",
+}
+NAMES = tuple(MODULES)
+
+FA3_PAGE = 128  # tokens in a page, of which prompts go to FlashAttention-3 first
+ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
+FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
+SELECTED_FULL = 0.24  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first
+FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
+
+asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
+
+
+# --- the table ---
+
+
+class Rule(NamedTuple):
+    """One row: where a condition holds, these kernels are tried in this order.
+
+    Attributes:
+        name: the case, in words.
+        holds: the condition, on a problem that no rule above it has decided.
+        kernels: from the first choice to the last resort.
+        measured: what the order rests on: a result file and what is in it, or "not measured", and the reason.
+    """
+
+    name: str
+    holds: Callable[[Problem], bool]
+    kernels: tuple[str, ...]
+    measured: str
+
+
+H200 = "docs/results/cuda-nvidia-h200.json"
+XEON = "docs/results/cpu-intel-xeon.json"
+
+RULES = (
+    Rule(
+        "a CPU",
+        lambda problem: problem.device.type == "cpu",
+        ("native", "cpu", "torch", "triton"),
+        f"""{XEON}, chunked_prefill/decode-16x4096: our C, which is for decodes, takes half the time of the kernel
+        `cpu`, which copies keys out of their pages. Triton's interpreter is for tests.""",
+    ),
+    Rule(
+        "attention on a device that is neither a CPU nor of CUDA or ROCm",
+        lambda problem: problem.device.type != "cuda" and problem.is_attention,
+        ("plain",),
+        "not measured: it is right, and slow",
+    ),
+    Rule(
+        "anything else on such a device",
+        lambda problem: problem.device.type != "cuda",
+        ("torch",),
+        "not measured: there is one kernel",
+    ),
+    Rule(
+        "merges, writes and tables",
+        lambda problem: not problem.is_attention,
+        ("triton", "torch"),
+        "not measured: one launch of ours takes the place of several of PyTorch",
+    ),
+    Rule(
+        "quantised pages, where a key meets many queries",
+        lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
+        ("fa4", "fa3", "triton"),
+        f"""{H200}, quantized/prefill-2x8192-fp8: codes are expanded into memory once, for a kernel of numbers.
+        flash-attn-4 comes first, as it splits no keys and so shows NaN in any. FlashAttention-3 is not asked for its
+        own product of codes: it rounds the weights to fp8, too, before they meet the values, which costs more than the
+        one tolerance lets pass.""",
+    ),
+    Rule(
+        "quantised pages",
+        lambda problem: problem.keys == "quantized",
+        ("triton",),
+        f"""{H200}, quantized/decode-64x8192-fp8: ours turns codes into numbers in registers, for each tile of queries
+        anew.""",
+    ),
+    Rule(
+        "packed latents of one sequence",
+        lambda problem: problem.keys == "packed" and problem.num_seqs == 1,
+        ("triton", "flash_mla"),
+        f"""{H200}, sparse/decode-*-packed: of packed ones it splits them: one query takes it 26 us and ours 22,
+        8 of them 36 and 49.""",
+    ),
+    Rule(
+        "packed latents",
+        lambda problem: problem.keys == "packed",
+        ("flash_mla", "triton"),
+        f"{H200}, sparse/decode-*-packed: as above, with 8 queries",
+    ),
+    Rule(
+        "selected latents of many queries",
+        lambda p: _are_selected(p) and p.num_seqs * p.num_heads >= 64 * SELECTED_FULL * num_multiprocessors(p.device),
+        ("flash_mla", "triton", "fa3"),
+        """not measured in a result file: FlashMLA splits none. 16 queries of 128 heads over 2048 each take it 59 us and
+        ours 64, 64 of them 80 and 140, 8 of them 57 and 39 (9621fe0, 2026-11-23).""",
+    ),
+    Rule(
+        "selected latents",
+        lambda problem: _are_selected(problem),
+        ("triton", "flash_mla", "fa3"),
+        "not measured in a result file: as above, with 8 queries (9621fe0, 2026-11-23)",
+    ),
+    Rule(
+        "latents under a tile of rows",
+        lambda problem: problem.keys == "latents" and _rows(problem) <= 16,
+        ("triton", "flash_mla", "fa3"),
+        f"""{H200}, mla/decode-64x8192-heads-16: by FlashMLA, FlashAttention-3 and ours. With 16 heads ours is: 158, 166
+        and 150 us; and 128 of 16 heads over 2048 keys 83, 93 and 79 us.""",
+    ),
+    Rule(
+        "latents under many rows of each of many sequences, of about as many keys each",
+        lambda problem: problem.keys == "latents" and _fills_sms(problem),
+        ("flash_mla", "fa3", "triton"),
+        f"""{H200}, mla/decode-64x8192-heads-128: 64 decodes of 128 heads over 8192 keys take it 270 us and ours 351;
+        FlashAttention-3 took 287. Codes of latents are read by ours alone, unless a call lets FlashMLA round queries
+        and weights: 64 decodes of 128 heads over 8192 keys then take it 231 us. Under a tree both read the keys
+        before it, and ours its nodes: 64 trees of 4 nodes and 16 heads take 0.20, 0.20 and by ours alone 0.45 ms, 32 of
+        8 nodes and 128 heads 1.08, 1.07 and 3.21.""",
+    ),
+    Rule(
+        "latents",
+        lambda problem: problem.keys == "latents",
+        ("flash_mla", "triton", "fa3"),
+        f"{H200}, mla/decode-1x131072-heads-128: FlashAttention-3 is not asked to split keys, so it comes last",
+    ),
+    Rule(
+        "a tree after many keys of each of many sequences",
+        lambda problem: problem.tree and _rows(problem) > 16 and _fills_sms(problem),
+        ("fa3", "triton"),
+        f"""{H200}, speculative/tree-64x8192-drafts-16: a tree is a chunk to all but its last keys. FlashAttention-3
+        reads the keys before it, without a mask, and ours its few nodes, in one launch that takes in the answer of the
+        other: 64 trees of 16 nodes after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and
+        0.19.""",
+    ),
+    Rule(
+        "trees",
+        lambda problem: problem.tree,
+        ("triton", "fa3"),
+        f"{H200}, speculative/tree-1x8192-drafts-64: FlashAttention-3 is not asked to split keys",
+    ),
+    Rule(
+        "a window over rows",
+        lambda problem: problem.keys == "rows" and problem.window[0] >= 0,
+        ("fa2", "torch_flash", "triton", "fa4"),
+        """not measured: flash-attn-4 (4.0.0b36) is the last resort, as it hung an H200 within some hundred calls of
+        16384 queries and a window of 1024, twice. Over pages it never did.""",
+    ),
+    Rule(
+        "few rows, few operations or few tiles; or no bit may depend on the batch",
+        lambda problem: _pays_to_split(problem),
+        ("triton", "fa4", "fa3", "fa2", "torch_flash"),
+        f"""{H200}, chunked_prefill/decode-*: ours splits the keys. When ours is taken for a prompt: against
+        flash-attn-4, over prompts and chunks of 64 to 2048 tokens (aa92ef7, 2026-11-22). What ours takes for its few
+        operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most (aa92ef7).""",
+    ),
+    Rule(
+        "up to 64 causal rows over pages, of each of many sequences, of about as many keys each",
+        lambda problem: _is_causal_over_pages(problem) and _rows(problem) <= 64 and _fills_sms(problem),
+        ("fa3", "triton", "fa4", "fa2", "torch_flash"),
+        f"""{H200}, chunked_prefill/decode-64x8208-tokens-16: FlashAttention-3 lays the query heads of a group side by
+        side. With 16 drafted tokens for each of 64 sequences of 8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4
+        0.67. It could split keys, too, but drops a split whose scores are NaN, so it is not asked to: with few queries
+        it goes first only where there are tiles for most SMs, of about as many keys each.""",
+    ),
+    Rule(
+        "up to 64 causal rows over pages",
+        lambda problem: _is_causal_over_pages(problem) and _rows(problem) <= 64,
+        ("triton", "fa3", "fa4", "fa2", "torch_flash"),
+        f"{H200}, chunked_prefill/decode-64x8208-tokens-16: as above; ours, as it splits the keys",
+    ),
+    Rule(
+        "causal chunks over pages of FlashAttention-3's own tile",
+        lambda problem: _is_causal_over_pages(problem) and problem.block_size == FA3_PAGE,
+        ("fa3", "fa4", "fa2", "torch_flash", "triton"),
+        f"""{H200}, chunked_prefill/prefill-2x8192-blocks-128: it loads such pages faster than others, and is beside
+        flash-attn-4 since then; in front of it by a147b27, 2026-11-22.""",
+    ),
+    Rule(
+        "anything else on a GPU",
+        lambda problem: True,
+        ("fa4", "fa3", "fa2", "torch_flash", "triton"),
+        f"{H200}, dense/prefill-2x8192 and chunked_prefill/prefill-2x8192",
+    ),
+)
+
+
+def rule_of(problem: Problem) -> Rule:
+    """Return the first rule whose condition holds."""
+    return next(rule for rule in RULES if rule.holds(problem))
+
+
+def priorities(problem: Problem) -> tuple[str, ...]:
+    """Order the kernels from the one to take first to the last resort."""
+    return rule_of(problem).kernels
+
+
+def _are_selected(problem: Problem) -> bool:
+    """Return whether latents are those that were selected for each query."""
+    return problem.keys == "latents" and problem.block_size == 1 and problem.max_query_len == 1
+
+
+def _is_causal_over_pages(problem: Problem) -> bool:
+    return problem.keys == "pages" and problem.window == (-1, 0)
+
+
+def _pays_to_split(problem: Problem) -> bool:
+    """Return whether splitting the keys pays, or the choice must not depend on the batch."""
+    rows = _rows(problem)
+    if problem.batch_invariant or rows <= 16:
+        return True
+    scores = problem.num_seqs * problem.num_heads * problem.max_query_len * problem.max_seq_len
+    if 2 * scores * (problem.head_size + problem.value_head_size) <= FEW_OPERATIONS:
+        return True
+    tiles = problem.num_seqs * problem.num_kv_heads * -(-rows // 128)
+    room = 2 if rows <= 64 else 2.5  # multiprocessors for each tile, from which on splitting the keys pays
+    return tiles * room <= num_multiprocessors(problem.device)
+
+
+def _fills_sms(problem: Problem) -> bool:
+    """Return whether a kernel that splits no keys keeps most multiprocessors at work, each for about as long."""
+    rows = 64 if problem.keys == "latents" else 128  # of its tiles
+    tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
+    return problem.even and tiles >= FULL * num_multiprocessors(problem.device)
+
+
+def _rows(problem: Problem) -> int:
+    """Return the most rows of the products with one key head of a sequence."""
+    return problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
+
+
+def _rows_per_key(problem: Problem) -> float:
+    """Return how many rows meet a key, at most on average: less than all, if most of the keys are outside a window."""
+    left, right = problem.window
+    visible = problem.max_seq_len if min(left, right) < 0 else min(problem.max_seq_len, left + 1 + right)
+    rows = problem.num_tokens * (problem.num_heads // problem.num_kv_heads) / max(1, problem.num_seqs)
+    return rows * visible / max(1, problem.max_seq_len)
+
+
+# --- the chooser ---
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Ask for one kernel inside a `with` block; a problem that it cannot compute raises, nothing takes its place.
+
+    It is asked for the operations that it has: a FlashAttention package has none that writes a cache or makes a table,
+    and those are chosen as usual.
+
+    Args:
+        name: one of `fastattn.kernels.NAMES`.
+
+    Raises:
+        ValueError: if there is no kernel of that name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
+    token = asked_for.set(name)
+    try:
+        yield
+    finally:
+        asked_for.reset(token)
+
+
+def choose(problem: Problem) -> Kernel:
+    """Choose the kernel for a problem: the one asked for, else the first in the order of `priorities` that can.
+
+    Args:
+        problem: what is to be computed.
+
+    Returns:
+        The kernel.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    return _choose(problem, asked_for.get())
+
+
+@lru_cache(maxsize=4096)
+def _choose(problem: Problem, asked: str | None) -> Kernel:
+    names = priorities(problem)
+    if asked is not None and _load(asked).computes(problem):
+        names = (asked,)
+    reasons = {}
+    for name in names:
+        reasons[name] = unsupported_reason(name, problem)
+        if reasons[name] is None:
+            return _load(name)
+    why_not = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise NotImplementedError(f"no kernel computes {problem.what}: {why_not}")
+
+
+@lru_cache(maxsize=4096)
+def choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
+    """Return the kernel that subtracts by itself; None if none can, or one is asked for that has only attention."""
+    if asked is not None and "pages" in _load(asked).attends and "differential" not in _load(asked).functions:
+        return None
+    try:
+        return _choose(problem._replace(operation="differential"), asked)
+    except NotImplementedError:
+        return None
+
+
+def unsupported_reason(name: str, problem: Problem) -> str | None:
+    """Return why a kernel cannot compute a problem, or None."""
+    kernel = _load(name)
+    if not kernel.computes(problem):
+        return f"does not compute {problem.what}"
+    unknown, reason = kernel.unknown(problem), kernel.unsupported_reason(problem)
+    return f"does not know {unknown}" if reason is None and unknown is not None else reason
+
+
+def refuse_unknown(what: str, knows: frozenset[str], *arguments: object) -> None:
+    """Refuse what is computed by several operations, if a plan or keys ask for more than it knows.
+
+    Raises:
+        NotImplementedError: naming a field that does.
+    """
+    unknown = min(asked_of(*arguments) - knows, default=None)
+    if unknown is not None:
+        raise NotImplementedError(f"no kernel computes {what}: it does not know {unknown}")
+
+
+def explain(problem: Problem) -> str:
+    """Return which kernel would compute a problem, and of each other one why not: a line per kernel.
+
+    Args:
+        problem: what is to be computed.
+    """
+    lines = [f"{name}: {unsupported_reason(name, problem) or 'can'}" for name in NAMES]
+    try:
+        lines.append(f"chosen: {choose(problem).name}")
+    except NotImplementedError as error:
+        lines.append(str(error))
+    return "\n".join(lines)
+
+
+def forget() -> None:
+    """Forget which kernels were chosen; a plan remembers its own calls."""
+    _choose.cache_clear()
+    choose_differential.cache_clear()
+
+
+@cache
+def _load(name: str) -> Kernel:
+    kernel: Kernel = importlib.import_module(MODULES[name]).KERNEL
+    return kernel

@@ -1,0 +1,42 @@
+"""Pairs of keys and values, and how their outputs are subtracted, as kernels of differential attention take them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fastattn.kernels.problem import Subtraction, cu_seqlens_k_of
+from fastattn.kernels.replay import memo_of
+from refattn.plan import Plan
+
+
+def subtraction_of(
+    *,
+    lambda_full: Tensor,
+    lambda_init: float,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Subtraction:
+    """Return what the path takes of a subtraction as a kernel takes it."""
+    return Subtraction(lambda_full, norm_weight, float(norm_eps), 1.0 - lambda_init, norm)
+
+
+def in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
+    """Return rows, and a plan over them, as pages of one row each; pages as they are.
+
+    On a CPU the memo stores that plan. On a device every call makes its table, so that a CUDA graph does, too.
+    """
+    if plan.block_size is not None:
+        return cache, plan
+    memo, num_rows = memo_of(plan), cache.shape[2]
+    pages = memo.pages.get(num_rows)
+    if pages is None:
+        longest = min(plan.batch.max_seq_len, num_rows)
+        columns = torch.arange(longest, dtype=torch.int32, device=plan.batch.device)
+        batch = replace(plan.batch, block_table=cu_seqlens_k_of(plan)[:-1, None] + columns)
+        pages = replace(plan, batch=batch, block_size=1)
+        if plan.batch.device.type == "cpu":
+            memo.pages[num_rows] = pages
+    return cache[:, :, :, None], pages
