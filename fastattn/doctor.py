@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastattn.kernels.device import package_version
-from fastattn.kernels.dispatch import NAMES, choose, priorities, unsupported_reason
+from fastattn.kernels.order import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem
 
