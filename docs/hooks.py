@@ -149,7 +149,7 @@ def kernels(page: Page, instead: str) -> str:
     """List the kernels, with the first sentence of each file."""
     lines = ["| kernel | what it is |", "|---|---|"]
     for name, module in order.MODULES.items():
-        path = module_file(module)
+        path = module_file(module.partition(":")[0])
         sentence = documentation(path).split("\n\n")[0].replace("\n", " ")
         lines.append(f"| [`{name}`]({to(page, page_of(path))}) | {sentence} |")
     return "\n".join(lines)

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fastattn.kernels.device import package_version
-from fastattn.kernels.order import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.native.compiler import library
+from fastattn.kernels.order import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.problem import Problem
 
 NONE = "none"
@@ -22,7 +22,6 @@ PACKAGES = {
     "native": "a C compiler",
     "cpu": "torch",
     "torch": "torch",
-    "plain": "torch",
     "triton": "triton",
     "fa4": "flash-attn-4",
     "fa3": "flash-attn-3",

@@ -45,40 +45,6 @@ def allocate(
     return (key_cache, value_cache) if layout == "NHD" else (key_cache.transpose(1, 2), value_cache.transpose(1, 2))
 
 
-def allocate_layers(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    layout: str = "NHD",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Shaped[Tensor, "n ..."], list[tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk d"]]]]:
-    """Make one empty pool for all layers: a block holds the keys and values of its tokens in every layer.
-
-    Arguments, results and errors are those of `refattn.kv_cache.allocate_layers`.
-    """
-    check_sizes(
-        num_layers=num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-    )
-    check_memory(dtype, device)
-    if layout not in ("NHD", "HND"):
-        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
-    if layout == "NHD":
-        pool = torch.zeros(num_blocks, num_layers, 2, block_size, num_kv_heads, head_size, dtype=dtype, device=device)
-        by_layer = pool.permute(1, 2, 0, 3, 4, 5)
-    else:
-        pool = torch.zeros(num_blocks, num_kv_heads, num_layers, 2, block_size, head_size, dtype=dtype, device=device)
-        by_layer = pool.permute(2, 3, 0, 4, 1, 5)
-    return pool, [(layer[0], layer[1]) for layer in by_layer.unbind()]
-
-
 def write(
     key: Shaped[Tensor, "rows hk d"],
     value: Shaped[Tensor, "rows hk dv"],

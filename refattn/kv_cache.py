@@ -74,60 +74,6 @@ def allocate(
     return pool(head_size), pool(value_head_size)
 
 
-def allocate_layers(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    layout: str = "NHD",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Shaped[Tensor, "n ..."], list[tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk d"]]]]:
-    """Make one empty pool for all layers: a block holds the keys and values of its tokens in every layer.
-
-        NHD    [n, layers, 2, p, hk, d]      HND    [n, hk, layers, 2, p, d]
-
-    So a block moves with one copy, whatever the number of layers: `copy_blocks([pool], pairs)`. In HND a block is cut
-    by heads first, so that ranks with a share of the heads exchange contiguous memory.
-
-    Args:
-        num_layers: layers that share the pool.
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key and of a value, `d`.
-        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); views have the same index order.
-        dtype: type of an element.
-        device: where the pool is.
-
-    Returns:
-        The pool as it lies in memory, filled with zeros; and for each layer its `key_cache` and `value_cache`, strided
-        views of it that every path and write takes.
-
-    Raises:
-        ValueError: if a size is not positive, or there is no such layout, type or device.
-
-    Source: the stride orders of vLLM's FlashAttention backend for pools that include the layers.
-    """
-    check_sizes(
-        num_layers=num_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-    )
-    check_memory(dtype, device)
-    if layout not in ("NHD", "HND"):
-        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
-    sizes = dict(n=num_blocks, layers=num_layers, two=2, p=block_size, hk=num_kv_heads, d=head_size)
-    order = "n layers two p hk d" if layout == "NHD" else "n hk layers two p d"
-    pool = torch.zeros([sizes[name] for name in order.split()], dtype=dtype, device=device)
-    by_layer = rearrange(pool, f"{order} -> layers two n p hk d")
-    return pool, [(keys, values) for keys, values in by_layer]
-
-
 def write(
     key: Shaped[Tensor, "rows hk d"],
     value: Shaped[Tensor, "rows hk dv"],

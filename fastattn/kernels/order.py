@@ -23,17 +23,16 @@ from fastattn.kernels.device import num_multiprocessors
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, asked_of
 
-MODULES = {
+MODULES = {  # where each kernel is: the `KERNEL` of a module, or what is named
     "native": "fastattn.kernels.native",
     "cpu": "fastattn.kernels.cpu",
     "torch": "fastattn.kernels.torch_ops",
-    "plain": "fastattn.kernels.torch_ops.attention",
     "triton": "fastattn.kernels.triton",
     "fa4": "fastattn.kernels.flash.fa4",
     "fa3": "fastattn.kernels.flash.fa3",
     "flash_mla": "fastattn.kernels.flash.flash_mla",
     "fa2": "fastattn.kernels.flash.fa2",
-    "torch_flash": "fastattn.kernels.flash.torch_flash",
+    "torch_flash": "fastattn.kernels.flash.fa2:TORCH_FLASH",
 }
 NAMES = tuple(MODULES)
 
@@ -77,16 +76,10 @@ RULES = (
         `cpu`, which copies keys out of their pages. Triton's interpreter is for tests.""",
     ),
     Rule(
-        "attention on a device that is neither a CPU nor of CUDA or ROCm",
-        lambda problem: problem.device.type != "cuda" and problem.is_attention,
-        ("plain",),
-        "not measured: it is right, and slow",
-    ),
-    Rule(
-        "anything else on such a device",
+        "a device that is neither a CPU nor of CUDA or ROCm",
         lambda problem: problem.device.type != "cuda",
         ("torch",),
-        "not measured: there is one kernel",
+        "not measured: there is one kernel, which has no attention",
     ),
     Rule(
         "merges, writes and tables",
@@ -315,21 +308,23 @@ def choose(problem: Problem) -> Kernel:
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, asked: str | None) -> Kernel:
     names = priorities(problem)
-    if asked is not None and _load(asked).computes(problem):
+    if asked is not None and load(asked).computes(problem):
         names = (asked,)
     reasons = {}
     for name in names:
         reasons[name] = unsupported_reason(name, problem)
         if reasons[name] is None:
-            return _load(name)
+            return load(name)
     why_not = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if problem.is_attention and problem.device.type not in ("cpu", "cuda"):
+        why_not += f"; on {problem.device.type} take refattn, which is plain PyTorch"
     raise NotImplementedError(f"no kernel computes {problem.what}: {why_not}")
 
 
 @lru_cache(maxsize=4096)
 def choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
     """Return the kernel that subtracts by itself; None if none can, or one is asked for that has only attention."""
-    if asked is not None and "pages" in _load(asked).attends and "differential" not in _load(asked).functions:
+    if asked is not None and "pages" in load(asked).attends and "differential" not in load(asked).functions:
         return None
     try:
         return _choose(problem._replace(operation="differential"), asked)
@@ -339,7 +334,7 @@ def choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
 
 def unsupported_reason(name: str, problem: Problem) -> str | None:
     """Return why a kernel cannot compute a problem, or None."""
-    kernel = _load(name)
+    kernel = load(name)
     if not kernel.computes(problem):
         return f"does not compute {problem.what}"
     unknown, reason = kernel.unknown(problem), kernel.unsupported_reason(problem)
@@ -378,6 +373,8 @@ def forget() -> None:
 
 
 @cache
-def _load(name: str) -> Kernel:
-    kernel: Kernel = importlib.import_module(MODULES[name]).KERNEL
+def load(name: str) -> Kernel:
+    """Return a kernel by its name."""
+    module, _, what = MODULES[name].partition(":")
+    kernel: Kernel = getattr(importlib.import_module(module), what or "KERNEL")
     return kernel

@@ -199,49 +199,8 @@ def test_the_good_arguments_are_good(function):
     assert set(inspect.signature(function).parameters) == set(GOOD)
 
 
-# --- the rule of vLLM ---
-
-VLLM = dict(num_heads=32, num_kv_heads=8, num_sms=132)
-
-
 @pytest.mark.covers("B81")
-@pytest.mark.parametrize(
-    ("query_lens", "prefix", "options", "expected"),
-    [
-        ([1] * 64, 8192, {}, True),
-        ([1] * 64, 255, {}, False),
-        ([1] * 7, 8192, {}, False),
-        ([1] * 64, 8192, dict(has_alibi=True), False),
-        ([1] * 64, 8192, dict(has_window=True), False),
-        ([1] * 64, 8192, dict(is_local=True), False),
-        ([1] * 64, 8192, dict(num_ranks=2), False),
-        ([1] * 8, 8192, {}, False),  # 64 tiles for 32 programs of the cascade; 8 * 8 * 64 over 132 are 32 waves
-        ([1] * 8, 8192, dict(num_kv_heads=32), True),  # one query head for each key head
-        ([2] + [1] * 7, 8192, {}, True),  # not all are decodes
-    ],
-)
-def test_the_rule_of_vllm(query_lens, prefix, options, expected):
-    assert cost_model.vllm_use_cascade(query_lens, prefix, **{**VLLM, **options}) is expected
-
-
-@pytest.mark.covers("B81")
-def test_where_the_rule_of_vllm_and_ours_differ():
-    """Ours knows neither 256 tokens nor 8 requests; it compares seconds, also those of a launch."""
-    for count, shared, vllm, ours in (
-        (512, 192, False, True),  # a short prefix, which very many share
-        (4, 65536, False, True),  # a long one of few requests
-        (64, 8192, True, True),
-        (4, 16, False, False),
-    ):
-        assert cost_model.vllm_use_cascade([1] * count, shared, **VLLM) is vllm
-        assert pays(*decodes(count, shared, 64), cost_model.H200) is ours
-    chunks = [2] * 8, [256 + 64] * 8, [Prefix(0, 8, 256)]
-    assert cost_model.vllm_use_cascade(chunks[0], 256, **VLLM)  # no decodes alone: always
-    assert not pays(*chunks, cost_model.H200)  # and yet it saves less than a launch
-
-
-def test_bad_numbers_for_the_rule_of_vllm_are_named():
-    with pytest.raises(ValueError, match="common_prefix_len: expected a Python int of at least 0, got -1"):
-        cost_model.vllm_use_cascade([1], -1, **VLLM)
-    with pytest.raises(ValueError, match="num_sms: expected a positive int, got 0"):
-        cost_model.vllm_use_cascade([1], 9, **{**VLLM, "num_sms": 0})
+def test_a_cascade_may_pay_for_short_prefixes_and_for_few_requests():
+    for count, shared, expected in ((512, 192, True), (4, 65536, True), (64, 8192, True), (4, 16, False)):
+        assert pays(*decodes(count, shared, 64), cost_model.H200) is expected
+    assert not pays([2] * 8, [256 + 64] * 8, [Prefix(0, 8, 256)], cost_model.H200)  # it saves less than a launch

@@ -212,8 +212,7 @@ def launch_all(gpu, largest):
     knobs.compilation.disable_line_info = True  # which only a debugger reads
     driver.set_active(Driver())
 
-    from fastattn.kernels.flash.dequantize import round_queries
-    from fastattn.kernels.flash.repage import repage
+    from fastattn.kernels.flash.expand import repage, round_queries
     from fastattn.kernels.gpu import quantized
     from fastattn.kernels.gpu.fixup import fix_up
     from fastattn.kernels.gpu.quantize_query import quantize_query

@@ -204,7 +204,6 @@ def _memory(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     more = dict(value_head_size=4, layout="HND")
     return {
         "kv_cache.allocate": lambda: dict(**POOL, **more, **place),
-        "kv_cache.allocate_layers": lambda: dict(**POOL, num_layers=3, layout="HND", **place),
         "differential.allocate": lambda: dict(**POOL, **place),
         "quantized.allocate_int8": lambda: dict(**POOL, **more, value_dtype=torch.float16, device="cpu"),
         "mla.allocate": lambda: dict(num_blocks=5, block_size=4, latent_rank=6, rope_size=2, **place),

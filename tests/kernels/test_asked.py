@@ -3,7 +3,6 @@
 So a field that comes tomorrow is ignored by no kernel of today.
 """
 
-import importlib
 import inspect
 from dataclasses import fields, make_dataclass, replace
 
@@ -23,7 +22,7 @@ from refattn.trees import TreePlan
 from tests.helpers.layers import OPTIONS, PATHS, in_each_path, lay_out, plan_of
 from tests.helpers.twin_files import shared_types
 
-KNOWN = {name: importlib.import_module(module).KERNEL.knows for name, module in order.MODULES.items()}
+KNOWN = {name: order.load(name).knows for name in order.NAMES}
 
 
 def asks_more(known, *, new=True):
@@ -56,7 +55,7 @@ def test_each_kernel_refuses_a_field_that_it_does_not_know(name, kernel, monkeyp
     """On any machine: here nothing else stands in the way of it."""
     *_, batch, more = lay_out(name)
     options, plan = AttentionOptions(**OPTIONS), plan_of(name, batch)
-    its = importlib.import_module(order.MODULES[kernel]).KERNEL
+    its = order.load(kernel)
     monkeypatch.setattr(its, "unsupported_reason", lambda problem: None)
     monkeypatch.setattr(type(its), "computes", lambda self, problem: True)
     given = [options, plan, *more.values()]

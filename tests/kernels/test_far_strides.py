@@ -16,8 +16,7 @@ import fastattn.chunked_prefill
 import fastattn.quantized
 import fastattn.recurrent
 import fastattn.sparse
-from fastattn.kernels.flash.dequantize import round_queries
-from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.flash.expand import repage, round_queries
 from fastattn.kernels.gpu.fixup import fix_up
 from fastattn.kernels.gpu.quantized import Codes
 from fastattn.kernels.order import use_kernel

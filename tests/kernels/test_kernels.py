@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,7 +33,7 @@ import refattn.metadata
 from fastattn import dispatch
 from fastattn.kernels import Problem, cpu, order, problem, triton
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
+from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
 from fastattn.kernels.gpu import recompute as gpu_repair
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
@@ -71,7 +71,7 @@ by_pages, by_rows = partial(plan_and_attend, refattn.chunked_prefill), partial(p
 @pytest.fixture
 def hopper(monkeypatch):
     """Let there be a Hopper with all packages, for what only asks."""
-    for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
+    for module in (triton, fa4, fa3, flash_mla, fa2):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "cannot_import", lambda name, package, *names: None, raising=False)
     monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
@@ -112,7 +112,7 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
             raise KeyError
         assert asked() == "triton"
         with (
-            pytest.raises(ValueError, match="name: expected one of native, cpu, torch, plain, triton, .*, got 'fa5'"),
+            pytest.raises(ValueError, match="name: expected one of native, cpu, torch, triton, .*, got 'fa5'"),
             fastattn.use_kernel("fa5"),
         ):
             pass
@@ -130,7 +130,7 @@ def of_kernels(monkeypatch, names, **described):
         )
     monkeypatch.setattr(order, "NAMES", tuple(described))
     monkeypatch.setattr(order, "MODULES", {name: f"kernels.{name}" for name in described})
-    monkeypatch.setattr(order, "_load", kernels.__getitem__)
+    monkeypatch.setattr(order, "load", kernels.__getitem__)
     monkeypatch.setattr(order, "priorities", lambda problem: tuple(names))
 
 
@@ -223,7 +223,7 @@ def test_what_a_kernel_lacks_is_chosen_as_ever():
 @pytest.mark.parametrize("name", order.NAMES)
 def test_a_kernel_has_the_operations_that_it_names(name):
     """As functions, and still so when every file of its folder has been imported under a name of its own."""
-    module, kernel = importlib.import_module(order.MODULES[name]), order._load(name)
+    module, kernel = importlib.import_module(order.MODULES[name].partition(":")[0]), order.load(name)
     for file in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}."):
         importlib.import_module(file.name)
     for function in kernel.functions:
@@ -283,7 +283,7 @@ def test_codes_are_expanded_where_a_key_meets_many_queries(chosen, change):
 @pytest.mark.usefixtures("hopper")
 def test_codes_are_expanded_or_refused_where_it_is_asked_for():
     for name in ("fa4", "fa3"):
-        module = order._load(name)
+        module = order.load(name)
         with fastattn.use_kernel(name):
             assert order.choose(CODES) is module is order.choose(CODES._replace(**DECODES))
             for reason, change in (
@@ -549,7 +549,7 @@ def test_differential_by_a_kernel_that_has_only_attention(asked, monkeypatch):
         "only_attention", cpu.unsupported_reason, ("rows", "pages"), functions, cpu.KERNEL.knows
     )
     monkeypatch.setattr(cpu, "attend", mock.Mock(wraps=cpu.attend))
-    monkeypatch.setattr(order, "_load", lambda name: only_attention)
+    monkeypatch.setattr(order, "load", lambda name: only_attention)
     options = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2, norm_weight=torch.linspace(0.5, 2.0, 48))
     assert_twins_agree("differential", *arguments, **options, **per_head(asked, case, "cpu"))
     assert cpu.attend.call_count == 3 * 4
@@ -681,7 +681,7 @@ def test_values_of_another_size_are_computed_or_refused_by_name():
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", ["triton", "fa4", "fa3", "fa2", "torch_flash"])
 def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
-    module = order._load(name)
+    module = order.load(name)
     computed = 0
     for asked in ASKED.values():
         for size, value_size in ((64, 64), (96, 96), (128, 128), (256, 256), (96, 64), (40, 40)):
@@ -706,7 +706,7 @@ def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("other", [fa4, fa3, fa2, torch_flash], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("other", map(order.load, ("fa4", "fa3", "fa2", "torch_flash")), ids=lambda kernel: kernel.name)
 def test_flash_attention_refuses_what_it_would_answer_wrongly(other):
     assert other.unsupported_reason(ON_GPU) is None
     assert "positions" in other.unsupported_reason(ON_GPU._replace(positions=True))
@@ -819,7 +819,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     monkeypatch.setattr(fa3, "_find_library", lambda: None)
     monkeypatch.setattr(fa3, "LIBRARY", "_no_such_library")  # a test before may have loaded it into this process
-    for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
+    for module in (triton, fa4, fa3, flash_mla, fa2):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     remembered = (devices.cannot_import, fa3._cannot_load, flash_mla._cannot_load)
     for function in remembered:
@@ -1062,7 +1062,7 @@ def install_torch_flash(monkeypatch):
         return *flash2(q, k, v, starts, ends, max_k, scale, causal, window), None, None, None
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    return torch_flash
+    return SimpleNamespace(dense=fa2.dense_by_torch)
 
 
 CALLED = {

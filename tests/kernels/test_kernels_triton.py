@@ -30,7 +30,7 @@ import refattn.mla
 import twinattn.kit
 from fastattn.kernels import Problem, order, triton
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.flash.expand import repage
 from fastattn.kernels.gpu import attention_kernel
 from fastattn.kernels.gpu import fixup as gpu_adapt
 from fastattn.kernels.gpu import recompute as gpu_repair

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastattn.kernels import Problem, native, order, triton
-from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
+from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
 
 README = Path(__file__).parent.parent.parent / "README.md"
 PROMPTS = Problem(
@@ -62,7 +62,7 @@ def have(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages:
     def unless_there(name):
         return lambda *asked, **options: None if name in packages else f"there is no {name}"
 
-    for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
+    for module in (triton, fa4, fa3, flash_mla, fa2):
         monkeypatch.setattr(module, "capability", lambda device: capability)
     monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
     for module, asks in (

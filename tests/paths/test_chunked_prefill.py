@@ -24,7 +24,7 @@ from fastattn import dispatch
 from fastattn.kernels import cpu as cpu_kernel
 from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.cpu import schedule as cpu_schedule
-from fastattn.kernels.flash import fa4, repage
+from fastattn.kernels.flash import expand, fa4
 from refattn import masks
 from refattn.attention import attend as attend_once
 from refattn.batch import Batch
@@ -645,8 +645,8 @@ def test_no_heads_and_no_queries_have_an_empty_answer(over):
 def test_pages_that_are_copied_into_larger_ones(case, options, kernel, device, monkeypatch):
     """As flash-attn-4 does before long prefills, and here before all."""
     monkeypatch.setattr(fa4, "QUERY_ROWS", 0)
-    copies = mock.Mock(wraps=repage.repage)
-    monkeypatch.setattr(repage, "repage", copies)
+    copies = mock.Mock(wraps=expand.repage)
+    monkeypatch.setattr(expand, "repage", copies)
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))

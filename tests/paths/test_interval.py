@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -436,8 +437,8 @@ def test_rows_without_a_cache(device):
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flash_mla", "torch_flash"])
 def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
-    module = importlib.import_module(order.MODULES[name])
-    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    kernel = order.load(name)
+    monkeypatch.setattr(sys.modules[kernel.unsupported_reason.__module__], "capability", lambda device: (9, 0))
     latents = name == "flash_mla"
     problem = Problem(
         "attend",
@@ -452,8 +453,8 @@ def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
         uniform=True,
         intervals=True,
     )
-    assert "no interval of keys for each query" in module.unsupported_reason(problem)
-    assert "no interval" not in (module.unsupported_reason(problem._replace(intervals=False)) or "")
+    assert "no interval of keys for each query" in kernel.unsupported_reason(problem)
+    assert "no interval" not in (kernel.unsupported_reason(problem._replace(intervals=False)) or "")
 
 
 @pytest.mark.covers("F194")

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -323,45 +324,12 @@ def test_more_slots_than_rows_or_rows_that_differ_are_named(package, kind):
     assert not any(pool.float().any() for pool in filled)
 
 
-def pools_of_layers(twin, order: str, device: str, *, dtype, n=6, layers=3, p=4, hk=2, d=16):
+def pools_of_layers(order: str, device: str, *, dtype, n=6, layers=3, p=4, hk=2, d=16):
     """Return a pool whose blocks hold all layers, in the order of its name, and the views of each layer."""
-    if order == "n-2-layers-hk-p-d":  # of no server: any order will do
-        pool = torch.zeros(n, 2, layers, hk, p, d, dtype=dtype, device=device)
-        return pool, [(pool[:, 0, layer].transpose(1, 2), pool[:, 1, layer].transpose(1, 2)) for layer in range(layers)]
-    layout = {"n-layers-2-p-hk-d": "NHD", "n-hk-layers-2-p-d": "HND"}[order]
-    return twin.allocate_layers(layers, n, p, hk, d, layout=layout, dtype=dtype, device=device)
-
-
-@pytest.mark.covers("B49")
-@each_twin
-def test_a_block_of_all_layers_lies_in_memory_as_its_layout_says(twin, device):
-    """The orders of vLLM: `[n, layers, 2, p, hk, d]`, and heads first in each block, `[n, hk, layers, 2, p, d]`."""
-    for layout, shape in (("NHD", (5, 3, 2, 4, 7, 16)), ("HND", (5, 7, 3, 2, 4, 16))):
-        pool, layers = twin.allocate_layers(3, 5, 4, 7, 16, layout=layout, dtype=torch.float16, device=device)
-        assert pool.shape == shape and pool.is_contiguous() and not pool.any()
-        assert pool.dtype == torch.float16 and pool.device.type == device and len(layers) == 3
-        names = torch.arange(pool.numel(), device=device).view(shape)  # each element's place in memory
-        for number, pair in enumerate(layers):
-            for kind, view in enumerate(pair):
-                assert view.shape == (5, 4, 7, 16)
-                here = names.as_strided(view.shape, view.stride(), view.storage_offset())
-                for n, p, hk, d in ((0, 0, 0, 0), (4, 3, 6, 15), (2, 1, 5, 9)):
-                    at = (n, number, kind, p, hk, d) if layout == "NHD" else (n, hk, number, kind, p, d)
-                    assert here[n, p, hk, d] == names[at]
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_sizes_of_a_pool_of_layers_are_named(twin):
-    for arguments, options, message in (
-        ((0, 4, 4, 2, 8), {}, "num_layers: expected a positive int, got 0"),
-        ((2, 4, 4, 2, 2.5), {}, "head_size: expected a positive int, got 2.5"),
-        ((2, 4, 4, 2, 8), dict(layout="DHN"), 'layout: expected "NHD" or "HND", got \'DHN\''),
-        ((2, 4, 4, 2, 8), dict(dtype="half"), "dtype: expected a torch.dtype, got 'half'"),
-        ((2, 4, 4, 2, 8), dict(device="nowhere"), "device: expected a torch.device or its name, got 'nowhere'"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            twin.allocate_layers(*arguments, **options)
+    sizes = {"n": n, "layers": layers, "2": 2, "p": p, "hk": hk, "d": d}
+    pool = torch.zeros(*(sizes[name] for name in order.split("-")), dtype=dtype, device=device)
+    by_layer = rearrange(pool, f"{order.replace('-', ' ').replace('2', 'two')} -> layers two n p hk d")
+    return pool, [tuple(layer) for layer in by_layer]
 
 
 @pytest.mark.covers("B49")
@@ -375,7 +343,7 @@ def test_layers_inside_of_a_block(kernel, order, device):
     )
 
     def check():
-        pool, layers = pools_of_layers(twin, order, device, dtype=dtype)
+        pool, layers = pools_of_layers(order, device, dtype=dtype)
         pool.fill_(torch.nan)
         batch = make_batch([7], [7], [[4, 1]], device=device)
         slots = slot_mapping(batch, 7, block_size=4)

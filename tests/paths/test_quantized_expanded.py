@@ -20,8 +20,7 @@ import fastattn.quantized
 import refattn.quantized
 from fastattn.kernels import cpu, order
 from fastattn.kernels.flash import cannot_expand, fa4
-from fastattn.kernels.flash.dequantize import round_queries
-from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.flash.expand import repage, round_queries
 from fastattn.kernels.gpu.quantized import codes_of
 from refattn.keys import Pages
 from refattn.metadata import make_batch

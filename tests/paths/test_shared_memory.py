@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from einops import rearrange
 
 from refattn.overlap import check_apart
 from refattn.scales import Int8Scales
@@ -68,12 +69,12 @@ def test_pools_of_one_copy_share_no_memory(package, call, name):
 
 
 @each_package
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_layers_of_one_pool_lie_between_each_other_and_share_none(package, layout):
+@pytest.mark.parametrize("order", ["n layers two p hk d", "n hk layers two p d"])
+def test_layers_of_one_pool_lie_between_each_other_and_share_none(package, order):
     """All views in one copy move blocks as the pool that they are views of does."""
     path = import_module(f"{package}.kv_cache")
-    pool, layers = path.allocate_layers(3, 4, 2, 2, 3, layout=layout)
-    pool.copy_(torch.arange(pool.numel()).view(pool.shape))
+    pool = torch.arange(4 * 3 * 2 * 2 * 2 * 3.0).view(4, *((3, 2, 2, 2, 3) if "n layers" in order else (2, 3, 2, 2, 3)))
+    layers = rearrange(pool, f"{order} -> layers two n p hk d")
     expected, pairs = pool[[0, 0, 1, 2]], torch.tensor([[0, 1], [1, 2], [2, 3]])
     path.copy_blocks([cache for layer in layers for cache in layer], pairs)
     assert torch.equal(pool, expected)

@@ -69,16 +69,6 @@ MUTATIONS: list[Mutation] = [
         ("fastattn.kv_cache:copy_blocks", "    dispatch.run_in_each(", "    return\n    dispatch.run_in_each("),
     ),
     *breaks(
-        "B49",
-        "the layers of a block are apart",
-        ("refattn.kv_cache:allocate_layers", '"n layers two p hk d" if layout', '"layers n two p hk d" if layout'),
-        (
-            "fastattn.kv_cache:allocate_layers",
-            "by_layer = pool.permute(1, 2, 0, 3, 4, 5)",
-            "by_layer = pool.permute(1, 2, 0, 3, 4, 5).contiguous()",
-        ),
-    ),
-    *breaks(
         "A3",
         "a block is copied onto itself",
         (
@@ -911,15 +901,6 @@ MUTATIONS: list[Mutation] = [
             "fastattn.dispatch:_levels_of",
             "((level, options.without_sinks()) for level in shared)",
             "((level, options) for level in shared)",
-        ),
-    ),
-    *breaks(
-        "B81",
-        "a cascade is used for short prefixes, too",
-        (
-            "twinattn.engine.cost_model:vllm_use_cascade",
-            "if common_prefix_len < 256 or",
-            "if common_prefix_len < 128 or",
         ),
     ),
     *breaks(

@@ -23,36 +23,36 @@ MLA, MLA_16, MLA_SHORT = (
 TREES, LONG_TREES = "speculative/tree-64x8192-drafts-16", "speculative/tree-8x8192-drafts-64"
 PACKED = "sparse/decode-{}x2048-of-131072-packed"
 BY_KERNEL = [f"fastattn, {kernel}" for kernel in ("flash_mla", "fa3", "triton")]
-DISPATCH, KERNELS = "fastattn/kernels/dispatch.py", "docs/paths/kernels.md"
+ORDER, KERNELS = "fastattn/kernels/order.py", "docs/paths/kernels.md"
 HELD = [  # a sentence with # for its times, their unit, and the row and the contender of docs/results of each
     (
-        *(DISPATCH, "us", "8192 keys take it # us and ours #"),
+        *(ORDER, "us", "8192 keys take it # us and ours #"),
         [(f"{MLA}-fp8", "fastattn, plain cache"), (f"{MLA}-fp8", "fastattn, triton, plain cache")],
     ),
-    (DISPATCH, "us", "FlashAttention-3 took #", [(MLA, "fastattn, fa3")]),
-    (DISPATCH, "us", "With 16 heads ours is: #, # and # us", [(MLA_16, name) for name in BY_KERNEL]),
-    (DISPATCH, "us", "over 2048 keys #, # and # us", [(MLA_SHORT, name) for name in BY_KERNEL]),
-    (DISPATCH, "us", "then take it # us", [(f"{MLA}-fp8", "fastattn, queries and weights in fp8")]),
+    (ORDER, "us", "FlashAttention-3 took #", [(MLA, "fastattn, fa3")]),
+    (ORDER, "us", "With 16 heads ours is: #, # and # us", [(MLA_16, name) for name in BY_KERNEL]),
+    (ORDER, "us", "over 2048 keys #, # and # us", [(MLA_SHORT, name) for name in BY_KERNEL]),
+    (ORDER, "us", "then take it # us", [(f"{MLA}-fp8", "fastattn, queries and weights in fp8")]),
     (
-        *(DISPATCH, "ms", "8192 keys it takes # ms, ours #, flash-attn-4 #"),
+        *(ORDER, "ms", "8192 keys it takes # ms, ours #, flash-attn-4 #"),
         [
             ("chunked_prefill/decode-64x8208-tokens-16", name)
             for name in ("FA3, blocks of 16", "fastattn, triton", "FA4, blocks of 16")
         ],
     ),
     (
-        *(DISPATCH, "us", "one query takes it # us and ours #, 8 of them # and #"),
+        *(ORDER, "us", "one query takes it # us and ours #, 8 of them # and #"),
         [
             (PACKED.format(b), name)
             for b, name in ((1, "fastattn"), (1, BY_KERNEL[2]), (8, "fastattn"), (8, BY_KERNEL[2]))
         ],
     ),
     (
-        *(DISPATCH, "ms", "8192 keys take # ms so and # by ours alone, 8 of 64 nodes # and #"),
+        *(ORDER, "ms", "8192 keys take # ms so and # by ours alone, 8 of 64 nodes # and #"),
         [(row, name) for row in (TREES, LONG_TREES) for name in ("fastattn", "fastattn, triton")],
     ),
     (
-        *(DISPATCH, "ms", "16 heads take #, # and by ours alone # ms, 32 of 8 nodes and 128 heads #, # and #"),
+        *(ORDER, "ms", "16 heads take #, # and by ours alone # ms, 32 of 8 nodes and 128 heads #, # and #"),
         [
             (row, name)
             for row in ("mla/tree-64x8192-drafts-4-heads-16", "mla/tree-32x8192-drafts-8-heads-128")

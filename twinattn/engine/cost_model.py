@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from refattn.batch import Prefix
-from refattn.checks import check_int, check_sizes, describe
+from refattn.checks import check_sizes, describe
 from refattn.checks_of_steps import check_prefix_types, check_requests
 
 
@@ -161,59 +161,6 @@ def worthwhile_prefixes(
     ranking = sorted(prefixes, key=lambda prefix: _saved_reads(prefix, prefixes), reverse=True)
     choices = [ranking[:count] for count in range(len(ranking) + 1)]
     return min(choices, key=lambda chosen: estimate_seconds(query_lens, seq_lens, chosen, **shape, machine=machine))
-
-
-def vllm_use_cascade(
-    query_lens: Sequence[int],
-    common_prefix_len: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    num_sms: int,
-    has_alibi: bool = False,
-    has_window: bool = False,
-    is_local: bool = False,
-    num_ranks: int = 1,
-) -> bool:
-    """Decide as vLLM did while it had cascades, for one prefix that all share; the engine takes `worthwhile_prefixes`.
-
-    Never for prefixes below 256 tokens, for fewer than 8 requests, nor with ALiBi, windows, chunks or context
-    parallelism. Else always, if a request has several new tokens, or each KV head has one query head; a decode of
-    grouped heads is compared by waves of tiles of 128 queries and 128 keys:
-
-        with a cascade     ceil(h * ceil(b / 128) / SMs) * tiles of the prefix
-        without one        ceil(b * hk * ceil(g / 128) * tiles of the prefix / SMs)
-
-    Args:
-        query_lens: new tokens of each request.
-        common_prefix_len: tokens that all of them share.
-        num_heads: query heads, `h`.
-        num_kv_heads: KV heads, `hk`.
-        num_sms: multiprocessors of the GPU.
-        has_alibi: the layers have ALiBi slopes.
-        has_window: some layer has a sliding window.
-        is_local: some layer has local chunks.
-        num_ranks: ranks of context parallelism.
-
-    Returns:
-        Whether to use a cascade.
-
-    Raises:
-        ValueError: if a number is negative, or a size not positive.
-
-    Source: `use_cascade_attention` of vLLM's FlashAttention backend, until it was removed (gone in 0.32).
-    """
-    check_requests(query_lens, query_lens, None)
-    check_int("common_prefix_len", common_prefix_len)
-    check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, num_sms=num_sms, num_ranks=num_ranks)
-    if common_prefix_len < 256 or len(query_lens) < 8 or has_alibi or has_window or is_local or num_ranks > 1:
-        return False
-    group = num_heads // num_kv_heads
-    if group == 1 or any(length != 1 for length in query_lens):
-        return True
-    count, tiles = len(query_lens), ceil(common_prefix_len / 128)
-    cascade = ceil(num_heads * ceil(count / 128) / num_sms) * tiles
-    return cascade < ceil(count * num_kv_heads * ceil(group / 128) * tiles / num_sms)
 
 
 def _saved_reads(prefix: Prefix, prefixes: Sequence[Prefix]) -> int:

@@ -1,11 +1,15 @@
-"""The package `flash-attn`: FlashAttention-2 over ragged rows and over pages of a multiple of 256 tokens.
+"""FlashAttention-2: in the package `flash-attn`, over rows and over pages of a multiple of 256 tokens, and in PyTorch.
 
-It has one head size for keys and values. Over rows, smaller values are padded with zeros.
+PyTorch's own, the kernel `torch_flash`, is over ragged rows and needs no other package. Both have one head size for
+keys and values. Over rows, smaller values are padded with zeros.
 
-Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et al. 2023, "Flash-Decoding".
+Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et al. 2023, "Flash-Decoding";
+    `aten::_flash_attention_forward` of PyTorch is built on it.
 """
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,9 +18,8 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
-from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, Kernel, options_of
-from fastattn.kernels.problem import Problem, cu_seqlens_k_of, window_within_reach
+from fastattn.kernels.problem import FAR, Problem, cu_seqlens_k_of, window_within_reach
 from refattn.keys import Keys, Pages, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -27,7 +30,29 @@ CHUNKS = "over pages it takes one query per sequence; with more, it writes LSEs 
 
 
 def unsupported_reason(problem: Problem) -> str | None:
-    """Return why this kernel can't compute a problem, or None."""
+    """Return why the package can't compute a problem, or None."""
+    if (refused := _unsupported_by_both(problem)) is not None:
+        return refused
+    if problem.block_size is not None and problem.block_size % PAGE:
+        return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
+    if problem.alibi_sqrt:
+        return "multiplies the slopes of ALiBi by the distance, not by its root"
+    if problem.block_size is not None and problem.max_query_len > 1:
+        return CHUNKS
+    broken = cannot_import("flash_attn", "flash-attn", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    return broken or _refusal(problem.head_size, problem.dtype, problem.device)
+
+
+def unsupported_reason_of_torch(problem: Problem) -> str | None:
+    """Return why PyTorch's own can't compute a problem, or None."""
+    if problem.softcap:
+        return "PyTorch does not hand softcap on to its FlashAttention"
+    if problem.alibi:
+        return "PyTorch builds its FlashAttention without ALiBi: take fa2 or triton"
+    return _unsupported_by_both(problem)
+
+
+def _unsupported_by_both(problem: Problem) -> str | None:
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
     if capability(problem.device) < (8, 0):
@@ -38,20 +63,11 @@ def unsupported_reason(problem: Problem) -> str | None:
         return sizes
     if problem.head_size > 256 or problem.head_size % 8:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
-    if problem.block_size is not None and problem.block_size % PAGE:
-        return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
-    if problem.alibi_sqrt:
-        return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.positions:
         return NO_POSITIONS
     if problem.intervals:
         return NO_INTERVALS
-    if not problem.aligned:
-        return NOT_ALIGNED
-    if problem.block_size is not None and problem.max_query_len > 1:
-        return CHUNKS
-    broken = cannot_import("flash_attn", "flash-attn", "flash_attn_varlen_func", "flash_attn_with_kvcache")
-    return broken or _refusal(problem.head_size, problem.dtype, problem.device)
+    return None if problem.aligned else NOT_ALIGNED
 
 
 KERNEL = Kernel(
@@ -60,6 +76,13 @@ KERNEL = Kernel(
     attends=("rows", "pages"),
     knows=options_of("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant") | PLAN | LEVELS | PAGES,
     functions={"attend": f"{__name__}:attend"},
+)
+TORCH_FLASH = Kernel(
+    "torch_flash",
+    unsupported_reason_of_torch,
+    attends=("rows",),
+    knows=options_of("softmax_scale", "sinks", "batch_invariant") | PLAN | LEVELS | PAGES,
+    functions={"attend": f"{__name__}:attend_by_torch"},
 )
 
 
@@ -78,6 +101,19 @@ def attend(
     return paged(query, *keys, level.whole, options, out)
 
 
+def attend_by_torch(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to rows; see `fastattn.dispatch`."""
+    assert isinstance(keys, Rows)  # of no other storage is its operation
+    (level,) = plan.levels
+    return dense_by_torch(query, *keys, level.whole, options, out)
+
+
 def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -86,9 +122,62 @@ def dense(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.dispatch`."""
+    """Attend over ragged rows by the package; see `fastattn.dispatch`."""
     from flash_attn import flash_attn_varlen_func
 
+    def over_rows(
+        causal: bool, window: tuple[int, int], scale: float, *tensors_and_lengths: Any
+    ) -> tuple[Tensor, Tensor]:
+        answer, lse, _ = flash_attn_varlen_func(
+            *tensors_and_lengths,
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window,
+            softcap=options.softcap,
+            alibi_slopes=_slopes(options),
+            return_attn_probs=True,  # this is how to get the LSE
+        )
+        return answer, lse
+
+    return _dense(query, key, value, plan, options, over_rows)
+
+
+def dense_by_torch(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows by PyTorch's own; see `fastattn.dispatch`."""
+
+    def over_rows(
+        causal: bool, window: tuple[int, int], scale: float, *tensors_and_lengths: Any
+    ) -> tuple[Tensor, Tensor]:
+        answer, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *tensors_and_lengths,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+        return answer, lse
+
+    return _dense(query, key, value, plan, options, over_rows)
+
+
+def _dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    over_rows: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows with the conventions of the project, by what has those of FlashAttention-2."""
     from fastattn.kernels.gpu.fixup import empty_output, fix_up
     from fastattn.kernels.gpu.recompute import recompute
     from fastattn.kernels.gpu.tile import with_positive_scale
@@ -98,7 +187,10 @@ def dense(
         return empty_output(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
     signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
-    out, lse, _ = flash_attn_varlen_func(
+    out, lse = over_rows(
+        causal,
+        window,
+        scale,
         signed,
         key,
         pad_values(value, query.shape[-1]),
@@ -106,12 +198,6 @@ def dense(
         cu_seqlens_k_of(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=window,
-        softcap=options.softcap,
-        alibi_slopes=_slopes(options),
-        return_attn_probs=True,  # this is how to get the LSE
     )
     out, lse = fix_up(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
     if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
@@ -187,3 +273,21 @@ def _refusal(head_size: int, dtype: torch.dtype, device: torch.device) -> str | 
 
 def _slopes(options: AttentionOptions) -> Tensor | None:
     return None if options.alibi_slopes is None else options.alibi_slopes.float().contiguous()
+
+
+def window_for_flash(plan: Plan, options: AttentionOptions) -> tuple[bool, tuple[int, int], int]:
+    """Write a window so that FlashAttention-2 understands what we mean.
+
+    It takes a side that is at least its `max_seqlen_k` for no limit, and a missing right side next to a left one for
+    `max_seqlen_k`; with more queries than keys both are wrong. A `max_seqlen_k` that no distance reaches makes both
+    right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE; a left side,
+    one that hides nothing if need be, makes it take the other kernel, whose bias is `-slope * |distance|` as ours.
+
+    Returns:
+        Whether to say causal, the window, and `max_seqlen_k`.
+    """
+    batch, (left, right) = plan.batch, window_within_reach(plan)
+    longest = min(batch.max_seq_len + batch.max_query_len + 1, FAR)
+    if options.alibi_slopes is not None and right == 0 and not 0 <= left < longest:
+        left = longest - 1
+    return left < 0 and right == 0, (left, right), longest

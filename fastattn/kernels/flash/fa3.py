@@ -137,7 +137,7 @@ def attend(
             return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
         return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
     if isinstance(keys, QuantizedPages):
-        from fastattn.kernels.flash.dequantize import attend_dequantized
+        from fastattn.kernels.flash.expand import attend_dequantized
 
         return attend_dequantized(paged, query, keys, level.whole, options, out)
     if isinstance(keys, Rows):

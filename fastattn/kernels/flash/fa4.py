@@ -90,7 +90,7 @@ def attend(
 
         return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
     if isinstance(keys, QuantizedPages):
-        from fastattn.kernels.flash.dequantize import attend_dequantized
+        from fastattn.kernels.flash.expand import attend_dequantized
 
         return attend_dequantized(paged, query, keys, level.whole, options, out)
     if isinstance(keys, Rows):
@@ -124,7 +124,7 @@ def paged(
     assert table is not None  # the path has checked it
     copied = _should_copy(query, key_cache, value_cache, plan)
     if copied:
-        from fastattn.kernels.flash.repage import repage
+        from fastattn.kernels.flash.expand import repage
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)

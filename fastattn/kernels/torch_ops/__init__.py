@@ -1,8 +1,4 @@
-"""Plain torch, on any device: what goes with attention (merging, the cache, tables), and attention as a last resort.
-
-Two kernels: `torch`, which has no attention, here, and `plain` in `attention`. Those of a CPU share `merge` and
-`quantized`.
-"""
+"""Plain torch, on any device: what goes with attention (merging, the cache, tables). It has no attention itself."""
 
 from fastattn.kernels.kernel import PLAN, QUANTIZED, STATES, TREES, Kernel
 from fastattn.kernels.problem import Problem
