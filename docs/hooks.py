@@ -8,6 +8,7 @@ stands before the comment is for those who read the page on a code host, which h
     [...](...) <!-- code refattn.local.plan whole -->       and with it
     ... <!-- says fastattn.cascade -->                      what a file says of itself, after its first sentence
     ... <!-- kernels -->                                    the kernels, and what each is
+    ... <!-- rules -->                                      which kernel goes first, and what that rests on
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- parts -->                                      the launches of calls, and how long each takes
     ... <!-- tested -->                                     the results of the tests on other machines and processors
@@ -152,6 +153,15 @@ def kernels(page: Page, instead: str) -> str:
         path = module_file(module.partition(":")[0])
         sentence = documentation(path).split("\n\n")[0].replace("\n", " ")
         lines.append(f"| [`{name}`]({to(page, page_of(path))}) | {sentence} |")
+    return "\n".join(lines)
+
+
+def rules(page: Page, instead: str) -> str:
+    """List the rules that say which kernel goes first."""
+    lines = ["| where | kernels | measured |", "|---|---|---|"]
+    for rule in order.RULES:
+        measured = " ".join(rule.measured.split()).replace("*", "\\*")
+        lines.append(f"| {rule.name} | {', '.join(f'`{name}`' for name in rule.kernels)} | {measured} |")
     return "\n".join(lines)
 
 
@@ -312,6 +322,7 @@ INSERTS = {
         exercise,
         exercises,
         kernels,
+        rules,
         measured,
         parts,
         picture,

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from fastattn.kernels import order
-from fastattn.kernels.kernel import OWN_NORM, PAGES, QUANTIZED
+from fastattn.kernels.kernel import OWN_NORM, PAGES, QUANTIZED, Kernel, find
 from fastattn.kernels.memory import addresses, in_memory, is_without_memory
 from fastattn.kernels.pairs import in_pages, subtraction_of
 from fastattn.kernels.problem import Problem, attention_problem, compute_dtype, problem_of
@@ -276,12 +276,12 @@ def _by_a_kernel(
     chosen for each, and the outputs merge. Over codes a kernel that takes all of them goes first.
     """
     problem = attention_problem(query, keys, plan, options)
-    if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
-        return order.choose(problem).bind("attend", query, keys, plan, options, out, return_lse=return_lse)
+    if problem.levels == 1 or isinstance(keys, QuantizedPages):
+        return _bind(order.choose(problem), "attend", query, keys, plan, options, out, return_lse=return_lse)
     levels = [attention_problem(query, keys, *one) for one in _levels_of(plan, options)]
     kernels = [order.choose(level._replace(asks=problem.asks)) for level in levels]
     if len(set(kernels)) == 1 and kernels[0].computes(problem):
-        return kernels[0].bind("attend", query, keys, plan, options, out, return_lse=return_lse)
+        return _bind(kernels[0], "attend", query, keys, plan, options, out, return_lse=return_lse)
     attends = [kernel.attend for kernel in kernels]
     merge = order.choose(Problem("merge", query.device, compute_dtype(query.dtype))).merge
 
@@ -294,6 +294,18 @@ def _by_a_kernel(
         return answer
 
     return *one_by_one(query, keys, plan, options, out), Bound(", ".join(one.name for one in kernels), one_by_one)
+
+
+def _bind(kernel: Kernel, operation: str, *arguments: Any, return_lse: bool | None) -> tuple[Tensor, Tensor, Bound]:
+    """Let a kernel compute attention, and return beside the outputs what computes it again with other tensors."""
+    where = None if return_lse is None else kernel.functions.get(f"bind_{operation}")
+    if where is None:
+        module, name = find(kernel.functions[operation])
+        again = getattr(module, name)
+        return *again(*arguments), Bound(kernel.name, again)
+    module, name = find(where)
+    answer, lse, again = getattr(module, name)(*arguments, return_lse)
+    return answer, lse, Bound(kernel.name, again)
 
 
 def _levels_of(plan: AttentionPlan, options: AttentionOptions) -> list[tuple[Plan | TreePlan, AttentionOptions]]:
@@ -325,7 +337,7 @@ def _with_subtraction(
         if kernel is not None:  # launches know one table, and rows have one per call
             arguments = query, pages, over_pages, options, subtraction_of(**more), out
             again = return_lse if over_pages is plan else None
-            answer, lse, bound = kernel.bind("differential", *arguments, return_lse=again)
+            answer, lse, bound = _bind(kernel, "differential", *arguments, return_lse=again)
             subtract = bound.run
 
             def of_kernel(

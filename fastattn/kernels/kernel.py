@@ -7,10 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from fastattn.kernels.problem import Problem, Subtraction
-from fastattn.kernels.replay import Bound
 from refattn.batch import Batch
 from refattn.keys import Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
 from refattn.options import AttentionOptions, RecurrentOptions
@@ -97,30 +94,17 @@ class Kernel:
         """Return a field that a problem asks for and that it does not know, or None."""
         return min(problem.asks - self.knows, default=None)
 
-    def bind(self, operation: str, *arguments: Any, return_lse: bool | None) -> tuple[Tensor, Tensor, Bound]:
-        """Compute attention, and return beside the outputs what computes it again with the tensors of a later layer.
-
-        Args:
-            operation: "attend" or "differential".
-            arguments: those of the operation.
-            return_lse: whether later calls want the log-sum-exps; None if there are none, so that nothing is prepared.
-        """
-        if return_lse is None or f"bind_{operation}" not in self.functions:
-            function = getattr(self, operation)
-            return *function(*arguments), Bound(self.name, function)
-        answer, lse, again = getattr(self, f"bind_{operation}")(*arguments, return_lse)
-        return answer, lse, Bound(self.name, again)
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function of the table."""
         where = self.__dict__.get("functions", {}).get(name)
         if where is None:
             raise AttributeError(f"a kernel has no function {name}")
-        module, function = _find(where)
+        module, function = find(where)
         return getattr(module, function)
 
 
 @cache
-def _find(where: str) -> tuple[ModuleType, str]:
+def find(where: str) -> tuple[ModuleType, str]:
+    """Import the module of a function of a kernel, and return it with the name of the function."""
     module, _, function = where.partition(":")
     return import_module(module), function

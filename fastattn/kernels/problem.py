@@ -174,14 +174,16 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         key, value, scales = keys
     else:
         key, value = keys
-    whole = plan.levels[-1].whole
+    levels = plan.levels
+    whole = levels[-1].whole
     batch = whole.batch
+    num_seqs = batch.num_seqs
     return Problem(
         operation="attend",
         device=query.device,
         dtype=query.dtype,
         keys=STORAGES[type(keys)],
-        levels=len(plan.levels),
+        levels=len(levels),
         tree=isinstance(plan, TreePlan),
         num_heads=query.shape[1],
         num_kv_heads=key.shape[-2],
@@ -190,7 +192,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         block_size=whole.block_size,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
-        num_seqs=batch.num_seqs,
+        num_seqs=num_seqs,
         window=whole.window,
         positions=uses_positions(whole, options),
         softcap=options.softcap > 0,
@@ -201,12 +203,12 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         aligned=query.device.type != "cuda"
         or all(map(has_aligned_heads, (query,) if isinstance(keys, QuantizedPages) else (query, key, value)))
         and (not isinstance(keys, PackedLatents) or has_packed_rows(keys, query.shape[2])),
-        uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
+        uniform=_is_uniform(batch) and query.shape[0] >= num_seqs * batch.max_query_len,
         stored=_stored_in(keys, scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         num_tokens=query.shape[0],
-        even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
-        intervals=any(level.whole.first_visible is not None for level in plan.levels),
+        even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * num_seqs,
+        intervals=any(level.whole.first_visible is not None for level in levels),
         fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
         extends_causal=whole.extends_causal,
         asks=asked_of(keys, plan, options),

@@ -79,14 +79,23 @@ def pattern(sentence: str) -> re.Pattern[str]:
     return re.compile(r"(\d+(?:\.\d+)?)".join(map(re.escape, sentence.split("#"))))
 
 
+def words(string: ast.expr) -> str:
+    """Return what a string says, without what is formatted into it."""
+    parts = string.values if isinstance(string, ast.JoinedStr) else [string]
+    return "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+
+
 def paragraphs(file: Path) -> list[str]:
-    """Split what a page says, or the docstrings of a module: without code, and without tables made of results."""
+    """Split what a page says, or the docstrings and rules of a module: without code, and without tables made of results."""
     text = file.read_text()
     if file.suffix == ".py":
         nodes = (
             node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
         )
-        text = "\n\n".join(ast.get_docstring(node) or "" for node in nodes)
+        said = [ast.get_docstring(node) or "" for node in nodes]
+        rules = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+        said += [words(rule.args[-1]) for rule in rules if isinstance(rule.func, ast.Name) and rule.func.id == "Rule"]
+        text = "\n\n".join(said)
     if file.suffix == ".toml":
         text = text.replace("\n", "\n\n")
     return [one_line(part) for part in re.split(r"\n\n", FENCE.sub("", MADE.sub("", text)))]

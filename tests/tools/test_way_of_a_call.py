@@ -19,9 +19,9 @@ from refattn import metadata
 ROOT = Path(__file__).parent.parent.parent
 OURS = tuple(str(ROOT / package) for package in ("refattn", "fastattn"))
 LIMITS = {  # (functions called, files they are in) in the first call of a plan, and in later ones
-    "triton": ((265, 18), (13, 8)),
-    "native": ((230, 13), (10, 6)),
-    "cpu": ((284, 17), (41, 11)),
+    "triton": ((139, 18), (11, 6)),
+    "native": ((100, 13), (7, 4)),
+    "cpu": ((155, 17), (38, 10)),
 }
 REFERENCE = (132, 14)  # of a window over two sequences
 
