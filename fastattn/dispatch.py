@@ -147,8 +147,11 @@ def compute(
     more = {name: given[name] for name in more}
     with launching(query.device):
         memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
-        way = _with_subtraction if isinstance(keys, Pairs) else _by_a_kernel
-        answer, lse, bound = way(query, keys, plan, options, memory, None if key is None else return_lse, **more)
+        again = None if key is None else return_lse
+        if isinstance(keys, Pairs):
+            answer, lse, bound = _with_subtraction(query, keys, plan, options, memory, again, **more)
+        else:
+            answer, lse, bound = _by_a_kernel(query, keys, plan, options, memory, again)
         if key is not None:
             memo_of(plan).bound[key] = bound
         return _into(out, answer, lse)

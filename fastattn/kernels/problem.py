@@ -141,11 +141,9 @@ TYPED_BY = {"merge": "lses", "add_sinks": "lse"}  # the argument of an operation
 
 def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
     """Describe an operation beside attention, by its arguments in their order."""
-    first, typed = (
-        x[0] if isinstance(x, list | tuple) else x
-        for x in (next(iter(arguments.values())), arguments.get(TYPED_BY.get(operation, "")))
-    )
-    typed = first if typed is None else typed
+    first = next(iter(arguments.values()))
+    typed = arguments.get(TYPED_BY.get(operation, ""), first)
+    first, typed = (x[0] if isinstance(x, list | tuple) else x for x in (first, typed))
     dtype = typed.dtype if isinstance(typed, Tensor) else torch.int32  # of tables
     problem = Problem(operation, first.device, arguments.get("dtype", dtype), asks=asked_of(*arguments.values()))
     if operation == "write_quantized":
@@ -244,7 +242,8 @@ def _asked_of(argument: object) -> frozenset[str]:
         if value is default or (not isinstance(value, Tensor) and value == default):
             continue
         asks.add(full_name)
-        if isinstance(value, tuple) or _defaults(type(value)) is not None:
+        its_kind: Any = type(value)
+        if isinstance(value, tuple) or _defaults(its_kind) is not None:
             asks |= _asked_of(value)
     if is_plan:
         vars(argument)[_ASKS] = frozenset(asks)

@@ -86,7 +86,7 @@ def words(string: ast.expr) -> str:
 
 
 def paragraphs(file: Path) -> list[str]:
-    """Split what a page says, or the docstrings and rules of a module: without code, and without tables made of results."""
+    """Split what a page says, or docstrings and rules of a module: without code, and without tables made of results."""
     text = file.read_text()
     if file.suffix == ".py":
         nodes = (

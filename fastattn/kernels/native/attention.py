@@ -72,7 +72,7 @@ def bind_attend(
     if scales is None:
         call = _describe(query, key_cache, value_cache, whole, options)
         has_own = options.alibi_slopes is not None or options.sinks is not None  # numbers of a layer, by address
-        again = attend if has_own else Again(call, isinstance(keys, Latents)).run
+        again = attend if has_own else Again(call).run
         return *_launch(call, query, key_cache, value_cache, out), again
     carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     of_keys: Tensor | None = None
@@ -201,8 +201,8 @@ def _error(failure: int) -> Exception:
 class Again:
     """A call that was described, to be made with the tensors of a later layer."""
 
-    def __init__(self, call: Call, is_shared: bool) -> None:
-        self._described, self._is_shared = bytes(call), is_shared
+    def __init__(self, call: Call) -> None:
+        self._described = bytes(call)
 
     def run(
         self, query: Tensor, keys: Pages | Latents, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
@@ -210,4 +210,5 @@ class Again:
         """Attend as `attend` does: latents begin where their pool does, as keys and as values."""
         call = Call.from_buffer_copy(self._described)  # threads may share a plan
         call.threads = torch.get_num_threads()
-        return _launch(call, query, keys[0], keys[0] if self._is_shared else keys[1], out)
+        key_cache, value_cache = keys if isinstance(keys, Pages) else (keys.cache, keys.cache)
+        return _launch(call, query, key_cache, value_cache, out)
