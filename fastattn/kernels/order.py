@@ -353,12 +353,14 @@ def refuse_unknown(what: str, knows: frozenset[str], *arguments: object) -> None
 
 
 def explain(problem: Problem) -> str:
-    """Return which kernel would compute a problem, and of each other one why not: a line per kernel.
+    """Return which kernel would compute a problem, of each other one why not, and the rule that says which goes first.
 
     Args:
         problem: what is to be computed.
     """
+    rule = rule_of(problem)
     lines = [f"{name}: {unsupported_reason(name, problem) or 'can'}" for name in NAMES]
+    lines.append(f"order: {', '.join(rule.kernels)}, by the rule for {rule.name}")
     try:
         lines.append(f"chosen: {choose(problem).name}")
     except NotImplementedError as error:

@@ -71,6 +71,11 @@ def test_each_rule_decides_something(idle):
     assert idle((*RULES, shadowed)) == {"prompts"}, "a rule that never decides has to be found"
 
 
+def test_an_explanation_names_the_rule():
+    *_, said, chosen = order.explain(Problem("merge", torch.device("cpu"), torch.float32)).splitlines()
+    assert (said, chosen) == ("order: native, cpu, torch, triton, by the rule for a CPU", "chosen: torch")
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_names_kernels_and_what_it_rests_on(rule):
     """A result file that is committed, and the rows in it; or it says that there is none."""
