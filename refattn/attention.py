@@ -1,9 +1,10 @@
 """The one formula, and the one loop: softmax attention of some queries over some keys, under a mask of who sees whom.
 
 attend              the formula, for one sequence
+attend_one_by_one   the same for one query at a time, so that bits depend on what it sees alone
 attend_sequences    the formula for each sequence of a plan, under its mask
-attend_plan         the same for each level of a plan, whatever stores the keys; the answers of levels merge
-attend_to           the same as a path does it: checked before, and handed over as its caller asks
+attend_plan         the same for each level of a plan, whatever stores the keys; the outputs of levels merge
+attend_to           a call of a path: check the arguments, run attend_plan, cast and return
 """
 
 from collections.abc import Iterable
@@ -35,7 +36,6 @@ def attend(
     softcap: float = 0.0,
     bias: Float[Tensor, "h t s"] | None = None,
     sinks: Float[Tensor, "h"] | None = None,
-    batch_invariant: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend with every query to the keys that it may see.
 
@@ -61,7 +61,6 @@ def attend(
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
         bias: added to the scaled, capped scores (ALiBi).
         sinks: one extra logit per head, in the denominator of the softmax only.
-        batch_invariant: attend with one query at a time, so that its bits depend on what it sees alone.
 
     Returns:
         The outputs in the type of `query`, and the log-sum-exp of each row: natural log, float32 (float64 for float64
@@ -70,9 +69,6 @@ def attend(
     Source: Vaswani et al. 2017, "Attention Is All You Need"; grouped heads: Ainslie et al. 2023, "GQA"; sinks:
         OpenAI 2025, gpt-oss.
     """
-    if batch_invariant:
-        numbers = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
-        return _attend_one_by_one(query, key, value, visible, bias, **numbers)
     compute = compute_dtype(query.dtype)
     group = query.shape[1] // key.shape[1]
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
@@ -97,25 +93,26 @@ def attend(
     return out.to(query.dtype), lse.T
 
 
-def _attend_one_by_one(
+def attend_one_by_one(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
     visible: Bool[Tensor, "t s"],
+    *,
     bias: Float[Tensor, "h t s"] | None,
-    **numbers: Any,
+    **options: Any,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend with each query by itself to copies of the keys that it sees, and of no others.
+    """Attend by the formula one query at a time, over copies of its visible keys only: `batch_invariant`.
 
     The last bits of a product depend on its shape and on where its factors lie in memory. Here both follow from what
-    the query sees: neither other rows nor keys hidden from it have a part in them.
+    the query sees: neither other rows nor keys hidden from it have a part in them. Arguments are those of `attend`.
     """
     out = query.new_zeros(*query.shape[:2], value.shape[2])
     lse = query.new_zeros(query.shape[:2], dtype=compute_dtype(query.dtype))
     for i, sees in enumerate(visible):
         its_bias = None if bias is None else bias[:, i : i + 1, sees]
         everything = torch.ones(1, int(sees.sum()), dtype=torch.bool, device=query.device)
-        row = attend(query[i : i + 1], key[sees], value[sees], everything, bias=its_bias, **numbers)
+        row = attend(query[i : i + 1], key[sees], value[sees], everything, bias=its_bias, **options)
         out[i : i + 1], lse[i : i + 1] = row
     return out, lse
 
@@ -137,8 +134,7 @@ def attend_plan(
     parts = []
     for level in plan.levels:
         its_options = options if level is plan.levels[-1] else options.without_sinks()
-        sequences = read(query, keys, level.whole)
-        queries = read_query(query, keys, level.whole)
+        queries, sequences = read_query(query, keys, level), read(query, keys, level)
         parts.append(attend_sequences(queries, sequences, level, its_options, value_head_size=keys.value_head_size))
     return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
 
@@ -164,21 +160,19 @@ def attend_sequences(
         The outputs in the compute type, so that partial answers merge without a rounding between, and the log-sum-exps.
         Padding rows hold 0 and `-inf`.
     """
-    compute = compute_dtype(query.dtype)
+    compute, formula = compute_dtype(query.dtype), attend_one_by_one if options.batch_invariant else attend
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
-        visible, bias = masks.mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
-        out[q0:q1], lse[q0:q1] = attend(
+        out[q0:q1], lse[q0:q1] = formula(
             query[q0:q1].to(compute),
             key,
             value,
-            visible,
+            masks.visible(plan, i),
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
-            bias=bias,
+            bias=masks.bias(plan, i, options, compute),
             sinks=options.sinks,
-            batch_invariant=options.batch_invariant,
         )
     return out, lse
 

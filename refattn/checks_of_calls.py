@@ -125,8 +125,8 @@ def check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
 def check_levels(name: str, pool: Tensor, plan: AttentionPlan, options: AttentionOptions) -> None:
     """Check the levels of a cascade that are shared: their blocks, and that their positions are known for ALiBi."""
     for level in plan.levels[:-1]:
-        check_pool(name, pool, level.whole)
-        check_positions(level.whole, options)
+        check_pool(name, pool, level.own)
+        check_positions(level.own, options)
 
 
 def check_positions(plan: Plan, options: AttentionOptions) -> None:

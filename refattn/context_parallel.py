@@ -25,7 +25,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn import recurrent
-from refattn.attention import attend, attend_plan, finish
+from refattn.attention import attend, attend_one_by_one, attend_plan, finish
 from refattn.batch import Batch, check_block_table, check_written_blocks
 from refattn.checks import check_int, check_window
 from refattn.checks_of_calls import check_context_parallel
@@ -158,6 +158,7 @@ def _attend_to_own_context(
     compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value_cache.shape[-1], dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
+    formula = attend_one_by_one if options.batch_invariant else attend
     left, _ = plan.own.window_size
     places = positions(plan.batch, len(query))
     pools = key_cache, value_cache
@@ -169,7 +170,7 @@ def _attend_to_own_context(
         j = rearrange(own_positions(context_len, plan.shard).to(query.device), "s -> 1 s")
         i = rearrange(places[q0:q1], "t -> t 1")
         distance = (i - j).to(compute).sqrt() if options.alibi_sqrt else (i - j).to(compute)
-        out[q0:q1], lse[q0:q1] = attend(
+        out[q0:q1], lse[q0:q1] = formula(
             query[q0:q1].to(compute),
             keys,
             values,
@@ -177,7 +178,6 @@ def _attend_to_own_context(
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
             bias=None if slopes is None else -rearrange(slopes.to(compute), "h -> h 1 1") * distance,
-            batch_invariant=options.batch_invariant,
         )
     return out, lse
 

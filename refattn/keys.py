@@ -60,7 +60,7 @@ from refattn.scales import (
     stored_types,
     type_of_outputs,
 )
-from refattn.trees import AttentionPlan
+from refattn.trees import AttentionPlan, TreePlan
 
 OF_A_GROUP = "as a group of a cascade is of several sequences"  # why a cascade takes no scale per sequence
 
@@ -133,7 +133,7 @@ class Pages(NamedTuple):
         Raises:
             ValueError: naming the argument, what was expected and what came.
         """
-        own, names = plan.levels[-1].whole, ("key_cache", "value_cache")
+        own, names = plan.own, ("key_cache", "value_cache")
         check_tokens(query, self.key_cache, self.value_cache, names, "n p", own, options, types)
         check_result(query, self.value_head_size, out, return_lse)
         check_pool(pool, self.key_cache, own)
@@ -181,7 +181,7 @@ class QuantizedPages(NamedTuple):
         Pages(key_cache, value_cache).check(query, plan, options, out, return_lse, types=types)
         if isinstance(plan, CascadePlan):
             check_no_scale_per_sequence(scales, key_cache.shape[2], OF_A_GROUP)
-        check_scales(scales, key_cache, value_cache, *num_seqs_of(plan.levels[-1].whole))
+        check_scales(scales, key_cache, value_cache, *num_seqs_of(plan.own))
         codes = {"key_cache": key_cache}
         if types[1] not in QUERY_TYPES:
             codes["value_cache"] = value_cache
@@ -359,7 +359,7 @@ class Pairs(NamedTuple):
         """
         check_query(query)
         check_plan(plan)
-        own, cache, scales = plan.levels[-1].whole, self.cache, self.scales
+        own, cache, scales = plan.own, self.cache, self.scales
         over_rows = own.block_size is None
         letters = "2 2 s hk/2 d" if over_rows else "2 2 n p hk/2 d"
         kind = query.dtype if scales is None else stored_in_pairs(cache, scales)
@@ -409,7 +409,7 @@ def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | Non
 Sequences = Iterator[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]]
 
 
-def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Sequences:
+def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Sequences:
     """Read the keys and the values of each sequence of a plan, in order.
 
     Args:
@@ -444,7 +444,7 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Sequences:
             yield _read_int8(key, value, of_key, keys.scales.value, query)
 
 
-def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Float[Tensor, "t h d"]:
+def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Float[Tensor, "t h d"]:
     """Return the queries as they meet the keys: rounded to codes where quantised keys ask for that, else as they are.
 
     Args:
@@ -498,7 +498,7 @@ def read_packed(
     return torch.cat([latent.to(compute), rope_key.to(compute)], dim=-1)
 
 
-def _member(plan: Plan, i: int) -> int:
+def _member(plan: Plan | TreePlan, i: int) -> int:
     """Return the sequence of the batch that a sequence of a plan belongs to."""
     return i if plan.sequences is None else int(plan.sequences[i])
 

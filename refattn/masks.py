@@ -8,7 +8,7 @@ and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
     1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1   1 1 1 1 0
     1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1   0 0 1 1 1
 
-Masks combine with `&`. Which of them a plan asks for, `mask_and_bias` says.
+Masks combine with `&`. Which of them a plan asks for, `visible` says, by the type of the plan.
 """
 
 from collections.abc import Sequence
@@ -25,39 +25,52 @@ from refattn.plan import Plan
 from refattn.trees import TreePlan
 
 
-def mask_and_bias(
-    plan: Plan | TreePlan,
-    i: int,
-    rows: tuple[int, int],
-    seq_len: int,
-    options: AttentionOptions,
-    compute: torch.dtype,
-    device: torch.device,
-) -> tuple[Bool[Tensor, "t s"], Float[Tensor, "h t s"] | None]:
-    """Draw who sees whom in sequence `i` of a plan, and the ALiBi bias that follows from the same positions."""
-    whole, query_len = plan.whole, rows[1] - rows[0]
-    places: dict[str, Any] = dict(device=device)  # unless told otherwise, queries are the last tokens
-    if whole.positions is not None:
-        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
-        places["positions"] = whole.positions[slice(*rows)].long() - first_key
-    ancestors = None
+def visible(plan: Plan | TreePlan, i: int) -> Bool[Tensor, "t s"]:
+    """Draw who sees whom in sequence `i` of a plan: by its window, and by the interval of each query if it has one."""
     if isinstance(plan, TreePlan):
-        ancestors = tree(plan.trees.to_lists()[i]).to(device)
-        first_node = seq_len - len(ancestors)
-        keys = torch.arange(seq_len, device=device)
-        keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]  # the positions of siblings are the same
-        places["key_positions"] = keys
-    visible = window(query_len, seq_len, whole.window, **places)
-    if whole.first_visible is not None and whole.last_visible is not None:
-        first_key = 0 if whole.first_keys is None else int(whole.first_keys[i])
-        first, last = (x[slice(*rows)].to(device) for x in (whole.first_visible, whole.last_visible))
-        visible &= interval(first, last, seq_len, first_key=first_key)
-    if ancestors is not None:
-        visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]
+        return visible_in_trees(plan, i)
+    (q0, q1), seq_len = plan.batch.query_rows()[i], int(plan.batch.seq_lens[i])
+    shown = window(q1 - q0, seq_len, plan.window, **positions(plan, i))
+    if plan.first_visible is not None and plan.last_visible is not None:
+        first_key = 0 if plan.first_keys is None else int(plan.first_keys[i])
+        shown &= interval(plan.first_visible[q0:q1], plan.last_visible[q0:q1], seq_len, first_key=first_key)
+    return shown
+
+
+def visible_in_trees(plan: TreePlan, i: int) -> Bool[Tensor, "t s"]:
+    """Draw who sees whom under drafted trees: in its tree, a query sees its ancestors and itself alone."""
+    (q0, q1), seq_len = plan.batch.query_rows()[i], int(plan.batch.seq_lens[i])
+    shown = window(q1 - q0, seq_len, plan.whole.window, **positions(plan, i))
+    ancestors = tree(plan.trees.to_lists()[i]).to(shown.device)
+    shown[:, seq_len - len(ancestors) :] &= ancestors[len(ancestors) - (q1 - q0) :]
+    return shown
+
+
+def positions(plan: Plan | TreePlan, i: int) -> dict[str, Any]:
+    """Return where the queries of sequence `i` of a plan stand among its keys, if they are not its last tokens.
+
+    Under drafted trees also where the keys stand: siblings have one position.
+    """
+    if isinstance(plan, TreePlan):
+        keys, num_nodes = torch.arange(int(plan.batch.seq_lens[i]), device=plan.batch.device), int(plan.trees.lens[i])
+        keys[len(keys) - num_nodes :] = len(keys) - num_nodes + plan.depths[i, :num_nodes]
+        return positions(plan.whole, i) | dict(key_positions=keys)
+    places: dict[str, Any] = dict(device=plan.batch.device)
+    if plan.positions is not None:
+        first_key = 0 if plan.first_keys is None else plan.first_keys[i].long()
+        places["positions"] = plan.positions[slice(*plan.batch.query_rows()[i])].long() - first_key
+    return places
+
+
+def bias(
+    plan: Plan | TreePlan, i: int, options: AttentionOptions, compute: torch.dtype
+) -> Float[Tensor, "h t s"] | None:
+    """Return the ALiBi bias of sequence `i` of a plan, if a layer has slopes: by the positions that its mask has."""
     if options.alibi_slopes is None:
-        return visible, None
-    sizes = options.alibi_slopes, query_len, seq_len
-    return visible, alibi(*sizes, dtype=compute, sqrt=options.alibi_sqrt, **places)
+        return None
+    (q0, q1), seq_len = plan.batch.query_rows()[i], int(plan.batch.seq_lens[i])
+    sizes = options.alibi_slopes, q1 - q0, seq_len
+    return alibi(*sizes, dtype=compute, sqrt=options.alibi_sqrt, **positions(plan, i))
 
 
 def query_positions(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Int64[Tensor, "t"]:

@@ -186,6 +186,11 @@ class Plan:
         """The plan without what a tree adds: itself."""
         return self
 
+    @property
+    def own(self) -> "Plan":
+        """The keys that no other sequence has, queries among them: all of them."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class CascadePlan:
@@ -204,6 +209,11 @@ class CascadePlan:
 
     batch: Batch
     levels: tuple[Plan, ...]
+
+    @property
+    def own(self) -> Plan:
+        """The last level: the keys that no other sequence has, queries among them."""
+        return self.levels[-1]
 
     def __post_init__(self) -> None:
         """Check the types, and on a CPU that the levels hold every key of the batch once."""

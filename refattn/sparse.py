@@ -184,8 +184,7 @@ def scores(
         key = read(index_cache, batch.block_table[i, places // block_size].long() * block_size + places % block_size)
         products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s")
         sums = einsum(weights[q0:q1].float(), products.relu(), "t h, t h s -> t s")
-        visible, _ = masks.mask_and_bias(plan, i, (q0, q1), seq_len, AttentionOptions(), torch.float32, query.device)
-        result[q0:q1, :seq_len] = sums.masked_fill(~visible, -torch.inf)
+        result[q0:q1, :seq_len] = sums.masked_fill(~masks.visible(plan, i), -torch.inf)
     return result
 
 

@@ -155,6 +155,16 @@ class TreePlan:
         return self.whole.batch
 
     @property
+    def own(self) -> Plan:
+        """The keys that no other sequence has, queries among them: all of them."""
+        return self.whole
+
+    @property
+    def sequences(self) -> Int32[Tensor, "b"] | None:
+        """The sequence of the batch that each sequence of the plan belongs to, as in a plan without trees."""
+        return self.whole.sequences
+
+    @property
     def levels(self) -> "tuple[TreePlan, ...]":
         """The plans whose answers merge into one: this one alone."""
         return (self,)

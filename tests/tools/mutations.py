@@ -1549,9 +1549,9 @@ MUTATIONS: list[Mutation] = [
         "D142 D223",
         "a window counts nodes, not depths",
         (
-            "refattn.masks:mask_and_bias",
-            "keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]",
-            "keys[first_node:] = keys[first_node:]",
+            "refattn.masks:positions",
+            " + plan.depths[i, :num_nodes]",
+            " + torch.arange(num_nodes)",
         ),
         ("fastattn.kernels.cpu.schedule:branches_of", "depths[mine, None] - depths,", "node[mine, None] - node,"),
     ),
@@ -1587,9 +1587,9 @@ MUTATIONS: list[Mutation] = [
         "D145 D151",
         "the query rows are the oldest nodes",
         (
-            "refattn.masks:mask_and_bias",
-            "ancestors[len(ancestors) - query_len :]",
-            "ancestors[:query_len]",
+            "refattn.masks:visible_in_trees",
+            "ancestors[len(ancestors) - (q1 - q0) :]",
+            "ancestors[: q1 - q0]",
         ),
         (
             "fastattn.kernels.cpu.schedule:branches_of",
@@ -1616,8 +1616,8 @@ MUTATIONS: list[Mutation] = [
         "D148 D156",
         "siblings see each other",
         (
-            "refattn.masks:mask_and_bias",
-            "visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]",
+            "refattn.masks:visible_in_trees",
+            "shown[:, seq_len - len(ancestors) :] &= ancestors[len(ancestors) - (q1 - q0) :]",
             "pass",
         ),
         (
@@ -1630,9 +1630,9 @@ MUTATIONS: list[Mutation] = [
         "D147",
         "the newest key of the context is hidden",
         (
-            "refattn.masks:mask_and_bias",
-            "        visible[:, first_node:] &= ",
-            "        visible[:, max(0, first_node - 1) : first_node] = False\n        visible[:, first_node:] &= ",
+            "refattn.masks:visible_in_trees",
+            "    shown[:, seq_len - len(ancestors) :] &= ",
+            "    first_node = seq_len - len(ancestors)\n    shown[:, max(0, first_node - 1) : first_node] = False\n    shown[:, first_node:] &= ",
         ),
         (
             "fastattn.speculative:plan",
@@ -1658,9 +1658,9 @@ MUTATIONS: list[Mutation] = [
         "D149",
         "only the tree counts",
         (
-            "refattn.masks:mask_and_bias",
-            "        visible[:, first_node:] &= ",
-            "        visible[:, :first_node] = False\n        visible[:, first_node:] &= ",
+            "refattn.masks:visible_in_trees",
+            "    shown[:, seq_len - len(ancestors) :] &= ",
+            "    shown[:, : seq_len - len(ancestors)] = False\n    shown[:, seq_len - len(ancestors) :] &= ",
         ),
         (
             "fastattn.kernels.cpu.attention:tree",
