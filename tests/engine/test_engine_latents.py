@@ -20,7 +20,7 @@ from refattn.options import AttentionOptions
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 from twinattn.engine import CPU, Amax, CudaGraphs, Engine, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import Causal, Latents, Layer, Twin
+from twinattn.engine.layers import Causal, LatentStorage, Layer, Twin
 
 TWINS = ("refattn", "fastattn")
 RANK, ROPE = LATENT_SIZES["kv_lora_rank"], LATENT_SIZES["qk_rope_head_dim"]
@@ -130,7 +130,7 @@ def test_decodes_are_absorbed_and_prompts_are_not(deepseek, expected, twin, call
 
 def test_layers_keep_latents_and_no_values(deepseek, monkeypatch):
     engine = make_engine(deepseek, num_blocks=20)
-    assert set(engine.layers) == {Layer(Causal(), Latents(RANK, ROPE))}
+    assert set(engine.layers) == {Layer(Causal(), LatentStorage(RANK, ROPE))}
     assert [cache.shape for cache in engine.caches] == [(20, 4, RANK + ROPE)] * 2
     monkeypatch.setattr(refattn.mla, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("out of memory.")))
     # 2 layers of 2**22 blocks of 4 tokens with 32 numbers of 4 bytes: 4 GiB.
@@ -191,7 +191,7 @@ def test_everything_is_absorbed_under_batch_invariance(deepseek, expected, twin,
 def test_chunks_are_planned_for_the_contexts_of_prompts(twin, monkeypatch):
     """Not for a prompt without one, nor for the long context of a decode beside it."""
     monkeypatch.setattr(twinattn.engine.layers, "WORKSPACE", 8)
-    package, layer = Twin(importlib.import_module(twin)), Layer(Causal(), Latents(16, 8))
+    package, layer = Twin(importlib.import_module(twin)), Layer(Causal(), LatentStorage(16, 8))
 
     def chunks(*lens):
         tables = [list(range(10 * i, 10 * i + 10)) for i in range(len(lens))]
@@ -215,7 +215,7 @@ def test_batch_invariance_is_to_the_bit(twin, device, monkeypatch):
     with torch.no_grad():  # one number of the latent each, and of the query for each of the latent
         chosen = torch.cat([torch.randperm(rank)[:size] for _ in range(heads) for size in (nope, value)])
         made_by.weight.copy_(torch.nn.functional.one_hot(chosen, rank))
-    layer = Layer(Causal(), Latents(rank, rope, batch_invariant=True))
+    layer = Layer(Causal(), LatentStorage(rank, rope, batch_invariant=True))
     package = Twin(importlib.import_module(twin))
     options = AttentionOptions(0.2, batch_invariant=True)
     cache = layer.storage.allocate(package, 40, 4, dtype=torch.float32, device=torch.device(device))

@@ -36,7 +36,7 @@ from tests.helpers.tiny_models import (
     make_model,
 )
 from twinattn.engine import CPU, Engine, Request, SamplingParams, StepTokens
-from twinattn.engine.layers import Causal, Layer, Pairs, Twin
+from twinattn.engine.layers import Causal, Layer, PairedStorage, Twin
 from twinattn.engine.models import LATENT, VERIFIED
 
 TWINS = ("refattn", "fastattn")
@@ -137,7 +137,10 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
 def test_a_differential_layer_may_share_a_cache_too(twin):
     """Queries of a prompt and of a decode over the pairs that another layer has written."""
     package = Twin(importlib.import_module(twin))
-    layer, module = Layer(Causal(), Pairs(2, 8)), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
+    layer, module = (
+        Layer(Causal(), PairedStorage(2, 8)),
+        DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0),
+    )
     cache = layer.storage.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
     batch = package.metadata.make_batch([3, 1], [3, 6], [[5], [2, 0]])
     plan, slots = layer.plan(package, batch, 4), package.metadata.slot_mapping(batch, 4, block_size=4)

@@ -17,7 +17,7 @@ import twinattn.engine.layers
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.tiny_models import INDEX_SIZES, LATENT_SIZES, YARN, make_family, make_llama
 from twinattn.engine import CudaGraphs, Engine, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import Causal, Latents, Layer, SelectedLatents
+from twinattn.engine.layers import Causal, LatentStorage, Layer, SelectedLatentStorage
 
 TWINS = ("refattn", "fastattn")
 RANK, ROPE, INDEX = 256, INDEX_SIZES["qk_rope_head_dim"], INDEX_SIZES["index_head_dim"]
@@ -156,9 +156,9 @@ def test_logits_are_close_to_those_over_16_bits(name, device, monkeypatch):
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_token_has_a_row_of_bytes(models, twin):
     """And its index key in the type of the model beside it, with the same block and slot."""
-    for name, kind in (("deepseek_v32", SelectedLatents), ("deepseek_v3", Latents)):
+    for name, kind in (("deepseek_v32", SelectedLatentStorage), ("deepseek_v3", LatentStorage)):
         engine = make_engine(models[name], twin, num_blocks=20, **PACKED)
-        more = dict(topk=INDEX_SIZES["index_topk"], index_size=INDEX) if kind is SelectedLatents else {}
+        more = dict(topk=INDEX_SIZES["index_topk"], index_size=INDEX) if kind is SelectedLatentStorage else {}
         assert set(engine.layers) == {Layer(Causal(), kind(RANK, ROPE, dtype=torch.uint8, **more))}
         for cache in engine.caches:
             pools = list(cache) if more else [cache]

@@ -23,7 +23,7 @@ from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
 from twinattn.engine import CPU, Amax, CudaGraphs, Engine, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import KV_CACHE_DTYPES, Chunk, QuantizedPages, Window
+from twinattn.engine.layers import KV_CACHE_DTYPES, Chunk, QuantizedStorage, Window
 from twinattn.kit.tolerance import on_cpu
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -97,7 +97,7 @@ def test_twins_answer_alike(models, calibrations, family, kind, calibrated):
         for package in ("refattn", "fastattn")
     )
     assert ref == fast
-    assert all(isinstance(layer.storage, QuantizedPages) for layer in engine.layers)
+    assert all(isinstance(layer.storage, QuantizedStorage) for layer in engine.layers)
     if family in KINDS:
         assert any(isinstance(layer.mask, KINDS[family]) for layer in engine.layers)
 

@@ -15,7 +15,7 @@ from tests.helpers.drafts import Wild
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import INDEX_SIZES, make_family
 from twinattn.engine import CudaGraphs, Engine, NGram, SamplingParams, calibrate, index_modules
-from twinattn.engine.layers import Causal, Layer, SelectedLatents
+from twinattn.engine.layers import Causal, Layer, SelectedLatentStorage
 
 TWINS = ("refattn", "fastattn")
 RANK, ROPE, INDEX = (INDEX_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
@@ -103,7 +103,7 @@ def test_greedy_is_generate(models, name, twin, schedule):
 def test_a_layer_keeps_latents_and_index_keys(models):
     """Those that see what another has selected have no index keys."""
     engine = make_engine(models["glm_moe_dsa"][0], num_blocks=20)
-    full, shared = (Layer(Causal(), SelectedLatents(RANK, ROPE, topk=5, index_size=size)) for size in (INDEX, 0))
+    full, shared = (Layer(Causal(), SelectedLatentStorage(RANK, ROPE, topk=5, index_size=size)) for size in (INDEX, 0))
     assert engine.layers == [full, shared, full]
     of_latents, of_keys = (20, 4, RANK + ROPE), (20, 4, INDEX)
     assert [[x.shape for x in cache] for cache in engine.caches] == [
@@ -182,7 +182,7 @@ def test_what_selection_does_not_have_is_refused(deepseek):
 
 # --- mistakes, and that what is compared above shows them ---
 
-SELECT = SelectedLatents.select
+SELECT = SelectedLatentStorage.select
 
 
 def ignored(storage, twin, tokens, cache, slot_mapping, plan):
@@ -213,7 +213,7 @@ def of_the_last_query(storage, twin, tokens, cache, slot_mapping, plan):
 
 @pytest.mark.parametrize("mistake", [ignored, of_another_slot, left_behind, of_the_last_query])
 def test_a_mistake_is_seen(deepseek, expected, mistake, monkeypatch):
-    monkeypatch.setattr(SelectedLatents, "select", mistake)
+    monkeypatch.setattr(SelectedLatentStorage, "select", mistake)
     engine = make_engine(deepseek, "fastattn", max_num_batched_tokens=9)
     assert outputs(engine, PROMPTS[1:4]) != expected[1:4]
 

@@ -9,7 +9,18 @@ import torch
 from torch import nn
 
 from refattn.options import AttentionOptions
-from twinattn.engine.layers import Amax, Causal, Chunk, Latents, Layer, Pages, Pairs, QuantizedPages, Twin, Window
+from twinattn.engine.layers import (
+    Amax,
+    Causal,
+    Chunk,
+    LatentStorage,
+    Layer,
+    PagedStorage,
+    PairedStorage,
+    QuantizedStorage,
+    Twin,
+    Window,
+)
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 H, HK, D = 8, 4, 8  # four KV heads, so that the order of interleaved pairs is not that of the model
@@ -19,15 +30,15 @@ LENS = [(1, 21), (1, 6), (7, 19), (9, 9)]  # new tokens, and all: decodes, a lat
 TABLES = [[9, 2, 7, 0, 11, 4], [3, 13], [1, 15, 5, 8, 12], [6, 10, 14]]
 MASKS = {"causal": Causal(), "window": Window(5), "chunk": Chunk(8)}
 STORAGES = {
-    "pages": Pages(HK, D),
-    "fp8": QuantizedPages(HK, D, FP8),
-    "int8": QuantizedPages(HK, D, INT8),
-    "pairs": Pairs(HK, D),
-    "pairs in fp8": Pairs(HK, D, FP8),
-    "latents": Latents(RANK, ROPE),
-    "latents, batch-invariant": Latents(RANK, ROPE, batch_invariant=True),
-    "latents in fp8": Latents(RANK, ROPE, dtype=FP8),
-    "latents, packed": Latents(256, ROPE, dtype=torch.uint8),  # a scale for each half of a latent
+    "pages": PagedStorage(HK, D),
+    "fp8": QuantizedStorage(HK, D, FP8),
+    "int8": QuantizedStorage(HK, D, INT8),
+    "pairs": PairedStorage(HK, D),
+    "pairs in fp8": PairedStorage(HK, D, FP8),
+    "latents": LatentStorage(RANK, ROPE),
+    "latents, batch-invariant": LatentStorage(RANK, ROPE, batch_invariant=True),
+    "latents in fp8": LatentStorage(RANK, ROPE, dtype=FP8),
+    "latents, packed": LatentStorage(256, ROPE, dtype=torch.uint8),  # a scale for each half of a latent
 }
 SCALE = 0.3
 
@@ -38,12 +49,12 @@ def draw_tokens(storage):
     sizes = [(H, D), (HK, D), (HK, D)]
     module = SimpleNamespace(**{f"lambda_{x}{i}": torch.randn(D) / 4 for x in "qk" for i in (1, 2)}, lambda_init=0.4)
     module.groupnorm = SimpleNamespace(weight=torch.rand(2 * D) + 0.5, eps=1e-5)
-    if isinstance(storage, Latents):
+    if isinstance(storage, LatentStorage):
         sizes = [(H, NOPE + ROPE), (1, storage.latent_rank), (1, ROPE)]
         module.kv_b_proj = nn.Linear(storage.latent_rank, H * (NOPE + DV), bias=False)
     spread = torch.logspace(-1, 1, HK)[:, None]  # so that heads under the scale of another are seen
     tokens = [[torch.randn(seq_len, *size) for size in sizes] for _, seq_len in LENS]
-    if not isinstance(storage, Latents):
+    if not isinstance(storage, LatentStorage):
         tokens = [[query, key * spread, value * spread] for query, key, value in tokens]
     return tokens, module
 
@@ -77,7 +88,7 @@ def by_row(x):
 def by_hand(layer, module, query, key, value, visible):
     """Return the output of the last tokens of a sequence, over keys and values that are rounded as its pool does."""
     storage = layer.storage
-    if isinstance(storage, Latents):
+    if isinstance(storage, LatentStorage):
         latent, rope_key = (x if storage.dtype != FP8 else rounded(x, storage.cache_scale, FP8) for x in (key, value))
         if storage.dtype == torch.uint8:
             halves = latent.unflatten(-1, (2, 128))
@@ -91,7 +102,7 @@ def by_hand(layer, module, query, key, value, visible):
         return softmax_times(by_row(query), by_row(key), value, visible)
     if getattr(storage, "dtype", None) == FP8:
         key, value = (rounded(x, x_scale(storage, name), FP8) for name, x in (("key", key), ("value", value)))
-    if not isinstance(storage, Pairs):
+    if not isinstance(storage, PairedStorage):
         return softmax_times(query, key, value, visible)
     first, second = slice(None, HK // 2), slice(HK // 2, None)  # first heads of all pairs, then their second heads
     both = torch.cat([value[:, first], value[:, second]], -1)
@@ -109,7 +120,7 @@ def x_scale(storage, name):
     scale = getattr(storage, f"{name}_scale")
     if isinstance(scale, float):
         return torch.full((HK, 1), scale)
-    return (scale[[0, 2, 1, 3]] if isinstance(storage, Pairs) else scale).cpu()[:, None]
+    return (scale[[0, 2, 1, 3]] if isinstance(storage, PairedStorage) else scale).cpu()[:, None]
 
 
 def attended(layer, twin, device, tokens, module, *, as_trees=False):
@@ -192,11 +203,15 @@ def test_what_a_layer_takes_is_what_its_mask_and_its_storage_take():
     assert [pair for pair, (cascades, _) in flags.items() if cascades] == [("causal", storage) for storage in storages]
     with_trees = [(mask, storage) for mask in ("causal", "window") for storage in storages]
     assert [pair for pair, (_, trees) in flags.items() if trees] == with_trees
-    assert str(Layer(Window(5), Pairs(HK, D))) == "Window over Pairs"
+    assert str(Layer(Window(5), PairedStorage(HK, D))) == "Window over Pairs"
 
 
 def test_layers_are_equal_by_mask_and_storage():
-    layer = Layer(Window(5), Pages(HK, D))
-    assert layer == Layer(Window(5), Pages(HK, D)) and hash(layer) == hash(Layer(Window(5), Pages(HK, D)))
-    others = [replace(layer, mask=Window(6)), replace(layer, mask=Chunk(5)), replace(layer, storage=Pairs(HK, D))]
+    layer = Layer(Window(5), PagedStorage(HK, D))
+    assert layer == Layer(Window(5), PagedStorage(HK, D)) and hash(layer) == hash(Layer(Window(5), PagedStorage(HK, D)))
+    others = [
+        replace(layer, mask=Window(6)),
+        replace(layer, mask=Chunk(5)),
+        replace(layer, storage=PairedStorage(HK, D)),
+    ]
     assert layer not in others

@@ -2037,7 +2037,7 @@ MUTATIONS: list[Mutation] = [
         "E176",
         "an engine computes keys and values under batch invariance",
         (
-            "twinattn.engine.layers:Latents.expands_prefills",
+            "twinattn.engine.layers:LatentStorage.expands_prefills",
             "        return not self.batch_invariant\n",
             "        return True\n",
         ),
@@ -2418,7 +2418,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "index keys are written where the next token's belong",
         (
-            "twinattn.engine.layers:SelectedLatents.select",
+            "twinattn.engine.layers:SelectedLatentStorage.select",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
         ),
@@ -2427,7 +2427,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "every key is selected",
         (
-            "twinattn.engine.layers:SelectedLatents.select",
+            "twinattn.engine.layers:SelectedLatentStorage.select",
             "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
             "return twin.sparse.select(scores, scores.shape[1])",
         ),
@@ -2445,7 +2445,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "the scales of a packed row are not counted",
         (
-            "twinattn.engine.layers:Latents.bytes_per_token",
+            "twinattn.engine.layers:LatentStorage.bytes_per_token",
             "return packed_size(self.latent_rank, self.rope_size)",
             "return self.latent_rank + 2 * self.rope_size",
         ),

@@ -67,7 +67,7 @@ from twinattn.engine.layers import (
     Layer,
     Lens,
     Parts,
-    SelectedLatents,
+    SelectedLatentStorage,
     Twin,
     quantize,
     set_scales,
@@ -907,7 +907,7 @@ class Engine:
         index: Any = self.places[module.layer_idx]
         layer = self.layers[index]
         ((_, plan),) = step.plans[layer]  # they are not planned in parts
-        assert isinstance(layer.storage, SelectedLatents) and isinstance(plan, Plan)
+        assert isinstance(layer.storage, SelectedLatentStorage) and isinstance(plan, Plan)
         return layer.storage.select(self.twin, tokens, self.caches[index], step.slot_mappings[layer], plan)
 
     def attend(

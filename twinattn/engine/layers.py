@@ -1,8 +1,8 @@
 """A layer of a model is a mask over a storage: who may see whom, and where the keys are.
 
-    mask       Causal, Window, Chunk                       plans a step
-    storage    Pages, QuantizedPages, Pairs, Latents,      allocates a pool, writes and attends
-               SelectedLatents                             and selects keys, too
+    mask       Causal, Window, Chunk                                plans a step
+    storage    PagedStorage, QuantizedStorage, PairedStorage,
+               LatentStorage, SelectedLatentStorage                 allocates a pool, writes, attends, selects keys
 
 Every mask goes with every storage, but for keys that are selected, which are causal; a storage without a path for
 cascades or for drafted trees says so. All is computed by the paths of either twin. Equal layers share one plan per
@@ -146,7 +146,7 @@ Mask = Causal | Window | Chunk
 
 
 @dataclass(frozen=True)
-class Pages:
+class PagedStorage:
     """Keys and values in pages, in the type of the model.
 
     Attributes:
@@ -154,6 +154,7 @@ class Pages:
         head_size: elements of a key and of a value, `d`.
     """
 
+    kind: ClassVar[str] = "Pages"  # what errors call it
     takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     num_kv_heads: int
@@ -180,7 +181,7 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class QuantizedPages:
+class QuantizedStorage:
     """Keys and values in pages of 8 bits.
 
                             scale of a key                                     of a value
@@ -198,6 +199,7 @@ class QuantizedPages:
         value_scale: of fp8 values, or of int8 values if it is a tensor.
     """
 
+    kind: ClassVar[str] = "QuantizedPages"
     takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     num_kv_heads: int
@@ -206,7 +208,7 @@ class QuantizedPages:
     key_scale: Scale = field(default=1.0, compare=False)
     value_scale: Scale = field(default=1.0, compare=False)
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "QuantizedPages":
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "QuantizedStorage":
         """Return this storage with scales by the largest keys and values."""
         if self.dtype == torch.int8:
             scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
@@ -251,17 +253,18 @@ class QuantizedPages:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairedStorage:
     """Pairs of heads in pages, for DiffLlama: two softmaxes, one subtracted, and a norm. Its heads come in halves.
 
     Attributes:
         num_kv_heads: KV heads, `hk`.
         head_size: elements of a key and of a value, `d`.
         dtype: fp8; None for the type of the model.
-        key_scale: of fp8 keys, as in `QuantizedPages`; in the order of interleaved pairs.
+        key_scale: of fp8 keys, as in `QuantizedStorage`; in the order of interleaved pairs.
         value_scale: of fp8 values, likewise.
     """
 
+    kind: ClassVar[str] = "Pairs"
     takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     num_kv_heads: int
@@ -275,7 +278,7 @@ class Pairs:
         """The scales of fp8."""
         return None if self.dtype is None else Fp8Scales(self.key_scale, self.value_scale, format=self.dtype)
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "Pairs":
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "PairedStorage":
         """Return this storage with scales by the largest keys and values, which come in the order of the model."""
         in_pairs = (twin.differential.interleave_halves(rearrange(x, "hk d -> 1 hk d"))[0] for x in amax)
         key_scale, value_scale = _fp8_scales(Amax(*in_pairs), self.dtype, device, ranges)
@@ -315,7 +318,7 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Latents:
+class LatentStorage:
     """Latents and rotary keys in pages (MLA), and no values.
 
     Decodes, their drafts included, absorb the projection of keys into their queries and read the latents as they are.
@@ -334,6 +337,7 @@ class Latents:
             the largest number of the format. No plan depends on it. Of packed rows it is 1.
     """
 
+    kind: ClassVar[str] = "Latents"
     takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     num_kv_heads: ClassVar[int] = 1  # which all query heads share
@@ -353,7 +357,7 @@ class Latents:
         """Elements of a latent and of a rotary key together."""
         return self.latent_rank + self.rope_size
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "Latents":
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "LatentStorage":
         """Return this storage with a scale by the largest number: one for both, so the range is that of keys."""
         largest = max(float(x.max()) for x in amax)
         return replace(self, cache_scale=largest / (ranges or _largest_numbers(self.dtype))[0] or 1.0)
@@ -406,7 +410,7 @@ class Latents:
 
 
 @dataclass(frozen=True)
-class SelectedLatents(Latents):
+class SelectedLatentStorage(LatentStorage):
     """Latents of which a query sees those that an indexer has selected for it (DeepSeek sparse attention).
 
     The index keys that it selects by have a pool of their own, with the blocks and slots of the latents: so whatever
@@ -418,6 +422,7 @@ class SelectedLatents(Latents):
             an earlier layer has selected, and has no index keys.
     """
 
+    kind: ClassVar[str] = "SelectedLatents"
     takes_cascades: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = False
     expands_prefills: ClassVar[bool] = False
@@ -459,7 +464,7 @@ class SelectedLatents(Latents):
         """Attend over the latents that were selected, absorbed.
 
         Raises:
-            ValueError: if nothing was, or as `Latents`.
+            ValueError: if nothing was, or as `LatentStorage`.
         """
         query, _, _, positions = tokens
         if positions is None:
@@ -478,7 +483,7 @@ class SelectedLatents(Latents):
         return twin.mla.project(latents, value_projection)
 
 
-Storage = Pages | QuantizedPages | Pairs | Latents | SelectedLatents
+Storage = PagedStorage | QuantizedStorage | PairedStorage | LatentStorage | SelectedLatentStorage
 
 
 # --- layers ---
@@ -497,7 +502,7 @@ class Layer:
     storage: Storage
 
     def __str__(self) -> str:
-        return f"{type(self.mask).__name__} over {type(self.storage).__name__}"
+        return f"{type(self.mask).__name__} over {self.storage.kind}"
 
     @property
     def takes_cascades(self) -> bool:
@@ -512,7 +517,7 @@ class Layer:
     @property
     def expands_prefills(self) -> bool:
         """Whether prefills compute keys and values from latents, where they can be told from decodes."""
-        return isinstance(self.storage, Latents) and self.storage.expands_prefills and not self.mask.reach
+        return isinstance(self.storage, LatentStorage) and self.storage.expands_prefills and not self.mask.reach
 
     @property
     def splits_decodes(self) -> bool:
@@ -526,7 +531,7 @@ class Layer:
 
     def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None = None) -> "Layer":
         """Return this layer, which is quantised, with scales on a device by the largest magnitudes."""
-        assert not isinstance(self.storage, Pages)  # which has no scales
+        assert not isinstance(self.storage, PagedStorage)  # which has no scales
         return replace(self, storage=self.storage.calibrated(twin, amax, device, ranges))
 
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
@@ -614,7 +619,7 @@ class Layer:
         Raises:
             ValueError: for positions in a layer that selects no keys.
         """
-        selects = isinstance(self.storage, SelectedLatents)
+        selects = isinstance(self.storage, SelectedLatentStorage)
         if positions is not None and not selects:
             raise ValueError(f"indices: expected none in a layer that sees all keys, {self}, got some")
         all_tokens = (query, key, value, positions) if selects else (query, key, value)
@@ -650,11 +655,11 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
 
 
 def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
-    if isinstance(storage, Pages | QuantizedPages):
-        return QuantizedPages(storage.num_kv_heads, storage.head_size, dtype)
+    if isinstance(storage, PagedStorage | QuantizedStorage):
+        return QuantizedStorage(storage.num_kv_heads, storage.head_size, dtype)
     if dtype == torch.int8:
-        latent = isinstance(storage, Latents)
-        kind, others = ("latents", f", {PACKED_ROWS}") if latent else (type(storage).__name__.lower(), "")
+        latent = isinstance(storage, LatentStorage)
+        kind, others = ("latents", f", {PACKED_ROWS}") if latent else (storage.kind.lower(), "")
         raise NotImplementedError(
             f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
         )
@@ -662,8 +667,8 @@ def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
 
 
 def _pack(storage: Storage) -> Storage:
-    if not isinstance(storage, Latents):
-        kind = type(storage).__name__.lower()
+    if not isinstance(storage, LatentStorage):
+        kind = storage.kind.lower()
         raise NotImplementedError(
             f"kv_cache_dtype: the engine keeps no {kind} in the packed rows of {PACKED_ROWS}, only latents (MLA)"
         )
@@ -697,7 +702,7 @@ def set_scales(
             raise ValueError(f"calibration[{i}]: expected an Amax, got {describe(amax)}")
         stored = layer.storage
         key_size = value_size = stored.num_kv_heads, stored.head_size
-        if isinstance(stored, Latents):
+        if isinstance(stored, LatentStorage):
             key_size, value_size = (1, stored.latent_rank), (1, stored.rope_size)
         for name, largest, size in (("key", amax.key, key_size), ("value", amax.value, value_size)):
             check(dict(zip(("hk", "d"), size, strict=True)), **{f"calibration[{i}].{name}": (largest, "float32 hk d")})

@@ -22,7 +22,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from twinattn.engine import index_modules, state_modules
-from twinattn.engine.layers import Causal, Chunk, Latents, Layer, Mask, Pages, Pairs, SelectedLatents, Storage, Window
+from twinattn.engine.layers import (
+    Causal,
+    Chunk,
+    LatentStorage,
+    Layer,
+    Mask,
+    PagedStorage,
+    PairedStorage,
+    SelectedLatentStorage,
+    Storage,
+    Window,
+)
 from twinattn.engine.state_layers import StateLayer
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
@@ -512,7 +523,7 @@ def _storage(config: Any, batch_invariant: bool) -> Storage:
         ValueError: if the query heads do not divide among the KV heads, or the width among the query heads.
     """
     if config.model_type in LATENT:
-        return Latents(config.kv_lora_rank, config.qk_rope_head_dim, batch_invariant)
+        return LatentStorage(config.kv_lora_rank, config.qk_rope_head_dim, batch_invariant)
     heads, width = config.num_attention_heads, config.hidden_size
     num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if config.model_type == "falcon":
@@ -524,15 +535,15 @@ def _storage(config: Any, batch_invariant: bool) -> Storage:
     head_size = getattr(config, "head_dim", None)
     if head_size is None and width % heads:
         raise ValueError(f"model: expected hidden_size to be a multiple of {heads} heads, got {width}")
-    storage = Pairs if config.model_type == "diffllama" else Pages  # it calls attention twice per layer
+    storage = PairedStorage if config.model_type == "diffllama" else PagedStorage  # it calls attention twice per layer
     return storage(num_kv_heads, head_size or width // heads)
 
 
-def _selections(config: Any, storage: Storage) -> list[SelectedLatents]:
+def _selections(config: Any, storage: Storage) -> list[SelectedLatentStorage]:
     """Return where each layer keeps its latents, and the index keys that it selects by, if it does."""
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     sizes = [config.index_head_dim if kind == "full" else 0 for kind in kinds]
-    return [SelectedLatents(**vars(storage), topk=config.index_topk, index_size=size) for size in sizes]
+    return [SelectedLatentStorage(**vars(storage), topk=config.index_topk, index_size=size) for size in sizes]
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:
