@@ -164,6 +164,8 @@ def attend_sequences(
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
+        if q0 == q1:
+            continue  # a sequence without queries; its keys may not even be there
         out[q0:q1], lse[q0:q1] = formula(
             query[q0:q1].to(compute),
             key,
