@@ -9,7 +9,7 @@ SHARED = {  # computes no attention: both twins import it; of `keys`, the fast t
     *("checks", "checks_of_calls", "checks_of_steps", "checks_of_writes", "overlap", "modes"),
 }
 REFERENCE_ONLY = {"attention", "masks", "rounding"} | SHARED
-FAST_ONLY = {"kernels", "doctor"}
+FAST_ONLY = {"kernels", "dispatch", "doctor"}
 BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them
 OVER_STATES = {"recurrent"}  # paths without keys to attend to: they have no blocks, and no softmax to return the sum of
 
