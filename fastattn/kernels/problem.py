@@ -394,3 +394,11 @@ class Subtraction(NamedTuple):
             return normed.to(difference.dtype).mul(self.factor)
         weight = None if self.norm_weight is None else self.norm_weight.to(difference.dtype)
         return rms_norm(difference, difference.shape[-1:], weight, self.norm_eps).mul(self.factor)
+
+
+def with_positive_scale(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
+    """Return a query and a positive scale whose products are those asked for, to the bit; NaN and infinity stay NaN."""
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)

@@ -132,15 +132,24 @@ def after_llvm(stage, nothing):
     return lambda code, metadata: stage(code, metadata) if code else nothing
 
 
+def name_of(source, at):
+    """Return the name of an argument of a kernel, or of one of its fields."""
+    kind, name = source.signature[source.fn.arg_names[at[0]]], source.fn.arg_names[at[0]]
+    for place in at[1:]:
+        name += f".{kind._fields[place]}" if hasattr(kind, "_fields") else f"[{place}]"
+        kind = kind[place]
+    return name
+
+
 class Launcher:
     """What Triton makes of a compiled kernel, and calls to launch it."""
 
     def __init__(self, source, metadata):
         name = f"{source.fn.__module__}.{source.fn.__name__}"
-        fixed = {source.fn.arg_names[at[0]]: value for at, value in source.constants.items() if len(at) == 1}
+        fixed = {name_of(source, at): value for at, value in source.constants.items()}
         tile = {
             x: fixed[x]
-            for x in ("BLOCK_M", "BLOCK_N", "HEAD_SIZE", "MASK_WORDS", "CODES", "VALUES_IN_KEYS")
+            for x in ("BLOCK_M", "TILE.ROWS", "TILE.KEYS", "keys.HEAD_SIZE", "mask.WORDS", "keys.KIND")
             if x in fixed
         }
         self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
@@ -213,28 +222,33 @@ def launch_all(gpu, largest):
     driver.set_active(Driver())
 
     from fastattn.kernels.flash.expand import repage, round_queries
-    from fastattn.kernels.gpu import quantized
-    from fastattn.kernels.gpu.fixup import fix_up
-    from fastattn.kernels.gpu.quantize_query import quantize_query
-    from fastattn.kernels.gpu.recompute import attend_after, attend_to_latent_nodes, attend_to_nodes, recompute
-    from fastattn.kernels.gpu.slots import slots_in_pool
+    from fastattn.kernels.flash.fixup import fix_up
+    from fastattn.kernels.flash.recompute import attend_after, attend_to_latent_nodes, attend_to_nodes, recompute
+    from fastattn.kernels.flash.slots import slots_in_pool
     from fastattn.kernels.triton import (
         attention,
         cache,
         differential,
         merge,
         metadata,
+        quantized,
         sparse,
     )
+    from fastattn.kernels.triton.quantized import quantize_query
     from twinattn.engine.kernels import fused_layers, sampling
 
     attend_levels = attention.attend_levels
+
+    def attend_one(query, key, value, plan, options, **asked):
+        attention.attend_levels(query, key, value, [plan], options, **asked)
+
     if largest:
 
         def attend_if_largest(query, key, value, levels, *options, tree=None, **asked):
             rows = levels[-1].batch.max_query_len * (query.shape[1] // key.shape[-2])
             if rows <= 16 or query.shape[2] >= 256:
-                attend_levels(query, key, value, levels, *options, tree=tree, **asked)
+                return attend_levels(query, key, value, levels, *options, tree=tree, **asked)
+            return query, query, None
 
         attention.attend_levels = attend_if_largest
         # The same kernel for heads of 128 elements, and over latents with the tile of the trees below.
@@ -262,16 +276,16 @@ def launch_all(gpu, largest):
         # Decodes, of products of 8 rows and of 16.
         for head_size, query_len in some((64, 1), (128, 1), (128, 4), (256, 1)):
             query, keys = torch.zeros(2 * query_len, 8, head_size, dtype=half), pool(2, head_size, half)
-            attention.attend(query, keys, keys, plan(query_len), plain)
+            attend_one(query, keys, keys, plan(query_len), plain)
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
-        attention.attend(query, keys, quantized.in_pairs(keys), plan(1), plain, codes=quantized.Codes("e4m3"))
+        attend_one(query, keys, quantized.in_pairs(keys), plan(1), plain, codes=quantized.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
-        attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
+        attend_one(query, keys, keys[..., :512], plan(1), plain, shared=True)
         # Latents, a tile of 64 rows over pages of as many tokens.
         query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), torch.zeros(16, 64, 1, 512 + 64, dtype=torch.uint8)
         decodes = Plan(make_batch([1] * 2, [1024] * 2, [list(range(16))] * 2), 64)
         of_latents = dict(shared=True, codes=quantized.Codes("e4m3", (1.0, 0.5, 0.5)))
-        attention.attend(query, keys, keys[..., :512], decodes, plain, **of_latents)
+        attend_one(query, keys, keys[..., :512], decodes, plain, **of_latents)
         packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
         attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
         # A tree of 64 nodes, whose mask has to stay in registers beside a tile of 128 rows.
@@ -281,23 +295,23 @@ def launch_all(gpu, largest):
         attend_levels(query, keys, keys, [drafts.whole], plain, tree=drafts)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
-        attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals
+        attend_one(query, keys, keys, plan(1, **ends), plain)  # of intervals
     for dtype, head_size, query_len in some((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         keys = pool(2, head_size, dtype)
-        attention.attend(query, keys, keys, plan(query_len), plain)
+        attend_one(query, keys, keys, plan(query_len), plain)
     query, keys = torch.zeros(128, 8, 128, dtype=half), pool(2, 128, half)
-    attention.attend(query, keys, keys, plan(64), AttentionOptions(batch_invariant=True))
+    attend_one(query, keys, keys, plan(64), AttentionOptions(batch_invariant=True))
     all_of_them = AttentionOptions(softcap=5.0, alibi_slopes=torch.ones(8), sinks=torch.ones(8))
-    attention.attend(query, keys, keys, plan(64, window_size=(100, 0)), all_of_them)
+    attend_one(query, keys, keys, plan(64, window_size=(100, 0)), all_of_them)
     at, first_keys = torch.arange(128, dtype=torch.int32), torch.tensor([0, 64], dtype=torch.int32)
-    attention.attend(query, keys, keys, plan(64, positions=at), plain)
+    attend_one(query, keys, keys, plan(64, positions=at), plain)
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
-    attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
+    attend_one(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
     ends = dict(causal=False, first_visible=at, last_visible=at)
     for head_size in some(128, 256):
         of_rows, of_keys = torch.zeros(128, 8, head_size, dtype=half), pool(2, head_size, half)
-        attention.attend(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
+        attend_one(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
     after = AttentionOptions(softcap=5.0)
     attend_after(query, keys, keys, plan(64, **ends), after, query.clone(), torch.zeros(128, 8))
     recompute(query, query, keys, keys, plan(64), plain)
@@ -314,7 +328,7 @@ def launch_all(gpu, largest):
         query = torch.zeros(2 * query_len, 8, 128, dtype=half)
         keys_of_codes = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
         values = quantized.in_pairs(pool(2, 128, value_dtype))
-        attention.attend(query, keys_of_codes, values, plan(query_len), options, codes=held)
+        attend_one(query, keys_of_codes, values, plan(query_len), options, codes=held)
     held = quantized.Codes("e4m3", key=torch.ones(2), value=torch.ones(2))
     query, keys_of_codes = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, torch.uint8)
     levels = [prefix, plan(1, 256, num_seqs=64)]
@@ -323,11 +337,11 @@ def launch_all(gpu, largest):
     pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
     for kind in (half,) if largest else (half, torch.float32):
         query = torch.zeros(128, 8, 256, dtype=kind)
-        attention.attend(query, pages, pages, plan(64), all_of_them, codes=rounded)
+        attend_one(query, pages, pages, plan(64), all_of_them, codes=rounded)
     for heads, kind in ((128, ""), (16, "e4m3")):  # over latents and codes of them, 64 rows and 16
         query, pages = torch.zeros(2, heads, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8 if kind else half)
         value = quantized.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
-        attention.attend(query, pages, value, plan(1), plain, shared=True, codes=quantized.Codes(kind, (1.0, 0.5, 0.5)))
+        attend_one(query, pages, value, plan(1), plain, shared=True, codes=quantized.Codes(kind, (1.0, 0.5, 0.5)))
     for nodes, page in ((65, 16), (130, 128)):  # two words of a mask and three, with the widest steps
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         of_pages = [list(range(1024 // page))] * 2
@@ -335,9 +349,9 @@ def launch_all(gpu, largest):
         query, pages = torch.zeros(2 * nodes, 8, 64, dtype=half), torch.zeros(1024 // page, page, 2, 64, dtype=half)
         attention.attend_levels(query, pages, pages, [drafts.whole], plain, tree=drafts)
     query, pages = torch.zeros(80, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)  # a chunk over latents
-    attention.attend(query, pages, pages[..., :512], plan(40), plain, shared=True)
+    attend_one(query, pages, pages[..., :512], plan(40), plain, shared=True)
     by_the_root = AttentionOptions(alibi_slopes=torch.ones(8), alibi_sqrt=True)
-    attention.attend(torch.zeros(2, 8, 128, dtype=half), keys, keys, plan(1), by_the_root)
+    attend_one(torch.zeros(2, 8, 128, dtype=half), keys, keys, plan(1), by_the_root)
     drawn = (4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))
     for nodes, tree_options, window_size in some(*drawn):
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)

@@ -15,9 +15,11 @@ import fastattn.kernels
 import twinattn.engine.kernels
 from fastattn.kernels import device as devices
 
+LAUNCHED = ("attend", "attend_pairs", "reduce_splits", "reduce_pairs")  # beside those that are named kernels
+
 
 def our_kernels() -> set[str]:
-    """Name all kernels: the jitted functions whose names end so; helpers are compiled with what calls them."""
+    """Name all kernels, the jitted functions that are launched; helpers are compiled with what calls them."""
     folders = fastattn.kernels, twinattn.engine.kernels
     names = [m.name for x in folders for m in pkgutil.walk_packages(x.__path__, f"{x.__name__}.")]
     modules = [importlib.import_module(name) for name in names]
@@ -25,7 +27,8 @@ def our_kernels() -> set[str]:
         f"{m.__name__}.{name}"
         for m in modules
         for name, value in vars(m).items()
-        if name.endswith("_kernel") and "triton" in type(value).__module__
+        if "triton" in type(value).__module__ and getattr(getattr(value, "fn", None), "__module__", "") == m.__name__
+        if name.endswith("_kernel") or name in LAUNCHED
     }
 
 
@@ -49,18 +52,24 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
     assert {launch["kernel"] for launch in launched} == our_kernels() - (set() if gpu == "sm_90" else of_hopper)
     assert not [launch for launch in launched if launch["shared"] > launch["room"]], "more shared memory than there is"
     assert not [launch for launch in launched if launch["columns"] > 512], "more tensor memory than there is"
-    decodes = [launch for launch in launched if "registers" in launch and launch["tile"].get("BLOCK_M", 0) <= 16]
+    decodes = [
+        launch
+        for launch in launched
+        if "registers" in launch and launch["tile"].get("TILE.ROWS", launch["tile"].get("BLOCK_M", 0)) <= 16
+    ]
     assert len(decodes) > (10 if every_launch else 6)
     assert not [launch for launch in decodes if launch["spilled"]], "registers in memory"
     if gpu != "sm_90":
         return  # the tile of 64 rows over latents and the mask of a tree were looked at for this one
     over_latents = [
-        x for x in launched if "registers" in x and x["tile"].get("VALUES_IN_KEYS") and x["tile"]["BLOCK_M"] == 64
+        x
+        for x in launched
+        if "registers" in x and x["tile"].get("keys.HEAD_SIZE") == 576 and x["tile"].get("TILE.ROWS") == 64
     ]
     assert over_latents and not [x for x in over_latents if x["spilled"] > 256], "more than what lies beside the loop"
     with_roles = [launch for launch in launched if "registers" in launch and launch["kernel"] in of_hopper]
     assert with_roles and not [x for x in with_roles if x["spilled"] > 64], "more than what lies beside the loop"
-    of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("MASK_WORDS")]
+    of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("mask.WORDS")]
     assert of_trees and not [launch for launch in of_trees if launch["spilled"]], "the mask of a tree in memory"
     if gpu == "sm_90":
         prefix, own, merge = launched[:3]  # those of a cascade
@@ -73,8 +82,9 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
 def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch, forget_choices):
     """PyTorch reports (9, 4) for gfx942, which is more than (9, 0), and none of NVIDIA's instructions is there."""
     from fastattn.kernels.flash import fa3, fa4, flash_mla
-    from fastattn.kernels.gpu import tile
     from fastattn.kernels.problem import Problem
+    from fastattn.kernels.triton import launch
+    from fastattn.kernels.triton import tuning as tile
 
     gpu = torch.device("cuda", 7)
     properties = type("Properties", (), {"shared_memory_per_block": 65536, "multi_processor_count": 304})
@@ -82,11 +92,12 @@ def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(tile, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     asked = (devices.capability, devices.shared_memory, devices.is_rocm, devices.num_multiprocessors)
     for question in asked:
         question.cache_clear()
     try:
-        assert not tile.can_overlap(gpu) and not tile.converts_fp8(gpu) and not tile.keeps_values_twice(gpu)
+        assert not launch.can_overlap(gpu) and not launch.converts_fp8(gpu) and not tile.keeps_values_twice(gpu)
         assert devices.shared_memory(gpu) == 65536
         problem = Problem("attend", gpu, torch.bfloat16, "pages", 1, False, 8, 8, 128, 128, 16, 1, 100, 2, (-1, 0))
         assert all(kernel.unsupported_reason(problem) for kernel in (fa3, fa4, flash_mla))

@@ -505,7 +505,7 @@ def test_a_table_whose_columns_lie_apart_is_copied(block_size, vllm, device):
 def test_small_pages_are_not_looked_at_again(block_size, window, recomputed, vllm, device, monkeypatch):
     """From pages smaller than any tile it loads row by row: there is nothing to recompute, but before a window."""
     looked = []
-    monkeypatch.setattr("fastattn.kernels.gpu.recompute.recompute", lambda *arguments: looked.append(arguments))
+    monkeypatch.setattr("fastattn.kernels.flash.recompute.recompute", lambda *arguments: looked.append(arguments))
     case = Case("small", ((4, 70), (1, 33)), heads=(2, 1), block_size=block_size)
     call(build(case, device=device, dtype=torch.float16), "pages", window_size=window)
     assert bool(looked) == recomputed

@@ -34,7 +34,7 @@ from fastattn import dispatch
 from fastattn.kernels import Problem, cpu, order, problem, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
-from fastattn.kernels.gpu import recompute as gpu_repair
+from fastattn.kernels.flash import recompute as gpu_repair
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
@@ -446,12 +446,16 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
     inputs = build(Case("c", ((1, 70), (5, 40)), heads=(2, 1), padding_rows=1), device=device)
     splits = 1 if way == "whole" else 3
     chosen = triton_attention.tune
+
+    def attend_here(query, key, value, plan, options, out=None):
+        return triton_attention.attend_levels(query, key, value, [plan], options, out)[:2]
+
     monkeypatch.setattr(
         triton_attention, "tune", lambda *asked: chosen(*asked)._replace(splits=splits, most_splits=splits, block_n=16)
     )
-    expected, expected_lse = triton_attention.attend(*given(*inputs.tensors))
+    expected, expected_lse = attend_here(*given(*inputs.tensors))
     memory = torch.full_like(expected, torch.nan)
-    out, lse = triton_attention.attend(*given(*inputs.tensors), memory)
+    out, lse = attend_here(*given(*inputs.tensors), memory)
     assert out is memory and torch.equal(out, expected) and torch.equal(lse, expected_lse)
     _, (query, cache, batch) = in_pairs(((3, 70), (1, 40)), device)
     tuning = triton_differential.LaunchConfig(16, 16, 4, 2, splits, splits)
@@ -471,9 +475,8 @@ MAY_IMPORT = {
     "cpu": {"fastattn.kernels.torch_ops.merge", "fastattn.kernels.torch_ops.quantized"},
     "native": {"fastattn.kernels.torch_ops.quantized"},
     "torch_ops": set(),
-    "gpu": set(),
-    "triton": {"fastattn.kernels.gpu"},
-    "flash": {"fastattn.kernels.gpu"},
+    "triton": set(),
+    "flash": {"fastattn.kernels.triton"},
 }
 
 

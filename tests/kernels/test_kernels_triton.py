@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -30,23 +31,24 @@ import refattn.mla
 import twinattn.kit
 from fastattn.kernels import Problem, order, triton
 from fastattn.kernels import device as devices
+from fastattn.kernels.flash import fixup as gpu_adapt
+from fastattn.kernels.flash import recompute as gpu_repair
 from fastattn.kernels.flash.expand import repage
-from fastattn.kernels.gpu import attention_kernel
-from fastattn.kernels.gpu import fixup as gpu_adapt
-from fastattn.kernels.gpu import recompute as gpu_repair
-from fastattn.kernels.gpu.fixup import empty_output, fix_up
-from fastattn.kernels.gpu.quantized import NO_CODES, Codes
-from fastattn.kernels.gpu.tile import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
+from fastattn.kernels.flash.fixup import empty_output, fix_up
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
 from fastattn.kernels.triton import latents_hopper
+from fastattn.kernels.triton import merge as split
 from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
-from fastattn.kernels.triton.attention import attend
+from fastattn.kernels.triton.launch import Launch
+from fastattn.kernels.triton.quantized import NO_CODES, Codes
+from fastattn.kernels.triton.queries import count_tiles
+from fastattn.kernels.triton.tuning import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
 from refattn.batch import Batch
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
@@ -62,6 +64,12 @@ from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_close, assert_matches_reference
 from twinattn.kit.search.inputs import laid
+
+
+def attend(query, key, value, plan, options, out=None, **asked):
+    """Attend in one level."""
+    return triton_attention.attend_levels(query, key, value, [plan], options, out, **asked)[:2]
+
 
 MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
 
@@ -161,9 +169,7 @@ def test_layers_of_a_step_are_launched_alike(splits, device):
     with fastattn.use_kernel("triton"), launched_as(splits=splits, most_splits=splits, block_n=16):
         for is_replayed, layer, options in layers:
             tensors = layer.query, layer.key_cache, layer.value_cache
-            with mock.patch.object(
-                triton_attention, "launch_attention", wraps=triton_attention.launch_attention
-            ) as launch:
+            with mock.patch.object(triton_attention, "launch_attend", wraps=triton_attention.launch_attend) as launch:
                 answer = attend(*tensors, plan, AttentionOptions(**options))
                 assert launch.called != is_replayed
                 in_memory = torch.full_like(answer[0], torch.nan)
@@ -364,22 +370,18 @@ def test_a_long_sequence_gets_more_splits_among_short_ones(device):
     """By its share of all keys, of more sequences than are counted at a time; one with no queries has no share."""
     case = Case("long-one", ((1, 300), *[(1, 5)] * 9, (0, 500)), heads=(1, 1))
     inputs = build(case, device=device)
-    reduce, noted = triton_attention._reduce_kernel, []
+    noted = []
 
-    class NotesParts:
-        arg_names = reduce.arg_names
-
-        def __getitem__(self, grid):
-            def launch(*arguments, **named):
-                noted.append((named.get("part_lses", *arguments[1:2]) > -torch.inf).sum(0))
-                return reduce[grid](*arguments, **named)
-
-            return launch
+    class NotesParts(Launch):
+        def __init__(self, kernel, grid, changing, arguments, options):
+            if "part_lses" in changing:
+                noted.append((changing["part_lses"] > -torch.inf).sum(0))
+            super().__init__(kernel, grid, changing, arguments, options)
 
     with (
         launched_as(splits=2, most_splits=9, block_n=16),
-        mock.patch.object(attention_kernel, "BLOCK_SEQS", 4),
-        mock.patch.object(triton_attention, "_reduce_kernel", NotesParts()),
+        mock.patch.object(split, "SEQS_AT_ONCE", tl.constexpr(4)),
+        mock.patch.object(triton_attention, "Launch", NotesParts),
     ):
         attend(*given(*inputs.tensors))
     assert noted[0].flatten().tolist() == [7, *[1] * 9], "19 steps of 28 in up to 9 runs of 3"
@@ -596,7 +598,7 @@ def test_levels_with_more_splits_than_one_of_average_length(device):
     tensors = inputs.tensors[:3]
     with launched_as(splits=1, most_splits=3, block_n=16):
         levels = [Plan(shared, 16, causal=False), Plan(own, 16)]
-        out, lse = triton_attention.attend_levels(*tensors, levels, AttentionOptions())
+        out, lse, _ = triton_attention.attend_levels(*tensors, levels, AttentionOptions())
     assert_matches_reference(out, lse, by_reference, *tensors, whole)
 
 
@@ -608,7 +610,7 @@ def test_levels_keep_their_fixed_runs_of_keys(device):
     own = Plan(make_batch([2], [80], [tables[0][20:]], device=device), 16)
     options = AttentionOptions(batch_invariant=True)
     with mock.patch.object(triton_tuning, "INVARIANT_RUN", 64):
-        out, lse = triton_attention.attend_levels(*inputs.tensors[:3], [shared, own], options)
+        out, lse, _ = triton_attention.attend_levels(*inputs.tensors[:3], [shared, own], options)
     assert_matches_reference(out, lse, by_reference, *inputs.tensors)
 
 
@@ -771,7 +773,8 @@ REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of th
 @pytest.mark.parametrize("over", ["pages", "rows"])
 def test_repair_computes_again_what_is_nan(options, spoilt, recomputed, over, device, monkeypatch):
     """And nothing else: other tiles keep what they have, even if it is wrong."""
-    monkeypatch.setattr(attention_kernel, "LARGEST_TILE", 8)
+    monkeypatch.setattr(split, "LARGEST_TILE", tl.constexpr(8))
+    monkeypatch.setattr(triton_attention, "LARGEST_TILE", tl.constexpr(8))
     case = Case("c", ((70, 90), (0, 3), (4, 33)), heads=(2, 1), padding_rows=2)
     inputs = build(case, device=device, dtype=torch.float16)
     tensors = inputs.tensors if over == "pages" else inputs.rows
@@ -790,20 +793,21 @@ def test_repair_computes_again_what_is_nan(options, spoilt, recomputed, over, de
 @pytest.mark.parametrize("window", [(-1, 0), (40, 0)], ids=["causal", "window"])
 def test_repair_looks_at_the_ends_of_long_sequences_alone(window, device, monkeypatch):
     """Of 13 tiles of 32 queries the last ones, and before a window also the first ones; and each of them once."""
-    monkeypatch.setattr(attention_kernel, "LARGEST_TILE", 8)
+    monkeypatch.setattr(split, "LARGEST_TILE", tl.constexpr(8))
+    monkeypatch.setattr(triton_attention, "LARGEST_TILE", tl.constexpr(8))
     case = Case("c", ((410, 520), (0, 3), (4, 33), (100, 160)), heads=(2, 1), padding_rows=2)
     inputs = build(case, device=device, dtype=torch.float16)
     asked = given(*inputs.tensors, causal=False, window_size=window)
     launches = []
-    launch = attention_kernel.launch_attention
-    monkeypatch.setattr(gpu_repair, "launch_attention", lambda *a, **k: launches.append(launch(*a, **k)) or launches[0])
+    launch = triton_attention.launch_attend
+    monkeypatch.setattr(gpu_repair, "launch_attend", lambda *a, **k: launches.append(launch(*a, **k)) or launches[0])
     right, _ = attend(*asked)
     out = torch.full_like(right, 7.0)
     spoilt = [0, 7, 40, 200, 370, 402, 409, 410, 413, 414, 500, 513]
     out[spoilt, 1, 5] = torch.nan
     gpu_repair.recompute(out, *asked)
     per_sequence = 2 if window[0] < 0 else 4
-    assert launches[0]._grid[0] == 4 * per_sequence < attention_kernel.count_tiles(inputs.batch, 516, 2, 64)
+    assert launches[0]._grid[0] == 4 * per_sequence < count_tiles(inputs.batch, 516, 2, 64)
     ends = [402, 409, 410, 413, 513] + ([] if window[0] < 0 else [0, 7, 414])
     assert set(spoilt) - set(out[:, 1, 5].isnan().nonzero()[:, 0].tolist()) == set(ends)
     torch.testing.assert_close(out[ends], right[ends], rtol=2e-3, atol=1e-3)

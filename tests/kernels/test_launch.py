@@ -12,7 +12,7 @@ import torch
 from fastattn import chunked_prefill, dispatch
 from fastattn.metadata import make_batch
 
-launch = pytest.importorskip("fastattn.kernels.gpu.launch", reason="needs Triton")
+launch = pytest.importorskip("fastattn.kernels.triton.launch", reason="needs Triton")
 
 SIGNATURE = {
     "query": "*bf16",
@@ -24,8 +24,8 @@ SIGNATURE = {
     "left": "i32",
     "BLOCK": "constexpr",
 }
-ARGUMENTS = [None, None, None, None, torch.arange(4), (7, 1, 2**40), -1, 64]
-CHANGING = [0, 1, 2, 3]  # places of query, out, sinks, scale
+ARGUMENTS = (None, None, None, None, torch.arange(4), (7, 1, 2**40), -1, 64)
+CHANGING = [(0,), (1,), (2,), (3,)]  # places of query, out, sinks, scale
 SIZES = [8, 8, 4, 8, 4, 8, 4, 8, 8]
 
 

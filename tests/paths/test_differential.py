@@ -451,8 +451,8 @@ LONG_OPTIONS = ["plain", "not-causal", "window", "window-of-one", "two-sided-win
 def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
     """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
     case = LONG[name]
-    from fastattn.kernels.gpu.tile import LaunchConfig
     from fastattn.kernels.triton import differential
+    from fastattn.kernels.triton.tuning import LaunchConfig
 
     whole = LaunchConfig(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
     monkeypatch.setattr(differential, "tune", lambda *_: whole)

@@ -13,8 +13,8 @@ import torch
 
 import fastattn.kv_cache
 import fastattn.local
-from fastattn.kernels.gpu.tile import LaunchConfig
 from fastattn.kernels.triton import attention as triton_attention
+from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.batch import Batch
 from refattn.metadata import make_batch
 from refattn.ranks import Shard

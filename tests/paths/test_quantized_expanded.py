@@ -21,7 +21,7 @@ import refattn.quantized
 from fastattn.kernels import cpu, order
 from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.expand import repage, round_queries
-from fastattn.kernels.gpu.quantized import codes_of
+from fastattn.kernels.triton.quantized import codes_of
 from refattn.keys import Pages
 from refattn.metadata import make_batch
 from refattn.plan import Plan

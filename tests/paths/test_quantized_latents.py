@@ -267,7 +267,8 @@ def test_twins_agree_in_every_type(kernel, dtype, spare, case, device):
     case = replace(case, lens=tuple((q, min(s, 300)) for q, s in case.lens)) if kernel.is_interpreted else case
     given = in_codes(case, E4M3, device=device, dtype=dtype, sizes=SMALL._replace(spare=spare))
     if kernel.name == "triton":
-        from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
+        from fastattn.kernels.triton.quantized import in_pairs
+        from fastattn.kernels.triton.tuning import are_pairs
 
         assert are_pairs(in_pairs(given.cache.view(torch.uint8)[..., None, :RANK])) == (spare == 8)
     with kernel.asked_for():

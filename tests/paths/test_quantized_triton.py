@@ -16,8 +16,9 @@ import fastattn.local
 import fastattn.quantized
 import refattn.quantized
 from fastattn.kernels import Problem, order
-from fastattn.kernels.gpu.quantized import are_pairs, in_pairs
 from fastattn.kernels.replay import memo_of
+from fastattn.kernels.triton.quantized import in_pairs
+from fastattn.kernels.triton.tuning import are_pairs
 from refattn.metadata import make_batch
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers import (

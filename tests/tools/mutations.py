@@ -1959,9 +1959,9 @@ MUTATIONS: list[Mutation] = [
         "B70",
         "each layer works its launches out anew",
         (
-            "fastattn.kernels.triton.attention:attend_levels",
-            "    _record(out, launches,",
-            "    return out, lse\n    _record(out, launches,",
+            "fastattn.kernels.triton.attention:bind_attend",
+            "    return answer, lse, launches.attend",
+            "    return answer, lse, attend_to_keys",
         ),
     ),
     *breaks(
@@ -2100,18 +2100,18 @@ MUTATIONS: list[Mutation] = [
             "bias.masked_fill_((keys < first) | (keys >= last), -torch.inf)",
         ),
         (
-            "fastattn.kernels.gpu.tile:attend_kv_split",
-            "(j[None, :] <= last_of_rows[:, None])",
-            "(j[None, :] < last_of_rows[:, None])",
+            "fastattn.kernels.triton.masks:step_in_intervals",
+            "(j[None, :] <= sight.last_of_rows[:, None])",
+            "(j[None, :] < sight.last_of_rows[:, None])",
         ),
     ),
     *breaks(
         "F219",
         "queries of one tile see what the first of them sees",
         (
-            "fastattn.kernels.gpu.tile:attend_kv_split",
-            "        all_to = tl.minimum(last_key, tl.min(tl.where(is_row, last_of_rows, last_key), 0) + 1)",
-            "        all_to = last_key",
+            "fastattn.kernels.triton.masks:all_visible_in_intervals",
+            "tl.minimum(run.end, tl.min(tl.where(tile.is_row, sight.last_of_rows, run.end), 0) + 1)",
+            "run.end",
         ),
     ),
     *breaks(
@@ -2127,9 +2127,9 @@ MUTATIONS: list[Mutation] = [
         "F193",
         "keys between the intervals of a tile are read",
         (
-            "fastattn.kernels.gpu.tile:attend_kv_split",
-            "                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) > 0\n",
-            "                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) >= 0\n",
+            "fastattn.kernels.triton.masks:step_in_intervals",
+            "tl.max((seen & tile.is_row[:, None]).to(tl.int32), 0) > 0",
+            "tl.max((seen & tile.is_row[:, None]).to(tl.int32), 0) >= 0",
         ),
         (
             "refattn.attention:attend",
@@ -2332,9 +2332,9 @@ MUTATIONS: list[Mutation] = [
         "F219",
         "what was attended to before is left out",
         (
-            "fastattn.kernels.gpu.attention_kernel:_attend_kernel",
-            "is_row & (tree_start > 0) if MASK_WORDS > 0 else is_row,",
-            "is_row & (tree_start > 0) if WORDS > 0 else is_row & (rows < 0),",
+            "fastattn.kernels.triton.merge:take_prefix",
+            "    has_prefix = tile.is_row\n    if",
+            "    has_prefix = tile.is_row & (tile.queries < 0)\n    if",
         ),
     ),
     *breaks(
@@ -2357,7 +2357,7 @@ MUTATIONS: list[Mutation] = [
             "mul_(scales.roll(1, -1).mul(256.0)",
         ),
         (
-            "fastattn.kernels.gpu.quantized:scale_groups",
+            "fastattn.kernels.triton.quantized:scale_groups",
             "scales + rows[:, None] + at[None, :] * stride,",
             "scales + rows[:, None] + (GROUPS - 1 - at)[None, :] * stride,",
         ),
@@ -2382,7 +2382,7 @@ MUTATIONS: list[Mutation] = [
         "F214",
         "what follows a list of slots is handed on",
         (
-            "fastattn.kernels.gpu.slots:_slots_kernel",
+            "fastattn.kernels.flash.slots:_slots_kernel",
             "(at < tl.load(seq_lens + sequence)) & (at < table_columns)",
             "at < table_columns",
         ),

@@ -20,10 +20,12 @@ from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
 from fastattn.kernels.flash.schedule import UNKNOWN, where_called
-from fastattn.kernels.gpu.quantized import Codes, codes_of, dequantize, prepare_query, row_scale
-from fastattn.kernels.gpu.tile import converts_fp8, find_tile, pad
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
+from fastattn.kernels.triton.launch import converts_fp8
+from fastattn.kernels.triton.quantized import Codes, codes_of, dequantize, prepare_query, row_scale
+from fastattn.kernels.triton.queries import find_rows
+from fastattn.kernels.triton.tuning import pad
 from refattn.batch import Batch
 from refattn.keys import QuantizedPages
 from refattn.options import AttentionOptions
@@ -137,7 +139,7 @@ def _round_kernel(
 ):
     # A program rounds one head of a few tokens of a sequence.
     head = tl.program_id(1).to(tl.int64)
-    sequence, first_row = find_tile(cu_seqlens_q, tl.program_id(0), num_seqs, 1, BLOCK_TOKENS, False)
+    sequence, first_row = find_rows(cu_seqlens_q, tl.program_id(0), num_seqs, 1, BLOCK_TOKENS, False)
     begin = tl.load(cu_seqlens_q + sequence)
     token = begin + first_row + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
     is_token = token < tl.load(cu_seqlens_q + sequence + 1)

@@ -178,9 +178,9 @@ def _dense(
     over_rows: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows with the conventions of the project, by what has those of FlashAttention-2."""
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.recompute import recompute
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute
+    from fastattn.kernels.problem import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
@@ -219,9 +219,9 @@ def paged(
     """
     from flash_attn import flash_attn_with_kvcache
 
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.recompute import recompute
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute
+    from fastattn.kernels.problem import with_positive_scale
 
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it

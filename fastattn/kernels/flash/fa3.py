@@ -188,7 +188,7 @@ def tree(
 
     See `fastattn.dispatch`.
     """
-    from fastattn.kernels.gpu.recompute import attend_to_nodes, recompute
+    from fastattn.kernels.flash.recompute import attend_to_nodes, recompute
 
     table = plan.prefix.batch.block_table
     assert table is not None  # the path has checked it
@@ -213,8 +213,8 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.dispatch`."""
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.recompute import recompute_latents
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute_latents
 
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
@@ -238,7 +238,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.dispatch`."""
-    from fastattn.kernels.gpu.recompute import attend_to_latent_nodes
+    from fastattn.kernels.flash.recompute import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
@@ -254,8 +254,8 @@ def _attend(
     *,
     loads_tiles: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.recompute import recompute
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute
 
     if _is_empty(query, key, plan):
         return empty_output(query, value.shape[-1], plan, options)

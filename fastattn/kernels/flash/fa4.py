@@ -179,9 +179,9 @@ def _attend(
     # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.recompute import recompute
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute
+    from fastattn.kernels.problem import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):

@@ -15,7 +15,7 @@ fills with zeros where a query has fewer keys, and follows no slot outside of th
 
 Over packed latents it is the kernel for sparse decodes, which splits the keys. It rounds the scales to bfloat16, and
 then what they are multiplied with. It checks no slot but -1, and reads what a slot past the last one leads to, so both
-kernels get lists in which all that is none of the query's is -1 (`fastattn.kernels.gpu.slots`).
+kernels get lists in which all that is none of the query's is -1 (`fastattn.kernels.flash.slots`).
 
 It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed. It
 drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
@@ -171,9 +171,9 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.dispatch`."""
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.recompute import recompute_latents
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute_latents
+    from fastattn.kernels.problem import with_positive_scale
 
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
@@ -203,11 +203,10 @@ def mla_codes(
     query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents in fp8 by products of codes, with queries and weights rounded; see the module."""
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.quantize_query import quantize_query
-    from fastattn.kernels.gpu.quantized import codes_of
-    from fastattn.kernels.gpu.recompute import recompute
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.recompute import recompute
+    from fastattn.kernels.problem import with_positive_scale
+    from fastattn.kernels.triton.quantized import codes_of, quantize_query
 
     cache, rank, of_cache, of_query, _ = keys
     batch, table = plan.batch, plan.batch.block_table
@@ -262,9 +261,9 @@ def selected(
     query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from each query to the latents of its own, which the block table names one by one; see the module."""
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.slots import slots_in_pool
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.slots import slots_in_pool
+    from fastattn.kernels.problem import with_positive_scale
 
     batch, table, rank = plan.batch, plan.batch.block_table, keys.latent_rank
     assert table is not None  # the path has checked it
@@ -293,9 +292,9 @@ def selected_packed(
 
     How the work is shared out depends on sizes alone, so layers and steps that have the same share it, too.
     """
-    from fastattn.kernels.gpu.fixup import empty_output, fix_up
-    from fastattn.kernels.gpu.slots import slots_in_pool
-    from fastattn.kernels.gpu.tile import with_positive_scale
+    from fastattn.kernels.flash.fixup import empty_output, fix_up
+    from fastattn.kernels.flash.slots import slots_in_pool
+    from fastattn.kernels.problem import with_positive_scale
 
     batch, table, rank, num_slots = plan.batch, plan.batch.block_table, keys.latent_rank, len(keys.cache)
     assert table is not None  # the path has checked it
@@ -341,7 +340,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.dispatch`."""
-    from fastattn.kernels.gpu.recompute import attend_to_latent_nodes
+    from fastattn.kernels.flash.recompute import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)

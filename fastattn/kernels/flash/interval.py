@@ -43,7 +43,7 @@ def attend_up_to_and_after(
         options: those of the layer.
         out: where the outputs may be written.
     """
-    from fastattn.kernels.gpu.recompute import attend_after
+    from fastattn.kernels.flash.recompute import attend_after
 
     assert isinstance(keys, Rows | Pages)  # as the kernel has said
     (key, value), (causal, after) = keys, _parts(plan)

@@ -84,7 +84,7 @@ KERNEL = Kernel(
     knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED | STATES,
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
-        "bind_attend": f"{__name__}.bind:bind_attend",
+        "bind_attend": f"{__name__}.attention:bind_attend",
         "differential": f"{__name__}.differential:differential",
         "bind_differential": f"{__name__}.differential:bind_differential",
         "merge": f"{__name__}.merge:merge",

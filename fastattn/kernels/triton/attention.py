@@ -19,7 +19,6 @@ Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import no_type_check
 
@@ -29,31 +28,60 @@ import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from fastattn.kernels.gpu.attention_kernel import (
-    bytes_of_a_program,
-    contiguous,
-    has_scale_above_0,
-    launch_attention,
-    of_layer,
-    spare_stages,
+from fastattn.kernels.device import is_rocm
+from fastattn.kernels.problem import latent_scales, uses_positions, with_positive_scale
+from fastattn.kernels.replay import Run as Replay
+from fastattn.kernels.triton import latents_hopper
+from fastattn.kernels.triton.keys import keys_of
+from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch, SplitLaunches, can_overlap
+from fastattn.kernels.triton.masks import Run, Step, mask_of, phase_of_run
+from fastattn.kernels.triton.merge import (
+    LARGEST_TILE,
+    After,
+    Out,
+    Part,
+    Repair,
+    Softmax,
+    Whole,
+    normalize,
+    part,
+    places_of,
+    reduce_splits,
+    store_rows,
+    update_softmax,
+    whole,
 )
-from fastattn.kernels.gpu.launch import Launch, SplitLaunches
-from fastattn.kernels.gpu.quantize_query import quantize_query
-from fastattn.kernels.gpu.quantized import (
+from fastattn.kernels.triton.quantized import (
     FORMATS,
     NO_CODES,
     Codes,
-    are_pairs,
     codes_in_pairs,
     codes_of,
     in_pairs,
-    size_of,
+    quantize_query,
 )
-from fastattn.kernels.gpu.tile import CHANGING, can_overlap, fit, merge_parts, normalize, pad, store_rows
-from fastattn.kernels.problem import latent_scales
-from fastattn.kernels.triton import latents_hopper
-from fastattn.kernels.triton.bind import recorder, recording
-from fastattn.kernels.triton.tuning import share_sm, tune
+from fastattn.kernels.triton.queries import (
+    Options,
+    Queries,
+    Sizes,
+    contiguous,
+    count_tiles,
+    find_tile,
+    has_scale_above_0,
+    is_one_tile,
+    of_layer,
+)
+from fastattn.kernels.triton.tuning import (
+    LaunchConfig,
+    are_pairs,
+    bytes_of_a_program,
+    fit,
+    pad,
+    share_sm,
+    size_of,
+    spare_stages,
+    tune,
+)
 from refattn.keys import Keys, Latents, PackedLatents, Pages, Rows
 from refattn.options import AttentionOptions
 from refattn.packed_latents import PACKED_FORMAT, packed_parts
@@ -62,6 +90,215 @@ from refattn.trees import AttentionPlan, TreePlan
 
 SPLITS_PER_STEP = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.jit
+@no_type_check
+def _tanh(x):
+    size = tl.abs(x)
+    square = x * x
+    shrunk = tl.exp(-2.0 * size)
+    large = (1.0 - shrunk) / (1.0 + shrunk)
+    small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))  # where 1 - shrunk would lose its digits
+    return tl.where(x < 0.0, -1.0, 1.0) * tl.where(size < 0.05, small, large)
+
+
+@triton.jit
+@no_type_check
+def finish_scores(products, scale, slopes, positions, j, options, KEYS: tl.constexpr):
+    """Turn products of queries at `positions` and keys at `j` into scores, up to a factor: the cap, else the scale.
+
+    `update_softmax` multiplies by the factor, next to its subtraction: were that done here, the compiler could join the
+    two only where nothing is masked, and a masked step would round otherwise. With slopes, those of ALiBi times
+    log2(e), no factor is left, and scores are in base 2. Keys lie along the axis `KEYS`.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    factor = scale
+    scores = products
+    if options.SOFTCAP:
+        scores = _tanh(scores * (scale / options.softcap))
+        factor = options.softcap
+    if slopes is not None:
+        far = tl.abs(tl.expand_dims(positions, KEYS) - tl.expand_dims(j, 1 - KEYS))
+        if options.ALIBI_SQRT:
+            far = tl.sqrt(far.to(tl.float32))
+        scores = scores * (factor * LOG2E) - tl.expand_dims(slopes, KEYS) * far
+    return scores
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def attend(queries, keys, mask, options, split, out, TILE):
+    """Attend from a tile of query rows to a run of keys, a step of keys at a time, by an online softmax."""
+    split.begin(split)
+    tile = find_tile(queries, TILE)  # which rows of which sequence
+    if tile.first_row >= tile.num_rows:
+        split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
+        return
+    sight = mask.look(mask, queries, tile, TILE)  # which keys some row sees, and which of them are this program's
+    run = Run(sight.first, sight.begin, sight.end)
+    run, is_done = split.share(split, queries, mask, out, tile, run, TILE, keys.VALUE_HEAD_SIZE)
+    if is_done:
+        split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
+        return
+
+    places = places_of(queries, tile)
+    slopes = None
+    if options.alibi_slopes is not None:
+        slopes = tl.load(options.alibi_slopes + tile.heads, mask=tile.is_row, other=0.0).to(tl.float32)
+        slopes = slopes * 1.4426950408889634  # log2(e)
+    scale = keys.how.scale(keys, options.scale, tile)
+    q = keys.how.query(keys, queries, tile, TILE)
+    ahead = keys.where.begin(keys.where, tile, run, TILE)
+    row_max = tl.full([TILE.ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE.ROWS], tl.float32)
+    total = keys.how.begin(keys, TILE)
+    all_from, all_to = mask.all_visible(mask, tile, run, sight)
+    for phase in tl.static_range(TILE.FIRST_PHASE, TILE.PHASES):
+        begin, end = phase_of_run(run, all_from, all_to, phase, TILE)
+        for start in range(begin, end, TILE.KEYS):
+            j = start + tl.arange(0, TILE.KEYS)
+            is_key = j < run.end  # nothing from there on is read: it may be NaN, or no block at all
+            if mask.LEFT:
+                is_key &= j >= run.first
+            all_seen = phase == 1 if TILE.PHASES == 3 else (start >= all_from) & (start + TILE.KEYS <= all_to)
+            if TILE.PHASES == 3 and phase == 1:
+                seen = Step(is_key, j, j)
+            else:
+                seen = mask.step(mask, tile, sight, start, is_key, TILE)
+            place, ahead = keys.where.find(keys.where, tile, run, start, ahead, TILE)  # where are the keys?
+            step = keys.how.load(keys, tile, place, seen.is_key, TILE)
+            products = keys.how.products(keys, q, step, TILE)
+            scores = finish_scores(products, scale, slopes, tile.positions, seen.positions, options, TILE.KEYS_AXIS)
+            if not all_seen:  # who may see whom?
+                scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, float("-inf"))
+            factor = options.softcap if options.SOFTCAP else scale  # how do partial outputs combine?
+            weights, shrink, row_max, row_sum = update_softmax(
+                scores, row_max, row_sum, factor, slopes is not None, TILE.KEYS_AXIS
+            )
+            value = keys.how.value(keys, tile, place, seen.is_key, step, TILE)
+            total = keys.how.add(keys, total, shrink, weights, value, TILE)
+
+    softmax = Softmax(row_max, row_sum, keys.how.end(keys, total, TILE))
+    softmax = split.take(split, softmax, queries, out, tile, sight, keys.VALUE_HEAD_SIZE)
+    sink = None
+    if options.sinks is not None and split.SINKS:
+        sink = tl.load(options.sinks + tile.heads, mask=tile.is_row, other=0.0).to(tl.float32)
+    values, logs = normalize(softmax.row_max, softmax.row_sum, softmax.total, sink)
+    values = keys.how.finish(keys, values, tile)
+    store_rows(values, logs, places, tile.is_row, out.out, out.lse, keys.VALUE_HEAD_SIZE)
+    split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
+
+
+def launch_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: LaunchConfig,
+    out: Out,
+    split: Whole | Part | After | Repair,
+    *,
+    shared: bool = False,
+    codes: Codes = NO_CODES,
+    tree: TreePlan | None = None,
+) -> Launch:
+    """Launch the kernel for one level, and return what can be replayed with other tensors of the same shapes.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
+        value: the pool of values, or the value rows.
+        plan: the lengths, the block table for pages, and who may see whom.
+        options: those of the layer.
+        tuning: the shape of the launch.
+        out: where outputs go.
+        split: what share of the work a program has.
+        shared: `value` is a view of the first elements of each key: load them once, as key and as value.
+        codes: what the pools hold, if it is no numbers; see `attend_levels`.
+        tree: the trees at the end of the sequences, whose plan this is.
+    """
+    batch = plan.batch
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads = value.shape[-2]
+    group = num_heads // num_kv_heads
+    after = isinstance(split, After)
+    query, scale = with_positive_scale(query, options.softmax_scale)
+    uses, one_tile = uses_positions(plan, options), is_one_tile(batch, group, tuning.block_m)
+    tiles = batch.num_seqs if one_tile else count_tiles(batch, num_tokens, group, tuning.block_m)
+    ends = starts = 0
+    if isinstance(split, Repair) and not (uses or one_tile):
+        tiles, ends, starts = _tiles_to_repair(plan, group, tuning.block_m, tiles)
+    mask = mask_of(plan, tree, slopes=options.alibi_slopes is not None, nodes=after)
+    is_visible_from_0 = mask.LEFT.value is False and plan.first_visible is None
+    limited = mask.LEFT.value or mask.RIGHT.value or plan.first_visible is not None
+    masked = tree is not None or (tuning.block_m > 16 and not shared and limited)
+    # Three copies of a loop over latents take registers that no copy has. Without a left side all rows see the first
+    # key, and phase 0 is empty. With one loop less the compiler reads the block table without shared memory: 256 rows
+    # after 8192 keys, split, take 35 us in place of 39. Where keys are not split it costs: 8 such sequences take 203 us
+    # in place of 181 (NVIDIA H200, Triton 3.6).
+    phases = 3 if masked else 1
+    first_phase = 1 if masked and isinstance(split, Part) and is_visible_from_0 else 0
+    sizes = Sizes(
+        ROWS=tuning.block_m,
+        KEYS=tuning.block_n,
+        KEYS_AXIS=0 if tuning.block_m == 8 else 1,
+        PHASES=phases,
+        FIRST_PHASE=first_phase,
+        ONE_TILE=one_tile,
+        ENDS=ends,
+        STARTS=starts,
+        LAST_FIRST=False,
+    )
+    queries = Queries(
+        query=query,
+        strides=query.stride(),
+        cu_seqlens_q=batch.cu_seqlens_q,
+        seq_lens=batch.seq_lens,
+        positions=plan.positions if uses else None,
+        first_keys=plan.first_keys if uses or plan.first_visible is not None else None,
+        num_tokens=num_tokens,
+        num_seqs=batch.num_seqs,
+        HEADS=tl.constexpr(num_heads),
+        GROUP=tl.constexpr(group),
+    )
+    of_scores = Options(
+        scale=scale,
+        softcap=float(options.softcap),
+        alibi_slopes=None,
+        sinks=None,
+        SOFTCAP=tl.constexpr(options.softcap > 0),
+        ALIBI_SQRT=tl.constexpr(options.alibi_sqrt),
+    )
+    keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, codes=codes, aligned=not after)
+    early = isinstance(split, Repair) and split.OVERLAP.value or isinstance(split, Part) and split.AFTER.value
+    few_registers = tuning.registers and not (INTERPRETED or is_rocm())
+    return Launch(
+        attend,
+        (tiles * num_kv_heads, tuning.most_splits),
+        {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
+        | of_layer(query, options, codes)
+        | ({"split.prefix_lse": split.prefix_lse} if isinstance(split, After) else {}),
+        dict(queries=queries, keys=keys, mask=mask, options=of_scores, split=split, out=out)
+        | dict(TILE=Sizes(*map(tl.constexpr, sizes))),
+        dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+        | ({"launch_pdl": True} if early else {})
+        | ({"maxnreg": tuning.registers} if few_registers else {}),
+    )
+
+
+def _tiles_to_repair(plan: Plan, group: int, rows: int, tiles: int) -> tuple[int, int, int]:
+    """Return the number of tiles, and how many of each sequence they are at its end and its start; 0 for all of them.
+
+    Another kernel can have spoilt the last rows, and in a window also the first ones.
+    """
+    left, right = plan.window
+    ends = -(-(LARGEST_TILE.value + right) * group // rows) + 1
+    starts = -(-LARGEST_TILE.value * group // rows) + 1 if left >= 0 else 0
+    few = plan.batch.num_seqs * (ends + starts)
+    return (few, ends, starts) if right >= 0 and few < tiles else (tiles, 0, 0)
 
 
 def attend_to_keys(
@@ -71,59 +308,41 @@ def attend_to_keys(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to any storage under any plan, but to latents in one level; see `fastattn.kernels.dispatch`.
+    """Attend to any storage under any plan, but to latents in one level; see `fastattn.dispatch`."""
+    answer, lse, _ = bind_attend(query, keys, plan, options, out, True)
+    return answer, lse
 
-    A tree is one softmax with the keys before it, latents are loaded once as key and as value, and codes become numbers
-    in registers.
+
+def bind_attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+    return_lse: bool,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Replay]:
+    """Attend, and return what attends again with other tensors, too.
+
+    A tree is one softmax with the keys before it, latents are loaded once as key and as value, and values in 8 bits
+    become numbers in registers.
     """
     key, value, codes = pools_of(query, keys)
-    if isinstance(keys, Latents) and keys.query_scale is not None:
+    is_rounded = isinstance(keys, Latents) and keys.query_scale is not None
+    if is_rounded:
         # In the loop they would be converted with the latents to the type of the query; as float16 neither is.
         out = query.new_empty(*query.shape[:2], keys.latent_rank) if out is None else out
         kind = torch.float16 if query.itemsize == 2 else query.dtype
-        query, codes = (
-            quantize_query(query, keys.query_scale, keys.cache.dtype, kind),
-            codes._replace(rounds_query=False),
-        )
+        query = quantize_query(query, keys.query_scale, keys.cache.dtype, kind)
+        codes = codes._replace(rounds_query=False)
     plans = [level.whole for level in plan.levels]
     if codes.kind and codes.groups is None:
         key, value = codes_in_pairs(query, key, value, plans, options)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
-    is_rounded = isinstance(keys, Latents) and keys.query_scale is not None  # which a replay would not do
-    with recording(None) if is_rounded else nullcontext():
-        return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree)
-
-
-def attend(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk _"],
-    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None = None,
-    *,
-    shared: bool = False,
-    codes: Codes = NO_CODES,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages if `key` has four dimensions, else over ragged rows.
-
-    Args:
-        query: query rows of all sequences.
-        key: the pool of keys, or the key rows of all sequences; any strides.
-        value: the pool of values, or the value rows.
-        plan: the lengths, the block table for pages, and who may see whom.
-        options: those of the layer.
-        out: contiguous memory for the outputs; new memory if None.
-        shared: `value` is a view of the first elements of each key: load them once, as key and as value.
-        codes: what the pools hold, if it is codes; those of fp8 are seen as bytes, those of values as pairs of bytes,
-            if they lie so (`fastattn.kernels.gpu.quantized.in_pairs`).
-
-    Returns:
-        The outputs, and their log-sum-exps in float32.
-
-    Source: see the module.
-    """
-    return attend_levels(query, key, value, [plan], options, out, shared=shared, codes=codes)
+    asked = dict(shared=shared, codes=codes, tree=tree, with_lse=return_lse)
+    answer, lse, launches = attend_levels(query, key, value, plans, options, out, **asked)
+    if launches is None or is_rounded or not has_scale_above_0(options):  # a replay changes no query
+        return answer, lse, attend_to_keys
+    return answer, lse, launches.attend
 
 
 def attend_levels(
@@ -137,7 +356,8 @@ def attend_levels(
     shared: bool = False,
     codes: Codes = NO_CODES,
     tree: TreePlan | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    with_lse: bool = True,
+) -> "tuple[Float[Tensor, 't h dv'], Float[Tensor, 't h'], Launches | None]":
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
 
     A level's splits are parts like any other, so all levels share one reduction; and a level need not wait for the one
@@ -145,17 +365,19 @@ def attend_levels(
 
     Args:
         query: query rows of all sequences.
-        key: as in `attend`.
-        value: as in `attend`.
-        levels: the plan of each level.
+        key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
+        value: the pool of values, or the value rows.
+        levels: the plan of each level: the lengths, the block table for pages, and who may see whom.
         options: those of the layer; sinks count once.
-        out: as in `attend`.
-        shared: as in `attend`.
-        codes: as in `attend`.
+        out: contiguous memory for the outputs; new memory if None.
+        shared: `value` is a view of the first elements of each key: load them once, as key and as value.
+        codes: what the pools hold, if it is no numbers; those of fp8 are seen as bytes, those of values as pairs of
+            bytes, if they lie so (`fastattn.kernels.triton.quantized.in_pairs`).
         tree: the trees at the end of the sequences, of the only level.
+        with_lse: whether later calls want the log-sum-exps, too.
 
     Returns:
-        The outputs, and their log-sum-exps in float32.
+        The outputs, their log-sum-exps in float32, and the launches; None if there was nothing to launch.
 
     Source: the module; levels of a cascade: Ye et al. 2024, "Cascade Inference".
     """
@@ -165,11 +387,11 @@ def attend_levels(
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
     if 0 in (num_tokens, num_heads, batch.num_seqs):
-        return out.zero_(), lse.fill_(-torch.inf)
+        return out.zero_(), lse.fill_(-torch.inf), None
 
     row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
     masked = tree is not None or any(level.first_visible is not None for level in levels)
-    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
+    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # of a tile; see `fastattn.kernels.triton.keys`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [share_sm(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
@@ -177,14 +399,13 @@ def attend_levels(
     spare = spare_stages(query, shared, codes, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
-    launch_level: Callable[..., Launch] = partial(launch_attention, shared=shared, tree=tree)
+    launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
     is_plain = shared and tree is None and len(levels) == 1
     if is_plain and latents_hopper.takes(query, key, levels[0], options, tunings[0], codes):
         launch_level = latents_hopper.launch
     if num_parts == 1 and not options.batch_invariant:
-        launch = launch_level(query, key, value, levels[0], options, tunings[0], out, lse, codes=codes)
-        _record(out, [(launch, 0)], 1, None, options)
-        return out, lse
+        launch = launch_level(query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), codes=codes)
+        return out, lse, Launches(out.shape, out.shape, [(launch, 0)], 1, None, with_lse=with_lse)
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
     part_lses = query.new_empty(num_parts, *lse.shape, dtype=torch.float32)
@@ -199,10 +420,14 @@ def attend_levels(
             level,
             options,
             tuning,
-            parts[first:] if first else parts,  # a slice takes the CPU as long as an allocation
-            part_lses[first:] if first else part_lses,
-            overlap=overlap,
-            after=first > 0,
+            Out(parts[first:], part_lses[first:]) if first else Out(parts, part_lses),  # a slice takes time on the CPU
+            part(
+                tuning.splits,
+                run=tuning.run,
+                balance=tuning.most_splits > tuning.splits,
+                overlap=overlap,
+                after=overlap and first > 0,
+            ),
             codes=codes,
         )
         launches.append((launch, first))
@@ -211,7 +436,7 @@ def attend_levels(
     block_splits = 1 if options.batch_invariant else min(at_once, pad(num_parts))
     block_heads = min(at_once // block_splits, pad(num_heads))
     reduction = Launch(
-        _reduce_kernel,
+        reduce_splits,
         (num_tokens, -(-num_heads // block_heads)),
         dict(parts=parts, part_lses=part_lses, out=out, lse=lse, sinks=contiguous(options.sinks)),
         dict(
@@ -227,12 +452,11 @@ def attend_levels(
         ),
         dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
-    _record(out, launches, num_parts, reduction, options)
-    return out, lse
+    return out, lse, Launches(out.shape, out.shape, launches, num_parts, reduction, with_lse=with_lse)
 
 
 class Launches(SplitLaunches):
-    """The launches of a call, which are called as a kernel is; see `fastattn.kernels.replay`."""
+    """The launches of a call, which are called as a kernel is; see `fastattn.dispatch`."""
 
     def attend(
         self,
@@ -244,8 +468,8 @@ class Launches(SplitLaunches):
     ) -> tuple[Tensor, Tensor]:
         """Attend with other tensors, and other scales of the same layout; codes come as they are stored."""
         key, value, codes = pools_of(query, keys, addresses=True)
-        of_reduction = (contiguous(options.sinks),)
-        return self.replay((query, key, value), of_layer(query, options, codes).values(), of_reduction, out)
+        sinks = None if options.sinks is None else options.sinks.contiguous()
+        return self.replay((query, key, value), of_layer(query, options, codes).values(), (sinks,), out)
 
 
 def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Codes]:
@@ -267,73 +491,3 @@ def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Ten
         pages = keys.cache[:, :, None, : query.shape[2]]
         return pages, pages[..., : keys.latent_rank], codes
     return keys.key_cache, keys.value_cache, codes_of(keys.scales)
-
-
-def _record(
-    out: Tensor,
-    launches: Sequence[tuple[Launch, int]],
-    num_parts: int,
-    reduction: Launch | None,
-    options: AttentionOptions,
-) -> None:
-    """Record how to replay the call that is under way; not if its scale is not positive, which changes the query."""
-    into = recorder()
-    if into is None or not has_scale_above_0(options):
-        return
-    t, h, dv = out.shape
-    made = Launches(out.shape, (t, h, dv), launches, num_parts, reduction, with_lse=into.return_lse)
-    into.replay = made.attend
-
-
-# Triton's interpreter finds a function only if it stands above the one that calls it.
-
-
-@triton.jit(do_not_specialize=CHANGING)
-@no_type_check
-def _reduce_kernel(
-    parts,  # [splits, t, h, dv]
-    part_lses,  # [splits, t, h]
-    out,
-    lse,
-    cu_seqlens_q,
-    sinks,
-    num_tokens,
-    num_seqs,
-    splits,
-    NUM_HEADS: tl.constexpr,
-    VALUE_HEAD_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    is_head = heads < NUM_HEADS
-    is_query = token < tl.load(cu_seqlens_q + num_seqs)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-    at_dv = tl.arange(0, VALUE_PAD)
-    places = token * NUM_HEADS + heads
-    row_max = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_HEADS], tl.float32)
-    acc = tl.zeros([BLOCK_HEADS, VALUE_PAD], tl.float32)
-    for first in range(0, splits, BLOCK_SPLITS):
-        split = first + tl.arange(0, BLOCK_SPLITS)[None, :]
-        part_places = split.to(tl.int64) * num_tokens * NUM_HEADS + places[:, None]
-        # No part of a padding row was written, and no value of a split without keys. The values are loaded before that
-        # is known, so that one load need not wait for the other.
-        is_part = is_head[:, None] & (split < splits) & is_query
-        logs = tl.load(part_lses + part_places, is_part, float("-inf"))
-        values = tl.load(
-            parts + part_places[:, :, None] * VALUE_HEAD_SIZE + at_dv[None, None, :],
-            mask=is_part[:, :, None] & (at_dv < VALUE_HEAD_SIZE)[None, None, :],
-            other=0.0,
-        )
-        values = tl.where((logs > float("-inf"))[:, :, None], values, 0.0)
-        row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
-    sink = None
-    if sinks is not None:
-        sink = tl.where(is_query, tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32), float("-inf"))
-    values, logs = normalize(row_max, row_sum, acc, sink)
-    store_rows(values, logs, places, is_head, out, lse, VALUE_HEAD_SIZE)

@@ -12,10 +12,9 @@ import triton.language as tl
 from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
-from fastattn.kernels.gpu.launch import Launch
-from fastattn.kernels.gpu.quantized import FORMATS, row_scale, to_fp8, to_int8
-from fastattn.kernels.gpu.tile import converts_fp8
 from fastattn.kernels.problem import as_bytes
+from fastattn.kernels.triton.launch import Launch, converts_fp8
+from fastattn.kernels.triton.quantized import FORMATS, row_scale, to_fp8, to_int8
 from refattn.batch import Batch
 from refattn.packed_latents import LATENT_GROUP, SMALLEST_SCALE, packed_parts
 from refattn.scales import Fp8Scales, Int8Scales

@@ -12,7 +12,7 @@ Source: Ye et al. 2024, "Differential Transformer"; Dao et al. 2022, "FlashAtten
 """
 
 from functools import cache
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -20,28 +20,15 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.gpu.launch import Launch, SplitLaunches
-from fastattn.kernels.gpu.tile import (
-    CHANGING,
-    FEWEST_COLUMNS,
-    LaunchConfig,
-    can_overlap,
-    find_tile,
-    finish_scores,
-    fit,
-    is_wide,
-    merge_parts,
-    multiprocessors,
-    normalize,
-    pad,
-    phase_of_run,
-    unmasked_range,
-    update_softmax,
-    visible_keys,
-    with_positive_scale,
-)
-from fastattn.kernels.problem import Subtraction
-from fastattn.kernels.replay import Run
+from fastattn.kernels.problem import Subtraction, with_positive_scale
+from fastattn.kernels.replay import Run as Replay
+from fastattn.kernels.triton.attention import finish_scores
+from fastattn.kernels.triton.keys import token_tile, where_of, zeros
+from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
+from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
+from fastattn.kernels.triton.merge import Out, merge_parts, normalize, places_of, update_softmax
+from fastattn.kernels.triton.queries import Options, Queries, Sizes, contiguous, find_tile, is_one_tile
+from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, multiprocessors, pad
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
@@ -73,7 +60,7 @@ def bind_differential(
     subtraction: Subtraction,
     out: Float[Tensor, "t h d"] | None = None,
     _: bool = True,
-) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"], Run]:
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"], Replay]:
     """Do so, and return what does it again with other tensors, too.
 
     Source: see the module.
@@ -87,12 +74,11 @@ def bind_differential(
         return out.zero_(), lse.fill_(-torch.inf), differential
 
     group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
-    left, right = plan.window
     query, scale = with_positive_scale(query, options.softmax_scale)
-    of_layer, of_reduction = _of_layer(options, subtraction)
+    of_layer, of_difference = _of_layer(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
-    one_tile = batch.max_query_len * group <= tuning.block_m
+    one_tile = is_one_tile(batch, group, tuning.block_m)
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
     parts, part_lses = out, lse
     split = tuning.splits > 1
@@ -103,53 +89,73 @@ def bind_differential(
         out.zero_()
         lse.fill_(-torch.inf)
     overlap = split and can_overlap(query.device)
-    block_table = batch.block_table
-    assert block_table is not None  # the path has checked it
-    common = dict(PAIRS=num_heads // 2, HEAD_SIZE=head_size, OVERLAP=overlap)
+    mask = mask_of(plan)
+    sizes = Sizes(
+        ROWS=tuning.block_m,
+        KEYS=tuning.block_n,
+        KEYS_AXIS=1,
+        PHASES=3 if tuning.block_m > 16 and plan.window != (-1, -1) else 1,
+        FIRST_PHASE=0,
+        ONE_TILE=one_tile,
+        ENDS=0,
+        STARTS=0,
+        LAST_FIRST=True,
+    )
+    queries = Queries(
+        query=query,
+        strides=query.stride(),
+        cu_seqlens_q=batch.cu_seqlens_q,
+        seq_lens=batch.seq_lens,
+        positions=None,
+        first_keys=None,
+        num_tokens=num_tokens,
+        num_seqs=batch.num_seqs,
+        HEADS=tl.constexpr(num_heads // 2),
+        GROUP=tl.constexpr(group),
+    )
+    keys = PairedKeys(
+        cache=cache,
+        strides=cache.stride(),
+        where=where_of(cache[0, 0], plan, wide=is_wide(block_size, cache.stride(3)), aligned=True),
+        HEAD_SIZE=tl.constexpr(head_size),
+        KEY_PAD=tl.constexpr(max(pad(head_size), 16)),
+        VALUE_PAD=tl.constexpr(max(pad(2 * head_size), 64 if tuning.block_m > 16 else 1)),
+    )
+    of_scores = Options(
+        scale=scale,
+        softcap=float(options.softcap),
+        alibi_slopes=None,
+        sinks=None,
+        SOFTCAP=tl.constexpr(options.softcap > 0),
+        ALIBI_SQRT=tl.constexpr(options.alibi_sqrt),
+    )
+    nothing = Difference(*[None] * len(Difference._fields))
+    constants = dict(SPLIT=split, OVERLAP=overlap)
     launch = Launch(
-        _attend_kernel,
+        attend_pairs,
         (tiles * num_pairs, tuning.splits),
-        dict(query=query, cache=cache, out=parts, lse=part_lses) | of_layer,
-        dict(
-            block_table=block_table,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            seq_lens=batch.seq_lens,
-            query_strides=query.stride(),
-            cache_strides=cache.stride(),
-            table_strides=block_table.stride(),
-            num_tokens=num_tokens,
-            num_seqs=batch.num_seqs,
-            scale=scale,
-            softcap=options.softcap,
-            left=left,
-            right=right,
-            **common,
-            GROUP=group,
-            BLOCK_SIZE=block_size,
-            INT64_OFFSETS=is_wide(block_size, cache.stride(3)),
-            BLOCK_M=tuning.block_m,
-            BLOCK_N=tuning.block_n,
-            SPLIT=split,
-            ONE_TILE=one_tile,
-            SOFTCAP=options.softcap > 0,
-            LEFT=left >= 0,
-            RIGHT=right >= 0,
-            ALIBI_SQRT=options.alibi_sqrt,
-        ),
+        {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | of_layer,
+        dict(queries=queries, keys=keys, mask=mask, options=of_scores, difference=nothing, out=Out(parts, part_lses))
+        | dict(TILE=Sizes(*map(tl.constexpr, sizes)), **constants),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages),
     )
     reduction = None
     if split:
         reduction = Launch(
-            _reduce_kernel,
+            reduce_pairs,
             (num_tokens, num_heads // 2),
-            dict(parts=parts, part_lses=part_lses, out=out, lse=lse) | of_reduction,
+            {"parts": parts, "part_lses": part_lses, "out.out": out, "out.lse": lse} | of_difference,
             dict(
+                difference=nothing,
+                out=Out(out, lse),
                 cu_seqlens_q=batch.cu_seqlens_q,
                 num_tokens=num_tokens,
                 num_seqs=batch.num_seqs,
                 splits=tuning.splits,
-                **common,
+                sinks=None,
+                PAIRS=num_heads // 2,
+                HEAD_SIZE=head_size,
+                OVERLAP=overlap,
                 BLOCK_SPLITS=min(16, pad(tuning.splits)),
             ),
             dict(num_warps=2) | ({"launch_pdl": True} if overlap else {}),
@@ -174,24 +180,23 @@ class PairLaunches(SplitLaunches):
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Attend with other tensors, and other numbers of the subtraction."""
-        of_layer, of_reduction = _of_layer(options, subtraction)
+        of_layer, of_difference = _of_layer(options, subtraction)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         if not self.is_split:  # rows that belong to no tile
             out = query.new_zeros(query.shape) if out is None else out.zero_()
             lse.fill_(-torch.inf)
-        return self.replay((query, cache), of_layer.values(), of_reduction.values(), out, lse)
+        return self.replay((query, cache), of_layer.values(), of_difference.values(), out, lse)
 
 
 def _of_layer(
     options: AttentionOptions, subtraction: Subtraction
 ) -> tuple[dict[str, Tensor | float | None], dict[str, Tensor | float | None]]:
     """Return what differs between layers beside tokens, as arguments of the kernel and of the reduction."""
-    weight, slopes, sinks = (
-        None if x is None else x.contiguous() for x in (subtraction.norm_weight, options.alibi_slopes, options.sinks)
-    )
-    common: dict[str, Tensor | float | None] = dict(lambda_full=subtraction.lambda_full, norm_weight=weight)
-    common |= dict(sinks=sinks, norm_eps=subtraction.norm_eps, factor=subtraction.factor)
-    return {**common, "alibi_slopes": slopes}, common
+    weight, slopes, sinks = map(contiguous, (subtraction.norm_weight, options.alibi_slopes, options.sinks))
+    common = Difference(subtraction.lambda_full, weight, subtraction.norm_eps, subtraction.factor)._asdict()
+    difference: dict[str, Tensor | float | None] = {f"difference.{name}": x for name, x in common.items()}
+    of_layer = difference | {"options.alibi_slopes": slopes, "options.sinks": sinks}
+    return of_layer, {**difference, "sinks": sinks}
 
 
 def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> LaunchConfig:
@@ -239,250 +244,180 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
+class PairedKeys(NamedTuple):
+    """A pool of pairs of heads, `[half, key or value, n, p, pairs, d]`, as the kernel takes it."""
+
+    cache: Any
+    strides: Any
+    where: Any
+    HEAD_SIZE: Any
+    KEY_PAD: Any
+    VALUE_PAD: Any
+
+
+class Difference(NamedTuple):
+    """What is subtracted, and what becomes of the difference.
+
+    Attributes:
+        lambda_full: the factor of the second softmax.
+        norm_weight: [2 d], or None.
+        norm_eps: of the norm.
+        factor: of the normed difference.
+    """
+
+    lambda_full: Any
+    norm_weight: Any
+    norm_eps: Any
+    factor: Any
+
+
 @triton.jit
 @no_type_check
-def _store_difference(
-    first,
-    second,
-    lambda_full,
-    norm_weight,
-    norm_eps,
-    factor,
-    places,
-    is_row,
-    out,
-    VALUE_SIZE: tl.constexpr,
-):
+def store_difference(first, second, difference, out, places, is_row, SIZE: tl.constexpr):
     """Subtract, norm, and store; `places` are rows of `out [t, pairs, 2 d]`."""
     at_dv = tl.arange(0, first.shape[1])
-    is_column = at_dv < VALUE_SIZE
-    difference = first - tl.load(lambda_full).to(tl.float32) * second
-    normed = difference * tl.rsqrt(tl.sum(difference * difference, 1) / VALUE_SIZE + norm_eps)[:, None] * factor
-    if norm_weight is not None:
-        normed *= tl.load(norm_weight + at_dv, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    is_column = at_dv < SIZE
+    delta = first - tl.load(difference.lambda_full).to(tl.float32) * second
+    size = tl.rsqrt(tl.sum(delta * delta, 1) / SIZE + difference.norm_eps)
+    normed = delta * size[:, None] * difference.factor
+    if difference.norm_weight is not None:
+        normed *= tl.load(difference.norm_weight + at_dv, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(
-        out + places[:, None] * VALUE_SIZE + at_dv[None, :],
+        out + places[:, None] * SIZE + at_dv[None, :],
         normed.to(out.dtype.element_ty),
         mask=is_row[:, None] & is_column[None, :],
     )
 
 
+@triton.jit
+@no_type_check
+def _of_heads(numbers, tile, half: tl.constexpr):
+    """Load a number for each row, by the first or the second head of its pair."""
+    return tl.load(numbers + 2 * tile.heads + half, mask=tile.is_row, other=0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _query_of_half(queries, keys, tile, half: tl.constexpr):
+    """Load the queries of the first or the second head of a pair."""
+    at = tl.arange(0, keys.KEY_PAD)
+    first_head = queries.query + tile.tokens * queries.strides[0] + 2 * tile.heads.to(tl.int64) * queries.strides[1]
+    return tl.load(
+        (first_head + half * queries.strides[1])[:, None] + (at.to(tl.int64) * queries.strides[2])[None, :],
+        mask=tile.is_row[:, None] & (at < keys.HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+@no_type_check
+def _scores_of_half(q, slopes, keys, mask, options, tile, seen, offset, all_seen, half: tl.constexpr, TILE):
+    """Return the scores of the first or the second heads of a step of keys."""
+    pool = keys.cache + tile.kv_head.to(tl.int64) * keys.strides[4] + half * keys.strides[0]
+    k = token_tile(pool, offset, keys.strides[5], seen.is_key, 0, keys.HEAD_SIZE, keys.KEY_PAD, 1)
+    products = tl.dot(q, k, input_precision="ieee")
+    scores = finish_scores(products, options.scale, slopes, tile.positions, seen.positions, options, 1)
+    if not all_seen:
+        scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, float("-inf"))
+    return scores
+
+
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _attend_kernel(
-    query,
-    cache,
-    out,  # [t, pairs, 2 d], or [splits, t, h, 2 d] in float32
-    lse,  # [t, h], or [splits, t, h]
-    lambda_full,
-    norm_weight,
-    block_table,
-    cu_seqlens_q,
-    seq_lens,
-    alibi_slopes,
-    sinks,
-    query_strides,
-    cache_strides,
-    table_strides,
-    num_tokens,
-    num_seqs,
-    scale,
-    softcap,
-    left,
-    right,
-    norm_eps,
-    factor,
-    PAIRS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    ALIBI_SQRT: tl.constexpr,
-):
+def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.constexpr, OVERLAP: tl.constexpr):
+    """Attend with both heads of each pair, from a tile of query rows to a run of keys."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    LOG2E: tl.constexpr = 1.4426950408889634
-    KEY_PAIRS: tl.constexpr = PAIRS // GROUP
-    key_pair = tl.program_id(0) % KEY_PAIRS
-    split = tl.program_id(1)
-
-    # Which rows of which sequence; the last ones see most keys, and go first.
-    tile = tl.num_programs(0) // KEY_PAIRS - 1 - tl.program_id(0) // KEY_PAIRS
-    sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, GROUP, BLOCK_M, ONE_TILE)
-    first_query = tl.load(cu_seqlens_q + sequence)
-    query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    seq_len = tl.load(seq_lens + sequence)
-    if first_row >= query_len * GROUP:
+    tile = find_tile(queries, TILE)  # which rows of which sequence
+    if tile.first_row >= tile.num_rows:
         return
-    context = seq_len - query_len
-    rows = first_row + tl.arange(0, BLOCK_M)
-    is_row = rows < query_len * GROUP
-    tokens = (first_query + rows // GROUP).to(tl.int64)
-    pairs = key_pair * GROUP + rows % GROUP
-    positions = context + rows // GROUP
-    first_position = context + first_row // GROUP
-    last_position = context + tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
-
-    # Which keys.
-    first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, LEFT, RIGHT)
-    first_key = first_seen // BLOCK_N * BLOCK_N
-    places = split.to(tl.int64) * num_tokens * PAIRS + tokens * PAIRS + pairs
+    run = mask.look(mask, queries, tile, TILE)  # which keys some row sees
+    places = places_of(queries, tile)
     if SPLIT:
-        steps = tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N)
-        run = tl.cdiv(steps, tl.num_programs(1)) * BLOCK_N
-        first_key += split * run
-        last_key = tl.minimum(last_key, first_key + run)
-        if first_key >= last_key:
-            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tl.store(lse + 2 * places, nothing, mask=is_row)
-            tl.store(lse + 2 * places + 1, nothing, mask=is_row)
+        steps = tl.cdiv(tl.maximum(run.end - run.begin, 0), TILE.KEYS)
+        length = tl.cdiv(steps, tl.num_programs(1)) * TILE.KEYS
+        begin = run.begin + tl.program_id(1) * length
+        run = Run(run.first, begin, tl.minimum(run.end, begin + length))
+        if run.begin >= run.end:
+            nothing = tl.full([TILE.ROWS], float("-inf"), tl.float32)
+            tl.store(out.lse + 2 * places, nothing, mask=tile.is_row)
+            tl.store(out.lse + 2 * places + 1, nothing, mask=tile.is_row)
             return
-    all_from, all_to = unmasked_range(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    q1, q2 = _query_of_half(queries, keys, tile, 0), _query_of_half(queries, keys, tile, 1)
+    slopes1, slopes2 = None, None
+    if options.alibi_slopes is not None:
+        slopes1 = _of_heads(options.alibi_slopes, tile, 0) * 1.4426950408889634  # log2(e)
+        slopes2 = _of_heads(options.alibi_slopes, tile, 1) * 1.4426950408889634
+    SIZE: tl.constexpr = 2 * keys.HEAD_SIZE
+    at_dv = tl.arange(0, keys.VALUE_PAD)
+    half, column = (at_dv // keys.HEAD_SIZE).to(tl.int64), (at_dv % keys.HEAD_SIZE).to(tl.int64)
+    columns = half * keys.strides[0] + column * keys.strides[5]  # a column of [v1; v2] knows its half
+    value = keys.cache + tile.kv_head.to(tl.int64) * keys.strides[4] + keys.strides[1]
 
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
-    VALUE_SIZE: tl.constexpr = 2 * HEAD_SIZE
-    VALUE_LEAST: tl.constexpr = FEWEST_COLUMNS if BLOCK_M > 16 else 1
-    VALUE_PAD: tl.constexpr = max(triton.next_power_of_2(VALUE_SIZE), VALUE_LEAST)
-    at_d = tl.arange(0, HEAD_PAD)
-    at_dv = tl.arange(0, VALUE_PAD)
-    is_query = is_row[:, None] & (at_d < HEAD_SIZE)[None, :]
-    query_columns = (at_d.to(tl.int64) * query_strides[2])[None, :]
-    first_head = query + tokens * query_strides[0] + 2 * pairs.to(tl.int64) * query_strides[1]
-    q1 = tl.load(first_head[:, None] + query_columns, mask=is_query, other=0.0)
-    q2 = tl.load((first_head + query_strides[1])[:, None] + query_columns, mask=is_query, other=0.0)
-    slopes1 = None
-    slopes2 = None
-    if alibi_slopes is not None:
-        slopes1 = tl.load(alibi_slopes + 2 * pairs, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-        slopes2 = tl.load(alibi_slopes + 2 * pairs + 1, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-
-    # cache [half, key or value, n, p, pairs, d]; a column of [v1; v2] knows its half
-    key1 = cache + key_pair.to(tl.int64) * cache_strides[4]
-    key2 = key1 + cache_strides[0]
-    value = key1 + cache_strides[1]
-    half, column = (at_dv // HEAD_SIZE).to(tl.int64), (at_dv % HEAD_SIZE).to(tl.int64)
-    value_columns = half * cache_strides[0] + column * cache_strides[5]
-    table = block_table + sequence.to(tl.int64) * table_strides[0]
-    j = first_key + tl.arange(0, BLOCK_N)
-    is_key = (j >= first_seen) & (j < last_key)
-    column = (j // BLOCK_SIZE).to(tl.int64)
-    next_blocks = tl.load(table + column * table_strides[1], mask=is_key, other=0)
-
-    row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_max2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum1 = tl.zeros([BLOCK_M], tl.float32)
-    row_sum2 = tl.zeros([BLOCK_M], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    acc2 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT) else 1
-    for phase in tl.static_range(PHASES):
-        begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
-        for start in range(begin, end, BLOCK_N):
-            j = start + tl.arange(0, BLOCK_N)
-            is_key = j < last_key  # nothing from there on is read, and nothing before the first key that a row sees
-            if LEFT:
-                is_key &= j >= first_seen
-            in_block = j % BLOCK_SIZE
-            if INT64_OFFSETS:
-                in_block = in_block.to(tl.int64)
-            rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + in_block * cache_strides[3]
-            column = ((j + BLOCK_N) // BLOCK_SIZE).to(tl.int64)
-            next_blocks = tl.load(table + column * table_strides[1], mask=j + BLOCK_N < last_key, other=0)
-            keys = rows_of_keys[None, :] + (at_d.to(tl.int64) * cache_strides[5])[:, None]
-            in_key = is_key[None, :] & (at_d < HEAD_SIZE)[:, None]
-            all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
-            k1 = tl.load(key1 + keys, mask=in_key, other=0.0)
-            scores1 = finish_scores(
-                tl.dot(q1, k1, input_precision="ieee"),
-                positions,
-                j,
-                is_key,
-                all_seen,
-                slopes1,
-                scale,
-                softcap,
-                left,
-                right,
-                SOFTCAP,
-                LEFT,
-                RIGHT,
-                ALIBI_SQRT=ALIBI_SQRT,
-            )
-            k2 = tl.load(key2 + keys, mask=in_key, other=0.0)
-            scores2 = finish_scores(
-                tl.dot(q2, k2, input_precision="ieee"),
-                positions,
-                j,
-                is_key,
-                all_seen,
-                slopes2,
-                scale,
-                softcap,
-                left,
-                right,
-                SOFTCAP,
-                LEFT,
-                RIGHT,
-                ALIBI_SQRT=ALIBI_SQRT,
-            )
+    row_max1, row_max2 = (
+        tl.full([TILE.ROWS], float("-inf"), tl.float32),
+        tl.full([TILE.ROWS], float("-inf"), tl.float32),
+    )
+    row_sum1, row_sum2 = tl.zeros([TILE.ROWS], tl.float32), tl.zeros([TILE.ROWS], tl.float32)
+    total1, total2 = zeros(keys.VALUE_PAD, TILE), zeros(keys.VALUE_PAD, TILE)
+    ahead = keys.where.begin(keys.where, tile, run, TILE)
+    all_from, all_to = mask.all_visible(mask, tile, run, run)
+    factor = options.softcap if options.SOFTCAP else options.scale
+    for phase in tl.static_range(TILE.PHASES):
+        begin, end = phase_of_run(run, all_from, all_to, phase, TILE)
+        for start in range(begin, end, TILE.KEYS):
+            j = start + tl.arange(0, TILE.KEYS)
+            is_key = j < run.end  # nothing from there on is read, and nothing before the first key that a row sees
+            if mask.LEFT:
+                is_key &= j >= run.first
+            seen = mask.step(mask, tile, run, start, is_key, TILE)
+            all_seen = phase == 1 if TILE.PHASES == 3 else (start >= all_from) & (start + TILE.KEYS <= all_to)
+            place, ahead = keys.where.find(keys.where, tile, run, start, ahead, TILE)
+            offset = keys.where.offset(keys.where, place, (keys.strides[2], keys.strides[3]))
+            scores1 = _scores_of_half(q1, slopes1, keys, mask, options, tile, seen, offset, all_seen, 0, TILE)
+            scores2 = _scores_of_half(q2, slopes2, keys, mask, options, tile, seen, offset, all_seen, 1, TILE)
             weights1, shrink1, row_max1, row_sum1 = update_softmax(
-                scores1, row_max1, row_sum1, softcap if SOFTCAP else scale, slopes1 is not None
+                scores1, row_max1, row_sum1, factor, slopes1 is not None
             )
             weights2, shrink2, row_max2, row_sum2 = update_softmax(
-                scores2, row_max2, row_sum2, softcap if SOFTCAP else scale, slopes1 is not None
+                scores2, row_max2, row_sum2, factor, slopes1 is not None
             )
             v = tl.load(
-                value + rows_of_keys[:, None] + value_columns[None, :],
-                mask=is_key[:, None] & (at_dv < VALUE_SIZE)[None, :],
+                value + offset[:, None] + columns[None, :],
+                mask=seen.is_key[:, None] & (at_dv < SIZE)[None, :],
                 other=0.0,
             )
-            acc1 = tl.dot(weights1.to(v.dtype), v, acc1 * shrink1[:, None], input_precision="ieee")
-            acc2 = tl.dot(weights2.to(v.dtype), v, acc2 * shrink2[:, None], input_precision="ieee")
+            total1 = tl.dot(weights1.to(v.dtype), v, total1 * shrink1[:, None], input_precision="ieee")
+            total2 = tl.dot(weights2.to(v.dtype), v, total2 * shrink2[:, None], input_precision="ieee")
 
+    sink1, sink2 = None, None
+    if options.sinks is not None and not SPLIT:
+        sink1, sink2 = _of_heads(options.sinks, tile, 0), _of_heads(options.sinks, tile, 1)
+    first, logs1 = normalize(row_max1, row_sum1, total1, sink1)
+    second, logs2 = normalize(row_max2, row_sum2, total2, sink2)
     if SPLIT:
-        first, logs1 = normalize(row_max1, row_sum1, acc1, None)
-        second, logs2 = normalize(row_max2, row_sum2, acc2, None)
-        is_value = is_row[:, None] & (at_dv < VALUE_SIZE)[None, :]
-        at_value = 2 * places[:, None] * VALUE_SIZE + at_dv[None, :]
-        tl.store(out + at_value, first, mask=is_value)
-        tl.store(out + at_value + VALUE_SIZE, second, mask=is_value)
+        is_value = tile.is_row[:, None] & (at_dv < SIZE)[None, :]
+        at_value = 2 * places[:, None] * SIZE + at_dv[None, :]
+        tl.store(out.out + at_value, first, mask=is_value)
+        tl.store(out.out + at_value + SIZE, second, mask=is_value)
     else:
-        sink1 = None
-        sink2 = None
-        if sinks is not None:
-            sink1 = tl.load(sinks + 2 * pairs, mask=is_row, other=0.0).to(tl.float32)
-            sink2 = tl.load(sinks + 2 * pairs + 1, mask=is_row, other=0.0).to(tl.float32)
-        first, logs1 = normalize(row_max1, row_sum1, acc1, sink1)
-        second, logs2 = normalize(row_max2, row_sum2, acc2, sink2)
-        _store_difference(first, second, lambda_full, norm_weight, norm_eps, factor, places, is_row, out, VALUE_SIZE)
-    tl.store(lse + 2 * places, logs1, mask=is_row)
-    tl.store(lse + 2 * places + 1, logs2, mask=is_row)
+        store_difference(first, second, difference, out.out, places, tile.is_row, SIZE)
+    tl.store(out.lse + 2 * places, logs1, mask=tile.is_row)
+    tl.store(out.lse + 2 * places + 1, logs2, mask=tile.is_row)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _reduce_kernel(
+def reduce_pairs(
     parts,  # [splits, t, h, 2 d]
     part_lses,  # [splits, t, h]
     out,
-    lse,
-    lambda_full,
-    norm_weight,
-    cu_seqlens_q,
+    difference,
     sinks,
+    cu_seqlens_q,
     num_tokens,
     num_seqs,
     splits,
-    norm_eps,
-    factor,
     PAIRS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -494,40 +429,28 @@ def _reduce_kernel(
     is_query = token < tl.load(cu_seqlens_q + num_seqs)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    VALUE_SIZE: tl.constexpr = 2 * HEAD_SIZE
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_SIZE)
-    at_dv = tl.arange(0, VALUE_PAD)
+    SIZE: tl.constexpr = 2 * HEAD_SIZE
+    at_dv = tl.arange(0, triton.next_power_of_2(SIZE))
     heads = 2 * pair + tl.arange(0, 2)
     places = token * 2 * PAIRS + heads
     row_max = tl.full([2], float("-inf"), tl.float32)
     row_sum = tl.zeros([2], tl.float32)
-    acc = tl.zeros([2, VALUE_PAD], tl.float32)
+    total = tl.zeros([2, triton.next_power_of_2(SIZE)], tl.float32)
     for first_split in range(0, splits, BLOCK_SPLITS):
         split = first_split + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * 2 * PAIRS + places[:, None]
         logs = tl.load(part_lses + part_places, (split < splits) & is_query, float("-inf"))
         values = tl.load(
-            parts + part_places[:, :, None] * VALUE_SIZE + at_dv[None, None, :],
-            mask=(logs > float("-inf"))[:, :, None] & (at_dv < VALUE_SIZE)[None, None, :],
+            parts + part_places[:, :, None] * SIZE + at_dv[None, None, :],
+            mask=(logs > float("-inf"))[:, :, None] & (at_dv < SIZE)[None, None, :],
             other=0.0,
         )
-        row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
+        row_max, row_sum, total = merge_parts(row_max, row_sum, total, logs, values)
     sink = None
     if sinks is not None:
         sink = tl.where(is_query, tl.load(sinks + heads).to(tl.float32), float("-inf"))
-    values, logs = normalize(row_max, row_sum, acc, sink)
+    values, logs = normalize(row_max, row_sum, total, sink)
     first, second = tl.split(tl.trans(values))
     place = token * PAIRS + pair + tl.zeros([1], tl.int64)
-    _store_difference(
-        first[None, :],
-        second[None, :],
-        lambda_full,
-        norm_weight,
-        norm_eps,
-        factor,
-        place,
-        place >= 0,
-        out,
-        VALUE_SIZE,
-    )
-    tl.store(lse + places, logs)
+    store_difference(first[None, :], second[None, :], difference, out.out, place, place >= 0, SIZE)
+    tl.store(out.lse + places, logs)

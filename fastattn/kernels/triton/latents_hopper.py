@@ -1,6 +1,6 @@
 """Decode over latents on Hopper: two groups of warps multiply, a third brings keys, and all meet at barriers.
 
-With 64 query rows the tensor cores are what there is to keep busy. In `fastattn.kernels.gpu.attention_kernel` every
+With 64 query rows the tensor cores are what there is to keep busy. In `fastattn.kernels.triton.attention` every
 warp loads, turns codes into numbers, multiplies and waits, all in step. Here a group of four warps does nothing but
 bring the next 64 keys into one of two slots in shared memory, codes as the numbers that they are, while eight warps
 multiply with the other slot:
@@ -38,20 +38,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.gpu.attention_kernel import BLOCK_SEQS, count_tiles, of_layer
-from fastattn.kernels.gpu.launch import Launch
-from fastattn.kernels.gpu.quantized import Codes, power_of_two
-from fastattn.kernels.gpu.tile import (
-    CHANGING,
-    INTERPRETED,
-    LATENT_64,
-    LaunchConfig,
-    find_tile,
-    is_wide,
-    normalize,
-    with_positive_scale,
-)
-from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.problem import uses_positions, with_positive_scale
+from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch
+from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Whole, normalize
+from fastattn.kernels.triton.quantized import Codes, power_of_two
+from fastattn.kernels.triton.queries import count_tiles, find_rows, of_layer
+from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
@@ -98,14 +90,12 @@ def launch(
     plan: Plan,
     options: AttentionOptions,
     tuning: LaunchConfig,
-    out: Tensor,
-    lse: Tensor,
+    out: Out,
+    split: Whole | Part,
     *,
     codes: Codes,
-    overlap: bool | None = None,
-    after: bool = False,
 ) -> Launch:
-    """Launch the kernel where `takes` says that it can be, in the place of `launch_attention`.
+    """Launch the kernel where `takes` says that it can be, in the place of `launch_attend`.
 
     Args:
         query: query rows of all sequences.
@@ -114,21 +104,20 @@ def launch(
         plan: the lengths and the block table.
         options: those of the layer.
         tuning: rows of a tile, and splits.
-        out: the answer, or the first of the parts.
-        lse: likewise.
-        codes: what the pool holds, if it is codes.
-        overlap: None if this launch gives the answer, not parts. What follows it never begins early.
-        after: never, as there is one level.
+        out: where outputs go.
+        split: what share of the keys a program has. What follows this launch never begins early.
+        codes: what the pool holds, if it is no numbers.
     """
     batch, num_heads = plan.batch, query.shape[1]
     table = batch.block_table
     assert table is not None  # a plan over pages has checked it
     query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = batch.max_query_len * num_heads <= tuning.block_m
+    of_this_layer = {name.partition(".")[2]: x for name, x in of_layer(query, options, codes).items()}
     return Launch(
         _attend_kernel,
         (count_tiles(batch, query.shape[0], num_heads, tuning.block_m), tuning.most_splits),
-        dict(query=query, key=key, value=value, out=out, lse=lse) | of_layer(query, options, codes),
+        dict(query=query, key=key, value=value, out=out.out, lse=out.lse) | of_this_layer,
         dict(
             sinks=None,
             scale=scale,
@@ -154,9 +143,9 @@ def launch(
             BLOCK_SIZE=key.shape[1],
             BLOCK_M=tuning.block_m,
             BLOCK_N=LATENT_64.block_n,
-            BLOCK_SEQS=BLOCK_SEQS,
+            BLOCK_SEQS=SEQS_AT_ONCE.value,
             ONE_TILE=one_tile,
-            SPLIT=overlap is not None,
+            SPLIT=isinstance(split, Part),
             BALANCE=tuning.most_splits > tuning.splits,
             CODES=codes.kind,
             REGISTERS=REGISTERS[codes.kind],
@@ -378,7 +367,7 @@ def _attend_kernel(
     tile, split = gl.program_id(0), gl.program_id(1)
 
     # Which rows of which sequence.
-    sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, NUM_HEADS, BLOCK_M, ONE_TILE)
+    sequence, first_row = find_rows(cu_seqlens_q, tile, num_seqs, NUM_HEADS, BLOCK_M, ONE_TILE)
     first_query = gl.load(cu_seqlens_q + sequence)
     num_rows = (gl.load(cu_seqlens_q + sequence + 1) - first_query) * NUM_HEADS
     if not SPLIT:

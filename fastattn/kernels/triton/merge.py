@@ -1,17 +1,36 @@
-"""Merge partial answers by their log-sum-exp, a few in each launch; called by `fastattn.merge` on a GPU.
+"""How partial outputs combine, in a kernel: the online softmax, shares of the keys, and the merges of their outputs.
 
-Parts lie anywhere in memory, so each is an argument of its own, and each number of them another compilation. Up to
+Weights are powers of two: a score times log2(e) is its exponent. A softmax under way is the highest score of each row,
+the sum of the weights relative to it, and the weighted sum of the values.
+
+What share of the keys a program has is a NamedTuple that carries its own functions:
+
+    Whole    all keys, and the output
+    Part     a run of the keys, and a partial output, which a reduction merges (`fastattn.kernels.triton.merge`)
+    After    few keys, and an output that another kernel has written over the others is taken into the softmax
+    Repair   all keys, but only where another kernel has written NaN
+
+Each is a NamedTuple that carries its own functions:
+
+    begin(split)                                          before anything is read or written
+    share(split, queries, mask, out, tile, run, TILE)     the keys of this program, and whether there is nothing to do
+    take(split, softmax, out, tile, sight)                what another kernel has found
+    end(split, queries, out, tile, TILE)                  after everything
+
+The splits of one call lie side by side, and `reduce_splits` merges them. The parts that `fastattn.merge` is given lie
+anywhere in memory, so each is an argument of its own, and each number of them another compilation. Up to
 `PARTS_AT_ONCE` are one launch. More are merged from left to right, and what is merged so far, in float32, is the first
 part of the next launch:
 
     parts       0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 | 15 16
     launches    ^ first           ^ with what it gave   ^ likewise
 
-Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer".
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer";
+    Dao et al. 2023, "Flash-Decoding"; programmatic dependent launches: CUDA C++ Programming Guide.
 """
 
 from collections.abc import Sequence
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -19,6 +38,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.triton.masks import Run, visible_keys
+
+SEQS_AT_ONCE = tl.constexpr(128)  # sequences that are counted at a time
+LARGEST_TILE = tl.constexpr(512)  # query rows and keys, together, of a tile of a kernel whose output is repaired
 BLOCK_ROWS = 16
 PARTS_AT_ONCE = 8  # of a launch: one of 8 compiles in 0.9 s on the host of an NVIDIA H200, one of 128 in 91 s
 
@@ -63,6 +86,432 @@ def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -
             BLOCK_ROWS=BLOCK_ROWS,
         )
     return out, lse
+
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+# --- the online softmax ---
+
+
+class Softmax(NamedTuple):
+    """A softmax over the keys so far: the highest score of each row, the sum of its weights, and of weighted values."""
+
+    row_max: Any
+    row_sum: Any
+    total: Any
+
+
+@triton.jit
+@no_type_check
+def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KEYS: tl.constexpr = 1):
+    """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
+
+    `factor` is what the scores are still to be multiplied by, above 0; `IN_BASE_2` says that there is nothing. Keys lie
+    along the axis `KEYS`.
+    """
+    unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
+    new_row_max = tl.maximum(row_max, tl.max(scores, KEYS) * unit)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores * unit - tl.expand_dims(base, KEYS))
+    shrink = tl.exp2(row_max - base)
+    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, KEYS)
+
+
+@triton.jit
+@no_type_check
+def merge_parts(row_max, row_sum, acc, logs, values):
+    """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into a softmax."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    new_row_max = tl.maximum(row_max, tl.max(logs, 1) * LOG2E)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    weights = tl.exp2(logs * LOG2E - base[:, None])
+    alpha = tl.exp2(row_max - base)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    return new_row_max, row_sum, acc
+
+
+@triton.jit
+@no_type_check
+def normalize(row_max, row_sum, acc, sink):
+    """Return the outputs and the log-sum-exps of a softmax, the sinks included."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if sink is not None:
+        new_row_max = tl.maximum(row_max, sink * LOG2E)
+        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        alpha = tl.exp2((row_max - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
+        acc = acc * alpha[:, None] * alpha[:, None]
+        row_sum = row_sum * alpha * alpha + tl.exp2(sink * LOG2E - base)
+        row_max = new_row_max
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
+    return acc / row_sum[:, None], (row_max + tl.log2(row_sum)) / LOG2E
+
+
+@triton.jit
+@no_type_check
+def store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE: tl.constexpr):
+    """Store outputs in rows of `out [.., dv]` and, unless it is None, log-sum-exps in `lse [..]`."""
+    at_dv = tl.arange(0, values.shape[1])
+    tl.store(
+        out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        values.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+    )
+    if lse is not None:
+        tl.store(lse + places, logs, mask=is_row)
+
+
+# --- what share of the keys a program has ---
+
+
+class Out(NamedTuple):
+    """Where outputs go.
+
+    Attributes:
+        out: [t, h, dv] in the type of the query, or [splits, t, h, dv] in float32.
+        lse: [t, h] or [splits, t, h]; None to repair `out`.
+    """
+
+    out: Any
+    lse: Any
+
+
+@triton.jit
+@no_type_check
+def places_of(queries, tile):
+    """Return the places of the rows of a tile in `Out.lse`."""
+    split = tl.program_id(1).to(tl.int64)
+    return split * queries.num_tokens * queries.HEADS + tile.tokens * queries.HEADS + tile.heads
+
+
+@triton.jit
+@no_type_check
+def begin_at_once(split):
+    """Do nothing."""
+
+
+@triton.jit
+@no_type_check
+def take_nothing(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
+    """Return the softmax as it is."""
+    return softmax
+
+
+class Whole(NamedTuple):
+    """All keys of a tile."""
+
+    begin: Any
+    share: Any
+    take: Any
+    end: Any
+    SINKS: Any  # whether they count here
+
+
+@triton.jit
+@no_type_check
+def share_all(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
+    """Take all keys."""
+    return run, False
+
+
+@triton.jit
+@no_type_check
+def fill_padding_rows(split, queries, out, tile, DV: tl.constexpr):
+    """Write 0 and -inf into the rows past the last sequence, which belong to no tile: each program takes a few."""
+    GROUP_PAD: tl.constexpr = triton.next_power_of_2(queries.GROUP)
+    DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
+    KV_HEADS: tl.constexpr = queries.HEADS // queries.GROUP
+    in_group = tl.arange(0, GROUP_PAD)
+    is_head = in_group < queries.GROUP
+    at_dv = tl.arange(0, DV_PAD)
+    tiles = tl.num_programs(0) // KV_HEADS
+    token = (tl.load(queries.cu_seqlens_q + queries.num_seqs) + tile.number).to(tl.int64)
+    while token < queries.num_tokens:
+        places = (token * KV_HEADS + tile.kv_head) * queries.GROUP + in_group
+        tl.store(
+            out.out + places[:, None] * DV + at_dv[None, :],
+            tl.zeros([GROUP_PAD, DV_PAD], out.out.dtype.element_ty),
+            mask=is_head[:, None] & (at_dv < DV)[None, :],
+        )
+        tl.store(out.lse + places, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=is_head)
+        token += tiles
+
+
+class Part(NamedTuple):
+    """A run of the keys of a tile, one of several.
+
+    Attributes:
+        splits: runs of a sequence of average length.
+        RUN: keys of a run, if runs begin at multiples of it whatever else there is; 0 to share the keys.
+        BALANCE: whether longer sequences get more runs, shorter ones fewer.
+        OVERLAP: whether the launch after this one may begin early.
+        AFTER: whether another level was launched before, that what follows has to wait for, too.
+    """
+
+    begin: Any
+    share: Any
+    take: Any
+    end: Any
+    SINKS: Any
+    splits: Any
+    RUN: Any
+    BALANCE: Any
+    OVERLAP: Any
+    AFTER: Any
+
+
+@triton.jit
+@no_type_check
+def let_next_begin(split):
+    """Let the reduction be put in place; it waits for our results itself."""
+    if split.OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+@no_type_check
+def _count_steps(queries, mask, TILE):
+    """Count the steps of keys that the queries of all sequences see, one tile per sequence."""
+    LEFT: tl.constexpr = mask.LEFT and queries.positions is None  # at other positions all keys are counted
+    RIGHT: tl.constexpr = mask.RIGHT and queries.positions is None
+    total = 0
+    for first in range(0, queries.num_seqs, SEQS_AT_ONCE):
+        sequence = first + tl.arange(0, SEQS_AT_ONCE)
+        is_sequence = sequence < queries.num_seqs
+        begins = tl.load(queries.cu_seqlens_q + sequence, is_sequence, 0)
+        query_len = tl.load(queries.cu_seqlens_q + sequence + 1, is_sequence, 0) - begins
+        seq_len = tl.load(queries.seq_lens + sequence, is_sequence, 0)
+        seen, end = visible_keys(seq_len - query_len, seq_len - 1, seq_len, mask.left, mask.right, LEFT, RIGHT)
+        begin = seen // TILE.KEYS * TILE.KEYS
+        steps = tl.where((query_len > 0) & (end > begin), tl.cdiv(end - begin, TILE.KEYS), 0)
+        total += tl.sum(steps, 0)
+    return total
+
+
+@triton.jit
+@no_type_check
+def share_run(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
+    """Take one run of several; one without keys is said by its log-sum-exp."""
+    number = tl.program_id(1)
+    if split.RUN > 0:
+        first = run.begin // split.RUN * split.RUN + number * split.RUN
+        begin = tl.multiple_of(tl.maximum(run.begin, first), TILE.KEYS)
+        end = tl.minimum(run.end, first + split.RUN)
+    else:
+        steps = tl.cdiv(tl.maximum(run.end - run.begin, 0), TILE.KEYS)
+        splits = split.splits
+        if split.BALANCE:
+            all_steps = tl.maximum(_count_steps(queries, mask, TILE), 1)
+            share = steps.to(tl.float32) * queries.num_seqs / all_steps.to(tl.float32)  # 1 is the average
+            splits = tl.minimum(tl.maximum((share * splits + 0.9).to(tl.int32), 1), tl.num_programs(1))
+        keys = tl.cdiv(steps, splits) * TILE.KEYS
+        begin = run.begin + number * keys
+        end = tl.minimum(run.end, begin + keys)
+    if begin >= end:
+        tl.store(out.lse + places_of(queries, tile), tl.full([TILE.ROWS], float("-inf"), tl.float32), mask=tile.is_row)
+    return Run(run.first, begin, end), begin >= end
+
+
+@triton.jit
+@no_type_check
+def wait_for_level_before(split, queries, out, tile, DV: tl.constexpr):
+    """End no earlier than the launch before: the reduction waits for ours alone, which is over when all programs are.
+
+    One program is enough, and the others make room. The last one is the last to be put in place.
+    """
+    is_last = (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
+    if split.AFTER and is_last:
+        tl.extra.cuda.gdc_wait()
+
+
+class After(NamedTuple):
+    """The keys of a tile that another kernel has not seen: nodes of a tree, or the end of an interval.
+
+    Attributes:
+        prefix_lse: [h, t], of what `Out.out` holds.
+        prefix_lse_head_stride: of it.
+        NODES: whether the keys are the nodes of a tree. The other output has an infinite log-sum-exp, of either sign,
+            where it met NaN, and may be anything for a tree without keys before it; of intervals, it is ours.
+    """
+
+    begin: Any
+    share: Any
+    take: Any
+    end: Any
+    SINKS: Any
+    prefix_lse: Any
+    prefix_lse_head_stride: Any
+    NODES: Any
+
+
+@triton.jit
+@no_type_check
+def share_rest(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
+    """Take all keys of the mask; without one the other output is the whole one."""
+    is_done = False
+    if not split.NODES:
+        is_done = run.first >= run.end
+    return run, is_done
+
+
+@triton.jit
+@no_type_check
+def take_prefix(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
+    """Take what another kernel has found into the softmax."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    has_prefix = tile.is_row
+    if split.NODES:
+        has_prefix = tile.is_row & (sight.tree_start > 0)
+    at_dv = tl.arange(0, softmax.total.shape[1])
+    at = tile.heads * split.prefix_lse_head_stride + tile.tokens
+    logs = tl.load(split.prefix_lse + at, mask=has_prefix, other=float("-inf"))
+    if split.NODES:
+        logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
+    values = tl.load(
+        out.out + places_of(queries, tile)[:, None] * DV + at_dv[None, :],
+        mask=has_prefix[:, None] & (at_dv < DV)[None, :],
+        other=0.0,
+    )
+    row_max = tl.maximum(softmax.row_max, logs * LOG2E)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    shrink, weight = tl.exp2(softmax.row_max - base), tl.exp2(logs * LOG2E - base)
+    total = softmax.total * shrink[:, None] + weight[:, None] * values.to(tl.float32)
+    return Softmax(row_max, softmax.row_sum * shrink + weight, total)
+
+
+class Repair(NamedTuple):
+    """All keys of a tile, if its output has NaN where another kernel may have multiplied what is not to be seen."""
+
+    begin: Any
+    share: Any
+    take: Any
+    end: Any
+    SINKS: Any
+    OVERLAP: Any  # whether this launch may begin early
+
+
+@triton.jit
+@no_type_check
+def wait_for_output(split):
+    """Wait for what has fixed up the outputs."""
+    if split.OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+@no_type_check
+def share_if_nan(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
+    """Take all keys if there is NaN.
+
+    What belongs to no sequence lies past a sequence's end, which only its last rows load, or before the first window.
+    """
+    DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
+    at_dv = tl.arange(0, DV_PAD)
+    may_have_nan = tile.is_row
+    if mask.RIGHT and (not mask.LEFT or queries.positions is None):
+        at_an_end = tile.positions - tile.seq_len + LARGEST_TILE >= -mask.right
+        if mask.LEFT:
+            context = tl.maximum(tile.seq_len - tile.query_len, 0)
+            begin = tile.seq_len - tile.query_len - tl.minimum(mask.left, context)
+            at_an_end |= (begin > 0) & (tile.positions - begin - LARGEST_TILE < mask.left)
+        may_have_nan &= at_an_end
+    given = tl.load(
+        out.out + places_of(queries, tile)[:, None] * DV + at_dv[None, :],
+        mask=may_have_nan[:, None] & (at_dv < DV)[None, :],
+        other=0.0,
+    )
+    return run, tl.max((given != given).to(tl.int32)) == 0
+
+
+@triton.jit
+@no_type_check
+def end_at_once(split, queries, out, tile, DV: tl.constexpr):
+    """Do nothing."""
+
+
+def whole() -> Whole:
+    """Return that a program sees all keys of its rows."""
+    functions = begin_at_once, share_all, take_nothing, fill_padding_rows
+    return Whole(*map(tl.constexpr, functions), tl.constexpr(True))
+
+
+def part(splits: int, *, run: int, balance: bool, overlap: bool, after: bool) -> Part:
+    """Return that a program sees a run of the keys; see `Part`."""
+    functions = let_next_begin, share_run, take_nothing, wait_for_level_before
+    constants = run, balance, overlap, after
+    return Part(*map(tl.constexpr, functions), tl.constexpr(False), splits, *map(tl.constexpr, constants))
+
+
+def rest(prefix_lse: Tensor, *, nodes: bool) -> After:
+    """Return that a program sees the keys that another kernel has not seen; see `After`."""
+    functions = begin_at_once, share_rest, take_prefix, fill_padding_rows
+    constants = map(tl.constexpr, functions)
+    return After(*constants, tl.constexpr(True), prefix_lse, prefix_lse.stride(0), tl.constexpr(nodes))
+
+
+def repair(*, overlap: bool) -> Repair:
+    """Return that a program computes again what has NaN; see `Repair`."""
+    functions = wait_for_output, share_if_nan, take_nothing, end_at_once
+    return Repair(*map(tl.constexpr, functions), tl.constexpr(True), tl.constexpr(overlap))
+
+
+# --- the splits of one call ---
+
+
+@triton.jit(do_not_specialize=["cu_seqlens_q", "num_tokens", "num_seqs", "splits"])
+@no_type_check
+def reduce_splits(
+    parts,  # [splits, t, h, dv]
+    part_lses,  # [splits, t, h]
+    out,
+    lse,
+    cu_seqlens_q,
+    sinks,
+    num_tokens,
+    num_seqs,
+    splits,
+    NUM_HEADS: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Merge the partial outputs of one token and some heads, the sinks included."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = heads < NUM_HEADS
+    is_query = token < tl.load(cu_seqlens_q + num_seqs)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_dv = tl.arange(0, VALUE_PAD)
+    places = token * NUM_HEADS + heads
+    row_max = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, VALUE_PAD], tl.float32)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)[None, :]
+        part_places = split.to(tl.int64) * num_tokens * NUM_HEADS + places[:, None]
+        # No part of a padding row was written, and no value of a split without keys. The values are loaded before that
+        # is known, so that one load need not wait for the other.
+        is_part = is_head[:, None] & (split < splits) & is_query
+        logs = tl.load(part_lses + part_places, is_part, float("-inf"))
+        values = tl.load(
+            parts + part_places[:, :, None] * VALUE_HEAD_SIZE + at_dv[None, None, :],
+            mask=is_part[:, :, None] & (at_dv < VALUE_HEAD_SIZE)[None, None, :],
+            other=0.0,
+        )
+        values = tl.where((logs > float("-inf"))[:, :, None], values, 0.0)
+        row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
+    sink = None
+    if sinks is not None:
+        sink = tl.where(is_query, tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32), float("-inf"))
+    values, logs = normalize(row_max, row_sum, acc, sink)
+    store_rows(values, logs, places, is_head, out, lse, VALUE_HEAD_SIZE)
+
+
+# --- parts that lie anywhere ---
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -42,7 +42,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.gpu.tile import INTERPRETED
+from fastattn.kernels.triton.launch import INTERPRETED
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 

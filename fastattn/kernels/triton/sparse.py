@@ -34,21 +34,12 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
-from fastattn.kernels.gpu.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
-from fastattn.kernels.gpu.tile import (
-    CHANGING,
-    LaunchConfig,
-    converts_fp8,
-    find_tile,
-    fit,
-    multiprocessors,
-    overlapping,
-    pad,
-    pdl_wait,
-    visible_keys,
-)
 from fastattn.kernels.problem import as_bytes
+from fastattn.kernels.triton.launch import CHANGING, converts_fp8, overlapping, pdl_wait
+from fastattn.kernels.triton.masks import visible_keys
+from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
+from fastattn.kernels.triton.queries import contiguous, count_tiles, find_rows
+from fastattn.kernels.triton.tuning import LaunchConfig, fit, multiprocessors, pad
 from refattn.batch import Batch
 from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 from refattn.plan import Plan
@@ -593,7 +584,7 @@ def _score_index_kernel(
     pdl_wait(OVERLAP)
     runs = tl.cdiv(width, steps * BLOCK_N)  # of keys, one for each program of a tile
     tile = tl.program_id(0) // runs
-    sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
+    sequence, first_row = find_rows(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
     first_query = tl.load(cu_seqlens_q + sequence)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)

@@ -1,18 +1,20 @@
 """Choose the shape of a launch of attention: rows of a tile, keys of a step, warps, and how often keys are split."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn.kernels.gpu.attention_kernel import bytes_of_a_row, count_tiles
-from fastattn.kernels.gpu.quantized import are_pairs, size_of
-from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, LaunchConfig, multiprocessors, step_for
+from fastattn.kernels import device as devices
 from fastattn.kernels.problem import uses_positions
-from refattn.batch import Batch
+from fastattn.kernels.triton.launch import INTERPRETED
+from fastattn.kernels.triton.quantized import Codes
+from fastattn.kernels.triton.queries import count_tiles
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
+SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
 FEWEST_KEYS = 256  # that are worth a program of their own
 FEWEST_LATENTS = 64  # likewise: a step
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
@@ -22,6 +24,103 @@ LONG_RUN = 3072 * 256  # bytes of the keys of a program, from which on two of th
 MOSTLY = 0.9  # of the multiprocessors
 EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
 INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
+
+
+class LaunchConfig(NamedTuple):
+    """The shape of a launch.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: keys of a step.
+        num_warps: warps of a program.
+        num_stages: steps in flight.
+        splits: into how many runs the keys of a sequence of average length are divided.
+        most_splits: and those of the longest, at most.
+        registers: most registers of a thread, so that programs of another launch fit beside it; None for any number.
+        run: keys of a split, if the splits are to begin at multiples of it whatever else there is; 0 to share the keys.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    most_splits: int
+    registers: int | None = None
+    run: int = 0
+
+
+LATENT_16 = LaunchConfig(16, 32, 4, 3, 1, 1)
+LATENT_64 = LaunchConfig(64, 64, 8, 2, 1, 1)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
+    return 4 if INTERPRETED else devices.num_multiprocessors(device)
+
+
+def fit(
+    tuning: LaunchConfig,
+    device: torch.device,
+    *,
+    row_bytes: int,
+    key_bytes: int,
+    fewest_stages: int = 1,
+    spare: int = 0,
+) -> LaunchConfig:
+    """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
+
+    Args:
+        tuning: the launch.
+        device: where it is to run.
+        row_bytes: bytes of a row of the tile.
+        key_bytes: bytes that a step reads for a key, those of its value included.
+        fewest_stages: steps in flight that are left: 2 where keys are values, as alone they would be stored twice.
+        spare: steps in flight that are known to take no shared memory.
+
+    Source: compiled for compute capability 8.0, 8.9 and 9.0, no launch took more than is counted here.
+    """
+    if INTERPRETED:
+        return tuning
+    return fit_shared_memory(tuning, row_bytes, key_bytes, devices.shared_memory(device), fewest_stages, spare)
+
+
+@cache
+def fit_shared_memory(
+    tuning: LaunchConfig, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1, spare: int = 0
+) -> LaunchConfig:
+    """Shrink a launch to `room` bytes, as `fit` does."""
+    asked = tuning
+
+    def is_too_large(tuning: LaunchConfig) -> bool:
+        in_flight = (tuning.num_stages - spare) * tuning.block_n * key_bytes
+        return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
+
+    while is_too_large(tuning) and tuning.num_stages > fewest_stages:
+        tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+    while is_too_large(tuning) and tuning.block_n > 16:
+        tuning = tuning._replace(block_n=tuning.block_n // 2)
+    while is_too_large(tuning) and tuning.block_m > 16:
+        tuning = tuning._replace(block_m=tuning.block_m // 2)
+    if tuning.block_m < asked.block_m:  # half of the rows may leave room for more stages
+        more = (tuning._replace(num_stages=n) for n in range(asked.num_stages, tuning.num_stages, -1))
+        tuning = next((larger for larger in more if not is_too_large(larger)), tuning)
+    return tuning
+
+
+def step_for(block_n: int, row_bytes: int) -> int:
+    """Return the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    return max(16, min(128, block_n * 256 // row_bytes))
+
+
+def keeps_values_twice(device: torch.device) -> bool:
+    """Return whether products of 64 rows and more keep values that are keys, too, once more: as tcgen05 reads them."""
+    return (10, 0) <= devices.capability(device) < (12, 0)
+
+
+def pad(size: int) -> int:
+    """Return the next power of two; Triton's own function is slow outside a kernel."""
+    return 1 << (size - 1).bit_length()
 
 
 def tune(
@@ -65,7 +164,9 @@ def tune(
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if by_fma and block_m > 16:
         tuning = _without_tensor_cores(tuning)
-    if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
+    num_seqs = batch.num_seqs
+    even = batch.num_keys is not None and EVEN * batch.num_keys >= visible * num_seqs  # about as many keys each
+    if num_seqs == 1 or rows > block_m or even:  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
@@ -77,11 +178,6 @@ def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
     In float32, 64 rows of 64 elements by steps of 64 keys spill 10 KB and take the compiler four times as long.
     """
     return tuning._replace(block_n=max(16, tuning.block_n // 2), num_warps=8)
-
-
-def _about_as_long(batch: Batch, visible: int) -> bool:
-    """Return whether the sequences are known to have about as many keys each, of those that are visible."""
-    return batch.num_keys is not None and EVEN * batch.num_keys >= visible * batch.num_seqs
 
 
 @cache
@@ -173,3 +269,47 @@ def _most_visible_keys(plan: Plan, options: AttentionOptions) -> int:
     if not uses_positions(plan, options) and left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
     return visible
+
+
+def are_pairs(value: Tensor) -> bool:
+    """Return whether values are pairs of codes."""
+    return value.dtype == torch.uint16
+
+
+def size_of(value: Tensor) -> int:
+    """Return the elements of a value."""
+    size = value.shape[-1]
+    return 2 * size if are_pairs(value) else size
+
+
+def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
+    """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
+    head_size, value_head_size = query.shape[2], size_of(value)
+    if shared:
+        elements = pad(head_size - value_head_size) + pad(value_head_size)
+        row_bytes = elements * query.element_size()  # of a key, too, but for codes that become numbers in registers
+        key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
+        return row_bytes, key_bytes
+    row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
+    if key.dtype != query.dtype:  # codes, and a place where they become numbers
+        return row_bytes, 2 * row_bytes + bytes_of_a_row(key) + bytes_of_a_row(value)
+    return row_bytes, 2 * row_bytes
+
+
+def spare_stages(query: Tensor, shared: bool, codes: Codes, block_m: int) -> int:
+    """Return how many steps in flight take no shared memory; -1 if one takes it twice."""
+    if not shared or codes.kind or query.itemsize != 2:
+        return 0
+    if block_m == 16:
+        return 1
+    return -int(not INTERPRETED and keeps_values_twice(query.device))
+
+
+def bytes_of_a_row(x: Tensor) -> int:
+    """Return the bytes that a tile has for a key or a value."""
+    return pad(x.shape[-1]) * x.element_size()
+
+
+def is_wide(block_size: int, *token_strides: int) -> bool:
+    """Return whether tokens of a block may be so far apart that 32 bits don't hold the distance."""
+    return any(block_size * abs(stride) >= 2**31 for stride in token_strides)

@@ -25,7 +25,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.gpu.launch import Launch
+from fastattn.kernels.triton.launch import Launch
 
 BLOCK_HEADS = 16
 BLOCK_ELEMENTS = 1024

@@ -14,9 +14,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.gpu.launch import Launch
-from fastattn.kernels.gpu.tile import can_overlap
 from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.launch import Launch, can_overlap
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 

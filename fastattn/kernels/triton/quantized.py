@@ -15,8 +15,10 @@ from typing import NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Shaped
 from torch import Tensor
 
+from fastattn.kernels.triton.launch import converts_fp8
 from refattn.options import AttentionOptions
 from refattn.packed_latents import LATENT_GROUP
 from refattn.plan import Plan
@@ -46,6 +48,7 @@ class Codes(NamedTuple):
 
 
 NO_CODES = Codes("")
+BLOCK = 2048  # elements of a program that rounds queries
 GROUP = tl.constexpr(LATENT_GROUP)  # elements of a packed latent under one scale
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -90,17 +93,6 @@ def in_pairs(value_cache: Tensor) -> Tensor:
     if value_cache.itemsize != 1 or last != 1 or any(number % 2 for number in numbers):
         return value_cache
     return value_cache.view(torch.uint16)
-
-
-def are_pairs(value: Tensor) -> bool:
-    """Return whether values are pairs of codes."""
-    return value.dtype == torch.uint16
-
-
-def size_of(value: Tensor) -> int:
-    """Return the elements of a value."""
-    size = value.shape[-1]
-    return 2 * size if are_pairs(value) else size
 
 
 # Instructions for two pairs of codes, the first of each pair and the second; and for four codes of int8, of which each
@@ -167,16 +159,6 @@ FOUR_TO_E5M2 = tl.constexpr("""
 """)
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
-
-
-@triton.constexpr_function
-def value_type(query_type: tl.dtype, stored: tl.dtype) -> tl.dtype:
-    """Return the type in which weights meet values: one that loses nothing that the type of the query would show."""
-    if query_type == tl.float32 or stored == tl.float32:
-        return tl.float32
-    if stored == tl.bfloat16:
-        return tl.bfloat16 if query_type == tl.bfloat16 else tl.float32
-    return tl.float16  # of float16 and of any code
 
 
 @triton.jit
@@ -333,3 +315,34 @@ def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HA
     else:
         prepared = numbers.to(tl.float16)
     return prepared
+
+
+def quantize_query(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtype) -> Shaped[Tensor, "..."]:
+    """Return the codes nearest to `x / scale`, as codes or as the numbers that they are, without the scale.
+
+    Args:
+        x: numbers of any shape and strides; padding rows may hold anything.
+        scale: above 0.
+        kind: the format, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        dtype: `kind` for the codes, `torch.float16` or `torch.float32` for the numbers.
+    """
+    x = x.contiguous()
+    codes = torch.empty_like(x, dtype=torch.uint8 if dtype == kind else dtype)
+    if x.numel():
+        _round_to_codes_kernel[-(-x.numel() // BLOCK),](
+            x, codes, scale, x.numel(), BLOCK=BLOCK, CODES=FORMATS[kind], HAS_FP8_CVT=converts_fp8(x.device)
+        )
+    return codes.view(kind) if dtype == kind else codes
+
+
+@triton.jit  # which asks whether the elements are a multiple of 16: then it moves several at a time
+@no_type_check
+def _round_to_codes_kernel(
+    x, codes, scale, num_elements, BLOCK: tl.constexpr, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    numbers = tl.load(x + at, at < num_elements, 0.0).to(tl.float32)
+    rounded = to_fp8(tl.div_rn(numbers, tl.zeros([BLOCK], tl.float32) + scale), CODES, HAS_FP8_CVT)
+    if codes.dtype.element_ty != tl.uint8:
+        rounded = dequantize(rounded, CODES, HAS_FP8_CVT)
+    tl.store(codes + at, rounded.to(codes.dtype.element_ty), at < num_elements)

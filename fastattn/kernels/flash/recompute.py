@@ -1,6 +1,6 @@
 """Put right what another kernel answered: NaN that no query may see, and the nodes of trees that it does not know.
 
-Source: the kernel of `fastattn.kernels.gpu.attention_kernel`.
+Source: the kernel of `fastattn.kernels.triton.attention`.
 """
 
 from collections.abc import Callable
@@ -9,16 +9,22 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from fastattn.kernels.gpu.attention_kernel import (
-    bytes_of_a_program,
-    has_scale_above_0,
-    launch_attention,
-    of_layer,
-    spare_stages,
-)
-from fastattn.kernels.gpu.quantized import NO_CODES, Codes
-from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, LaunchConfig, can_overlap, fit, pad, step_for
 from fastattn.kernels.replay import Key, key_of_launch, launch_once
+from fastattn.kernels.triton.attention import launch_attend
+from fastattn.kernels.triton.launch import can_overlap
+from fastattn.kernels.triton.merge import Out, repair, rest
+from fastattn.kernels.triton.quantized import NO_CODES, Codes
+from fastattn.kernels.triton.queries import has_scale_above_0, of_layer
+from fastattn.kernels.triton.tuning import (
+    LATENT_16,
+    LATENT_64,
+    LaunchConfig,
+    bytes_of_a_program,
+    fit,
+    pad,
+    spare_stages,
+    step_for,
+)
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.trees import TreePlan
@@ -52,9 +58,9 @@ def recompute(
         value: the pool of values, or the value rows.
         plan: the lengths, the block table for pages, and who may see whom.
         options: those of the layer; the sinks are in `out` already.
-        shared: values are the first elements of their keys; see `launch_attention`.
+        shared: values are the first elements of their keys; see `launch_attend`.
         codes: what the pools hold, if it is codes: those of fp8 are seen as bytes, and their scales are numbers.
-        adapted: `fastattn.kernels.gpu.fixup.fix_up` was launched just before: this launch may begin while it ends.
+        adapted: `fastattn.kernels.flash.fixup.fix_up` was launched just before: this launch may begin while it ends.
             It must not begin while a package's own launch ends, which may be over before the one that it follows.
 
     Source: the module.
@@ -69,9 +75,8 @@ def recompute(
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
         tuning = fit(tuning, query.device, **room)
         overlap = adapted and can_overlap(query.device)
-        return launch_attention(
-            *tensors, plan, options, tuning, out, None, overlap=overlap, shared=shared, codes=codes
-        ).replay
+        split = repair(overlap=overlap)
+        return launch_attend(*tensors, plan, options, tuning, Out(out, None), split, shared=shared, codes=codes).replay
 
     cache_key = _key_of_launch(f"recompute {codes.kind} {adapted}", (*tensors, out), options, shared=shared)
     launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, codes).values()), launch)
@@ -117,7 +122,7 @@ def attend_to_nodes(
         out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
             anything, and so may rows whose tree has no key before it.
         prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
-        shared: values are the first elements of their keys; see `launch_attention`.
+        shared: values are the first elements of their keys; see `launch_attend`.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -140,8 +145,9 @@ def attend_to_nodes(
         spare = min(0, spare_stages(query, shared, NO_CODES, tuning.block_m))
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
         tuning = fit(tuning, query.device, **room)
-        return launch_attention(
-            *tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse
+        split = rest(prefix_lse, nodes=True)
+        return launch_attend(
+            *tensors, plan.whole, options, tuning, Out(out, lse), split, shared=shared, tree=plan
         ).replay
 
     cache_key = _key_of_launch("nodes", (*tensors, out, prefix_lse), options, shared=shared)
@@ -190,7 +196,7 @@ def attend_after(
             row_bytes=row_bytes,
             key_bytes=key_bytes,
         )
-        return launch_attention(*tensors, plan, options, tuning, out, merged, prefix_lse=by_head).replay
+        return launch_attend(*tensors, plan, options, tuning, Out(out, merged), rest(by_head, nodes=False)).replay
 
     cache_key = _key_of_launch("after", (*tensors, out, by_head), options, shared=False)
     launch_once(plan, cache_key, (*tensors, out, merged, *of_layer(query, options).values(), by_head), launch)

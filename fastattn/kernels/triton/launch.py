@@ -15,28 +15,40 @@ Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow 
 
 import ctypes
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton._utils import canonicalize_dtype
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.gpu.tile import INTERPRETED
+
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
+CHANGING = (  # from batch to batch, which must not lead to another compilation
+    *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "positions", "first_keys", "table_row_stride"),
+    *("num_tokens", "num_seqs", "splits", "left", "right", "first_visible", "last_visible"),
+    *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
+)
 
 
 class Launch:
     """A launch of a kernel, which is made at once and can be replayed.
 
     Args:
-        kernel: a function of `triton.jit`.
+        kernel: a function of `triton.jit` or `gluon.jit`.
         grid: how many programs, in one or two dimensions.
-        tensors: the arguments that change, by name; numbers may be among them. Those that come later have to be of the
-            same type, or of one that can be seen as it, to begin at multiples of 16 bytes if these do, and None where
-            these are.
-        arguments: all others, by name; those that change may be among them.
+        changing: the arguments that change, by name, with their values of now: tensors, and numbers among them. A field
+            of a NamedTuple is named as it is read, `"keys.key"`. Those that come later have to be of the same type, or
+            of one that can be seen as it, to begin at multiples of 16 bytes if these do, and None where these are.
+        arguments: all others, by name: tensors, numbers, None, and NamedTuples of these.
         options: warps, stages, and what else is not an argument.
     """
 
@@ -44,35 +56,44 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        tensors: Mapping[str, Tensor | float | None],
+        changing: Mapping[str, Tensor | float | None],
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        self._compiled = kernel[grid](**{**arguments, **tensors}, **options)
-        names = kernel.arg_names
-        self._arguments = [arguments.get(name) for name in names]  # without the tensors, which others want to free
-        self._places = [names.index(name) for name in tensors]
-        self._types = [x.dtype if isinstance(x, Tensor) else None for x in tensors.values()]
+        given = {**changing, **arguments}
+        all_arguments = tuple(given[name] for name in kernel.arg_names)
+        self._paths = _paths_of(changing, kernel.arg_names, all_arguments)
+        if any("." in name for name in changing):
+            all_arguments = _with(all_arguments, self._paths, changing.values())
         self._grid = (*grid, 1, 1)[:3]
-        self._launch = kernel[grid] if INTERPRETED else self._compiled[self._grid]
-        self._packed: PackedLaunch | None = None
         self._can_pack = not INTERPRETED
+        if INTERPRETED:
+            self._launch = kernel[grid]
+            self._launch(*all_arguments, **options)
+        else:
+            self._compiled = compiled_for(kernel, all_arguments, options)
+            self._launch = self._compiled[self._grid]
+            self._launch(*all_arguments)
+        self._arguments = _with(all_arguments, self._paths, [None] * len(changing))  # which others want to free
+        self._types = [x.dtype if isinstance(x, Tensor) else None for x in changing.values()]
+        self._packed: PackedLaunch | None = None
 
     def replay(self, *tensors: Tensor | float | None) -> None:
         """Launch with other tensors, or with what `part` returns, in the order in which they were given first."""
         packed = self._packed
         if packed is None and self._can_pack:
-            packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._places, tensors)
+            packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._paths, tensors)
             if packed is None:
                 self._can_pack = False
             else:
                 self._packed = packed  # never taken back: another thread may have its addresses already
         if packed is not None:
             return packed(*tensors)
-        arguments = self._arguments.copy()
-        for place, x, dtype in zip(self._places, tensors, self._types, strict=True):
-            arguments[place] = x.view(dtype) if isinstance(x, Tensor) and dtype is not None else x
-        self._launch(*arguments)
+        seen = (
+            x.view(dtype) if isinstance(x, Tensor) and dtype is not None else x
+            for x, dtype in zip(tensors, self._types, strict=True)
+        )
+        self._launch(*_with(self._arguments, self._paths, seen))
 
     def part(self, memory: Tensor, first: int) -> Tensor | int:
         """Return some memory from an element on, for `replay`: its address, or a view where Triton launches."""
@@ -159,6 +180,157 @@ def _aligned(size: int) -> int:
     return -(-size // 4) * 4
 
 
+# --- launches that begin while the one before them ends ---
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Return whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
+    return not INTERPRETED and devices.capability(device) >= (9, 0)
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Return whether a GPU has instructions that turn fp8 into float16, and float32 into fp8."""
+    return not INTERPRETED and devices.capability(device) >= (8, 9)
+
+
+def overlapping(device: torch.device, *, after_ours: bool) -> dict[str, bool]:
+    """Return how a kernel is launched that begins with `pdl_wait`.
+
+    Args:
+        device: where.
+        after_ours: another such kernel was launched just before. Only then may this one be put in place early: it waits
+            for that one alone, and a package's may be over before what was launched before it.
+    """
+    overlap = can_overlap(device)
+    return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap and after_ours else {})
+
+
+@triton.jit
+@no_type_check
+def pdl_wait(OVERLAP: tl.constexpr):
+    """Begin when the launch before has ended and can be read, and let the next one be put in place.
+
+    Nothing may be read or written above this: memory of the launch before may be given to this one.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+# --- arguments as the compiler sees them ---
+
+Path = tuple[int, ...]  # of an argument: its place, and that of a field within it
+
+
+def _paths_of(changing: Iterable[str], names: Sequence[str], arguments: Sequence[Any]) -> list[Path]:
+    """Return where arguments and fields stand, `"keys.key"` for example."""
+    paths: list[Path] = []
+    for name in changing:
+        argument, _, field = name.partition(".")
+        place = names.index(argument)
+        paths.append((place, arguments[place]._fields.index(field)) if field else (place,))
+    return paths
+
+
+def _with(arguments: Sequence[Any], paths: Iterable[Path], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return arguments with other values in some places, of arguments or of their fields."""
+    changed = list(arguments)
+    fields: dict[int, dict[str, Any]] = {}
+    for (place, *field), value in zip(paths, values, strict=True):
+        if field:
+            fields.setdefault(place, {})[arguments[place]._fields[field[0]]] = value
+        else:
+            changed[place] = value
+    for place, others in fields.items():
+        changed[place] = changed[place]._replace(**others)
+    return tuple(changed)
+
+
+_compiled: dict[Hashable, Any] = {}  # by kernel, what the compiler knows of its arguments, options and GPU
+
+
+def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Compile a kernel for arguments like these, once.
+
+    The compiler may know of a number that it is 1 or a multiple of 16, and of a pointer that it is aligned. Triton's
+    own launcher tells it so for each field of a NamedTuple, and compiles again whenever a field that changes from step
+    to step happens to be such a number. Here `do_not_specialize` of `triton.jit` names fields, too.
+    """
+    changing = frozenset(kernel.do_not_specialize)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    fixed = tuple(arguments[place] for place in kernel.constexprs)
+    others = [
+        (name, x)
+        for place, (name, x) in enumerate(zip(kernel.arg_names, arguments, strict=True))
+        if place not in kernel.constexprs
+    ]
+    key = (id(kernel), device, fixed, _known(others, changing), *options.items())
+    if key not in _compiled:
+        constants: dict[Path, Any] = {}
+        aligned: list[Path] = []
+        signature = {}
+        for place, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[(place,)] = "constexpr", x
+            else:
+                signature[parameter.name] = _kind_of(x, parameter.name, (place,), changing, constants, aligned)
+        source = GluonASTSource if kernel.is_gluon() else ASTSource
+        attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+        _compiled[key] = triton.compile(source(kernel, signature, constants, attributes), options=dict(options))
+    return _compiled[key]
+
+
+def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tuple[Hashable, ...]:
+    """Return all that the compiler is told of arguments, in few steps, as each launch that is not replayed asks."""
+    known: list[Hashable] = []
+    for name, x in arguments:
+        kind = type(x)
+        if kind is tl.constexpr:
+            value = x.value
+            known.append(value if isinstance(value, (int, str)) else id(value))  # a function, or a type
+        elif isinstance(x, Tensor):
+            known += (x.dtype, name in changing or x.data_ptr() % 16 == 0)
+        elif kind is int:
+            multiple = 0 if name in changing else 16 if x % 16 == 0 else int(x == 1)
+            known += (kind, multiple, -(2**31) <= x < 2**31)
+        elif isinstance(x, tuple):
+            known += (kind, len(x), *_known(zip(_fields_of(x), x, strict=True), changing))
+        else:
+            known.append(kind if kind is float else x)
+    return tuple(known)
+
+
+def _kind_of(
+    x: Any,
+    name: str,
+    path: Path,
+    changing: frozenset[str],
+    constants: dict[Path, Any],
+    aligned: list[Path],
+) -> Any:
+    """Return what an argument is to the compiler; note constants, and what is a multiple of 16."""
+    if isinstance(x, tuple):
+        fields = enumerate(zip(x, _fields_of(x), strict=True))
+        kinds = [_kind_of(one, field, (*path, i), changing, constants, aligned) for i, (one, field) in fields]
+        return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
+    fixed = name not in changing
+    if x is None or isinstance(x, (bool, str, tl.constexpr)) or (fixed and type(x) is int and x == 1):
+        constants[path] = x.value if isinstance(x, tl.constexpr) else x
+        return "constexpr"
+    if isinstance(x, float):
+        return "fp32"
+    if fixed and (x.data_ptr() if isinstance(x, Tensor) else x) % 16 == 0:
+        aligned.append(path)
+    if isinstance(x, Tensor):
+        return f"*{canonicalize_dtype(x.dtype)}"
+    return "i32" if -(2**31) <= x < 2**31 else "i64"
+
+
+def _fields_of(x: tuple[Any, ...]) -> Sequence[str]:
+    """Return the names of the fields of a tuple; those of a plain one have none."""
+    return getattr(x, "_fields", ("",) * len(x))
+
+
 # --- arguments as the driver reads them ---
 
 _C_TYPES = {
@@ -221,8 +393,8 @@ class PackedLaunch:
         cls,
         compiled: Any,
         grid: tuple[int, ...],
-        arguments: Sequence[Any],
-        places: Sequence[int],
+        arguments: tuple[Any, ...],
+        paths: Sequence[Path],
         tensors: Sequence[Tensor | float | None],
     ) -> "PackedLaunch | None":
         """Lay out the arguments of a compiled kernel; None where that is left to Triton's own launcher.
@@ -238,15 +410,11 @@ class PackedLaunch:
             return None
         device = torch.cuda.current_device()
         _enter_context(driver, device)  # without it the driver does not say what parameters a kernel has
-        given = dict(zip(places, tensors, strict=True))
         cells: list[Any] = []
-        at: dict[int, int] = {}
-        for place, kind in enumerate(compiled.src.signature.values()):
-            first = len(cells)
-            if not _lay_out(kind, given.get(place, arguments[place]), cells):
-                return None
-            if place in given and len(cells) > first:
-                at[place] = first
+        at: dict[Path, int] = {}  # the cell of an argument or a field
+        kinds = tuple(compiled.src.signature.values())
+        if not _lay_out(kinds, _with(arguments, paths, tensors), cells, at):
+            return None
         cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # memory of the kernel's own, and of a profiler's: none
         if _sizes_of_parameters(driver, compiled.function) != [ctypes.sizeof(cell) for cell in cells]:
             return None
@@ -254,7 +422,7 @@ class PackedLaunch:
         if metadata.launch_pdl:
             attribute = _Attribute(_STREAM_SERIALIZATION, (1,))
             config.attributes, config.num_attributes = ctypes.pointer(attribute), 1
-        changing = [at.get(place) for place in places]
+        changing = [at.get(path) for path in paths]
         return cls(compiled.function, config, cells, changing, device)
 
     def __call__(self, *tensors: Tensor | float | None) -> None:
@@ -272,12 +440,14 @@ class PackedLaunch:
             raise RuntimeError(f"CUDA: the driver does not launch a kernel, error {status}")
 
 
-def _lay_out(kind: Any, argument: Any, cells: list[Any]) -> bool:
+def _lay_out(kind: Any, argument: Any, cells: list[Any], at: dict[Path, int], path: Path = ()) -> bool:
     """Append an argument as C values, those of a tuple one by one; False if there is no such C type."""
     if isinstance(kind, tuple):
-        return all(_lay_out(*one, cells) for one in zip(kind, argument, strict=True))
+        both = enumerate(zip(kind, argument, strict=True))
+        return all(_lay_out(*one, cells, at, (*path, place)) for place, one in both)
     if kind == "constexpr":
         return True  # it is in the kernel already
+    at[path] = len(cells)
     if kind.startswith("*"):
         cells.append(ctypes.c_uint64(argument.data_ptr() if isinstance(argument, Tensor) else argument or 0))
     elif kind in _C_TYPES:

@@ -1,0 +1,395 @@
+"""Who may see whom, in a kernel: each mask is a NamedTuple that carries its own functions.
+
+    look(mask, queries, tile, TILE)              what a tile sees: the run of keys that some row sees, and what to keep
+    all_visible(mask, tile, run, sight)          which keys of a run every row sees, where nothing is compared
+    step(mask, tile, sight, start, is_key, TILE)     which keys of a step are read: those that some row sees
+    visible(mask, tile, step, TILE)              which row sees which key of a step, [rows, keys]
+
+A kernel calls them in this order, `mask.look(mask, ...)` for example. The masks are those of `refattn.masks`: a window,
+of which a causal mask is one, an interval of keys for each query row, and a tree at the end of a sequence.
+
+Source: as `refattn.masks`; ancestor masks of trees: Miao et al. 2024, "SpecInfer".
+"""
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from refattn.plan import Plan
+from refattn.trees import TreePlan
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+class Run(NamedTuple):
+    """A run of keys of one sequence, which a program goes through in steps.
+
+    Attributes:
+        first: the first key that some row sees: what lies before it may be NaN, or another's by now.
+        begin: where the first step begins.
+        end: past the last key that some row sees.
+    """
+
+    first: Any
+    begin: Any
+    end: Any
+
+
+class Step(NamedTuple):
+    """What a mask says of a step of keys.
+
+    Attributes:
+        is_key: [keys], which are read.
+        positions: [keys], where they stand: a node of a tree by its depth.
+        seen: [rows, keys], by which rows, if the mask has to know that before keys are read; else anything.
+    """
+
+    is_key: Any
+    positions: Any
+    seen: Any
+
+
+# --- a window around each row: a causal mask is the window (-1, 0) ---
+
+
+class Window(NamedTuple):
+    """Row `i` sees the keys from `i - left` to `i + right`; a side without its flag has no limit."""
+
+    look: Any
+    all_visible: Any
+    step: Any
+    visible: Any
+    left: Any
+    right: Any
+    LEFT: Any
+    RIGHT: Any
+
+
+@triton.jit
+@no_type_check
+def visible_keys(first_position, last_position, seq_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Bound the keys that some rows see, of those between two positions: the first of them, and the end of them.
+
+    The positions may be a tensor, one pair per sequence. A side of a window is cut to the keys that there are before a
+    position is added to it: a side and a position may both be nearly 2**31.
+    """
+    first = first_position * 0
+    end = seq_len
+    if RIGHT:
+        end = last_position + 1 + tl.minimum(right, seq_len - 1 - last_position)
+    if LEFT:
+        first = tl.maximum(first_position, 0)
+        first -= tl.minimum(left, first)
+    return first, end
+
+
+@triton.jit
+@no_type_check
+def look_in_window(mask, queries, tile, TILE):
+    """Bound the keys that some row of a tile sees."""
+    first, end = visible_keys(
+        tile.first_position, tile.last_position, tile.seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT
+    )
+    return Run(first, first // TILE.KEYS * TILE.KEYS, end)
+
+
+@triton.jit
+@no_type_check
+def all_visible_in_window(mask, tile, run, sight):
+    """Bound the keys of a run that every row of a tile sees; sums as in `visible_keys`."""
+    first, end = run.begin, run.end
+    if mask.RIGHT:
+        end = tile.first_position + 1 + tl.minimum(mask.right, run.end - 1 - tile.first_position)
+    if mask.LEFT:
+        last_position = tl.maximum(tile.last_position, 0)
+        first = tl.maximum(run.begin, last_position - tl.minimum(mask.left, last_position))
+    return first, end
+
+
+@triton.jit
+@no_type_check
+def step_in_window(mask, tile, sight, start, is_key, TILE):
+    """Read every key of a step of the run."""
+    j = start + tl.arange(0, TILE.KEYS)
+    return Step(is_key, j, j)
+
+
+@triton.jit
+@no_type_check
+def visible_in_window(mask, tile, step, TILE):
+    """Compare positions."""
+    KEYS: tl.constexpr = TILE.KEYS_AXIS
+    distance = tl.expand_dims(tile.positions, KEYS) - tl.expand_dims(step.positions, 1 - KEYS)
+    visible = tl.expand_dims(step.is_key, 1 - KEYS)
+    if mask.RIGHT:
+        visible = visible & (distance >= -mask.right)
+    if mask.LEFT:
+        visible = visible & (distance <= mask.left)
+    return visible
+
+
+# --- an interval of keys for each query row ---
+
+
+class Intervals(NamedTuple):
+    """Row `i` sees the keys from `first_visible[i]` to `last_visible[i]`, both included, and there is no other mask."""
+
+    look: Any
+    all_visible: Any
+    step: Any
+    visible: Any
+    left: Any  # no sides, as there is no window
+    right: Any
+    LEFT: Any
+    RIGHT: Any
+    first_visible: Any  # [t], positions
+    last_visible: Any
+
+
+class IntervalSight(NamedTuple):
+    """The run of a tile, and the first and the last key that each of its rows sees."""
+
+    first: Any
+    begin: Any
+    end: Any
+    first_of_rows: Any
+    last_of_rows: Any
+
+
+@triton.jit
+@no_type_check
+def look_at_intervals(mask, queries, tile, TILE):
+    """Find the interval of each row, and bound the keys that some row sees.
+
+    Positions are counted from the first key of the sequence. A row that sees nothing has a last key before its first
+    one, and no part in the bounds. Positions are cut before one is subtracted from the other: both may be nearly 2**31.
+    """
+    begin = 0
+    if queries.first_keys is not None:
+        begin = tl.load(queries.first_keys + tile.sequence)
+    first = tl.maximum(tl.load(mask.first_visible + tile.tokens, mask=tile.is_row, other=0), begin) - begin
+    first = tl.minimum(first, tile.seq_len)  # steps are counted up to it, and added to it
+    last = tl.load(mask.last_visible + tile.tokens, mask=tile.is_row, other=-1)
+    last = tl.where(last < begin, -1, tl.minimum(tl.maximum(last, begin) - begin, tile.seq_len - 1))
+    sees = tile.is_row & (first <= last)
+    first_key = tl.min(tl.where(sees, first, tile.seq_len), 0)
+    end = tl.max(tl.where(sees, last, -1), 0) + 1
+    return IntervalSight(first_key, first_key // TILE.KEYS * TILE.KEYS, end, first, last)
+
+
+@triton.jit
+@no_type_check
+def all_visible_in_intervals(mask, tile, run, sight):
+    """Bound the keys of a run that lie in the interval of every row."""
+    first = tl.max(tl.where(tile.is_row, sight.first_of_rows, 0), 0)
+    end = tl.minimum(run.end, tl.min(tl.where(tile.is_row, sight.last_of_rows, run.end), 0) + 1)
+    return first, end
+
+
+@triton.jit
+@no_type_check
+def step_in_intervals(mask, tile, sight, start, is_key, TILE):
+    """Read the keys of a step that lie in the interval of some row."""
+    j = start + tl.arange(0, TILE.KEYS)
+    seen = (sight.first_of_rows[:, None] <= j[None, :]) & (j[None, :] <= sight.last_of_rows[:, None])
+    is_key &= tl.max((seen & tile.is_row[:, None]).to(tl.int32), 0) > 0
+    return Step(is_key, j, seen)
+
+
+@triton.jit
+@no_type_check
+def visible_if_seen(mask, tile, step, TILE):
+    """Take what `step` has found."""
+    return step.is_key[None, :] & step.seen
+
+
+# --- a tree at the end of a sequence ---
+
+
+class Tree(NamedTuple):
+    """A row, a node of a tree, sees its ancestors, itself, and all keys before the tree, in a window by depth."""
+
+    look: Any
+    all_visible: Any
+    step: Any
+    visible: Any
+    left: Any
+    right: Any  # no such side
+    LEFT: Any
+    RIGHT: Any
+    tree_lens: Any
+    depths: Any  # [b, w]
+    ancestors: Any  # [b, w, WORDS], a bit for each node
+    tree_width: Any
+    WORDS: Any
+    DEPTHS: Any  # whether positions of nodes count: in a window, and with slopes
+    NODES: Any  # whether the keys before the tree are left to another kernel
+
+
+class TreeSight(NamedTuple):
+    """The run of a tile, the place of the tree in its sequence, and where its depths and masks are."""
+
+    first: Any
+    begin: Any
+    end: Any
+    tree_start: Any
+    depths: Any  # of this tree
+    ancestors: Any  # of each row
+    words: Any  # [rows], the only word of each mask; anything if there are several
+
+
+@triton.jit
+@no_type_check
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+@no_type_check
+def _see_nodes(sight, is_row, first_node, WORDS: tl.constexpr):
+    """Return which of 64 keys each row sees, a bit for each: of a tree by the ancestor mask of the row, all before it.
+
+    `first_node` is the place of the first key in the tree, negative before it. One word of a mask is loaded once for
+    all steps; of several, 64 keys need two: shifted together, they are one word that begins at the first key. A load
+    for each row and key would be kept in shared memory.
+    """
+    first_bit = tl.maximum(first_node, 0)
+    shift = (first_bit % 64).to(tl.uint64)
+    if WORDS == 1:
+        words = sight.words.to(tl.uint64, bitcast=True) >> shift
+    else:
+        at = first_bit // 64
+        low = tl.load(sight.ancestors + at, mask=is_row & (at < WORDS), other=0).to(tl.uint64, bitcast=True)
+        high = tl.load(sight.ancestors + at + 1, mask=is_row & (at + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+        words = (low >> shift) | ((high << (63 - shift)) << 1)  # a shift by 64 is undefined
+    before = tl.minimum(tl.maximum(-first_node, 0), 64).to(tl.uint64)  # of the keys, how many stand before the tree
+    half, others = before // 2, before - before // 2
+    ones = tl.full([1], 0xFFFFFFFFFFFFFFFF, tl.uint64) >> (32 - half) >> (32 - others)
+    return ((words << half) << others) | ones
+
+
+@triton.jit
+@no_type_check
+def look_at_tree(mask, queries, tile, TILE):
+    """Find the tree of a sequence and the ancestors of its rows, and bound the keys that some row may see."""
+    first, end = visible_keys(
+        tile.first_position, tile.last_position, tile.seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT
+    )
+    tree_len = tl.load(mask.tree_lens + tile.sequence)
+    tree_start = tile.seq_len - tree_len
+    tree = tile.sequence.to(tl.int64) * mask.tree_width
+    ancestors = mask.ancestors + (tree + tree_len - tile.query_len + tile.queries) * mask.WORDS
+    begin = first // TILE.KEYS * TILE.KEYS
+    if mask.NODES:
+        first = tl.maximum(first, tree_start)
+        begin = first  # no other row has to begin its steps there
+    words = 0
+    if mask.WORDS == 1:
+        words = tl.load(ancestors, mask=tile.is_row, other=0)
+    return TreeSight(first, begin, end, tree_start, mask.depths + tree, ancestors, words)
+
+
+@triton.jit
+@no_type_check
+def all_visible_in_tree(mask, tile, run, sight):
+    """Bound the keys before a tree that every row sees."""
+    first, end = all_visible_in_window(mask, tile, run, sight)
+    return first, tl.minimum(end, sight.tree_start)
+
+
+@triton.jit
+@no_type_check
+def step_in_tree(mask, tile, sight, start, is_key, TILE):
+    """Read the keys of a step that some row sees, of the nodes by the ancestors of each row."""
+    tl.static_assert(TILE.KEYS <= 128)
+    in_step = tl.arange(0, TILE.KEYS)
+    j, first_node = start + in_step, start - sight.tree_start
+    bits = _see_nodes(sight, tile.is_row, first_node, mask.WORDS)
+    of_any = tl.reduce(tl.where(tile.is_row, bits, 0), 0, _either)
+    offset = in_step.to(tl.uint64) % 64
+    bits = bits[:, None]
+    if TILE.KEYS > 64:
+        later = _see_nodes(sight, tile.is_row, first_node + 64, mask.WORDS)
+        later_of_any = tl.reduce(tl.where(tile.is_row, later, 0), 0, _either)
+        bits = tl.where((in_step < 64)[None, :], bits, later[:, None])
+        of_any = tl.where(in_step < 64, of_any, later_of_any)
+    seen, by_any = (bits >> offset[None, :]) & 1 != 0, (of_any >> offset) & 1 != 0
+    positions = j
+    if mask.DEPTHS:
+        in_tree = (j >= sight.tree_start) & is_key
+        depth = tl.load(sight.depths + j - sight.tree_start, mask=in_tree, other=0)
+        positions = tl.where(in_tree, sight.tree_start + depth, j)
+    if mask.LEFT:
+        seen &= tile.positions[:, None] - positions[None, :] <= mask.left
+        by_any = tl.max((seen & tile.is_row[:, None]).to(tl.int32), 0) > 0
+    return Step(is_key & by_any, positions, seen)
+
+
+# --- phases ---
+
+
+@triton.jit
+@no_type_check
+def phase_of_run(run, all_from, all_to, PHASE: tl.constexpr, TILE):
+    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, before and after it not.
+
+    A branch in the loop would keep the products of one step from overlapping with the softmax of another.
+    """
+    begin, end = run.begin, run.end
+    if TILE.PHASES == 3:
+        full_from = begin + tl.cdiv(tl.maximum(all_from - begin, 0), TILE.KEYS) * TILE.KEYS
+        full_to = begin + tl.maximum(all_to - begin, 0) // TILE.KEYS * TILE.KEYS
+        if PHASE == 0:
+            end = tl.minimum(full_from, run.end)
+        elif PHASE == 1:
+            begin, end = full_from, full_to
+        else:
+            begin = tl.maximum(full_from, full_to)
+    return begin, end
+
+
+# --- the mask of a plan ---
+
+FUNCTIONS = {
+    Window: (
+        tl.constexpr(look_in_window),
+        tl.constexpr(all_visible_in_window),
+        tl.constexpr(step_in_window),
+        tl.constexpr(visible_in_window),
+    ),
+    Intervals: (
+        tl.constexpr(look_at_intervals),
+        tl.constexpr(all_visible_in_intervals),
+        tl.constexpr(step_in_intervals),
+        tl.constexpr(visible_if_seen),
+    ),
+    Tree: (
+        tl.constexpr(look_at_tree),
+        tl.constexpr(all_visible_in_tree),
+        tl.constexpr(step_in_tree),
+        tl.constexpr(visible_if_seen),
+    ),
+}
+
+
+def mask_of(plan: Plan, tree: TreePlan | None = None, *, slopes: bool = False, nodes: bool = False) -> Any:
+    """Return the mask of a plan as the kernel takes it.
+
+    Args:
+        plan: who may see whom, in one level.
+        tree: the trees at the end of the sequences, if it is their plan.
+        slopes: whether there are slopes of ALiBi, to which the depth of a node counts.
+        nodes: whether the keys before the trees are left to another kernel.
+    """
+    left, right = plan.window
+    window = left, right, tl.constexpr(left >= 0), tl.constexpr(right >= 0)
+
+    if tree is not None:
+        words, depths = tl.constexpr(tree.trees.num_words), tl.constexpr(left >= 0 or slopes)
+        nodes_of_trees: tuple[Tensor | int, ...] = tree.trees.lens, tree.depths, tree.ancestors, tree.trees.max_len
+        return Tree(*FUNCTIONS[Tree], *window, *nodes_of_trees, words, depths, tl.constexpr(nodes))
+    if plan.first_visible is not None:
+        return Intervals(*FUNCTIONS[Intervals], *window, plan.first_visible, plan.last_visible)
+    return Window(*FUNCTIONS[Window], *window)

@@ -1,0 +1,274 @@
+"""What a call brings to a kernel beside keys: queries, of which a program computes a tile, and what a layer fixes.
+
+A tile's rows are the tokens of one sequence times the query heads that share a key head, so that all of them are rows
+of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
+
+Source: Ainslie et al. 2023, "GQA"; the tiles of a ragged batch are found as in vLLM's Triton attention.
+"""
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.kernels.triton.quantized import NO_CODES, Codes
+from refattn.batch import Batch
+from refattn.options import AttentionOptions
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+class Queries(NamedTuple):
+    """The query rows of all sequences, as the kernel takes them.
+
+    Attributes:
+        query: [t, h, d].
+        strides: of tokens, heads and elements.
+        cu_seqlens_q: [b+1], where the rows of each sequence begin.
+        seq_lens: [b], keys of each sequence.
+        positions: [t], positions of the rows; None if they are the last ones of their sequences, or do not count.
+        first_keys: [b], positions of the first keys; None if they are 0.
+        num_tokens: t.
+        num_seqs: b.
+        HEADS: query heads.
+        GROUP: those that share a key head.
+    """
+
+    query: Any
+    strides: Any
+    cu_seqlens_q: Any
+    seq_lens: Any
+    positions: Any
+    first_keys: Any
+    num_tokens: Any
+    num_seqs: Any
+    HEADS: Any
+    GROUP: Any
+
+
+class Sizes(NamedTuple):
+    """The constants of a launch.
+
+    Attributes:
+        ROWS: rows of a tile.
+        KEYS: keys of a step.
+        KEYS_AXIS: along which axis of the scores keys lie: 0 where tiles are turned.
+        PHASES: 3 where steps that need no mask are a loop of their own, else 1.
+        FIRST_PHASE: the first of them.
+        ONE_TILE: whether a tile holds all rows of any sequence.
+        ENDS: 0, or of how many tiles at the end of each sequence there are programs.
+        STARTS: likewise at its start.
+        LAST_FIRST: whether the last tiles, which see most keys, go first.
+    """
+
+    ROWS: Any
+    KEYS: Any
+    KEYS_AXIS: Any
+    PHASES: Any
+    FIRST_PHASE: Any
+    ONE_TILE: Any
+    ENDS: Any
+    STARTS: Any
+    LAST_FIRST: Any
+
+
+class Options(NamedTuple):
+    """What a layer fixes, as the kernel takes it: `refattn.AttentionOptions`.
+
+    Attributes:
+        scale: of the scores, above 0.
+        softcap: above 0, or not used.
+        alibi_slopes: [h], or None.
+        sinks: [h], or None.
+        SOFTCAP: whether scores are capped.
+        ALIBI_SQRT: whether ALiBi takes the root of the distance.
+    """
+
+    scale: Any
+    softcap: Any
+    alibi_slopes: Any
+    sinks: Any
+    SOFTCAP: Any
+    ALIBI_SQRT: Any
+
+
+class Tile(NamedTuple):
+    """The rows of a program.
+
+    Attributes:
+        number: of the tile, of all tiles.
+        sequence: whose rows they are.
+        kv_head: the key head that they share.
+        first_row: the first of them, counted in the sequence and its group of heads.
+        num_rows: of the sequence, for these heads. There is no row from there on.
+        is_row: [rows], which there are.
+        queries: [rows], the query of each in its sequence.
+        tokens: [rows], the query row of each in the batch.
+        heads: [rows], the query head of each.
+        positions: [rows], where each stands.
+        first_position: the least of them.
+        last_position: the largest of them.
+        query_len: queries of the sequence.
+        seq_len: keys of the sequence.
+    """
+
+    number: Any
+    sequence: Any
+    kv_head: Any
+    first_row: Any
+    num_rows: Any
+    is_row: Any
+    queries: Any
+    tokens: Any
+    heads: Any
+    positions: Any
+    first_position: Any
+    last_position: Any
+    query_len: Any
+    seq_len: Any
+
+
+@triton.jit
+@no_type_check
+def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return a tile to begin a sequence with: those before it have room for one tile that is not full each."""
+    return tl.load(cu_seqlens_q + sequence) * GROUP // ROWS + sequence
+
+
+@triton.jit
+@no_type_check
+def find_rows(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr, ONE_TILE: tl.constexpr):
+    """Return the sequence of a tile, and its first row there; past the last row if the sequence needs fewer tiles.
+
+    The sequence is the last one whose first tile is not after this one, found by halving.
+    """
+    sequence = tile
+    first_row = tile * 0
+    if not ONE_TILE:
+        sequence = tile * 0
+        high = num_seqs - 1
+        while sequence < high:
+            middle = (sequence + high + 1) // 2
+            if _first_tile(cu_seqlens_q, middle, GROUP, ROWS) <= tile:
+                sequence = middle
+            else:
+                high = middle - 1
+        first_row = (tile - _first_tile(cu_seqlens_q, sequence, GROUP, ROWS)) * ROWS
+    return sequence, first_row
+
+
+@triton.jit
+@no_type_check
+def _row_at_an_end(tile, num_rows, TILE):
+    """Return the first row of a tile at an end of a sequence: the last ones, from the end on, and then the first ones.
+
+    Those at the start are none of the last. Where there is no such tile, it is past the last row.
+    """
+    place = tile % (TILE.ENDS + TILE.STARTS)
+    tiles = tl.cdiv(num_rows, TILE.ROWS)
+    here = tl.where(place < TILE.ENDS, tiles - 1 - place, place - TILE.ENDS)
+    is_one = (here >= 0) & ((place < TILE.ENDS) | (here < tiles - TILE.ENDS))
+    return tl.where(is_one, here * TILE.ROWS, num_rows)
+
+
+@triton.jit
+@no_type_check
+def find_tile(queries, TILE):
+    """Return the rows of this program.
+
+    Their positions are read from `queries.positions`, by query row, and counted from the first key of the sequence; if
+    that is None they follow one another up to the end of the sequence.
+    """
+    KV_HEADS: tl.constexpr = queries.HEADS // queries.GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    tile = tl.program_id(0) // KV_HEADS
+    if TILE.LAST_FIRST:
+        tile = tl.num_programs(0) // KV_HEADS - 1 - tile
+    if TILE.ENDS > 0:
+        sequence = tile // (TILE.ENDS + TILE.STARTS)
+    else:
+        sequence, first_row = find_rows(
+            queries.cu_seqlens_q, tile, queries.num_seqs, queries.GROUP, TILE.ROWS, TILE.ONE_TILE
+        )
+    first_query = tl.load(queries.cu_seqlens_q + sequence)
+    query_len = tl.load(queries.cu_seqlens_q + sequence + 1) - first_query
+    seq_len = tl.load(queries.seq_lens + sequence)
+    num_rows = query_len * queries.GROUP
+    if TILE.ENDS > 0:
+        first_row = _row_at_an_end(tile, num_rows, TILE)
+    rows = first_row + tl.arange(0, TILE.ROWS)
+    is_row = rows < num_rows
+    tokens = (first_query + rows // queries.GROUP).to(tl.int64)
+    if queries.positions is None:
+        context = seq_len - query_len  # negative where a sequence has more queries than keys
+        positions = context + rows // queries.GROUP
+        first_position = context + first_row // queries.GROUP
+        last_position = context + tl.minimum((first_row + TILE.ROWS - 1) // queries.GROUP, query_len - 1)
+    else:
+        positions = tl.load(queries.positions + tokens, mask=is_row, other=0)
+        if queries.first_keys is not None:
+            positions -= tl.load(queries.first_keys + sequence)
+        first_position = tl.min(tl.where(is_row, positions, 2**31 - 1), 0)
+        last_position = tl.max(tl.where(is_row, positions, -(2**31)), 0)
+    return Tile(
+        tile,
+        sequence,
+        kv_head,
+        first_row,
+        num_rows,
+        is_row,
+        rows // queries.GROUP,
+        tokens,
+        kv_head * queries.GROUP + rows % queries.GROUP,
+        positions,
+        first_position,
+        last_position,
+        query_len,
+        seq_len,
+    )
+
+
+def is_one_tile(batch: Batch, group: int, rows: int) -> bool:
+    """Return whether a tile holds all query rows of any sequence."""
+    return batch.max_query_len * group <= rows
+
+
+def count_tiles(batch: Batch, num_tokens: int, group: int, rows: int) -> int:
+    """Bound the number of tiles: one that is not full for each sequence, beside the full ones."""
+    if is_one_tile(batch, group, rows):
+        return batch.num_seqs
+    if batch.num_seqs == 1:
+        return -(-num_tokens * group // rows)
+    return batch.num_seqs + num_tokens * group // rows
+
+
+Given = dict[str, Tensor | float | None]  # arguments of a kernel and their fields, by name
+
+
+def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) -> Given:
+    """Return what a layer has for itself beside its tokens, by the names of the fields: most have nothing."""
+    given: Given = {}
+    if options.alibi_slopes is not None:
+        given["options.alibi_slopes"] = options.alibi_slopes.contiguous()
+    if options.sinks is not None:
+        given["options.sinks"] = options.sinks.contiguous()
+    if codes.kind:
+        of_query, of_key, of_value = codes.numbers
+        scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+        given["options.scale"] = (abs(scale) or 1.0) * of_key * of_query  # of the scores, above 0
+        if codes.groups is not None:
+            return given | {"keys.group_scales": codes.groups}
+        given |= {"keys.query_number": of_query, "keys.value_number": of_value}
+        given |= {"keys.query_scales": codes.query, "keys.key_scales": codes.key, "keys.value_scales": codes.value}
+    return given
+
+
+def has_scale_above_0(options: AttentionOptions) -> bool:
+    """Return whether the query is multiplied as it is; see `with_positive_scale`."""
+    return options.softmax_scale is None or options.softmax_scale > 0
+
+
+def contiguous(numbers: Tensor | None) -> Tensor | None:
+    """Return numbers such that a pointer to the first leads to all of them."""
+    return None if numbers is None else numbers.contiguous()
