@@ -6,7 +6,7 @@ One program takes a tile of query rows of one sequence, one key head, and a run 
     sequence 0, key head 0   | split 0 | split 1 | split 2 | s3 |
     sequence 1, key head 0   | split 0 | s1 |
 
-Every split gives the softmax over its own keys and its log-sum-exp; `_reduce_kernel` merges them. How many splits a
+Every split gives the softmax over its own keys and its log-sum-exp; `reduce_splits` merges them. How many splits a
 sequence of average length gets is chosen on the host, from the number of tiles and multiprocessors; a longer one gets
 more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays right and balanced
 when its sequences grow. All get the same number where the host knows that they are about as long.
@@ -327,8 +327,9 @@ def bind_attend(
     become numbers in registers.
     """
     key, value, codes = pools_of(query, keys)
-    is_rounded = isinstance(keys, Latents) and keys.query_scale is not None
-    if is_rounded:
+    is_rounded = False
+    if isinstance(keys, Latents) and keys.query_scale is not None:
+        is_rounded = True
         # In the loop they would be converted with the latents to the type of the query; as float16 neither is.
         out = query.new_empty(*query.shape[:2], keys.latent_rank) if out is None else out
         kind = torch.float16 if query.itemsize == 2 else query.dtype
@@ -338,8 +339,9 @@ def bind_attend(
     if codes.kind and codes.groups is None:
         key, value = codes_in_pairs(query, key, value, plans, options)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
-    asked = dict(shared=shared, codes=codes, tree=tree, with_lse=return_lse)
-    answer, lse, launches = attend_levels(query, key, value, plans, options, out, **asked)
+    answer, lse, launches = attend_levels(
+        query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree, with_lse=return_lse
+    )
     if launches is None or is_rounded or not has_scale_above_0(options):  # a replay changes no query
         return answer, lse, attend_to_keys
     return answer, lse, launches.attend
@@ -389,6 +391,7 @@ def attend_levels(
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf), None
 
+    part_shape = num_tokens, num_heads, value_head_size
     row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
     masked = tree is not None or any(level.first_visible is not None for level in levels)
     fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # of a tile; see `fastattn.kernels.triton.keys`
@@ -405,7 +408,7 @@ def attend_levels(
         launch_level = latents_hopper.launch
     if num_parts == 1 and not options.batch_invariant:
         launch = launch_level(query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), codes=codes)
-        return out, lse, Launches(out.shape, out.shape, [(launch, 0)], 1, None, with_lse=with_lse)
+        return out, lse, Launches(out.shape, part_shape, [(launch, 0)], 1, None, with_lse=with_lse)
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
     part_lses = query.new_empty(num_parts, *lse.shape, dtype=torch.float32)
@@ -452,7 +455,7 @@ def attend_levels(
         ),
         dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
-    return out, lse, Launches(out.shape, out.shape, launches, num_parts, reduction, with_lse=with_lse)
+    return out, lse, Launches(out.shape, part_shape, launches, num_parts, reduction, with_lse=with_lse)
 
 
 class Launches(SplitLaunches):

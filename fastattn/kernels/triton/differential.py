@@ -5,7 +5,7 @@
                          out1 += exp(s1) [v1; v2], out2 += exp(s2) [v1; v2]
       at the end         out1 / sum1 - lambda * out2 / sum2, its norm, its factor
 
-If the keys are split, a program stores its two answers instead. `_reduce_kernel` then merges each with those of the
+If the keys are split, a program stores its two answers instead. `reduce_pairs` then merges each with those of the
 other splits before it subtracts, because differences cannot be merged.
 
 Source: Ye et al. 2024, "Differential Transformer"; Dao et al. 2022, "FlashAttention".

@@ -404,13 +404,25 @@ def where_of(key: Tensor, plan: Plan, *, wide: bool, aligned: bool) -> Rows | Pa
         aligned: whether steps begin at multiples of their keys.
     """
     if key.ndim == 3:
-        functions = begin_in_rows, find_in_rows, offset_in_rows
-        return Rows(*map(tl.constexpr, functions), cu_seqlens_k_of(plan))
+        return Rows(
+            begin=tl.constexpr(begin_in_rows),
+            find=tl.constexpr(find_in_rows),
+            offset=tl.constexpr(offset_in_rows),
+            cu_seqlens_k=cu_seqlens_k_of(plan),
+        )
     table = plan.batch.block_table
     assert table is not None  # a plan over pages has checked it
-    functions = begin_in_pages, find_in_pages, offset_in_pages
-    constants = tl.constexpr(key.shape[1]), tl.constexpr(wide), tl.constexpr(aligned)
-    return Pages(*map(tl.constexpr, functions), table, *table.stride(), *constants)
+    return Pages(
+        begin=tl.constexpr(begin_in_pages),
+        find=tl.constexpr(find_in_pages),
+        offset=tl.constexpr(offset_in_pages),
+        block_table=table,
+        table_row_stride=table.stride(0),
+        table_stride=table.stride(1),
+        BLOCK_SIZE=tl.constexpr(key.shape[1]),
+        INT64_OFFSETS=tl.constexpr(wide),
+        ALIGNED=tl.constexpr(aligned),
+    )
 
 
 def sizes_of(
@@ -460,7 +472,7 @@ def keys_of(
     """
     token_strides = key.stride(1), value.stride(1), *(strides_by_head(codes.key)[1:2] if codes.kind else ())
     wide = key.ndim == 4 and is_wide(key.shape[1], *token_strides)
-    both = dict(where=where_of(key, plan, wide=wide, aligned=aligned), key=key, value=value)
+    both: dict[str, Any] = dict(where=where_of(key, plan, wide=wide, aligned=aligned), key=key, value=value)
     both |= dict(key_strides=key.stride(), value_strides=value.stride())
     both |= sizes_of(key, value, query.shape[2], tile_rows, codes, shared=shared)
     if codes.kind:

@@ -188,7 +188,7 @@ def _multiply(
     SCORES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Attend to the keys that come into the slots; return what `attend_kv_split` does, in layouts of the products.
+    """Attend to the keys that come into the slots; return its softmax, in layouts of the products.
 
     What is begun in a step ends in it, or the compiler would let each product wait for the one before: the scores of
     the next step, too, which a step finds in registers.

@@ -282,7 +282,7 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, 
 
 def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tuple[Hashable, ...]:
     """Return all that the compiler is told of arguments, in few steps, as each launch that is not replayed asks."""
-    known: list[Hashable] = []
+    known: list[Any] = []
     for name, x in arguments:
         kind = type(x)
         if kind is tl.constexpr:

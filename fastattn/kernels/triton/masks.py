@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from refattn.plan import Plan
 from refattn.trees import TreePlan
@@ -352,26 +351,24 @@ def phase_of_run(run, all_from, all_to, PHASE: tl.constexpr, TILE):
 
 # --- the mask of a plan ---
 
-FUNCTIONS = {
-    Window: (
-        tl.constexpr(look_in_window),
-        tl.constexpr(all_visible_in_window),
-        tl.constexpr(step_in_window),
-        tl.constexpr(visible_in_window),
-    ),
-    Intervals: (
-        tl.constexpr(look_at_intervals),
-        tl.constexpr(all_visible_in_intervals),
-        tl.constexpr(step_in_intervals),
-        tl.constexpr(visible_if_seen),
-    ),
-    Tree: (
-        tl.constexpr(look_at_tree),
-        tl.constexpr(all_visible_in_tree),
-        tl.constexpr(step_in_tree),
-        tl.constexpr(visible_if_seen),
-    ),
-}
+WINDOW = dict(
+    look=tl.constexpr(look_in_window),
+    all_visible=tl.constexpr(all_visible_in_window),
+    step=tl.constexpr(step_in_window),
+    visible=tl.constexpr(visible_in_window),
+)
+INTERVALS = dict(
+    look=tl.constexpr(look_at_intervals),
+    all_visible=tl.constexpr(all_visible_in_intervals),
+    step=tl.constexpr(step_in_intervals),
+    visible=tl.constexpr(visible_if_seen),
+)
+TREE = dict(
+    look=tl.constexpr(look_at_tree),
+    all_visible=tl.constexpr(all_visible_in_tree),
+    step=tl.constexpr(step_in_tree),
+    visible=tl.constexpr(visible_if_seen),
+)
 
 
 def mask_of(plan: Plan, tree: TreePlan | None = None, *, slopes: bool = False, nodes: bool = False) -> Any:
@@ -384,12 +381,19 @@ def mask_of(plan: Plan, tree: TreePlan | None = None, *, slopes: bool = False, n
         nodes: whether the keys before the trees are left to another kernel.
     """
     left, right = plan.window
-    window = left, right, tl.constexpr(left >= 0), tl.constexpr(right >= 0)
-
+    window: dict[str, Any] = dict(left=left, right=right, LEFT=tl.constexpr(left >= 0), RIGHT=tl.constexpr(right >= 0))
     if tree is not None:
-        words, depths = tl.constexpr(tree.trees.num_words), tl.constexpr(left >= 0 or slopes)
-        nodes_of_trees: tuple[Tensor | int, ...] = tree.trees.lens, tree.depths, tree.ancestors, tree.trees.max_len
-        return Tree(*FUNCTIONS[Tree], *window, *nodes_of_trees, words, depths, tl.constexpr(nodes))
+        return Tree(
+            **TREE,
+            **window,
+            tree_lens=tree.trees.lens,
+            depths=tree.depths,
+            ancestors=tree.ancestors,
+            tree_width=tree.trees.max_len,
+            WORDS=tl.constexpr(tree.trees.num_words),
+            DEPTHS=tl.constexpr(left >= 0 or slopes),
+            NODES=tl.constexpr(nodes),
+        )
     if plan.first_visible is not None:
-        return Intervals(*FUNCTIONS[Intervals], *window, plan.first_visible, plan.last_visible)
-    return Window(*FUNCTIONS[Window], *window)
+        return Intervals(**INTERVALS, **window, first_visible=plan.first_visible, last_visible=plan.last_visible)
+    return Window(**WINDOW, **window)

@@ -432,28 +432,55 @@ def end_at_once(split, queries, out, tile, DV: tl.constexpr):
 
 def whole() -> Whole:
     """Return that a program sees all keys of its rows."""
-    functions = begin_at_once, share_all, take_nothing, fill_padding_rows
-    return Whole(*map(tl.constexpr, functions), tl.constexpr(True))
+    return Whole(
+        begin=tl.constexpr(begin_at_once),
+        share=tl.constexpr(share_all),
+        take=tl.constexpr(take_nothing),
+        end=tl.constexpr(fill_padding_rows),
+        SINKS=tl.constexpr(True),
+    )
 
 
 def part(splits: int, *, run: int, balance: bool, overlap: bool, after: bool) -> Part:
     """Return that a program sees a run of the keys; see `Part`."""
-    functions = let_next_begin, share_run, take_nothing, wait_for_level_before
-    constants = run, balance, overlap, after
-    return Part(*map(tl.constexpr, functions), tl.constexpr(False), splits, *map(tl.constexpr, constants))
+    return Part(
+        begin=tl.constexpr(let_next_begin),
+        share=tl.constexpr(share_run),
+        take=tl.constexpr(take_nothing),
+        end=tl.constexpr(wait_for_level_before),
+        SINKS=tl.constexpr(False),
+        splits=splits,
+        RUN=tl.constexpr(run),
+        BALANCE=tl.constexpr(balance),
+        OVERLAP=tl.constexpr(overlap),
+        AFTER=tl.constexpr(after),
+    )
 
 
 def rest(prefix_lse: Tensor, *, nodes: bool) -> After:
     """Return that a program sees the keys that another kernel has not seen; see `After`."""
-    functions = begin_at_once, share_rest, take_prefix, fill_padding_rows
-    constants = map(tl.constexpr, functions)
-    return After(*constants, tl.constexpr(True), prefix_lse, prefix_lse.stride(0), tl.constexpr(nodes))
+    return After(
+        begin=tl.constexpr(begin_at_once),
+        share=tl.constexpr(share_rest),
+        take=tl.constexpr(take_prefix),
+        end=tl.constexpr(fill_padding_rows),
+        SINKS=tl.constexpr(True),
+        prefix_lse=prefix_lse,
+        prefix_lse_head_stride=prefix_lse.stride(0),
+        NODES=tl.constexpr(nodes),
+    )
 
 
 def repair(*, overlap: bool) -> Repair:
     """Return that a program computes again what has NaN; see `Repair`."""
-    functions = wait_for_output, share_if_nan, take_nothing, end_at_once
-    return Repair(*map(tl.constexpr, functions), tl.constexpr(True), tl.constexpr(overlap))
+    return Repair(
+        begin=tl.constexpr(wait_for_output),
+        share=tl.constexpr(share_if_nan),
+        take=tl.constexpr(take_nothing),
+        end=tl.constexpr(end_at_once),
+        SINKS=tl.constexpr(True),
+        OVERLAP=tl.constexpr(overlap),
+    )
 
 
 # --- the splits of one call ---
