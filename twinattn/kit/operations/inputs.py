@@ -88,6 +88,12 @@ def unused(table: Tensor, seq_lens: list[int], blocks: int, block_size: int) -> 
     return free
 
 
+def padding_of(a: Arguments, x: Tensor) -> Tensor:
+    """Return which elements of rows of queries are padding."""
+    rows = torch.arange(len(x)) >= int(a["cu_seqlens_q"][-1])
+    return rows.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape)
+
+
 def batch_of(a: Arguments) -> Batch:
     """Return the batch of a call."""
     return Batch(
