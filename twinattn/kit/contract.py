@@ -1,6 +1,6 @@
 """The contract of a kernel, property by property: what it promises, and on which batches that is checked."""
 
-from twinattn.kit import combinations, landmarks, memory, numbers, state_checks
+from twinattn.kit import combinations, landmarks, memory, numbers, sizes, state_checks
 from twinattn.kit.checks import (
     again,
     alone,
@@ -285,7 +285,7 @@ PROPERTIES = (
     ),
     Property(
         "range",
-        "Scores in the hundreds do not overflow, nor do sinks.",
+        "Scores in the hundreds do not overflow, nor do sinks; with a cap and a negative scale, too.",
         loudly,
         loud,
         paths=LOUDLY,
@@ -424,12 +424,14 @@ PROPERTIES = (
     ),
     Property(
         "softcap",
-        "The cap bounds scaled scores, before the mask.",
+        "The cap bounds scaled scores, before the mask, also those whose exp is infinite.",
         with_options("softcap"),
-        everything,
+        scaled,
         ("softcap",),
         ATTENDS,
+        examples=12,
         landmarks=landmarks.long(softcap=5.0),
+        check_landmark=everything,
     ),
     Property(
         "alibi",
@@ -557,6 +559,7 @@ PROPERTIES = (
     *state_checks.PROPERTIES,
     *memory.PROPERTIES,
     *numbers.PROPERTIES,
+    *sizes.PROPERTIES,
 )
 
 

@@ -244,9 +244,10 @@ def padded(draw: Draw, kernel: Kernel) -> Example:
 
 
 def loudly(draw: Draw, kernel: Kernel) -> Example:
-    """Draw sinks, too, which may be far above and below all scores."""
-    sinks = draw(st.sampled_from((None, True, "large"))) if kernel.takes("sinks") else None
-    return draw_example(draw, kernel, options={} if sinks is None else {"sinks": sinks})
+    """Draw sinks, too, which may be far above and below all scores; a cap, and a negative scale."""
+    numbers = dict(sinks=(None, True, "large"), softcap=(None, 1.0, 30.0), softmax_scale=(None, -0.3))
+    options = {name: draw(st.sampled_from(x)) for name, x in numbers.items() if kernel.takes(name)}
+    return draw_example(draw, kernel, options={name: x for name, x in options.items() if x is not None})
 
 
 def forked(draw: Draw, kernel: Kernel) -> Example:
