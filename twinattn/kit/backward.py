@@ -357,7 +357,7 @@ PROPERTIES = (
         with_options("softmax_scale"),
         everything,
         ("softmax_scale",),
-        landmarks=landmarks.long(softmax_scale=0.3),
+        landmarks=landmarks.both(landmarks.each(softmax_scale=draws.SCALES), landmarks.long(softmax_scale=0.3)),
     ),
     Property(
         "softcap",
@@ -365,7 +365,7 @@ PROPERTIES = (
         with_options("softcap"),
         everything,
         ("softcap",),
-        landmarks=landmarks.long(softcap=5.0),
+        landmarks=landmarks.both(landmarks.each(softcap=draws.CAPS), landmarks.long(softcap=5.0)),
     ),
     Property(
         "alibi",

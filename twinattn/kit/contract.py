@@ -25,6 +25,8 @@ from twinattn.kit.checks import (
     without_lse,
 )
 from twinattn.kit.draws import (
+    CAPS,
+    SCALES,
     empty_parts,
     fewer_than_asked_for,
     forked,
@@ -289,6 +291,7 @@ PROPERTIES = (
         loudly,
         loud,
         paths=LOUDLY,
+        landmarks=landmarks.each(softcap=(1.0, 30.0), softmax_scale=(-0.3,), sinks=(True, "large")),
     ),
     Property("blocks", "Blocks that belong to no sequence may hold anything.", plain, poisoned("blocks"), paths=PAGED),
     Property("tail", "Slots past a sequence's end may hold anything.", plain, poisoned("tail"), paths=PAGED),
@@ -306,6 +309,7 @@ PROPERTIES = (
         plain,
         poisoned("window"),
         paths=("interval",),
+        landmarks=landmarks.each(seen=("spans", "prefix", "drawn")),
     ),
     Property(
         "not selected", "Keys that no query selected may hold anything.", plain, poisoned("window"), paths=SELECTED
@@ -325,6 +329,7 @@ PROPERTIES = (
         of_equal_scores,
         answer,
         paths=("select",),
+        landmarks=landmarks.each(kind=("zeros", "plateau", "negative")),
     ),
     Property(
         "few keys",
@@ -419,8 +424,7 @@ PROPERTIES = (
         scaled,
         ("softmax_scale",),
         ATTENDS,
-        landmarks=landmarks.long(softmax_scale=0.3),
-        check_landmark=everything,
+        landmarks=landmarks.both(landmarks.each(softmax_scale=SCALES), landmarks.long(softmax_scale=0.3)),
     ),
     Property(
         "softcap",
@@ -430,8 +434,7 @@ PROPERTIES = (
         ("softcap",),
         ATTENDS,
         examples=12,
-        landmarks=landmarks.long(softcap=5.0),
-        check_landmark=everything,
+        landmarks=landmarks.both(landmarks.each(softcap=CAPS), landmarks.long(softcap=5.0)),
     ),
     Property(
         "alibi",

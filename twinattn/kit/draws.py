@@ -12,6 +12,7 @@ from twinattn.kit.example import SELECTED, Arguments, Example
 from twinattn.kit.kernel import Kernel, Shape
 from twinattn.kit.property import OTHER_LENGTHS, Draw
 
+SCALES, CAPS = (0.3, 1.0, 0.0, -0.3, 0.0437), (1.0, 5.3, 30.0)
 FAR_BLOCK, MOST_ELEMENTS = 2**16, 2**26  # where the blocks of a large pool begin, if it is no larger than this
 
 
@@ -108,8 +109,8 @@ def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
 
     def drawn(draw: Draw, kernel: Kernel) -> Example:
         numbers = {
-            "softmax_scale": st.sampled_from((0.3, 1.0, 0.0, -0.3, 0.0437)),
-            "softcap": st.sampled_from((1.0, 5.3, 30.0)),
+            "softmax_scale": st.sampled_from(SCALES),
+            "softcap": st.sampled_from(CAPS),
             "alibi_slopes": st.just(True),
             "sinks": st.just(True),
             "causal": st.just(False),

@@ -505,8 +505,9 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
     room, order = len(drawn.key_cache) * example.block_size, example.options.get("slots")
     if order:
+        first = max(0, min(room - t, room - example.block_size - (t + 1) // 2))  # so that a run is over a block's end
         places = {
-            "run": torch.arange(room - t - 1, room - 1),  # over the ends of blocks
+            "run": torch.arange(first, first + t),
             "backwards": torch.arange(room - 1, room - 1 - t, -1),
             "anywhere": torch.randperm(room, generator=generator)[:t],
         }

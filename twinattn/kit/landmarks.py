@@ -114,6 +114,21 @@ def some(kernel: Kernel) -> list[Example]:
     return [batch, replace(batch, seed=1)]
 
 
+def each(**choices: tuple[Any, ...]) -> Landmarks:
+    """Return what makes three sequences with each value of each option: at random it may never be drawn."""
+    return lambda kernel: [
+        example(kernel, ((3, 20), (1, 33), (2, 40)), **{name: value})
+        for name, values in choices.items()
+        if name not in OPTIONAL or kernel.takes(name)
+        for value in values
+    ]
+
+
+def both(*several: Landmarks) -> Landmarks:
+    """Return what makes the landmarks of several."""
+    return lambda kernel: [mark for landmarks in several for mark in landmarks(kernel)]
+
+
 def of_layouts(kernel: Kernel) -> list[Example]:
     """Return three sequences, in each layout."""
     return [example(kernel, ((3, 20), (1, 33), (2, 40)), layout=layout) for layout in LAYOUTS]

@@ -280,6 +280,10 @@ PROPERTIES = (
         drawn(query_scale=True, scales_of=("", "heads", "sequences"), format=("", "e5m2")),
         query_scale,
         paths=("quantized",),
+        landmarks=lambda kernel: [
+            replace(x, options={**x.options, "query_scale": True})
+            for x in landmarks.each(scales_of=("heads", "sequences"), format=("e5m2",))(kernel)
+        ],
     ),
     Property(
         "bytes",
@@ -320,6 +324,7 @@ PROPERTIES = (
         with_option("slots", "run", "backwards", "anywhere"),
         answer,
         paths=("kv_cache",),
+        landmarks=landmarks.each(slots=("run", "backwards", "anywhere")),
     ),
     Property(
         "far slots",
@@ -328,6 +333,7 @@ PROPERTIES = (
         far_slots,
         paths=("kv_cache",),
         examples=2,
+        landmarks=lambda kernel: [landmarks.example(kernel, ((70, 70), (17, 33)))],
     ),
     Property(
         "rows past the slots",

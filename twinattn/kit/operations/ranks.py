@@ -157,7 +157,7 @@ CONTEXT_PARALLEL = Operation(
     outputs=("out", "lse"),
     optional=frozenset({"lse"}),
     types=dict(out="query"),
-    strided=("query", "key", "value", "key_cache", "value_cache"),
+    strided=("query", "key", "value", "key_cache", "value_cache", "sinks"),
     tables=("block_table",),
     pools=("key_cache", "value_cache"),
     invoke=on_each_rank,

@@ -232,7 +232,8 @@ INT8 = Operation(
     ),
     dimensions=of_lengths(queries=513, sequences=513)
     | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
-    | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 129), head_size=of_size("head_size", 513)),
+    | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 129))
+    | {name: of_size(name, 513) for name in ("head_size", "more")},
     specials=(EMPTY, PADDING, LONG),
     derived={
         **BATCH,
