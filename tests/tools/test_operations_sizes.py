@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from refattn import mla, quantized, recurrent, sparse, speculative
-from refattn.interface import Fp8Scales
 from refattn.metadata import advance, positions, slot_mapping
+from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit import claims
 from twinattn.kit.check import check
 from twinattn.kit.operations import OPERATIONS, find_operation
@@ -71,13 +71,6 @@ def test_a_claim_keeps_a_dimension_small():
 
 
 # --- wrong past a size ---
-
-
-@claims(heads=(1,), head_size=(16,), block_size=(16,), padding=(0,))
-def scores_of_2048_keys(query, weights, index_cache, plan):
-    out = sparse.scores(query, weights, index_cache, plan)
-    out[:, 2048:] = -torch.inf
-    return out
 
 
 def scores_of_two_rows(query, weights, index_cache, plan):
@@ -183,7 +176,6 @@ def fp8_in_runs(key, value, key_cache, value_cache, slot_mapping, scales):
 
 
 WRONG = [
-    ("index_scores", scores_of_2048_keys, "past tiles"),
     ("index_scores", scores_of_two_rows, "past tiles"),
     ("positions", positions_of_1024, "past tiles"),
     ("slot_mapping", slots_of_1024, "past tiles"),
@@ -229,7 +221,7 @@ def test_halves_of_int8_are_rounded_to_the_even_number():
     """The reference says it, both pages say it, and the kit asks for it where a half is exact."""
     key_cache, value_cache, key_scales = quantized.allocate_int8(1, 4, 1, 4)
     x = torch.tensor([[[0.5, 1.5, -2.5, 127.0]]])
-    scales = quantized.Int8Scales(key_scales, torch.ones(1, 4))
+    scales = Int8Scales(key_scales, torch.ones(1, 4))
     quantized.write(x, x, key_cache, value_cache, torch.tensor([0]), scales=scales)
     assert key_cache[0, 0, 0].tolist() == value_cache[0, 0, 0].tolist() == [0, 2, -2, 127]
     pages = [
