@@ -317,8 +317,8 @@ def again(call: _Call) -> None:
         if word_of(name) in call.operation.flips:
             x.copy_(x.flip(0))
         elif word_of(name) in call.operation.strided and x.is_floating_point() and x.element_size() > 1:
-            other = x * 0.75 if (x > 0).all() else x.neg() + 0.25  # a scale stays one
-            x.copy_(torch.where(x.isfinite(), other, x))
+            changed = x * 0.75 if (x > 0).all() else x.neg() + 0.25  # a scale stays one
+            x.copy_(torch.where(x.isfinite(), changed, x))
     call.ask(given)
     try:
         call.hold()
@@ -391,8 +391,9 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
         found.append(OperationProperty("together", says, operation, right, all_options=True))
     if operation.dimensions:
         says = "Any dimension may fill a tile of a kernel, and be past it: up to 8,193."
-        large = dict(once=True, all_options=True, past_tiles=True)
-        found.append(OperationProperty("past tiles", says, operation, right, **large))
+        found.append(
+            OperationProperty("past tiles", says, operation, right, once=True, all_options=True, past_tiles=True)
+        )
     for x in operation.specials:
         found.append(OperationProperty(x.name, x.promise, operation, right, x.sizes, x.needs, once=x.once))
     says = "No output depends on memory that no token has, on entries past the last block, or on rows of padding."
