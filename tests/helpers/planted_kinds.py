@@ -3,7 +3,7 @@
 The kernel by hand, the property that finds it, the type in which it shows, the lines, and those with the mistake.
 """
 
-from tests.helpers.planted import BLOCK, OF_SINKS, REPEAT
+from tests.helpers.planted import BLOCK, HIDE, OF_SINKS, REPEAT
 
 LOAD = "q = query[first:last].float()"
 VALUES = "v = value_cache[block, j % p].float() * value_scale"
@@ -177,6 +177,121 @@ KINDS = {
         "float32",
         "see = see & (j // chunk_size == pos // chunk_size)",
         "see = see & (j // (1 << chunk_size.bit_length() - 1) == pos // (1 << chunk_size.bit_length() - 1))",
+    ),
+    # options at shapes, and past the tiles of kernels
+    "a-cap-lost-in-heads-of-192": (
+        "paged",
+        "options at shapes",
+        "float32",
+        "                if softcap:",
+        "                if softcap and d != 192:",
+    ),
+    "a-window-lost-in-blocks-of-256": (
+        "paged",
+        "options at shapes",
+        "float32",
+        "                if window_size[0] >= 0:",
+        "                if window_size[0] >= 0 and p != 256:",
+    ),
+    "sinks-of-8192-keys": (
+        "paged",
+        "options past tiles",
+        "float32",
+        OF_SINKS,
+        OF_SINKS.replace("+ torch", "+ (s <= 8192) * torch"),
+    ),
+    "distances-of-16-bits": (
+        "paged",
+        "options past tiles",
+        "float32",
+        "(pos - j).abs()",
+        "(pos - j).to(torch.int16).abs()",
+    ),
+    "scales-of-the-first-sequence-past-1024": (
+        "quantized",
+        "options past tiles",
+        "float32",
+        "key_scale, value_scale = scales_of(scales, b)",
+        "key_scale, value_scale = scales_of(scales, b if s <= 1024 else len(lengths) - 1)",
+    ),
+    "the-second-64-of-128-heads": (
+        "mla",
+        "answer",
+        "float32",
+        "    keys = cache[..., : query.shape[-1]].unsqueeze(2)\n    values = cache[..., :latent_rank].unsqueeze(2)\n",
+        "    keys = cache[..., : query.shape[-1]].unsqueeze(2)\n    values = cache[..., :latent_rank].unsqueeze(2)\n"
+        "    if query.shape[-1] == 576:\n        query = query[:, torch.arange(query.shape[1]) % 64]\n",
+    ),
+    "two-rows-share-a-tile": (
+        "paged",
+        "edges",
+        "float32",
+        HIDE,
+        "see = see & (j < ((pos - (torch.arange(n) % 2)[:, None]) // 64 + 1) * 64)\n                " + HIDE,
+    ),
+    "lengths-that-look-alike": (
+        "dense",
+        "empty rows",
+        "float32",
+        "edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()",
+        "edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()\n"
+        "    if edges_q[-1] == edges_k[-1] and cu_seqlens_q.diff().max() == cu_seqlens_k.diff().max():\n"
+        "        edges_k = edges_q",
+    ),
+    "a-first-tile-without-keys": (
+        "sparse",
+        "empty tiles",
+        "float32",
+        "chosen = slots.long()\n",
+        "chosen = slots.long()\n"
+        "        if slots.shape[1] > 64:\n"
+        "            chosen = chosen.masked_fill((slots[:, :64] < 0).all(1, keepdim=True), -1)\n",
+    ),
+    "a-rotary-key-at-the-end-of-a-row": (
+        "packed_latents",
+        "gaps",
+        "float32",
+        "rotary = cache[..., end : end + 2 * (query.shape[-1] - r)]",
+        "rotary = cache[..., cache.shape[-1] - 2 * (query.shape[-1] - r) :]",
+    ),
+    # numbers at edges
+    "a-cap-by-exp": (
+        "paged",
+        "range",
+        "float32",
+        "scores = softcap * torch.tanh(scores / softcap)",
+        "scores = (2 * scores / softcap).exp()\n                    scores = softcap * (scores - 1) / (scores + 1)",
+    ),
+    "a-maximum-before-a-negative-scale": (
+        "paged",
+        "scale",
+        "float32",
+        "safe = torch.where(new == -torch.inf, 0.0, new)",
+        "safe = torch.where(new == -torch.inf, 0.0, new)\n"
+        "                if scale < 0:\n"
+        "                    safe = scores.masked_fill(~see, torch.inf).amin(-1).nan_to_num(posinf=0.0)",
+    ),
+    "scores-of-16-bits": (
+        "select",
+        "kinds of scores",
+        "float32",
+        "order = torch.argsort(scores, dim=1,",
+        "order = torch.argsort(scores.half(), dim=1,",
+    ),
+    "a-block-by-float32": (
+        "write",
+        "far slots",
+        "float32",
+        "    slots = slot_mapping[keep]\n",
+        "    slots = slot_mapping[keep].float().long()\n",
+    ),
+    "a-run-ends-with-its-block": (
+        "write",
+        "any slots",
+        "float32",
+        "keep = slot_mapping >= 0",
+        "keep = slot_mapping >= 0\n"
+        "    keep[1:] &= (slot_mapping[1:] != slot_mapping[:-1] + 1) | (slot_mapping[1:] % p != 0)",
     ),
     "infinite-lse-of-nan-part": (
         "merge",

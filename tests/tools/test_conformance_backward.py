@@ -13,6 +13,7 @@ from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.adapters import ADAPTERS
 from twinattn.kit.check import check
+from twinattn.kit.checks import everything
 from twinattn.kit.kernel import find
 from twinattn.kit.report import as_text
 
@@ -108,6 +109,48 @@ def test_a_backward_that_is_called_itself():
 
 
 @pytest.mark.usefixtures("unnamed")
+def weights_of_the_given_lse(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    grad_lse=None,
+    window_size=(-1, -1),
+    softmax_scale=None,
+):
+    """Weights are `exp(score - lse)`, all in float32: each is off by a rounding of the log-sum-exp, too."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
+    group, ends, key_ends = query.shape[1] // key.shape[1], cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(ends) - 1):
+        rows, keys = slice(ends[i], ends[i + 1]), slice(key_ends[i], key_ends[i + 1])
+        n, s = ends[i + 1] - ends[i], key_ends[i + 1] - key_ends[i]
+        pos, j = torch.arange(s - n, s)[:, None], torch.arange(s)
+        see = (j <= pos) & (j >= pos - window_size[0]) if window_size[0] >= 0 else j <= pos
+        for h in range(query.shape[1]):
+            q, k, v, go = query[rows, h], key[keys, h // group], value[keys, h // group], grad_out[rows, h]
+            scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+            p = (scale * (q @ k.T) - lse[rows, h, None]).exp().masked_fill(~see, 0.0)
+            delta = (go * out[rows, h]).sum(-1, keepdim=True) - (0.0 if grad_lse is None else grad_lse[rows, h, None])
+            ds = p * (go @ v.T - delta) * scale
+            dq[rows, h] += ds @ k
+            dk[keys, h // group] += ds.T @ q
+            dv[keys, h // group] += p.T @ go
+    return dq, dk, dv
+
+
+def test_weights_may_be_off_by_the_rounding_of_their_log_sum_exp():
+    """Where scores are of about 12, so is the log-sum-exp, and a weight is off by a rounding of that size."""
+    options = dict(window_size=(4, 0), softmax_scale=-0.3, grad_lse=True)
+    lens = ((5, 5), (1, 17), (9, 40), (1, 1))
+    for seed in range(4):
+        example = Example(PATH, lens, (4, 2), 128, 0, 64, options=options, seed=seed)
+        everything(find(weights_of_the_given_lse, PATH), example, torch.float32, "cpu")
+
+
 def test_sdpa_and_its_scale():
     """A scale of 0 gives NaN where it is causal: `docs/proof/conformance.md` has it."""
     asked = ["gradients", "empty rows", "strides of the gradient"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.helpers import by_hand
 from tests.helpers.planted import PAST_A_SIZE, RETURNED, UNNAMED, plant
-from twinattn.kit import Example, claims, combinations, contract, mistakes
+from twinattn.kit import Example, claims, combinations, contract, mistakes, sizes
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.check import check
@@ -71,6 +71,28 @@ def test_any_two_choices_meet():
         assert {(case[one], case[other]) for case in cases} == set(itertools.product(xs, ys))
     assert {"causal", "window_size", "sinks", "layout", "poison", "return_lse", "out"} <= set(of)
     assert len(contract.all_together(kernel)) <= 40
+
+
+def test_each_option_meets_each_shape():
+    """And there are shapes with each number of heads, each head size and each block size."""
+    kernel = Kernel("paged", "chunked_prefill", by_hand.paged)
+    batches, claims_of = sizes.at_every_shape(kernel), kernel.claims
+    shapes = [(x.heads, (x.head_size, x.value_size), x.block_size) for x in batches]
+    for i, claimed in enumerate((claims_of.heads, claims_of.head_sizes, claims_of.block_sizes)):
+        assert {shape[i] for shape in shapes} == set(claimed)
+    for shape in shapes:
+        met = {name for x, of in zip(batches, shapes, strict=True) if of == shape for name in x.options}
+        assert {"causal", "window_size", "softmax_scale", "softcap", "alibi_slopes", "sinks"} <= met
+    longest = [max(s for _, s in x.lens) for x in sizes.past_tiles(kernel)]
+    assert max(longest) > 2**15 and len(batches) <= 40 and len(longest) <= 8
+
+
+def test_heads_of_latents_meet_the_size_that_is_served():
+    def mine(query, cache, cu_seqlens_q, seq_lens, block_table, latent_rank, softmax_scale, sinks=None): ...
+
+    kernel = Kernel("mine", "mla", mine)
+    options = [x.options for x in sizes.at_every_shape(kernel) if (x.heads, x.head_size) == ((128, 1), 576)]
+    assert any("sinks" in x for x in options)
 
 
 @pytest.mark.usefixtures("no_shrinking")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinattn.kit import checks, contract, draws, gradients, landmarks, memory
+from twinattn.kit import checks, contract, draws, gradients, landmarks, memory, sizes
 from twinattn.kit.checks import everything
 from twinattn.kit.draws import draw_example, plain, with_options
 from twinattn.kit.example import Answers, Arguments, Example, expected
@@ -357,7 +357,7 @@ PROPERTIES = (
         with_options("softmax_scale"),
         everything,
         ("softmax_scale",),
-        landmarks=landmarks.long(softmax_scale=0.3),
+        landmarks=landmarks.both(landmarks.each(softmax_scale=draws.SCALES), landmarks.long(softmax_scale=0.3)),
     ),
     Property(
         "softcap",
@@ -365,7 +365,7 @@ PROPERTIES = (
         with_options("softcap"),
         everything,
         ("softcap",),
-        landmarks=landmarks.long(softcap=5.0),
+        landmarks=landmarks.both(landmarks.each(softcap=draws.CAPS), landmarks.long(softcap=5.0)),
     ),
     Property(
         "alibi",
@@ -389,6 +389,14 @@ PROPERTIES = (
         draws.in_combination,
         combined,
         landmarks=contract.all_together,
+    ),
+    Property(
+        "options at shapes",
+        "Each option holds at every number of heads and every head size.",
+        plain,
+        combined,
+        examples=0,
+        landmarks=sizes.at_every_shape,
     ),
     Property(
         "one at a time",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from twinattn.kit import landmarks
-from twinattn.kit.example import PATHS, SELECTED, Example
+from twinattn.kit.example import PATHS, SCALES_OF, SELECTED, Example
 from twinattn.kit.kernel import Kernel, Shape
 
 CAUSAL_WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, 0))
@@ -50,6 +50,8 @@ def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
     of = {name: values for name, values in known.items() if kernel.takes(name)}
     if "scales" in PATHS[path].words:
         of["scales"] = ((1.0, 1.0), (0.5, 0.25))
+        of["scales_of"] = tuple(x for x in SCALES_OF if claimed(f"scales per {x.rstrip('s').removesuffix('e')}"))
+        of["format"] = ("", "e5m2") if claimed("format") else ("",)
     if PATHS[path].differentiates:
         for name in ("return_lse", "out", "batch_invariant"):  # a backward takes the output itself
             of.pop(name, None)

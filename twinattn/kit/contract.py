@@ -1,6 +1,6 @@
 """The contract of a kernel, property by property: what it promises, and on which batches that is checked."""
 
-from twinattn.kit import combinations, landmarks, memory, numbers, state_checks
+from twinattn.kit import combinations, landmarks, memory, numbers, sizes, state_checks
 from twinattn.kit.checks import (
     again,
     alone,
@@ -25,6 +25,8 @@ from twinattn.kit.checks import (
     without_lse,
 )
 from twinattn.kit.draws import (
+    CAPS,
+    SCALES,
     empty_parts,
     fewer_than_asked_for,
     forked,
@@ -285,10 +287,11 @@ PROPERTIES = (
     ),
     Property(
         "range",
-        "Scores in the hundreds do not overflow, nor do sinks.",
+        "Scores in the hundreds do not overflow, nor do sinks; with a cap and a negative scale, too.",
         loudly,
         loud,
         paths=LOUDLY,
+        landmarks=landmarks.each(softcap=(1.0, 30.0), softmax_scale=(-0.3,), sinks=(True, "large")),
     ),
     Property("blocks", "Blocks that belong to no sequence may hold anything.", plain, poisoned("blocks"), paths=PAGED),
     Property("tail", "Slots past a sequence's end may hold anything.", plain, poisoned("tail"), paths=PAGED),
@@ -306,6 +309,7 @@ PROPERTIES = (
         plain,
         poisoned("window"),
         paths=("interval",),
+        landmarks=landmarks.each(seen=("spans", "prefix", "drawn")),
     ),
     Property(
         "not selected", "Keys that no query selected may hold anything.", plain, poisoned("window"), paths=SELECTED
@@ -325,6 +329,7 @@ PROPERTIES = (
         of_equal_scores,
         answer,
         paths=("select",),
+        landmarks=landmarks.each(kind=("zeros", "plateau", "negative")),
     ),
     Property(
         "few keys",
@@ -419,17 +424,17 @@ PROPERTIES = (
         scaled,
         ("softmax_scale",),
         ATTENDS,
-        landmarks=landmarks.long(softmax_scale=0.3),
-        check_landmark=everything,
+        landmarks=landmarks.both(landmarks.each(softmax_scale=SCALES), landmarks.long(softmax_scale=0.3)),
     ),
     Property(
         "softcap",
-        "The cap bounds scaled scores, before the mask.",
+        "The cap bounds scaled scores, before the mask, also those whose exp is infinite.",
         with_options("softcap"),
-        everything,
+        scaled,
         ("softcap",),
         ATTENDS,
-        landmarks=landmarks.long(softcap=5.0),
+        examples=12,
+        landmarks=landmarks.both(landmarks.each(softcap=CAPS), landmarks.long(softcap=5.0)),
     ),
     Property(
         "alibi",
@@ -557,6 +562,7 @@ PROPERTIES = (
     *state_checks.PROPERTIES,
     *memory.PROPERTIES,
     *numbers.PROPERTIES,
+    *sizes.PROPERTIES,
 )
 
 

@@ -14,8 +14,8 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
         "select": ("ties", "kinds of scores", "few keys", "many scores", "order"),
         "sparse": ("listed twice", "long lists"),
     },
-    "Which scale?": {PREFILL: ("answer", "scale"), "mla": ("scale",), STATES: ("read scale",)},
-    "In which order?": {PREFILL: ("softcap", "together")},
+    "Which scale?": {PREFILL: ("answer", "scale", "options at shapes"), "mla": ("scale",), STATES: ("read scale",)},
+    "In which order?": {PREFILL: ("softcap", "together", "options at shapes", "options past tiles")},
     "ALiBi?": {PREFILL: ("alibi", "slopes", "root of the distance", "strides of options")},
     "Sinks?": {PREFILL: ("sinks", "strides of options"), "cascade": ("sinks",)},
     "Which log-sum-exp?": {PREFILL: ("lse",), "merge": ("lse",), "cascade": ("lse",)},
@@ -37,7 +37,10 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
     "A quantised key or value?": {
         "quantized": ("answer", "scales", "scales per head", "scales per sequence", "format", "bytes", "query scale")
     },
-    "Slot `-1`?": {"kv_cache": ("padding", "holes", "rows past the slots"), STATES: ("padding slot",)},
+    "Slot `-1`?": {
+        "kv_cache": ("padding", "holes", "any slots", "far slots", "rows past the slots"),
+        STATES: ("padding slot",),
+    },
     "`out=`?": {PREFILL: ("out", "out strides", "out over the query")},
     "Which lengths are legal?": {PREFILL: ("empty rows",), STATES: ("no tokens",)},
     "Where is a drafted token?": {"speculative": ("mask", "window", "alibi", "growing trees", "large trees")},

@@ -12,6 +12,7 @@ from twinattn.kit.example import SELECTED, Arguments, Example
 from twinattn.kit.kernel import Kernel, Shape
 from twinattn.kit.property import OTHER_LENGTHS, Draw
 
+SCALES, CAPS = (0.3, 1.0, 0.0, -0.3, 0.0437), (1.0, 5.3, 30.0)
 FAR_BLOCK, MOST_ELEMENTS = 2**16, 2**26  # where the blocks of a large pool begin, if it is no larger than this
 
 
@@ -108,8 +109,8 @@ def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
 
     def drawn(draw: Draw, kernel: Kernel) -> Example:
         numbers = {
-            "softmax_scale": st.sampled_from((0.3, 1.0, 0.0, -0.3, 0.0437)),
-            "softcap": st.sampled_from((1.0, 5.3, 30.0)),
+            "softmax_scale": st.sampled_from(SCALES),
+            "softcap": st.sampled_from(CAPS),
             "alibi_slopes": st.just(True),
             "sinks": st.just(True),
             "causal": st.just(False),
@@ -244,9 +245,10 @@ def padded(draw: Draw, kernel: Kernel) -> Example:
 
 
 def loudly(draw: Draw, kernel: Kernel) -> Example:
-    """Draw sinks, too, which may be far above and below all scores."""
-    sinks = draw(st.sampled_from((None, True, "large"))) if kernel.takes("sinks") else None
-    return draw_example(draw, kernel, options={} if sinks is None else {"sinks": sinks})
+    """Draw sinks, too, which may be far above and below all scores; a cap, and a negative scale."""
+    numbers = dict(sinks=(None, True, "large"), softcap=(None, 1.0, 30.0), softmax_scale=(None, -0.3))
+    options = {name: draw(st.sampled_from(x)) for name, x in numbers.items() if kernel.takes(name)}
+    return draw_example(draw, kernel, options={name: x for name, x in options.items() if x is not None})
 
 
 def forked(draw: Draw, kernel: Kernel) -> Example:

@@ -51,6 +51,9 @@ ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache",
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
 SCALES = (1.7123, 0.2611)  # of fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
 CHAINS = 5  # the seed of trees that are chains
+SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
+HOLES = ("first", "middle", "last")  # entries of a list that are no keys
+FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # with which keys count that are tens of thousands of tokens away
 SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; over thousands of keys small ones count
 QUERY_SCALE = 0.0213  # with which a query of about 1 has codes of about 50
 CALLED = (
@@ -75,15 +78,17 @@ class Example(Workload):
             `scales_of`: "heads" or "sequences", if there are several, `format`: "e5m2" in the place of e4m3, `bytes`:
             whether the pools are those of their codes, and `query_scale`: whether there is one. Of `interval`, `seen`:
             "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, `twice`:
-            whether a key may be listed several times, and `full`: whether no list is shorter. Of `select`, `topk` and
-            `kind` of the scores. Of `kv_cache`, `holes`: whether some slots are -1. Of `speculative`, `growing`: nodes
-            of each tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and
-            `delta`. Of `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of
-            `packed.KINDS`. Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large"
-            sinks are those of some heads alone, those of "bfloat16" have that type, as slopes may; slopes by the "root"
-            are for `alibi_sqrt`. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
-            `poison`; `first_block`, from which the blocks of a large pool are numbered; `forked`: whether sequences
-            begin with blocks of others; `nan_at`: where the NaN of a sequence is, of its keys, from 0 to 1.
+            whether a key may be listed several times, `full`: whether no list is shorter, and `holes`: which entries
+            are no keys, one of `HOLES`. Of `select`, `topk` and `kind` of the scores. Of `kv_cache`, `holes`: whether
+            some slots are -1, and `slots`: "run", "backwards" or "anywhere". Of `speculative`, `growing`: nodes of each
+            tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of
+            `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of
+            `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large" sinks are those of
+            some heads alone, those of "bfloat16" have that type, as slopes may; slopes by the "root" are for
+            `alibi_sqrt`, and "far" ones are so small that keys count that are far away. And what `CALLED` names, how a
+            check calls a kernel: `return_lse`, `out`, `layout`, `poison`; `first_block`, from which the blocks of a
+            large pool are numbered; `forked`: whether sequences begin with blocks of others; `nan_at`: where the NaN of
+            a sequence is, of its keys, from 0 to 1.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -156,6 +161,7 @@ class Example(Workload):
         """Draw the positions that each query of each sequence sees that has a list, with -1 anywhere, `[t, k]`."""
         drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
         twice, full = self.options.get("twice", False), self.options.get("full", False)
+        holes = self.options.get("holes")
         for q, s in self.lens:
             rows = []
             for _ in range(q):
@@ -164,6 +170,10 @@ class Example(Workload):
                 if twice and count:
                     row[count:] = [drawn.choice((-1, row[0], row[count - 1])) for _ in row[count:]]
                 drawn.shuffle(row)
+                if holes:
+                    keys = drawn.sample(range(s), min(s, topk // 4))
+                    first = {"first": 0, "middle": len(keys) // 2, "last": len(keys)}[holes]
+                    row = [*keys[:first], *[-1] * (topk - len(keys)), *keys[first:]]
                 rows.append(row)
             lists.append(torch.tensor(rows, dtype=torch.int32).reshape(q, topk))
         return lists
@@ -338,7 +348,7 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
         for word in ROWS_OF_NUMBERS:
             if word in changed:
                 is_packed = changed[word].dtype == torch.uint8
-                changed[word] = packed.with_gaps(changed[word], GAP) if is_packed else _with_gaps(changed[word])
+                changed[word] = packed.wider(changed[word], GAP) if is_packed else _with_gaps(changed[word])
         if "cache" in changed and "latent_rank" in changed and changed["cache"].is_floating_point():
             changed["cache"][..., example.head_size :] = torch.nan
     elif name == "table":
@@ -400,7 +410,7 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 def _positions(example: Example, options: Arguments) -> Tensor:
     """Return the positions that were selected for each query row; rows of padding have none."""
-    topk, _, _ = options.pop("topk", 8), options.pop("twice", False), options.pop("full", False)
+    topk, *_ = (options.pop(name, default) for name, default in dict(topk=8, twice=False, full=False, holes="").items())
     return torch.cat([*example.selected(), torch.full((example.padding_rows, topk), -1, dtype=torch.int32)])
 
 
@@ -493,6 +503,15 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
+    room, order = len(drawn.key_cache) * example.block_size, example.options.get("slots")
+    if order:
+        first = max(0, min(room - t, room - example.block_size - (t + 1) // 2))  # so that a run is over a block's end
+        places = {
+            "run": torch.arange(first, first + t),
+            "backwards": torch.arange(room - 1, room - 1 - t, -1),
+            "anywhere": torch.randperm(room, generator=generator)[:t],
+        }
+        slots[:t] = places[order]
     if example.options.get("holes"):
         slots[example.seed % 2 :: 3] = -1
     before = example.options.get("first_block", 0)
@@ -520,6 +539,8 @@ def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
     kind = example.options.get("kind", "plateau")
     if kind == "crowded":  # in one binade, and many of them nearly alike, on either side of 0
         scores = torch.where(scores > 0, 1.0, -1.0) * (1.0 + 0.1 * torch.rand(t, s, generator=generator))
+    if kind == "near":  # all of them one number in 16 bits
+        scores = 1.0 + 2.0**-12 * torch.rand(t, s, generator=generator, dtype=torch.float32)
     if kind == "apart":  # of any size, down to subnormal numbers, and infinite ones
         scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
         scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
@@ -552,7 +573,8 @@ def _options(example: Example) -> Arguments:
     options = {name: value for name, value in example.options.items() if name not in CALLED}
     slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
     if slopes:
-        options["alibi_slopes"] = torch.tensor(SLOPES, dtype=torch.float32)[(torch.arange(h) + example.seed) % 5]
+        numbers = torch.tensor(FAR_SLOPES if slopes == "far" else SLOPES, dtype=torch.float32)
+        options["alibi_slopes"] = numbers[(torch.arange(h) + example.seed) % len(numbers)]
         if slopes == "root":
             options["alibi_sqrt"] = True
     if sinks:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from twinattn.kit.example import CALLED, CHAINS, PATHS, SELECTED, Example
+from twinattn.kit.example import CALLED, CHAINS, HOLES, PATHS, SELECTED, Example
 from twinattn.kit.kernel import Kernel, Shape
 
 Lens = tuple[tuple[int, int], ...]
@@ -61,28 +61,45 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
 
 def every_shape(kernel: Kernel) -> list[Example]:
     """Return batches that have every number of heads, every head size and every block size that a kernel claims."""
+    return [example(kernel, ((3, 20), (1, 2 * shape[2] + 1)), shape) for shape in different_shapes(kernel)]
+
+
+def different_shapes(kernel: Kernel) -> list[Shape]:
+    """Return shapes in which every number of heads is there, every head size and every block size, none very large.
+
+    Most heads stand beside the smallest blocks, and once beside the largest head size.
+    """
     claims = kernel.claims
-    block_sizes = claims.block_sizes if PATHS[kernel.path].pools else claims.block_sizes[:1]
-    h, d, p = (len(x) for x in (claims.heads, claims.head_sizes, block_sizes))
-    shapes = [(claims.heads[i % h], claims.head_sizes[i % d], block_sizes[i % p]) for i in range(max(h, d, p))]
-    return [example(kernel, ((3, 20), (1, 2 * shape[2] + 1)), shape) for shape in shapes]
+    heads = sorted(claims.heads, key=lambda x: -x[1])
+    sizes, block_sizes = sorted(claims.head_sizes), sorted(claims.block_sizes)
+    block_sizes = block_sizes if PATHS[kernel.path].pools else block_sizes[:1]
+    count = max(len(heads), len(sizes), len(block_sizes))
+    zipped = [(heads[i % len(heads)], sizes[i % len(sizes)], block_sizes[i % len(block_sizes)]) for i in range(count)]
+    return list(dict.fromkeys([*zipped, (max(heads), sizes[-1], claims.block_sizes[0])]))
 
 
 def edges(kernel: Kernel) -> list[Example]:
-    """Return decodes over as many keys as fill tiles and blocks, one less and one more; of some block sizes."""
+    """Return decodes over as many keys as fill tiles and blocks, one less and one more; of some block sizes.
+
+    And a few queries each, of which some are before the end of a tile and some after it.
+    """
     batches = []
     for block_size in dict.fromkeys((kernel.claims.block_sizes[0], kernel.claims.block_sizes[-1])):
         filled = sorted({*TILES, block_size, 2 * block_size, 3 * block_size, 512})
         lens = tuple((1, s + more) for s in filled for more in (-1, 0, 1))
         heads, sizes, _ = kernel.claims.shapes[0]
         batches.append(example(kernel, lens, (heads, sizes, block_size)))
-    return batches
+    drafts = tuple((2 + (s + more) % 3, s + more) for s in (*TILES, 512) for more in (0, 1, 2))
+    return [*batches, example(kernel, drafts)]
 
 
 def without_queries(kernel: Kernel) -> list[Example]:
-    """Return sequences without queries beside decodes, and sequences without keys."""
+    """Return sequences without queries beside decodes, and sequences without keys.
+
+    And such with as many queries as keys in all, and at most, but not each: a kernel may take them for one another.
+    """
     least = 0 if kernel.knows_query_lens else 1
-    batches = ((0, 7), (1, 9), (0, 3), (1, 40)), ((5, 2), (0, 0), (2, 0), (3, 30))
+    batches = ((0, 7), (1, 9), (0, 3), (1, 40)), ((5, 2), (0, 0), (2, 0), (3, 30)), ((3, 7), (7, 3), (5, 5))
     return [example(kernel, tuple((max(least, q), s) for q, s in lens)) for lens in batches]
 
 
@@ -95,6 +112,21 @@ def some(kernel: Kernel) -> list[Example]:
     """Return three sequences, with each of two seeds."""
     batch = example(kernel, ((3, 20), (1, 33), (2, 40)))
     return [batch, replace(batch, seed=1)]
+
+
+def each(**choices: tuple[Any, ...]) -> Landmarks:
+    """Return what makes three sequences with each value of each option: at random it may never be drawn."""
+    return lambda kernel: [
+        example(kernel, ((3, 20), (1, 33), (2, 40)), **{name: value})
+        for name, values in choices.items()
+        if name not in OPTIONAL or kernel.takes(name)
+        for value in values
+    ]
+
+
+def both(*several: Landmarks) -> Landmarks:
+    """Return what makes the landmarks of several."""
+    return lambda kernel: [mark for landmarks in several for mark in landmarks(kernel)]
 
 
 def of_layouts(kernel: Kernel) -> list[Example]:
@@ -169,6 +201,15 @@ def long_lists(kernel: Kernel) -> list[Example]:
     return [example(kernel, (pair,), shape, topk=topk, full=True) for pair, topk in lists]
 
 
+def empty_tiles(kernel: Kernel) -> list[Example]:
+    """Return lists whose first entries, several tiles of them, are no keys; or those in the middle, or the last."""
+    lens = ((1, 300), (2, 90))
+    batches = [example(kernel, lens, topk=LONG_LIST // 4, holes=where) for where in HOLES]
+    more: dict[str, Any] = dict(sinks=True, softcap=2.0, softmax_scale=0.3)
+    taken = {name: x for name, x in more.items() if kernel.takes(name)}
+    return [*batches, example(kernel, lens, topk=130, holes="first", **taken)]
+
+
 def invariant(kernel: Kernel) -> list[Example]:
     """Return sequences that kernels split, and such that they need not, in one batch; and prompts of several tiles."""
     short = kernel.claims.max_query_len == 1
@@ -234,12 +275,14 @@ def many_scores(kernel: Kernel) -> list[Example]:
         example(kernel, ((1, 70_000),), topk=2048, kind="crowded"),
         example(kernel, ((2, 5000),), topk=2047, kind="zeros"),
         example(kernel, ((2, 3000),), topk=300, kind="apart"),
+        example(kernel, ((2, 9000),), topk=64, kind="near"),
+        example(kernel, ((1, 9000),), topk=2048, kind="near"),
     ]
 
 
 def kinds_of_scores(kernel: Kernel) -> list[Example]:
     """Return scores of each kind: with NaN, of any size, and nearly alike."""
-    return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in ("nan", "apart", "crowded")]
+    return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in ("nan", "apart", "crowded", "near")]
 
 
 def padded(kernel: Kernel) -> list[Example]:

@@ -3,6 +3,8 @@
 Random numbers of about 1 show no product that is too large for 16 bits, and no value that is nearly 0.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,12 +18,13 @@ from twinattn.kit.checks import answer, counted, glance
 from twinattn.kit.draws import draw_example, padded, plain, with_option
 from twinattn.kit.example import PACKED, Arguments, Example, expected
 from twinattn.kit.hold import ask, hold
-from twinattn.kit.kernel import Kernel
+from twinattn.kit.kernel import Kernel, untouched
 from twinattn.kit.property import ATTENDS, READ_OUT, Broken, Draw, NotClaimedError, Property, outputs_alone
 from twinattn.kit.tolerance import assert_close
 
 LARGE_PRODUCT = 40.0  # of a query and a key: the sum of 64 squares is beyond 65504, the largest number of fp16
 SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # of values
+FAR_SLOT = 2**24
 ROTARY = 300.0  # of latents, whose rotary part alone is no value
 
 
@@ -179,6 +182,30 @@ def fewer_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
     hold(example, arguments, ask(kernel, example, arguments))
 
 
+def far_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where the slots are the last ones of a large pool, in memory that is hardly touched."""
+    if device != "cpu":
+        raise NotClaimedError("is asked on a CPU only, where memory that is not touched takes no room")
+    first = FAR_SLOT // example.block_size + 1
+
+    @functools.wraps(kernel.function)
+    def write(**given: Any) -> None:
+        pools = {}
+        for name in ("key_cache", "value_cache"):
+            shape = first + len(given[name]), *given[name].shape[1:]
+            pools[name] = untouched(math.prod(shape), dtype, device).view(shape)
+            pools[name][first:] = given[name]
+        slots = given["slot_mapping"]
+        far = torch.where(slots < 0, slots, slots + first * example.block_size)
+        kernel.function(**{**given, **pools, "slot_mapping": far})
+        for name, pool in pools.items():
+            given[name].copy_(pool[first:])
+
+    checked = replace(kernel, function=write)
+    answer(checked, example, dtype, device)
+    kernel.calls[:] = checked.calls
+
+
 def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
     """Return what draws a batch with these options; a tuple is a choice."""
 
@@ -253,6 +280,10 @@ PROPERTIES = (
         drawn(query_scale=True, scales_of=("", "heads", "sequences"), format=("", "e5m2")),
         query_scale,
         paths=("quantized",),
+        landmarks=lambda kernel: [
+            replace(x, options={**x.options, "query_scale": True})
+            for x in landmarks.each(scales_of=("heads", "sequences"), format=("e5m2",))(kernel)
+        ],
     ),
     Property(
         "bytes",
@@ -281,12 +312,29 @@ PROPERTIES = (
     Property(
         "kinds of scores",
         "Scores may be infinite, of any size, or NaN, which is above all numbers.",
-        with_option("kind", "nan", "apart", "crowded"),
+        with_option("kind", "nan", "apart", "crowded", "near"),
         answer,
         paths=("select",),
         landmarks=landmarks.kinds_of_scores,
     ),
     Property("order", "Positions rise, and -1 is past the last.", plain, rising, paths=("select",)),
+    Property(
+        "any slots",
+        "Slots may be any: a run over the end of a block, backwards, or in no order.",
+        with_option("slots", "run", "backwards", "anywhere"),
+        answer,
+        paths=("kv_cache",),
+        landmarks=landmarks.each(slots=("run", "backwards", "anywhere")),
+    ),
+    Property(
+        "far slots",
+        "A slot may be larger than 2^24, where float32 does not tell one from the next.",
+        plain,
+        far_slots,
+        paths=("kv_cache",),
+        examples=2,
+        landmarks=lambda kernel: [landmarks.example(kernel, ((70, 70), (17, 33)))],
+    ),
     Property(
         "rows past the slots",
         "Rows of new keys after the last slot are padding.",

@@ -64,6 +64,11 @@ def poisoned(rows: Tensor) -> Tensor:
     return torch.tensor(POISON, dtype=torch.uint8)[turn][:, None].expand(rows.shape).to(rows.device)
 
 
+def wider(cache: Tensor, spare: int) -> Tensor:
+    """Return a pool whose rows have so many bytes of nobody at their end, as a row of latents may."""
+    return torch.nn.functional.pad(cache, (0, spare), value=NAN)
+
+
 def with_gaps(cache: Tensor, spare: int) -> Tensor:
     """Lay a pool out with so many bytes of nobody after each row, and rows of nobody after each page."""
     n, p, c = cache.shape

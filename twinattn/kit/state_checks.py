@@ -200,6 +200,7 @@ PROPERTIES = (
         everything,
         ("scale",),
         ("recurrent",),
+        landmarks=landmarks.each(scale=(0.3, 1.0, 0.0, -0.3)),
     ),
     Property(
         "nan before",

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from twinattn.kit.example import Arguments
-from twinattn.kit.operations.inputs import BATCH, LENS, ODD_LENS, Drawn, batch_of, rows_of
+from twinattn.kit.operations.inputs import BATCH, LENS, ODD_LENS, Drawn, batch_of, padding_of, rows_of
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
 
 NUMBERS = (torch.float32,)  # there are none
 FIELDS = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len")
@@ -57,6 +58,7 @@ def slots_of_step(a: Arguments, compute: torch.dtype, form: str = "right") -> di
 SIZES: dict[str, tuple[Any, ...]] = dict(
     lens=LENS, block_size=(4, 1, 16, 3), padding=(0, 3), first_block=(0,), window=(None, 1, 3, 20)
 )
+PAST_TILES = of_lengths() | dict(padding=of_size("padding"), block_size=of_size("block_size", BLOCKS))
 EMPTY = Special("empty", "Sequences may have no query, no key, or more queries than keys.", dict(lens=ODD_LENS))
 PADDING = Special("padding", "Rows after the last sequence are padding.", dict(padding=(1, 5)))
 
@@ -67,6 +69,7 @@ POSITIONS = Operation(
     draw=draw_step,
     oracle=positions_of,
     sizes=SIZES | dict(window=(None,)),
+    dimensions=PAST_TILES,
     specials=(
         EMPTY,
         PADDING,
@@ -92,6 +95,7 @@ SLOT_MAPPING = Operation(
     draw=draw_step,
     oracle=slots_of_step,
     sizes=SIZES,
+    dimensions=PAST_TILES | dict(window=of_size("window", 1025, lens=((2100, 2100), (3, 20)))),
     options=dict(window=None),
     specials=(
         EMPTY,
@@ -148,6 +152,7 @@ MAKE_BATCH = Operation(
     draw=draw_requests,
     oracle=made,
     sizes=dict(lens=LENS, block_size=(4, 1, 16), blocks=(100, 2**31 - 1)),
+    dimensions=of_lengths() | dict(block_size=of_size("block_size", BLOCKS)),
     specials=(
         Special("empty", "There may be no request, and requests without tokens.", dict(lens=ODD_LENS)),
         Special("many", "There may be more requests than 16 bits count.", dict(lens=MANY), once=True),
@@ -177,7 +182,8 @@ def draw_advance(case: Case, dtype: torch.dtype) -> Inputs:
     a["input_positions"] = positions_of(a, dtype)["out"] if case["input_positions"] else None
     a["sampled_ids"] = drawn.whole(0, 1000, len(lens)) if case["sampled_ids"] else None
     a["input_ids"] = drawn.whole(0, 1000, a["num_tokens"]) if case["sampled_ids"] else None
-    return Inputs(a, past)
+    stale = {name: padding_of(a, a[name]) for name in ("slots", "input_positions") if a[name] is not None}
+    return Inputs(a, past | stale)
 
 
 def advanced(a: Arguments, compute: torch.dtype, form: str = "right") -> dict[str, Any]:
@@ -208,6 +214,7 @@ ADVANCE = Operation(
     sizes=dict(
         lens=LENS, block_size=(4, 1, 16, 3), padding=(0, 3), input_positions=(False, True), sampled_ids=(False, True)
     ),
+    dimensions=PAST_TILES,
     options=dict(input_positions=False, sampled_ids=False),
     specials=(
         Special(
@@ -222,6 +229,7 @@ ADVANCE = Operation(
     outputs=(),
     changes=("seq_lens", "slots", "input_positions", "input_ids"),
     exact=frozenset({"seq_lens", "slots", "input_positions", "input_ids"}),
+    strided=("slots", "input_positions", "input_ids", "sampled_ids"),
     tables=("block_table",),
     dtypes=NUMBERS,
     mistakes=(
@@ -263,6 +271,7 @@ ORDER = Operation(
     draw=draw_order,
     oracle=ordered,
     sizes=dict(requests=(4, 1, 9, 30), decode_len=(1, 3, 0)),
+    dimensions=dict(requests=of_size("requests")),
     specials=(Special("empty", "There may be no request.", dict(requests=(0,))),),
     exact=frozenset({"out"}),
     seen=lambda came, a: dict(out=tuple(came.tolist() if isinstance(came, Tensor) else came)),
@@ -324,6 +333,9 @@ SPLIT = Operation(
     draw=draw_split,
     oracle=parted,
     sizes=dict(decodes=(2, 1, 3), prefills=(2, 1, 3), decode_len=(1, 3), decodes_first=(True, False)),
+    dimensions=dict(
+        decodes=of_size("decodes", 513), prefills=of_size("prefills", 129), decode_len=of_size("decode_len", 513)
+    ),
     specials=(
         Special("one kind", "There may be no decodes, or no prefills.", dict(decodes=(0, 2), prefills=(0,))),
         Special("prefills alone", "There may be no decode.", dict(decodes=(0,))),

@@ -1,15 +1,18 @@
 """What becomes of drafted tokens: `accept`, `accept_sampled`, and `compact`, which moves accepted ones together."""
 
+import math
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from refattn.trees import Accepted, Trees
 from twinattn.kit.example import Arguments
-from twinattn.kit.operations.inputs import BATCH, Drawn, unused
+from twinattn.kit.operations.inputs import BATCH, Drawn, padding_of, unused
 from twinattn.kit.operations.moves import MOVED
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_size
 
 NODES = ((4, 6), (1,), (3, 1, 9), (12, 5), (33,))
 EMPTY = Special("empty", "There may be no sequence, and a sequence without a tree.", dict(nodes=((), (0,), (3, 0, 2))))
@@ -17,6 +20,13 @@ LARGE = Special(
     "large trees", "A tree may have more nodes than a word has bits.", dict(nodes=((140, 3),), tokens=(1,)), once=True
 )
 OUTPUTS = ("nodes", "lens", "next_tokens")
+CLOSE, FEW_DECISIONS = 1e-3, 2000  # decisions that are closer are up to rounding; of many some are
+PAST_TILES = dict(
+    nodes=Dimension(lambda n: dict(nodes=(n, 3)), 257),
+    sequences=Dimension(lambda n: dict(nodes=tuple(1 + i % 3 for i in range(n))), 2049),
+    padding=of_size("padding"),
+    more=of_size("more", 513),
+)
 
 
 def draw_trees(case: Case, drawn: Drawn, shape: str) -> tuple[Arguments, dict[str, Tensor]]:
@@ -60,8 +70,9 @@ def draw_accept(case: Case, dtype: torch.dtype) -> Inputs:
     drawn = Drawn(case, dtype)
     a, past = draw_trees(case, drawn, case["shape"])
     t = int(a["cu_seqlens_q"][-1]) + case["padding"]
-    a |= dict(drafts=drawn.whole(0, case["tokens"], t), chosen=drawn.whole(0, case["tokens"], t))
-    return Inputs(a, past)
+    tokens = case["first_token"], case["first_token"] + case["tokens"]
+    a |= dict(drafts=drawn.whole(*tokens, t), chosen=drawn.whole(*tokens, t))
+    return Inputs(a, past | {name: padding_of(a, a[name]) for name in ("drafts", "chosen")})
 
 
 def accept(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
@@ -95,7 +106,16 @@ ACCEPT = Operation(
     "returns `nodes` `[b, w]` (-1 past the last), `lens` and `next_tokens` `[b]`",
     draw=draw_accept,
     oracle=accept,
-    sizes=dict(nodes=NODES, shape=("tree", "chain", "star"), tokens=(2, 1, 3), more=(0, 2), padding=(0, 3)),
+    sizes=dict(
+        nodes=NODES,
+        shape=("tree", "chain", "star"),
+        tokens=(2, 1, 3),
+        first_token=(0, 2**17, 2**31 - 9),
+        more=(0, 2),
+        padding=(0, 3),
+    ),
+    dimensions={name: x for name, x in PAST_TILES.items() if name != "nodes"}
+    | dict(nodes=Dimension(lambda n: dict(nodes=(n, 3), tokens=1), 257)),
     specials=(
         EMPTY,
         LARGE,
@@ -108,7 +128,7 @@ ACCEPT = Operation(
     derived=DERIVED,
     outputs=OUTPUTS,
     exact=frozenset(OUTPUTS),
-    strided=("drafts", "chosen"),
+    strided=("drafts", "chosen", "parents"),
     flips=("drafts", "chosen"),
     dtypes=(torch.float32,),
     mistakes=(
@@ -135,19 +155,42 @@ ACCEPT = Operation(
 
 
 def draw_sampled(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw distributions and random numbers with which no decision is close."""
+    """Draw distributions and random numbers with which no decision is close, but where both sides are exact."""
     for again in range(200):
         drawn = Drawn(Case(case.path, case.sizes, case.seed + 1000 * again), dtype)
         a, past = draw_trees(case, drawn, case["shape"])
         t, v = int(a["cu_seqlens_q"][-1]) + case["padding"], case["tokens"]
         a |= dict(drafts=drawn.whole(0, v, t), uniforms=drawn.uniform(t, high=0.999, dtype=torch.float32))
         for name in ("target_probs", "draft_probs"):
-            a[name] = drawn.normal(t, v, dtype=torch.float32).mul(1.5).softmax(-1).to(dtype)
+            a[name] = drawn.normal(t, v, dtype=torch.float32).mul(1.5).softmax(-1)
+        put_at_an_edge(a, case["numbers"], drawn)
+        a |= {name: a[name].to(dtype) for name in ("target_probs", "draft_probs")}
         if not case["draft_probs"]:
             a["draft_probs"] = None
-        if sampled(a, torch.float64)["margin"] > 1e-3:
+        if sampled(a, torch.float64)["margin"] > (CLOSE if t * v <= FEW_DECISIONS else CLOSE / 100):
             break
-    return Inputs(a, past)
+    unread = {
+        name: padding_of(a, a[name]) for name in ("target_probs", "draft_probs", "uniforms") if a[name] is not None
+    }
+    return Inputs(a, past | unread)
+
+
+def put_at_an_edge(a: Arguments, numbers: str, drawn: Drawn) -> None:
+    """Change distributions and random numbers, so that one or the other is at the edge of what it may be."""
+    probs, (t, v) = a["target_probs"], a["target_probs"].shape
+    roots, few = a["cu_seqlens_q"][:-1][a["tree_lens"] > 0].long(), max(1, v // 4)
+    if numbers == "zeros":  # all drafts have the probability 0, and so have the first tokens
+        probs[:, :few] = 0
+        a["drafts"], a["uniforms"] = drawn.whole(0, few, t), torch.zeros(t)
+    if numbers in ("below 1", "ones"):
+        probs[:, v - few :] = 0
+        a["uniforms"][roots] = 1.0 if numbers == "ones" else 1.0 - 2.0**-24
+    if numbers == "greedy":
+        probs.zero_()[torch.arange(t), drawn.whole(0, v, t)] = 1.0
+    if numbers == "nothing":
+        probs[::2], probs[1::2] = 0.0, torch.nan
+    elif t:
+        probs /= probs.sum(-1, keepdim=True)
 
 
 def sampled(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
@@ -169,19 +212,23 @@ def sampled(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
                 continue
             x, u = int(a["drafts"][first + node]), float(a["uniforms"][first + node])
             q = [float(token == x) for token in range(len(p))] if draft is None else draft[first + node]
-            margin = min(margin, abs(u * q[x] - p[x]))
+            if u * q[x] or p[x]:  # else both are exact, as is a number that is 0
+                margin = min(margin, abs(u * q[x] - p[x]))
             if u * q[x] < p[x]:
                 path.append(node)
                 p = target[first + node]
                 continue
-            left = [max(0.0, one - other) for one, other in zip(p, q, strict=True)]
+            left = [0.0 if one <= other else one - other for one, other in zip(p, q, strict=True)]  # NaN stays
             total = sum(left)
             p = p if form == "not rescaled" or total == 0 else [one / total for one in left]
         paths.append(path)
-        place = float(a["uniforms"][first]) * sum(p)
-        ends = [sum(p[: token + 1]) for token in range(len(p))]
-        margin = min([margin, *(abs(place - end) for end in ends[:-1])])
-        following.append(next(token for token, end in enumerate(ends) if end > place))
+        ends = list(accumulate(p))
+        if not 0.0 < ends[-1] < math.inf:
+            following.append(-1)
+            continue
+        place = float(a["uniforms"][first]) * ends[-1]
+        margin = min([margin, *(abs(place - end) for end in ends if end not in (0.0, ends[-1]))])
+        following.append(next((token for token, end in enumerate(ends) if end > place), ends.index(ends[-1])))
     return accepted_of(paths, following, a["parents"].shape[1]) | (dict(margin=margin) if form == "right" else {})
 
 
@@ -204,13 +251,28 @@ ACCEPT_SAMPLED = Operation(
         more=(0, 2),
         padding=(0, 3),
         draft_probs=(False, True),
+        numbers=("drawn",),
     ),
+    dimensions={name: x for name, x in PAST_TILES.items() if name != "padding"}
+    | dict(tokens=of_size("tokens", nodes=(3, 1)), padding=of_size("padding", 1025)),
     options=dict(draft_probs=False),
-    specials=(EMPTY,),
+    specials=(
+        EMPTY,
+        Special("zeros", "A random number of 0 accepts and draws no token of probability 0.", dict(numbers=("zeros",))),
+        Special(
+            "ones",
+            "A random number just below 1, or 1, draws the last token that has a probability.",
+            dict(numbers=("below 1", "ones")),
+        ),
+        Special("greedy", "A distribution may be all on one token.", dict(numbers=("greedy",))),
+        Special(
+            "nothing", "Where probabilities are all 0, or NaN, there is no next token: -1.", dict(numbers=("nothing",))
+        ),
+    ),
     derived=DERIVED,
     outputs=OUTPUTS,
     exact=frozenset(OUTPUTS),
-    strided=("drafts", "target_probs", "draft_probs", "uniforms"),
+    strided=("drafts", "target_probs", "draft_probs", "uniforms", "parents"),
     flips=("uniforms", "target_probs", "draft_probs"),
     dtypes=(torch.float32, torch.bfloat16),
     mistakes=(
@@ -284,6 +346,9 @@ COMPACT = Operation(
     draw=draw_compact,
     oracle=compacted,
     sizes=dict(nodes=NODES, more=(0, 2), block_size=(4, 1, 16, 3), caches=(2, 1, 3), row=((2, 8), (3, 5), (1, 1))),
+    dimensions={name: x for name, x in PAST_TILES.items() if name != "padding"}
+    | dict(block_size=of_size("block_size", BLOCKS), caches=of_size("caches", 129))
+    | dict(elements=Dimension(lambda n: dict(row=(3, n), nodes=(4, 6)))),
     specials=(EMPTY, replace(LARGE, sizes=dict(nodes=((140, 3),)))),
     derived={
         **DERIVED,
@@ -292,7 +357,7 @@ COMPACT = Operation(
     outputs=(),
     changes=("caches",),
     exact=frozenset({"caches"}),
-    strided=("caches",),
+    strided=("caches", "parents", "nodes", "lens"),
     tables=("block_table",),
     pools=("caches",),
     dtypes=MOVED,

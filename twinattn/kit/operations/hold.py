@@ -47,7 +47,8 @@ def hold(operation: Operation, arguments: Arguments, came: Answers, size: float)
         if isinstance(right, list) or word_of(name) in operation.exact:
             _hold_exactly(name, got, right if isinstance(right, list) else [right])
         else:
-            _hold_closely(name, got, right, low[name], size, 1.0)
+            terms = operation.terms(arguments) if operation.terms is not None else 1
+            _hold_closely(name, got, right, low[name], size, 1.0, terms)
 
 
 def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: Answers, size: float) -> bool:
@@ -117,14 +118,20 @@ def _hold_exactly(name: str, got: Tensor, rights: list[Tensor]) -> None:
         )
 
 
-def _hold_closely(name: str, got: Tensor, wide: Tensor, low: Tensor, size: float, factor: float) -> None:
-    """Compare by the tolerance; infinities and NaN have to stand at the same places."""
+def _hold_closely(
+    name: str, got: Tensor, wide: Tensor, low: Tensor, size: float, factor: float, terms: int = 1
+) -> None:
+    """Compare by the tolerance; infinities and NaN have to stand at the same places.
+
+    An output in float64 has been computed in no wider type: two orders of a sum differ by a rounding per term.
+    """
     came, wide = got.double(), wide.double()
     alike = (came == wide) | (came.isnan() & wide.isnan())
     off = (came - wide).abs().masked_fill(alike, 0.0)
     both = low.double().isfinite() & wide.isfinite()
     size = max(size, float(wide[wide.isfinite()].abs().max()) if wide.isfinite().any() else 0.0)
-    allowed = factor * bound(distance(low.double()[both], wide[both]), size, got.dtype).max
+    roundings = terms if got.dtype == torch.float64 else 1
+    allowed = factor * bound(distance(low.double()[both], wide[both]), roundings * size, got.dtype).max
     wrong = ~(off <= allowed)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist()) if off.isnan().any() else _largest(off)

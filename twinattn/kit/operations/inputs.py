@@ -73,8 +73,10 @@ class Drawn:
         return dict(block_table=table), dict(block_table=past), n + first_block
 
     def slots(self, tokens: int, room: int) -> Tensor:
-        """Return different slots for tokens, some of which are padding."""
-        slots = torch.tensor(self.order(room)[:tokens], dtype=torch.int64)
+        """Return different slots for tokens, some of which are padding: in no order, in a run, or backwards."""
+        first = int(self.whole(0, max(1, room - tokens), 1))
+        kinds = self.order(room)[:tokens], range(first, first + tokens), range(first + tokens - 1, first - 1, -1)
+        slots = torch.tensor([*kinds[self.case.seed % 3]], dtype=torch.int64)
         slots[self.whole(0, 4, tokens) == 0] = -1
         return slots
 
@@ -86,6 +88,12 @@ def unused(table: Tensor, seq_lens: list[int], blocks: int, block_size: int) -> 
         for j in range(seq_len):
             free[row[j // block_size], j % block_size] = False
     return free
+
+
+def padding_of(a: Arguments, x: Tensor) -> Tensor:
+    """Return which elements of rows of queries are padding."""
+    rows = torch.arange(len(x)) >= int(a["cu_seqlens_q"][-1])
+    return rows.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape)
 
 
 def batch_of(a: Arguments) -> Batch:

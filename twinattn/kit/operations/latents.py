@@ -7,10 +7,21 @@ import torch
 from refattn import mla
 from refattn.options import AttentionOptions
 from twinattn.kit.example import Arguments
-from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, rows_of, slots_of, unused
+from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, padding_of, rows_of, slots_of, unused
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
-from twinattn.kit.operations.scores import PADDING, expanded, padding_of, softmax, visible
-from twinattn.kit.operations.written import EMPTY, FP8, MANY, MANY_TOKENS, TOKENS, to_fp8, written
+from twinattn.kit.operations.scores import PADDING, expanded, softmax, visible
+from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
+from twinattn.kit.operations.written import (
+    EMPTY,
+    FP8,
+    MANY,
+    MANY_TOKENS,
+    PAST_TILES,
+    TOKENS,
+    overwritten,
+    to_fp8,
+    written,
+)
 
 
 def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
@@ -34,7 +45,9 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
         slot_mapping=slots,
         cache_scale=1.0 if kind is None else 0.0713,
     )
-    return Inputs(arguments, {name: padding[:, None].expand(arguments[name].shape) for name in ("latent", "rope_key")})
+    unread = {name: padding[:, None].expand(arguments[name].shape) for name in ("latent", "rope_key")}
+    written_rows = overwritten(cache, slots) & (torch.arange(shape[-1]) < r + rope)
+    return Inputs(arguments, unread | dict(cache=written_rows))
 
 
 def latents_written(a: Arguments, compute: torch.dtype, rope_scale: float | None = None) -> Answers:
@@ -70,6 +83,7 @@ MLA_WRITE = Operation(
         stored=("numbers",),
         values=("normal",),
     ),
+    dimensions=PAST_TILES | {name: of_size(name, tokens=5) for name in ("rank", "rope", "more")},
     specials=(
         Special("fp8", "A pool may hold fp8 under one scale.", dict(stored=("e4m3", "e5m2")), ("cache_scale",)),
         EMPTY,
@@ -171,6 +185,9 @@ MLA_PREFILL = Operation(
         workspace=(64, 5, 3),
         padding=(0, 2),
     ),
+    dimensions=of_lengths(1025, 257, 129, heads=1, workspace=64)
+    | dict(block_size=of_size("block_size", BLOCKS), heads=of_size("heads", 129), padding=of_size("padding", 1025))
+    | {name: of_size(name, 513) for name in ("rank", "rope", "more")},
     specials=(
         Special(
             "empty", "Sequences may have no query, and no context.", dict(lens=((), ((0, 3), (2, 2)), ((0, 0), (1, 1))))

@@ -6,10 +6,18 @@ from torch import Tensor
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import Drawn
 from twinattn.kit.operations.operation import Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_size
 
 MOVED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 MANY = 65600  # more than a grid of 16 bits has
 
+
+PAST_TILES = dict(
+    pairs=of_size("pairs"),
+    blocks=of_size("blocks"),
+    caches=of_size("caches", 129),  # layers of a model
+    elements=Dimension(lambda n: dict(block=(3, n))),
+)
 
 # --- gather ---
 
@@ -45,6 +53,12 @@ GATHER = Operation(
         heads=(2, 1, 3),
         head_size=(8, 64, 5),
         first_block=(0,),
+    ),
+    dimensions=dict(
+        tokens=of_size("seq_len"),
+        block_size=of_size("block_size", BLOCKS, seq_len=300),
+        heads=of_size("heads", seq_len=5, head_size=5),
+        head_size=of_size("head_size", seq_len=5, heads=1),
     ),
     specials=(
         Special("empty", "A sequence may have no token.", dict(seq_len=(0,))),
@@ -95,7 +109,14 @@ def draw_copy(case: Case, dtype: torch.dtype) -> Inputs:
     n = case["blocks"] + k
     caches = [drawn.numbers(n, *case["block"][i % 2 :]) for i in range(case["caches"])]
     to = drawn.order(n)[:k]
-    return Inputs(dict(caches=caches, pairs=_pairs(drawn, n, to)))
+    pairs = _pairs(drawn, n, to)
+    return Inputs(dict(caches=caches, pairs=pairs), _overwritten("caches", caches, set(to) - {*pairs[:, 0].tolist()}))
+
+
+def _overwritten(name: str, pools: list[Tensor], blocks: set[int]) -> dict[str, Tensor]:
+    """Return which elements of pools are in blocks that are overwritten, and never read."""
+    lost = torch.tensor([i in blocks for i in range(len(pools[0]))] if pools else [], dtype=torch.bool)
+    return {f"{name}[{i}]": lost.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape) for i, x in enumerate(pools)}
 
 
 def _pairs(drawn: Drawn, sources: int, to: list[int]) -> Tensor:
@@ -132,6 +153,7 @@ COPY = Operation(
     draw=draw_copy,
     oracle=copied,
     sizes=dict(pairs=(3, 1, 8, 40), blocks=(5, 1, 12), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1))),
+    dimensions=PAST_TILES,
     specials=(
         Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
         Special(
@@ -181,7 +203,9 @@ def draw_swap(case: Case, dtype: torch.dtype) -> Inputs:
     shapes = [case["block"][i % 2 :] for i in range(case["caches"])]
     sources, destinations = ([drawn.numbers(count, *shape) for shape in shapes] for count in (n, n2))
     pairs = torch.stack([drawn.whole(0, n, k), torch.tensor(drawn.order(n2)[:k], dtype=torch.int64)], dim=1)
-    return Inputs(dict(sources=sources, destinations=destinations, pairs=pairs))
+    unread = _overwritten("destinations", destinations, {*pairs[:, 1].tolist()})
+    unread |= _overwritten("sources", sources, {*range(n)} - {*pairs[:, 0].tolist()})
+    return Inputs(dict(sources=sources, destinations=destinations, pairs=pairs), unread)
 
 
 def swapped(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
@@ -200,6 +224,7 @@ SWAP = Operation(
     draw=draw_swap,
     oracle=swapped,
     sizes=dict(pairs=(3, 1, 8, 40), blocks=(5, 1, 90), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1))),
+    dimensions=PAST_TILES,
     specials=(
         Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
         Special(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from twinattn.kit.example import Arguments
 from twinattn.kit.kernel import BadKernelError, Claims, filled_memory
+from twinattn.kit.operations.tiles import Dimension
 
 Answers = dict[str, Any]  # tensors, lists of tensors of which any is right, numbers
 Oracle = Callable[[Arguments, torch.dtype], Answers]  # the arguments, and the type to compute in
@@ -100,6 +101,7 @@ class Operation:
         oracle: the right outputs, and what tensors that change hold afterwards, by name. An output that is a list of
             tensors may be any of them, element by element.
         sizes: choices of each size, the simplest first.
+        dimensions: by name, what is drawn past the sizes of tiles.
         options: the neutral value of each option; the others are those in `sizes`. A function without a parameter of
             that name gets only calls with the neutral value.
         specials: more properties.
@@ -119,6 +121,7 @@ class Operation:
         has_out: whether the output can be written to memory that is given as `out`.
         dtypes: types of the numbers.
         size: the size of the terms that an output is the sum of; the largest output if None.
+        terms: how many terms an output is the sum of: where no type is wider, so many roundings are allowed.
         mistakes: known mistakes.
     """
 
@@ -128,6 +131,7 @@ class Operation:
     draw: Callable[[Case, torch.dtype], Inputs]
     oracle: Oracle
     sizes: Mapping[str, tuple[Any, ...]]
+    dimensions: Mapping[str, Dimension] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     specials: tuple[Special, ...] = ()
     derived: Mapping[str, Callable[[Arguments], Any]] = field(default_factory=dict)
@@ -146,6 +150,7 @@ class Operation:
     has_out: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     size: Callable[[Arguments], float] | None = None
+    terms: Callable[[Arguments], int] | None = None
     mistakes: tuple[Mistake, ...] = ()
 
     def words(self) -> list[str]:
@@ -161,6 +166,16 @@ class Operation:
         drawn = random.Random(f"{self.name} {about}")
         columns = {name: _in_turn(values, drawn) for name, values in choices.items()}
         return [Case(self.name, {name: next(column) for name, column in columns.items()}, i) for i in range(count)]
+
+    def cases_past_tiles(self, kernel: "OperationKernel", chosen: Mapping[str, Any]) -> list[Case]:
+        """Draw cases in which one dimension after the other fills a tile and is past it, whatever the other choices.
+
+        A claim of a size is kept: dimensions that need others are left out.
+        """
+        large = [sizes for dimension in self.dimensions.values() for sizes in dimension.cases()]
+        large = [x for x in large if all(x[n] in kernel.limits[n] for n in kernel.limits.keys() & x.keys())]
+        drawn = self.cases(kernel, "past tiles", chosen, len(large))
+        return [Case(self.name, {**case.sizes, **x}, i) for i, (case, x) in enumerate(zip(drawn, large, strict=True))]
 
 
 def _in_turn(values: tuple[Any, ...], drawn: random.Random) -> Iterator[Any]:

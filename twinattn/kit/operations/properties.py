@@ -1,6 +1,7 @@
 """The properties of operations: one check, over cases and over what is done to the inputs of a call.
 
 output      right, over drawn sizes; with each option, and with several
+past tiles  right, where a dimension fills a tile of a kernel, and where it is past it
 unread      NaN, infinity, large numbers and nonsense where nothing may be read
 strides     tensors with other strides, and NaN between their elements
 writes      nothing is written but the output: inputs, and memory around each tensor
@@ -63,7 +64,9 @@ class OperationProperty:
         needs: parameters that a function must have to be asked.
         most: cases at most.
         on_cpu: whether it is asked on a CPU only.
-        once: whether it is one large case, in the first type alone.
+        once: whether its cases are large, and tried in the first type alone.
+        all_options: whether each case has any of the options that a function takes.
+        past_tiles: whether its cases are those of `Operation.dimensions`.
     """
 
     name: str
@@ -75,6 +78,8 @@ class OperationProperty:
     most: int = 1000
     on_cpu: bool = False
     once: bool = False
+    all_options: bool = False
+    past_tiles: bool = False
     compares_lse: bool = False
 
     def not_asked(self, kernel: OperationKernel, device: str) -> str | None:
@@ -114,13 +119,11 @@ class OperationProperty:
         """Search a case in which it does not hold; return the fields of a finding."""
         tried, refused, reason, trials = 0, 0, "", []
         chosen = dict(self.sizes)
-        if self.name == "together":
+        if self.all_options:
             taken = [name for name in self.operation.options if kernel.takes(name)]
             chosen = {name: self.operation.sizes[name] for name in taken}
         for i, dtype in enumerate(dtypes[:1] if self.once else dtypes):
-            count = min(1 if self.once else self.most, examples, kernel.claims.max_examples or examples)
-            count = count if i == 0 else -(-count // 2)
-            for case in self.operation.cases(kernel, self.name, chosen, count):
+            for case in self._cases(kernel, chosen, examples, i):
                 tried += 1
                 if on_example is not None:
                     on_example(self.name, case)
@@ -137,6 +140,13 @@ class OperationProperty:
         else:
             outcome, detail = "honoured", f"{refused} of {tried} cases refused: {reason}" if refused else ""
         return dict(outcome=outcome, detail=detail, examples=tried, refused=refused)
+
+    def _cases(self, kernel: OperationKernel, chosen: Mapping[str, Any], examples: int, i: int) -> list[Case]:
+        """Draw cases for the type number `i`: fewer for those after the first."""
+        if self.past_tiles:  # few of them, and cheap: all, whatever the number of examples
+            return self.operation.cases_past_tiles(kernel, chosen)[: kernel.claims.max_examples]
+        count = min(1 if self.once else self.most, examples, kernel.claims.max_examples or examples)
+        return self.operation.cases(kernel, self.name, chosen, count if i == 0 else -(-count // 2))
 
     def _finding(
         self,
@@ -175,7 +185,7 @@ class OperationProperty:
         choices = {**self.operation.sizes, **self.sizes}
         for name, value in case.sizes.items():
             values = kernel.limits.get(name, choices[name])
-            for simpler in values[: list(values).index(value)] if value in values else ():
+            for simpler in values[: list(values).index(value)] if value in values else values:
                 smaller = Case(case.path, {**case.sizes, name: simpler}, case.seed)
                 try:
                     self.attempt(kernel, smaller, dtype, device)
@@ -307,7 +317,8 @@ def again(call: _Call) -> None:
         if word_of(name) in call.operation.flips:
             x.copy_(x.flip(0))
         elif word_of(name) in call.operation.strided and x.is_floating_point() and x.element_size() > 1:
-            x.copy_(torch.where(x.isfinite(), x.neg() + 0.25, x))
+            changed = x * 0.75 if (x > 0).all() else x.neg() + 0.25  # a scale stays one
+            x.copy_(torch.where(x.isfinite(), changed, x))
     call.ask(given)
     try:
         call.hold()
@@ -376,7 +387,13 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
         promise = f"So it is with {name}."
         found.append(OperationProperty(name.replace("_", " "), promise, operation, right, {name: values}, (name,)))
     if len(operation.options) > 1:
-        found.append(OperationProperty("together", "So it is with several options at once.", operation, right))
+        says = "So it is with several options at once."
+        found.append(OperationProperty("together", says, operation, right, all_options=True))
+    if operation.dimensions:
+        says = "Any dimension may fill a tile of a kernel, and be past it: up to 8,193."
+        found.append(
+            OperationProperty("past tiles", says, operation, right, once=True, all_options=True, past_tiles=True)
+        )
     for x in operation.specials:
         found.append(OperationProperty(x.name, x.promise, operation, right, x.sizes, x.needs, once=x.once))
     says = "No output depends on memory that no token has, on entries past the last block, or on rows of padding."

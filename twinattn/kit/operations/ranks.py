@@ -9,7 +9,7 @@ from refattn import context_parallel
 from refattn.options import AttentionOptions
 from refattn.ranks import Group, Shard, simulate_ranks
 from twinattn.kit.example import Arguments
-from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, rows_of, unused
+from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, padding_of, rows_of, unused
 from twinattn.kit.operations.operation import (
     Answers,
     Case,
@@ -20,7 +20,8 @@ from twinattn.kit.operations.operation import (
     Special,
     named,
 )
-from twinattn.kit.operations.scores import PADDING, expanded, padding_of, softmax, visible, with_sinks
+from twinattn.kit.operations.scores import PADDING, expanded, softmax, visible, with_sinks
+from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_lengths, of_size
 
 
 def draw_ranks(case: Case, dtype: torch.dtype) -> Inputs:
@@ -131,6 +132,10 @@ CONTEXT_PARALLEL = Operation(
         window_size=((-1, -1), (3, -1), (0, -1), (12, -1)),
         padding=(0, 2),
     ),
+    dimensions=of_lengths(1025, 129, 65, head_size=8, ranks=2)
+    | dict(block_size=of_size("block_size", BLOCKS), padding=of_size("padding", 513))
+    | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 65), head_size=of_size("head_size", 257))
+    | dict(ranks=Dimension(lambda n: dict(ranks=8), 64), interleave=of_size("interleave", BLOCKS, block_size=BLOCKS)),
     options=dict(sinks=False, window_size=(-1, -1)),
     specials=(
         Special(
@@ -152,7 +157,7 @@ CONTEXT_PARALLEL = Operation(
     outputs=("out", "lse"),
     optional=frozenset({"lse"}),
     types=dict(out="query"),
-    strided=("query", "key", "value", "key_cache", "value_cache"),
+    strided=("query", "key", "value", "key_cache", "value_cache", "sinks"),
     tables=("block_table",),
     pools=("key_cache", "value_cache"),
     invoke=on_each_rank,

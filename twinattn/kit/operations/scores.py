@@ -13,6 +13,7 @@ from twinattn.kit.operations.inputs import (
     ODD_LENS,
     Drawn,
     batch_of,
+    padding_of,
     rows_of,
     slots_of,
     unused,
@@ -25,6 +26,7 @@ from twinattn.kit.operations.operation import (
     Operation,
     Special,
 )
+from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_lengths, of_size
 from twinattn.kit.operations.written import index_parts
 
 EMPTY = Special("empty", "Sequences may have no query, no key, or more queries than keys.", dict(lens=ODD_LENS))
@@ -62,12 +64,6 @@ def paged(drawn: Drawn) -> tuple[Arguments, dict[str, Tensor], Tensor, int]:
 def expanded(free: Tensor, pool: Tensor) -> Tensor:
     """Return which elements of a pool belong to free rows."""
     return free.reshape(*free.shape, *[1] * (pool.ndim - 2)).expand(pool.shape)
-
-
-def padding_of(a: Arguments, x: Tensor) -> Tensor:
-    """Return which elements of rows of queries are padding."""
-    rows = torch.arange(len(x)) >= int(a["cu_seqlens_q"][-1])
-    return rows.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape)
 
 
 # --- index scores ---
@@ -132,6 +128,9 @@ INDEX_SCORES = Operation(
         bytes=(False, True),
         padding=(0, 2),
     ),
+    dimensions=of_lengths(queries=1025, sequences=513)
+    | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
+    | dict(heads=of_size("heads", 257), head_size=of_size("head_size", 513, 4)),
     specials=(
         EMPTY,
         Special("padding", "Rows after the last sequence are -inf.", dict(padding=(1, 3))),
@@ -231,6 +230,10 @@ INT8 = Operation(
         value_scales=(True, False),
         padding=(0, 2),
     ),
+    dimensions=of_lengths(queries=513, sequences=513)
+    | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
+    | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 129))
+    | {name: of_size(name, 513) for name in ("head_size", "more")},
     specials=(EMPTY, PADDING, LONG),
     derived={
         **BATCH,
@@ -241,7 +244,7 @@ INT8 = Operation(
     outputs=("out", "lse"),
     optional=frozenset({"lse"}),
     types=dict(out="query"),
-    strided=("query", "key_cache", "value_cache", "key_scales"),
+    strided=("query", "key_cache", "value_cache", "key_scales", "value_scales"),
     tables=("block_table",),
     pools=("key_cache", "value_cache", "key_scales"),
     nan=("query", "key_scales"),
@@ -297,6 +300,9 @@ ADD_SINKS = Operation(
     draw=draw_sinks,
     oracle=with_sinks,
     sizes=dict(tokens=(5, 1, 64, 130), heads=(2, 1, 7), head_size=(8, 64, 5), spread=(1.0, 5.0), blind=(False, True)),
+    dimensions=dict(
+        tokens=of_size("tokens"), heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)
+    ),
     specials=(
         Special(
             "blind",

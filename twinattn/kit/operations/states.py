@@ -11,6 +11,7 @@ from refattn.states import StateMap
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, batch_of
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, named
+from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((5, 5), (1, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((9, 12), (4, 4), (2, 30)), ((70, 70),))
 FEWER = (((1, 9), (2, 7)), ((2, 2), (1, 3), (1, 1)), ((1, 1),))
@@ -120,6 +121,8 @@ CONVOLVE = Operation(
         bias=(False, True),
         silu=(True, False),
     ),
+    dimensions={name: x for name, x in of_lengths(sequences=1025, channels=6).items() if name != "keys"}
+    | dict(channels=of_size("channels"), padding=of_size("padding")),
     options=dict(bias=False, silu=True, num_accepted=False),
     specials=(
         Special("short steps", "With fewer new tokens than its width, older inputs of a state move.", dict(lens=FEWER)),
@@ -237,6 +240,12 @@ STATE_MAP = Operation(
         per_channel=(False, True),
         delta=(True, False),
     ),
+    dimensions={
+        name: x for name, x in of_lengths(queries=513, sequences=129, heads=1, group=1).items() if name != "keys"
+    }
+    | {name: of_size(name, 65, lens=((2, 5), (1, 1))) for name in ("heads", "group")}
+    | {name: of_size(name, 129, lens=((2, 5), (1, 1))) for name in ("key_size", "value_size")}
+    | dict(padding=of_size("padding", 1025)),
     specials=(
         Special("empty", "A step may have no sequence, and a sequence no token.", dict(lens=EMPTY)),
         Special(
@@ -287,6 +296,8 @@ COMPOSE = Operation(
     draw=draw_maps,
     oracle=composed,
     sizes=dict(maps=(2, 3, 5), sequences=(2, 1, 3), heads=(2, 1), key_size=(16, 8, 5), value_size=(16, 5)),
+    dimensions=dict(maps=of_size("maps", 129), sequences=of_size("sequences", 1025), heads=of_size("heads", 129))
+    | {name: of_size(name, 257) for name in ("key_size", "value_size")},
     specials=(
         Special("empty", "There may be no sequence.", dict(sequences=(0,))),
         Special("runs", "There may be one run, and many.", dict(maps=(1, 40, 70))),
@@ -297,6 +308,7 @@ COMPOSE = Operation(
     types=dict(factor="factors", added="added"),
     strided=("factors", "added"),
     nan=("factors", "added"),
+    terms=lambda a: len(a["factors"]) * (a["factors"][0].shape[-1] + 1),
     dtypes=(torch.float32, torch.float64),
     mistakes=(
         Mistake("runs-backwards", "The last run comes first.", lambda a, c: composed(a, c, backwards=True)),

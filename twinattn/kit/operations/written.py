@@ -14,10 +14,16 @@ from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import Drawn
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.tiles import BLOCKS, of_size
 
 HALF = 3e-7  # how far a quotient in float32 may be off, relative
 MANY = 65600
 TOKENS = (5, 1, 17, 40)
+PAST_TILES = dict(
+    tokens=of_size("tokens"),
+    padding=of_size("padding", tokens=5),
+    block_size=of_size("block_size", BLOCKS, tokens=300),
+)
 EMPTY = Special("empty", "There may be no token, and no token with a slot.", dict(tokens=(0, 1)))
 MANY_TOKENS = Special(
     "many", "There may be more tokens than 16 bits count.", dict(tokens=(MANY,), heads=(1,), head_size=(8,)), once=True
@@ -48,6 +54,13 @@ def written(pool: Tensor, rows: list[Tensor], slots: Tensor) -> list[Tensor]:
     return after
 
 
+def overwritten(pool: Tensor, slots: Tensor) -> Tensor:
+    """Return which elements of a pool `[n, p, ...]` are written, and never read."""
+    lost = torch.zeros(pool.shape[0] * pool.shape[1], dtype=torch.bool)
+    lost[slots[slots >= 0]] = True
+    return lost.reshape(*pool.shape[:2], *[1] * (pool.ndim - 2)).expand(pool.shape)
+
+
 def fp8_of(pool: Tensor, kind: torch.dtype) -> Tensor:
     """View a pool of fp8, or of its bytes, as numbers."""
     return pool.contiguous().view(kind).float()
@@ -64,16 +77,16 @@ def draw_index(case: Case, dtype: torch.dtype) -> Inputs:
     if case["values"] == "tiny" and t:
         key[::2] = 0
         key[1::2] *= 1e-6
+    if case["values"] == "nan" and t:
+        key[::2, 1] = torch.nan
     index_cache = drawn.normal(n, p, d)
     if case["bytes"]:
         index_cache = drawn.whole(0, 100, n, p, d + 4).to(torch.uint8)
     slots = drawn.slots(t, n * p)
     dense = frozenset({"index_cache"}) if case["bytes"] else frozenset()
-    return Inputs(
-        dict(key=key, index_cache=index_cache, slot_mapping=slots),
-        dict(key=(slots < 0)[:, None].expand(t, d)),
-        dense,
-    )
+    unread = dict(key=(slots < 0)[:, None].expand(t, d))
+    unread |= {} if case["bytes"] else dict(index_cache=overwritten(index_cache, slots))
+    return Inputs(dict(key=key, index_cache=index_cache, slot_mapping=slots), unread, dense)
 
 
 def index_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,12 +137,15 @@ INDEX_WRITE = Operation(
     sizes=dict(
         tokens=TOKENS, block_size=(4, 1, 16, 3), head_size=(16, 128, 20), bytes=(True, False), values=("normal",)
     ),
+    dimensions={name: PAST_TILES[name] for name in ("tokens", "block_size")}
+    | dict(head_size=of_size("head_size", multiple=4)),
     specials=(
         Special(
             "tiny",
             "The scale of a key of zeros, and of a tiny one, is 1e-4 / 448.",
             dict(values=("tiny",), bytes=(True,)),
         ),
+        Special("keeps nan", "The scale of a key with a NaN is NaN.", dict(values=("nan",), bytes=(True,))),
         EMPTY,
         Special("many", MANY_TOKENS.promise, dict(tokens=(MANY,), head_size=(8,)), once=True),
     ),
@@ -197,7 +213,7 @@ def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
     numbers = (0.0713, 0.4131)
     scales = [drawn.uniform(hk, low=0.02, high=0.5, dtype=torch.float32) if case["per_head"] else x for x in numbers]
     arguments = {**a, **pools, "key_scale": scales[0], "value_scale": scales[1], "format": kind}
-    return Inputs(arguments, _unread(a))
+    return Inputs(arguments, _unread(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
 
 
 def fp8_written(
@@ -232,6 +248,7 @@ FP8_WRITE = Operation(
         per_head=(False, True),
         values=("normal",),
     ),
+    dimensions=PAST_TILES | dict(heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)),
     specials=(
         Special("saturates", "What is too large becomes the largest number, infinity too.", dict(values=("large",))),
         Special("keeps nan", "NaN stays NaN.", dict(values=("nan",))),
@@ -242,7 +259,7 @@ FP8_WRITE = Operation(
     outputs=(),
     changes=("key_cache", "value_cache"),
     exact=frozenset({"key_cache", "value_cache"}),
-    strided=("key", "value", "key_cache", "value_cache", "slot_mapping"),
+    strided=("key", "value", "key_cache", "value_cache", "slot_mapping", "key_scale", "value_scale"),
     pools=("key_cache", "value_cache"),
     flips=("slot_mapping",),
     seen=lambda came, a: {name: fp8_of(a[name].detach().cpu(), a["format"]) for name in ("key_cache", "value_cache")},
@@ -289,7 +306,8 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         "value_scales": value_scales if case["value_scales"] else None,
         "exact_halves": case["values"] == "ties",
     }
-    return Inputs(arguments, _unread(a))
+    pools = {name: arguments[name] for name in ("key_cache", "value_cache", "key_scales")}
+    return Inputs(arguments, _unread(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
 
 
 def int8_written(a: Arguments, compute: torch.dtype, largest: float = 127.0, of_zeros: float = 1.0) -> Answers:
@@ -341,6 +359,7 @@ INT8_WRITE = Operation(
         value_scales=(True, False),
         values=("normal",),
     ),
+    dimensions=PAST_TILES | dict(heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)),
     specials=(
         Special("ties", "Halves are rounded to the even number.", dict(values=("ties",))),
         Special("zeros", "A key of zeros has a scale of 1.", dict(values=("zeros",))),
@@ -352,7 +371,7 @@ INT8_WRITE = Operation(
     outputs=(),
     changes=("key_cache", "value_cache", "key_scales"),
     exact=frozenset({"key_cache", "value_cache", "key_scales"}),
-    strided=("key", "value", "key_cache", "value_cache", "key_scales", "slot_mapping"),
+    strided=("key", "value", "key_cache", "value_cache", "key_scales", "value_scales", "slot_mapping"),
     pools=("key_cache", "value_cache", "key_scales"),
     flips=("slot_mapping",),
     seen=lambda came, a: hidden_where_not_finite(

@@ -1,0 +1,231 @@
+"""Operations beside attention past the sizes of tiles, at the edges of numbers, and over stale or strided inputs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from refattn import mla, quantized, recurrent, sparse, speculative
+from refattn.metadata import advance, positions, slot_mapping
+from refattn.scales import Fp8Scales, Int8Scales
+from twinattn.kit import claims
+from twinattn.kit.check import check
+from twinattn.kit.operations import OPERATIONS, find_operation
+from twinattn.kit.operations.operation import Case, tensors_of, word_of
+from twinattn.kit.operations.tiles import TILES
+
+OF_A_BATCH = {
+    "cu_seqlens_q",
+    "seq_lens",
+    "tree_lens",
+    "state_indices",
+    "has_initial_state",
+    "num_accepted",
+}  # side by side
+NO_DIMENSION = {  # sizes that no kernel cuts into tiles, and why
+    "blocks": "a limit of numbers of blocks",
+    "first_block": "see the property far blocks",
+    "first_token": "a token",
+    "width": "taps of a convolution, of which there are four",
+    "decode_len": "a limit of lengths",
+    "seed": "of random numbers",
+    "workspace": "a limit of tokens at a time",
+}
+
+
+def simplest(operation):
+    sizes = {name: choices[0] for name, choices in operation.sizes.items()} | dict(operation.options)
+    return Case(operation.name, sizes)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_size_is_a_dimension(name):
+    """What is drawn up to 40 alone is right in kernels whose tiles have 64."""
+    operation = OPERATIONS[name]
+    sizes = {n for n, x in operation.sizes.items() if isinstance(x[0], int | tuple) and not isinstance(x[0], bool)}
+    made = {n for x in operation.dimensions.values() for n in x.sizes(TILES[0])}
+    assert sizes - {"window_size"} <= made | NO_DIMENSION.keys() | operation.options.keys()
+    for dimension in operation.dimensions.values():
+        assert dimension.most > TILES[0] or "ranks" in dimension.sizes(1)
+        assert len(dimension.cases()) >= 1
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_tensor_has_other_strides(name):
+    operation = OPERATIONS[name]
+    tensors = set()
+    for choice in range(3):
+        sizes = {n: x[choice % len(x)] for n, x in operation.sizes.items()}
+        drawn = operation.draw(Case(name, sizes), operation.dtypes[0]).arguments
+        tensors |= {word_of(n) for n, x in tensors_of(drawn).items() if x.ndim}
+    assert tensors <= {*operation.strided, *operation.tables} | OF_A_BATCH
+
+
+def test_a_claim_keeps_a_dimension_small():
+    def mine(cache, blocks, seq_len): ...
+
+    mine.__claims__ = dict(heads=(2,))
+    kernel = find_operation(mine, "gather")
+    cases = kernel.operation.cases_past_tiles(kernel, {})
+    assert {case["heads"] for case in cases} == {2} and max(case["seq_len"] for case in cases) == TILES[-1] + 1
+
+
+# --- wrong past a size ---
+
+
+def scores_of_two_rows(query, weights, index_cache, plan):
+    """Two rows share the tiles of the first."""
+    out = sparse.scores(query, weights, index_cache, plan)
+    for i, (q0, q1) in enumerate(plan.batch.query_rows()):
+        for row in range(q0 + 1, q1, 2):
+            last = int(plan.batch.seq_lens[i]) - q1 + row - 1
+            out[row, (last // 64 + 1) * 64 :] = -torch.inf
+    return out
+
+
+def positions_of_1024(batch, num_tokens):
+    out = positions(batch, num_tokens)
+    for q0, q1 in batch.query_rows():
+        out[q0 + 1024 : q1] = 0
+    return out
+
+
+def slots_of_1024(batch, num_tokens, block_size):
+    out = slot_mapping(batch, num_tokens, block_size=block_size)
+    for q0, q1 in batch.query_rows():
+        out[q0 + 1024 : q1] = -1
+    return out
+
+
+def accept_of_256(batch, trees, drafts, chosen):
+    nodes, lens, following = speculative.accept(batch, trees, drafts, chosen)
+    return nodes, torch.where(torch.arange(len(lens)) < 256, lens, 0), following
+
+
+@claims(more=(0,), padding=(0,), nodes=((3, 1),))
+def sampled_by_1024(batch, trees, drafts, target_probs, uniforms):
+    """The sums of several parts of the vocabulary carry over once."""
+    nodes, lens, following = speculative.accept_sampled(batch, trees, drafts, target_probs, uniforms)
+    return nodes, lens, torch.where(following >= 1024, 1024 + following % 1024, following)
+
+
+@claims(tokens=(5,), block_size=(4,), padding=(0,))
+def fp8_of_1024_elements(key, value, key_cache, value_cache, slot_mapping, scales):
+    x = key.flatten(1).clone()
+    x[:, 1024:] = 0
+    quantized.write(x.view(key.shape), value, key_cache, value_cache, slot_mapping, scales=scales)
+
+
+def latents_of_512(latent, rope_key, cache, slot_mapping):
+    mla.write(latent[:, :512], rope_key, cache, slot_mapping)
+
+
+# --- wrong at an edge ---
+
+
+def sampled_at_zero(batch, trees, drafts, target_probs, uniforms):
+    """A random number of 0 accepts a token of probability 0: `u <= p`."""
+    return speculative.accept_sampled(batch, trees, drafts, target_probs + 1e-30, uniforms)
+
+
+def sampled_at_one(batch, trees, drafts, target_probs, uniforms):
+    nodes, lens, following = speculative.accept_sampled(batch, trees, drafts, target_probs, uniforms)
+    ones = (uniforms[batch.cu_seqlens_q[:-1].long()] == 1) & (following >= 0)
+    return nodes, lens, torch.where(ones, target_probs.shape[1] - 1, following)
+
+
+def accept_in_float32(batch, trees, drafts, chosen):
+    nodes, lens, following = speculative.accept(batch, trees, drafts.float().long(), chosen.float().long())
+    return nodes, lens, following
+
+
+def index_write_without_nan(key, index_cache, slot_mapping):
+    sparse.write(key.nan_to_num(0.0), index_cache, slot_mapping)
+
+
+# --- wrong where memory is stale, or strided ---
+
+
+def advance_over_stale_padding(batch, slots, block_size):
+    before, end = slots.clone(), int(batch.cu_seqlens_q[-1])
+    advance(batch, slots, block_size=block_size)
+    slots[end:] = before[end:]
+
+
+def swap_times_a_mask(sources, destinations, pairs):
+    for source, destination in zip(sources, destinations, strict=True):
+        wide = destination.float() if destination.itemsize > 1 else destination
+        destination[pairs[:, 1]] = (source[pairs[:, 0]].to(wide) + wide[pairs[:, 1]] * 0).to(destination.dtype)
+
+
+def fp8_by_scales_side_by_side(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale, format):
+    def flat(x):
+        return x.as_strided(x.shape, (1,)).nan_to_num(1.0).abs() if isinstance(x, torch.Tensor) else x
+
+    scales = Fp8Scales(flat(key_scale), flat(value_scale), format=format)
+    quantized.write(key, value, key_cache, value_cache, slot_mapping, scales=scales)
+
+
+def fp8_in_runs(key, value, key_cache, value_cache, slot_mapping, scales):
+    """Slots that follow one another are written as one piece, which ends with its block."""
+    slots, p = slot_mapping.clone(), key_cache.shape[1]
+    for i in range(1, len(slots)):
+        if slots[i] >= 0 and slots[i] == slots[i - 1] + 1 and slots[i] % p == 0:
+            slots[i] = -1
+    quantized.write(key, value, key_cache, value_cache, slots, scales=scales)
+
+
+WRONG = [
+    ("index_scores", scores_of_two_rows, "past tiles"),
+    ("positions", positions_of_1024, "past tiles"),
+    ("slot_mapping", slots_of_1024, "past tiles"),
+    ("accept", accept_of_256, "past tiles"),
+    ("accept_sampled", sampled_by_1024, "past tiles"),
+    ("fp8_write", fp8_of_1024_elements, "past tiles"),
+    ("mla_write", latents_of_512, "past tiles"),
+    ("accept_sampled", sampled_at_zero, "zeros"),
+    ("accept_sampled", sampled_at_one, "ones"),
+    ("accept", accept_in_float32, "output"),
+    ("index_write", index_write_without_nan, "keeps nan"),
+    ("advance", advance_over_stale_padding, "unread"),
+    ("swap_blocks", swap_times_a_mask, "unread"),
+    ("fp8_write", fp8_by_scales_side_by_side, "strides"),
+    ("fp8_write", fp8_in_runs, "output"),
+]
+
+
+@pytest.mark.parametrize(("path", "function", "name"), WRONG, ids=[x[1].__name__ for x in WRONG])
+def test_a_wrong_function_is_found(path, function, name):
+    (finding,) = check(function, path, only=[name], dtypes=OPERATIONS[path].dtypes[:1]).findings
+    assert finding.outcome in ("wrong", "raises"), finding
+
+
+# --- right ---
+
+
+def compose_in_pairs(factors, added):
+    maps = [recurrent.StateMap(*x) for x in zip(factors, added, strict=True)]
+    while len(maps) > 1:
+        pairs = [recurrent.compose(maps[i : i + 2]) for i in range(0, len(maps) - 1, 2)]
+        maps = [*pairs, *maps[2 * len(pairs) :]]
+    return maps[0].factor, maps[0].added
+
+
+def test_another_order_of_a_sum_in_float64_is_right():
+    """There is no wider type to compare with: a rounding per term is allowed."""
+    report = check(compose_in_pairs, "compose", only=["output", "runs"], dtypes=[torch.float64])
+    assert not report.failures, report.failures
+
+
+def test_halves_of_int8_are_rounded_to_the_even_number():
+    """The reference says it, both pages say it, and the kit asks for it where a half is exact."""
+    key_cache, value_cache, key_scales = quantized.allocate_int8(1, 4, 1, 4)
+    x = torch.tensor([[[0.5, 1.5, -2.5, 127.0]]])
+    scales = Int8Scales(key_scales, torch.ones(1, 4))
+    quantized.write(x, x, key_cache, value_cache, torch.tensor([0]), scales=scales)
+    assert key_cache[0, 0, 0].tolist() == value_cache[0, 0, 0].tolist() == [0, 2, -2, 127]
+    pages = [
+        " ".join(Path(f"docs/proof/{page}.md").read_text().split()) for page in ("conventions", "prove_your_kernel")
+    ]
+    assert "ties to even" in pages[0] and "an exact half is rounded to even" in pages[1]
+    assert "even" in next(x.promise for x in OPERATIONS["int8_write"].specials if x.name == "ties")

@@ -1,0 +1,49 @@
+"""Sizes that tiles, launches and buffers are made of: each dimension of an operation is drawn past all of them.
+
+A kernel that is right up to the size of its tile, its block of threads or its buffer is wrong past it: there the second
+tile begins. One number past each is enough, and the tiles that cost little are filled exactly, too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TILES = (64, 128, 256, 512, 1024, 2048, 8192)
+FILLED = 128  # up to here a case fills the tile exactly, too
+BLOCKS = 256  # tokens in a block: the most that servers have
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A dimension of an operation, and how it is made as large as a number.
+
+    Attributes:
+        sizes: makes the sizes of a case in which the dimension is so large; of others choices are drawn.
+        most: the largest number that is drawn.
+    """
+
+    sizes: Callable[[int], Mapping[str, Any]]
+    most: int = TILES[-1] + 1
+
+    def cases(self) -> list[Mapping[str, Any]]:
+        """List the sizes of cases at the tiles and past them."""
+        numbers = [n + more for n in TILES for more in (0, 1) if more or n <= FILLED or n == self.most]
+        return [self.sizes(n) for n in numbers if n <= self.most]
+
+
+def of_size(name: str, most: int = TILES[-1] + 1, multiple: int = 1, **others: Any) -> Dimension:
+    """Return a dimension that is a size itself, or the next multiple, beside others that keep the case small."""
+    return Dimension(lambda n: {name: n + -n % multiple, **others}, most)
+
+
+def of_lengths(
+    keys: int = TILES[-1] + 1, queries: int = TILES[-1] + 1, sequences: int = TILES[-1] + 1, **others: Any
+) -> dict[str, Dimension]:
+    """Return the dimensions of a ragged batch, up to some numbers: keys, under a few queries; queries; sequences."""
+    return {
+        "keys": Dimension(lambda n: dict(lens=((3, n + 1), (1, n), (2, n)), **others), keys),
+        "queries": Dimension(lambda n: dict(lens=((n, n + 3), (1, 2)), **others), queries),
+        "sequences": Dimension(
+            lambda n: dict(lens=tuple((1 + i % 2, 2 + i % 5) for i in range(n)), **others), sequences
+        ),
+    }

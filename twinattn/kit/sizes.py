@@ -1,0 +1,96 @@
+"""Options at every shape that is claimed, and past the sizes that tiles are made of.
+
+A kernel has an instance for each head size, block size and group of heads, and another way for long sequences: one of
+them may have lost an option that all others have. Pairs of options (`combinations`) are drawn of two shapes alone.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from twinattn.kit import landmarks
+from twinattn.kit.checks import combined, everything
+from twinattn.kit.combinations import choices, said
+from twinattn.kit.draws import plain
+from twinattn.kit.example import SELECTED, Example
+from twinattn.kit.kernel import Kernel
+from twinattn.kit.property import ATTENDS, Property
+
+CALLS = ("shape", "padding_rows", "layout", "poison", "return_lse", "out")  # choices that are no options
+PAST_TILES: tuple[landmarks.Lens, ...] = (  # with sequences, queries and keys past the sizes that tiles are made of
+    ((1, 8270), (3, 2100)),
+    ((1030, 1100),),
+    tuple((1, 1 + (7 * i) % 19) for i in range(landmarks.PAST_8_BITS)),
+    ((1, 40_000), (2, 9)),  # distances past 16 bits
+)
+
+FEWER_PAST_TILES: tuple[landmarks.Lens, ...] = (PAST_TILES[0], ((130, 140),), PAST_TILES[3])  # each query has a list
+
+
+def at_every_shape(kernel: Kernel) -> list[Example]:
+    """Return two batches of each shape: some of the options are in the first, and all others in the second."""
+    lens = ((1, 300), (5, 40), (2, 67))
+    return [
+        replace(landmarks.example(kernel, lens, shape, **options), seed=i % 2)
+        for i, shape in enumerate(landmarks.different_shapes(kernel))
+        for options in _halves(kernel, i)
+    ]
+
+
+def past_tiles(kernel: Kernel) -> list[Example]:
+    """Return batches with more of everything than the tiles of kernels have, each with one half of the options.
+
+    Windows are nearly as wide as the sequences, and biases and sinks such that far keys count.
+    """
+    heads = next((x for x in kernel.claims.heads if x[0] > 1), kernel.claims.heads[0])
+    shape = heads, kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
+    batches = []
+    for i, lens in enumerate(PAST_TILES if kernel.path not in SELECTED else FEWER_PAST_TILES):
+        far = dict(window_size=(max(s for _, s in lens) * 7 // 8, 0), alibi_slopes="far", sinks=True)
+        for options in _halves(kernel, i):
+            options.pop("batch_invariant", None)  # which has batches of its own
+            batches.append(landmarks.example(kernel, lens, shape, **options | {n: far[n] for n in far if n in options}))
+    return batches
+
+
+def _halves(kernel: Kernel, i: int) -> list[dict[str, Any]]:
+    """Return options for batch `i`, and those that it has not: each is in one of the two, beside others every time."""
+    of = {name: values for name, values in choices(kernel).items() if name not in CALLS}
+    halves = []
+    for half in (0, 1):
+        chosen = {name: values[0] for name, values in of.items()}
+        for n, (name, (_, *others)) in enumerate(of.items()):
+            if (n + (i >> n % 3) + half) % 2:
+                chosen[name] = others[i % len(others)]
+        halves.append(said(kernel, chosen)[0])
+    return halves
+
+
+PROPERTIES = (
+    Property(
+        "empty tiles",
+        "Entries of a list that are no keys may fill tiles, also the first.",
+        plain,
+        everything,
+        paths=SELECTED,
+        examples=0,
+        landmarks=landmarks.empty_tiles,
+    ),
+    Property(
+        "options at shapes",
+        "Each option holds at every number of heads, every head size and every block size.",
+        plain,
+        combined,
+        paths=ATTENDS,
+        examples=0,
+        landmarks=at_every_shape,
+    ),
+    Property(
+        "options past tiles",
+        "Each option holds for more keys, queries and sequences than a tile has, and for far distances.",
+        plain,
+        combined,
+        paths=ATTENDS,
+        examples=0,
+        landmarks=past_tiles,
+    ),
+)
