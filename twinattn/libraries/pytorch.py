@@ -21,7 +21,12 @@ def sdpa(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Call `F.scaled_dot_product_attention` over `[b, heads, length, d]`; its causal mask is aligned top-left."""
+    """Call `F.scaled_dot_product_attention` over `[b, heads, length, d]`; its causal mask is aligned top-left.
+
+    On a CPU it looks for the largest product before it scales: under a negative scale large scores would overflow.
+    """
+    if scale is not None and scale < 0:
+        query, scale = -query, -scale
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True
     )
