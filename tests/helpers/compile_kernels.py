@@ -229,6 +229,7 @@ def launch_all(gpu, largest):
         attention,
         cache,
         differential,
+        index_keys,
         merge,
         metadata,
         quantized,
@@ -422,10 +423,10 @@ def launch_all(gpu, largest):
     metadata.draw_trees(batch(96), trees, 192)
     for held, kind in some((half, half), (torch.uint8, torch.float8_e4m3fn), (torch.uint8, half), last=2):
         index, size = torch.zeros(64, 16, 132 if held == torch.uint8 else 128, dtype=held), torch.zeros(3, 128)
-        sparse.write_index(size.to(half), index, torch.arange(3))
+        index_keys.write_index(size.to(half), index, torch.arange(3))
         of_heads = torch.zeros(2, 64, 128).to(kind), torch.zeros(2, 64)
-        scores = sparse.score_index(*of_heads, index, plan(1))
-    sparse.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
+        scores = index_keys.score_index(*of_heads, index, plan(1))
+    index_keys.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
     sparse.select(scores, 2048)
     sparse.select(torch.zeros(2, 131072), 2048)  # by their candidates
     for look_up in (sparse.plan_selected, sparse.selected_slots):
@@ -448,7 +449,7 @@ def launch_all(gpu, largest):
 
 def launch_over_states(some):
     """Launch what layers with a state need: decodes, drafts with checkpoints, prompts by chunks, the convolution."""
-    from fastattn.kernels.triton import recurrent
+    from fastattn.kernels.triton import convolution, recurrent
 
     half, indices = torch.bfloat16, torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     kept = dict(checkpoint_indices=torch.full((2, 64), -1, dtype=torch.int32), block_size=64)
@@ -472,7 +473,7 @@ def launch_over_states(some):
             query, query, value, decay, decay.view(2 * query_len, 16, -1)[..., 0], states, plan, options, None
         )
         inputs, weight = torch.zeros(2 * query_len, 512, dtype=dtype), torch.zeros(512, 4, dtype=dtype)
-        recurrent.convolve(inputs, weight, torch.zeros(8, 3, 512), plan, weight[:, 0], True, None)
+        convolution.convolve(inputs, weight, torch.zeros(8, 3, 512), plan, weight[:, 0], True, None)
     batch = make_batch([1] * 2, [1024] * 2)
     plan, query = twin.plan(batch, state_indices=indices[:, 0]), torch.zeros(2, 8, 128, dtype=half)
     with to_the_end():

@@ -19,9 +19,9 @@ import fastattn.sparse
 from fastattn.kernels.flash.expand import repage, round_queries
 from fastattn.kernels.flash.fixup import fix_up
 from fastattn.kernels.order import use_kernel
+from fastattn.kernels.triton.index_keys import _in_float16
 from fastattn.kernels.triton.merge import merge
 from fastattn.kernels.triton.quantized import Codes
-from fastattn.kernels.triton.sparse import _in_float16
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan

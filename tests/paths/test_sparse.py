@@ -174,7 +174,7 @@ def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dty
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 def test_queries_become_float16_and_their_weights_take_the_power_of_two(device):
     """What bfloat16 holds and float16 does not is divided out; in float32 here, which the interpreter has."""
-    from fastattn.kernels.triton import sparse as triton_sparse
+    from fastattn.kernels.triton import index_keys as triton_sparse
 
     torch.manual_seed(0)
     query = (torch.randn(4, 3, 20) * torch.tensor([1.0, 1e-30, 1e30, 300.0])[:, None, None]).bfloat16().float()
@@ -228,7 +228,7 @@ def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, d
 
     A step has keys of several blocks, or of one.
     """
-    from fastattn.kernels.triton import sparse as triton_sparse
+    from fastattn.kernels.triton import index_keys as triton_sparse
 
     monkeypatch.setattr(triton_sparse, "BLOCK_N", 16)
     monkeypatch.setattr(triton_sparse, "STEPS", 3)

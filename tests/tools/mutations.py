@@ -2170,7 +2170,7 @@ MUTATIONS: list[Mutation] = [
             "    written = slot_mapping >= -1",
         ),
         (
-            "fastattn.kernels.triton.sparse:_write_index_kernel",
+            "fastattn.kernels.triton.index_keys:_write_index_kernel",
             "    is_written = slot >= 0",
             "    is_written = slot >= -1",
         ),
@@ -2189,7 +2189,7 @@ MUTATIONS: list[Mutation] = [
             "(weights[q0 + row] @ (queries[q0 + row] @ key)).relu_()",
         ),
         (
-            "fastattn.kernels.triton.sparse:_score",
+            "fastattn.kernels.triton.index_keys:_score",
             "positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)",
             "positive = products",
         ),
@@ -2198,7 +2198,7 @@ MUTATIONS: list[Mutation] = [
         "F196",
         "the last head is left out of the sum",
         (
-            "fastattn.kernels.triton.sparse:_read_query",
+            "fastattn.kernels.triton.index_keys:_read_query",
             "    is_head = (heads < NUM_HEADS) & is_row",
             "    is_head = (heads < NUM_HEADS - 1) & is_row",
         ),
@@ -2505,7 +2505,7 @@ MUTATIONS: list[Mutation] = [
             "    pass",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_find_sequence",
+            "fastattn.kernels.triton.states:find_sequence",
             "tl.where(has_state, start, -1).to(tl.int64)",
             "start.to(tl.int64)",
         ),
@@ -2526,7 +2526,7 @@ MUTATIONS: list[Mutation] = [
         ("refattn.recurrent:_sequences", "if q0 == q1 or (slots[0] if plan.per_draft else slots) < 0:", "if q0 == q1:"),
         ("fastattn.kernels.torch_ops.recurrent:_sequences", "if slot >= 0 and q1 > q0:", "if q1 > q0:"),
         (
-            "fastattn.kernels.triton.recurrent:_find_sequence",
+            "fastattn.kernels.triton.states:find_sequence",
             "    slot = tl.where(has_state & (start < 0), -1, slot)",
             "    slot, start = tl.maximum(slot, 0), tl.maximum(start, 0)",
         ),
@@ -2534,7 +2534,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R202",
         "a sequence without tokens has a chunk, whose last row is of the sequence before it, and writes its state",
-        ("fastattn.kernels.triton.recurrent:_find_sequence", "    slot = tl.where(length > 0, slot, -1)\n", ""),
+        ("fastattn.kernels.triton.states:find_sequence", "    slot = tl.where(length > 0, slot, -1)\n", ""),
     ),
     *breaks(
         "R203",
@@ -2569,12 +2569,12 @@ MUTATIONS: list[Mutation] = [
             "right = torch.cat([value, key * from_start * beta], dim=-1)",
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
-        ("fastattn.kernels.triton.recurrent:_within_kernel", "part * rates[:, None] * since", "part * rates[:, None]"),
+        ("fastattn.kernels.triton.chunks:_within_kernel", "part * rates[:, None] * since", "part * rates[:, None]"),
     ),
     *breaks(
         "R203",
         "with a decay per channel, a key fades by the decays of the next block, too",
-        ("fastattn.kernels.triton.recurrent:_read_logs", " & (at % BLOCK != BLOCK - 1)", ""),
+        ("fastattn.kernels.triton.chunks:_read_logs", " & (at % BLOCK != BLOCK - 1)", ""),
     ),
     *breaks(
         "R203",
@@ -2586,7 +2586,7 @@ MUTATIONS: list[Mutation] = [
         "NaN in a token reaches those before it in its chunk",
         ("fastattn.kernels.torch_ops.recurrent:recurrent", "or not tokens.are_finite(sequence)", "or False"),
         (
-            "fastattn.kernels.triton.recurrent:_dot_with_earlier",
+            "fastattn.kernels.triton.chunks:_dot_with_earlier",
             "    rows = tl.where(is_finite, rows, 0.0).to(OPERAND)\n",
             "    rows = rows.to(OPERAND)\n",
         ),
@@ -2601,7 +2601,7 @@ MUTATIONS: list[Mutation] = [
             "joined[end - 1 : end + width - 2] for",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_keep",
+            "fastattn.kernels.triton.convolution:_keep",
             "        x = tl.load(of_inputs + (first_row + source) * row_stride",
             "        x = tl.load(of_inputs + (first_row + source - 1) * row_stride",
         ),
@@ -2616,7 +2616,7 @@ MUTATIONS: list[Mutation] = [
             "        pass",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_find_sequence",
+            "fastattn.kernels.triton.states:find_sequence",
             "(accepted - 1).to(tl.int64) * column_stride",
             "0 * accepted * column_stride",
         ),
@@ -2641,7 +2641,7 @@ MUTATIONS: list[Mutation] = [
             "if self.block_size is not None and count % self.block_size == 0:",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_chunks_kernel",
+            "fastattn.kernels.triton.chunks:_chunks_kernel",
             "            end = position + tl.minimum(first + CHUNK, length)",
             "            end = first + CHUNK",
         ),
@@ -2821,7 +2821,7 @@ MUTATIONS: list[Mutation] = [
             "between = (decay.log().cumsum(2)[..., None] - decay.log().cumsum(2)[:, :, None]).exp().tril_()",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_between",
+            "fastattn.kernels.triton.chunks:_between",
             "    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)",
             "    sums = tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :]",
         ),
