@@ -171,8 +171,8 @@ def _describe(
 def _launch(
     call: Call,
     query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p *_"],
+    value_cache: Shaped[Tensor, "n p *_"],
     out: Float[Tensor, "t h out_size"] | None,
 ) -> tuple[Float[Tensor, "t h out_size"], Float[Tensor, "t h"]]:
     """Call the library with the tensors of a layer."""
