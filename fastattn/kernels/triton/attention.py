@@ -162,7 +162,6 @@ def attend(queries, keys, mask, options, split, out, TILE):
             is_key = j < run.end  # nothing from there on is read: it may be NaN, or no block at all
             if mask.LEFT:
                 is_key &= j >= run.first
-            all_seen = phase == 1 if TILE.PHASES == 3 else (start >= all_from) & (start + TILE.KEYS <= all_to)
             if TILE.PHASES == 3 and phase == 1:
                 seen = Step(is_key, j, j)
             else:
@@ -171,8 +170,12 @@ def attend(queries, keys, mask, options, split, out, TILE):
             step = keys.how.load(keys, tile, place, seen.is_key, TILE)
             products = keys.how.products(keys, q, step, TILE)
             scores = finish_scores(products, scale, slopes, tile.positions, seen.positions, options, TILE.KEYS_AXIS)
-            if not all_seen:  # who may see whom?
-                scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, float("-inf"))
+            hidden = float("-inf")  # who may see whom?
+            if TILE.PHASES == 3:
+                if phase != 1:
+                    scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
+            elif (start < all_from) | (start + TILE.KEYS > all_to):
+                scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
             factor = options.softcap if options.SOFTCAP else scale  # how do partial outputs combine?
             weights, shrink, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, factor, slopes is not None, TILE.KEYS_AXIS
