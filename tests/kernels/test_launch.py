@@ -1,9 +1,10 @@
-"""What a replay launches: with whose tensors, on which GPU, and laid out as the driver of CUDA reads it."""
+"""What is compiled for a launch, and what a replay launches: whose tensors, on which GPU, as the driver reads it."""
 
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -164,6 +165,96 @@ def test_a_thread_without_a_context_launches(driver, packed_first):
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(run, range(3))) == [None] * 3
     assert len(driver.launched) == 6
+
+
+# --- what is compiled ---
+
+
+class Of(NamedTuple):
+    """An argument of a kernel."""
+
+    function: Any
+    left: Any
+    width: Any
+    table: Any
+
+
+class Kernel:
+    """A kernel that is never run: `scale` and `of` are given, `SIZE` is a constant."""
+
+    arg_names = ("of", "scale", "SIZE")
+    do_not_specialize = ("left", "table")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name == "SIZE") for name in arg_names)
+    constexprs = (2,)
+    is_gluon = staticmethod(lambda: False)
+
+
+@pytest.fixture
+def compiled_as(monkeypatch):
+    """Compile nothing, and note for what it was to be: the types, the constants, and what is a multiple of 16."""
+    noted = []
+
+    def note(source, options):
+        noted.append(source[1:])
+        return {(1, 1, 1): lambda *arguments: None}
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "ASTSource", lambda *source: source)
+    monkeypatch.setattr(launch.triton, "compile", note)
+    return noted
+
+
+def make(kernel=Kernel, scale=0.5, size=64, function=len, left=3, width=3, table=None):
+    table = torch.zeros(8)[1:] if table is None else table
+    of = Of(launch.tl.constexpr(function), left, width, table)
+    return launch.Launch(kernel, (1,), {"scale": scale}, dict(of=of, SIZE=size), {})
+
+
+def test_a_field_that_changes_from_step_to_step_leads_to_no_other_compilation(compiled_as):
+    memory = torch.zeros(64)
+    for left in (0, 1, 3, 16, -1):
+        for first in (0, 1):
+            make(left=left, table=memory[first:])
+    assert len(compiled_as) == 1
+    signature, constants, attributes = compiled_as[0]
+    assert signature == {"of": Of("constexpr", "i32", "i32", "*fp32"), "scale": "fp32", "SIZE": "constexpr"}
+    assert constants == {(0, 0): len, (2,): 64} and not attributes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(width=1),
+        dict(width=16),
+        dict(width=2**31),
+        dict(size=32),
+        dict(function=max),
+        dict(table=torch.zeros(8, dtype=torch.int32)),
+    ],
+    ids=["one", "a-multiple", "64-bits", "a-constant", "a-function", "a-type"],
+)
+def test_what_the_compiler_knows_of_an_argument_is_compiled_once(compiled_as, change):
+    for given in ({}, change, {}, change):
+        make(**given)
+    assert len(compiled_as) == 2 and compiled_as[0] != compiled_as[1]
+
+
+def test_a_multiple_of_16_is_known_as_one_and_1_is_a_constant(compiled_as):
+    for width in (0, 16, 48, 1):
+        make(width=width)
+    assert [attributes for *_, attributes in compiled_as] == [{(0, 2): [["tt.divisibility", 16]]}, {}]
+    assert compiled_as[1][1][(0, 2)] == 1
+
+
+def test_a_scale_of_1_is_no_constant_of_the_kernel(compiled_as):
+    """The next layer has another one, and the same launch."""
+    for scale in (1, 1.0, 16, 0.25):
+        make(scale=scale)
+    assert len(compiled_as) == 1 and compiled_as[0][0]["scale"] == "fp32"
+
+
+# --- which GPU ---
 
 
 @pytest.mark.parametrize("current", [0, 1])

@@ -179,6 +179,20 @@ AT_LARGE: list[Mutation] = [
         TRITON,
     ),
     planted(
+        "a number that changes from step to step is compiled in",
+        "fastattn.kernels.triton.launch:_known",
+        "multiple = 0 if name in changing else 16 if",
+        "multiple = 16 if",
+        "tests/kernels/test_launch.py",
+    ),
+    planted(
+        "a scale that is a whole number is a constant of the kernel",
+        "fastattn.kernels.triton.launch:Launch.__init__",
+        "float(x) if isinstance(x, int) else x",
+        "x",
+        "tests/kernels/test_launch.py",
+    ),
+    planted(
         "a tile belongs to the sequence before",
         "fastattn.kernels.triton.queries:find_rows",
         "if _first_tile(cu_seqlens_q, middle, GROUP, ROWS) <= tile:",

@@ -9,6 +9,9 @@ tensor for each.
     Triton      find the kernel    read all arguments    check every pointer       cuLaunchKernelEx
     replay                                               write what has changed    cuLaunchKernelEx
 
+A kernel is compiled here, too (`compiled_for`): arguments are NamedTuples, and Triton's launcher would compile anew for
+each number in them that happens to be 1 or a multiple of 16.
+
 Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow a kernel's own arguments are those of
     Triton's launcher, `triton/backends/nvidia/driver.py`.
 """
@@ -32,7 +35,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
-CHANGING = (  # from batch to batch, which must not lead to another compilation
+CHANGING = (  # these change from batch to batch, which must not lead to another compilation
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "positions", "first_keys", "table_row_stride"),
     *("num_tokens", "num_seqs", "splits", "left", "right", "first_visible", "last_visible"),
     *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
@@ -45,9 +48,10 @@ class Launch:
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
         grid: how many programs, in one or two dimensions.
-        changing: the arguments that change, by name, with their values of now: tensors, and numbers among them. A field
-            of a NamedTuple is named as it is read, `"keys.key"`. Those that come later have to be of the same type, or
-            of one that can be seen as it, to begin at multiples of 16 bytes if these do, and None where these are.
+        changing: the arguments that change, by name, with their values of now: tensors, and scales, numbers that are
+            taken as float32. A field of a NamedTuple is named as it is read, `"keys.key"`. Those that come later have
+            to be of the same type, or of one that can be seen as it, to begin at multiples of 16 bytes if these do,
+            and None where these are.
         arguments: all others, by name: tensors, numbers, None, and NamedTuples of these.
         options: warps, stages, and what else is not an argument.
     """
@@ -60,6 +64,8 @@ class Launch:
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
+        # A scale that is the number 1 would be a constant of the kernel, whatever the scale of the next layer is.
+        changing = {name: float(x) if isinstance(x, int) else x for name, x in changing.items()}
         given = {**changing, **arguments}
         all_arguments = tuple(given[name] for name in kernel.arg_names)
         self._paths = _paths_of(changing, kernel.arg_names, all_arguments)
@@ -74,7 +80,7 @@ class Launch:
             self._compiled = compiled_for(kernel, all_arguments, options)
             self._launch = self._compiled[self._grid]
             self._launch(*all_arguments)
-        self._arguments = _with(all_arguments, self._paths, [None] * len(changing))  # which others want to free
+        self._arguments = _with(all_arguments, self._paths, [None] * len(changing))  # others want to free them
         self._types = [x.dtype if isinstance(x, Tensor) else None for x in changing.values()]
         self._packed: PackedLaunch | None = None
 
@@ -219,7 +225,7 @@ def pdl_wait(OVERLAP: tl.constexpr):
 
 # --- arguments as the compiler sees them ---
 
-Path = tuple[int, ...]  # of an argument: its place, and that of a field within it
+Path = tuple[int, ...]  # the place of an argument, or that and the place of a field within it
 
 
 def _paths_of(changing: Iterable[str], names: Sequence[str], arguments: Sequence[Any]) -> list[Path]:
