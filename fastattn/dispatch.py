@@ -465,5 +465,5 @@ def key_of(
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             layouts,
         )
-    except RuntimeError:  # of a sparse or nested tensor, which has no strides
+    except RuntimeError:  # a sparse or nested tensor has no strides
         return None

@@ -37,10 +37,10 @@ MODULES = {  # where each kernel is: the `KERNEL` of a module, or what is named
 NAMES = tuple(MODULES)
 
 FA3_PAGE = 128  # tokens in a page, of which prompts go to FlashAttention-3 first
-ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
+ROWS_TO_EXPAND = 512  # rows that meet a key, on average, from which on its codes become numbers in memory; an estimate
 FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
 SELECTED_FULL = 0.24  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first
-FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
+FEW_OPERATIONS = 8e9  # at most, so that the products are over before the host has launched others
 
 asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
 
@@ -247,7 +247,7 @@ def _pays_to_split(problem: Problem) -> bool:
 
 def _fills_sms(problem: Problem) -> bool:
     """Return whether a kernel that splits no keys keeps most multiprocessors at work, each for about as long."""
-    rows = 64 if problem.keys == "latents" else 128  # of its tiles
+    rows = 64 if problem.keys == "latents" else 128  # rows of a tile
     tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
     return problem.even and tiles >= FULL * num_multiprocessors(problem.device)
 

@@ -144,7 +144,7 @@ def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
     first = next(iter(arguments.values()))
     typed = arguments.get(TYPED_BY.get(operation, ""), first)
     first, typed = (x[0] if isinstance(x, list | tuple) else x for x in (first, typed))
-    dtype = typed.dtype if isinstance(typed, Tensor) else torch.int32  # of tables
+    dtype = typed.dtype if isinstance(typed, Tensor) else torch.int32  # tables
     problem = Problem(operation, first.device, arguments.get("dtype", dtype), asks=asked_of(*arguments.values()))
     if operation == "write_quantized":
         return problem._replace(stored=stored_types(arguments["scales"], arguments["value_cache"]))

@@ -33,7 +33,7 @@ from refattn.plan import Plan
 from refattn.scales import Fp8Scales
 
 BLOCK_ROWS = 16
-MOST_ELEMENTS = 16384  # of a program: with more of them, registers run out
+MOST_ELEMENTS = 16384  # elements of a program: with more, registers run out
 BLOCK_TOKENS = 32
 
 Paged = Callable[
@@ -68,7 +68,7 @@ def attend_dequantized(
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     expanded, where = memo_of(plan).expanded, where_called()
-    over_pages = expanded.get(where)  # of an earlier layer; the entries of its table are written anew
+    over_pages = expanded.get(where)  # pages of an earlier layer; the entries of their table are written anew
     table = None if over_pages is None else over_pages.batch.block_table
     _, of_key, of_value = codes.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)

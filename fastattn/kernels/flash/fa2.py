@@ -109,7 +109,7 @@ def attend_by_torch(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to rows; see `fastattn.dispatch`."""
-    assert isinstance(keys, Rows)  # of no other storage is its operation
+    assert isinstance(keys, Rows)  # the operation is for rows alone
     (level,) = plan.levels
     return dense_by_torch(query, *keys, level.whole, options, out)
 

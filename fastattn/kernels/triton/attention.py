@@ -90,6 +90,7 @@ from refattn.trees import AttentionPlan, TreePlan
 
 SPLITS_PER_STEP = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
+
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
@@ -132,11 +133,11 @@ def finish_scores(products, scale, slopes, positions, j, options, KEYS: tl.const
 def attend(queries, keys, mask, options, split, out, TILE):
     """Attend from a tile of query rows to a run of keys, a step of keys at a time, by an online softmax."""
     split.begin(split)
-    tile = find_tile(queries, TILE)  # which rows of which sequence
+    tile = find_tile(queries, TILE)  # the query rows of this program
     if tile.first_row >= tile.num_rows:
         split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
         return
-    sight = mask.look(mask, queries, tile, TILE)  # which keys some row sees, and which of them are this program's
+    sight = mask.look(mask, queries, tile, TILE)  # the keys that some row sees
     run = Run(sight.first, sight.begin, sight.end)
     run, is_done = split.share(split, queries, mask, out, tile, run, TILE, keys.VALUE_HEAD_SIZE)
     if is_done:
@@ -235,15 +236,14 @@ def launch_attend(
     if isinstance(split, Repair) and not (uses or one_tile):
         tiles, ends, starts = _tiles_to_repair(plan, group, tuning.block_m, tiles)
     mask = mask_of(plan, tree, slopes=options.alibi_slopes is not None, nodes=after)
-    is_visible_from_0 = mask.LEFT.value is False and plan.first_visible is None
-    limited = mask.LEFT.value or mask.RIGHT.value or plan.first_visible is not None
-    masked = tree is not None or (tuning.block_m > 16 and not shared and limited)
-    # Three copies of a loop over latents take registers that no copy has. Without a left side all rows see the first
-    # key, and phase 0 is empty. With one loop less the compiler reads the block table without shared memory: 256 rows
-    # after 8192 keys, split, take 35 us in place of 39. Where keys are not split it costs: 8 such sequences take 203 us
-    # in place of 181 (NVIDIA H200, Triton 3.6).
-    phases = 3 if masked else 1
-    first_phase = 1 if masked and isinstance(split, Part) and is_visible_from_0 else 0
+    # Three copies of a loop over latents take registers that no copy has.
+    is_limited = plan.window != (-1, -1) or plan.first_visible is not None
+    phases = 3 if tree is not None or (tuning.block_m > 16 and not shared and is_limited) else 1
+    # Without a left side all rows see the first key, and phase 0 is empty. With one loop less the compiler reads the
+    # block table without shared memory: 256 rows after 8192 keys, split, take 35 us in place of 39. Where keys are not
+    # split it costs: 8 such sequences take 203 us in place of 181 (NVIDIA H200, Triton 3.6).
+    all_see_first = plan.window[0] < 0 and plan.first_visible is None
+    first_phase = 1 if phases == 3 and isinstance(split, Part) and all_see_first else 0
     sizes = Sizes(
         ROWS=tuning.block_m,
         KEYS=tuning.block_n,
@@ -397,7 +397,7 @@ def attend_levels(
     part_shape = num_tokens, num_heads, value_head_size
     row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
     masked = tree is not None or any(level.first_visible is not None for level in levels)
-    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # of a tile; see `fastattn.kernels.triton.keys`
+    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is turned, see `triton/keys.py`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [share_sm(tuning, of_codes=bool(codes.kind)) for tuning in tunings]

@@ -29,11 +29,6 @@ import triton.language as tl
 
 from fastattn.kernels.triton.states import CHANGING, find_sequence
 
-CHUNK = 64  # tokens whose system of equations is solved at once
-BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
-COLUMNS = 64  # of keys or values that such a program holds at a time
-
-
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
@@ -145,7 +140,7 @@ def _pairs(
     HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return what is the weight of tokens i and j, if i is in the second half of a block of two, and j in the first."""
+    """Return the weight of tokens i and j, if i is in the second half of a block of two, and j in the first."""
     logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, HALF)
     since = tl.cumsum(tl.reshape(logs, [CHUNK // HALF, HALF, PAD_K]), 1)
     until = tl.cumsum(tl.reshape(later, [CHUNK // HALF, HALF, PAD_K]), 1, reverse=True)

@@ -328,10 +328,10 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
     """Attend with both heads of each pair, from a tile of query rows to a run of keys."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    tile = find_tile(queries, TILE)  # which rows of which sequence
+    tile = find_tile(queries, TILE)  # the query rows of this program
     if tile.first_row >= tile.num_rows:
         return
-    run = mask.look(mask, queries, tile, TILE)  # which keys some row sees
+    run = mask.look(mask, queries, tile, TILE)  # the keys that some row sees
     places = places_of(queries, tile)
     if SPLIT:
         steps = tl.cdiv(tl.maximum(run.end - run.begin, 0), TILE.KEYS)

@@ -340,6 +340,7 @@ class LatentStep(NamedTuple):
 @no_type_check
 def latent_query(keys, queries, tile, TILE):
     """Load both tiles of queries."""
+    tl.static_assert(TILE.KEYS_AXIS == 1)
     RANK: tl.constexpr = keys.VALUE_HEAD_SIZE
     latent = query_tile(queries, tile, 0, RANK, keys.VALUE_PAD)
     return LatentQuery(query_tile(queries, tile, RANK, keys.HEAD_SIZE - RANK, keys.KEY_PAD), latent)

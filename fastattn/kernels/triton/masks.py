@@ -191,6 +191,7 @@ def all_visible_in_intervals(mask, tile, run, sight):
 @no_type_check
 def step_in_intervals(mask, tile, sight, start, is_key, TILE):
     """Read the keys of a step that lie in the interval of some row."""
+    tl.static_assert(TILE.KEYS_AXIS == 1)
     j = start + tl.arange(0, TILE.KEYS)
     seen = (sight.first_of_rows[:, None] <= j[None, :]) & (j[None, :] <= sight.last_of_rows[:, None])
     is_key &= tl.max((seen & tile.is_row[:, None]).to(tl.int32), 0) > 0
@@ -234,8 +235,8 @@ class TreeSight(NamedTuple):
     begin: Any
     end: Any
     tree_start: Any
-    depths: Any  # of this tree
-    ancestors: Any  # of each row
+    depths: Any  # where those of this tree are
+    ancestors: Any  # where the mask of each row is
     words: Any  # [rows], the only word of each mask; anything if there are several
 
 
@@ -302,7 +303,7 @@ def all_visible_in_tree(mask, tile, run, sight):
 @no_type_check
 def step_in_tree(mask, tile, sight, start, is_key, TILE):
     """Read the keys of a step that some row sees, of the nodes by the ancestors of each row."""
-    tl.static_assert(TILE.KEYS <= 128)
+    tl.static_assert(TILE.KEYS <= 128 and TILE.KEYS_AXIS == 1)
     in_step = tl.arange(0, TILE.KEYS)
     j, first_node = start + in_step, start - sight.tree_start
     bits = _see_nodes(sight, tile.is_row, first_node, mask.WORDS)

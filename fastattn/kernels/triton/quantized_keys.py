@@ -278,6 +278,7 @@ class QuantizedLatentQuery(NamedTuple):
 @no_type_check
 def quantized_latent_query(keys, queries, tile, TILE):
     """Load both tiles of queries, as they meet quantised latents."""
+    tl.static_assert(TILE.KEYS_AXIS == 1)
     RANK: tl.constexpr = keys.VALUE_HEAD_SIZE
     latent = query_tile(queries, tile, 0, RANK, keys.VALUE_PAD)
     rope = query_tile(queries, tile, RANK, keys.HEAD_SIZE - RANK, keys.KEY_PAD)
@@ -449,4 +450,4 @@ def value_type(query_type: torch.dtype, stored: torch.dtype) -> torch.dtype:
         return torch.float32
     if stored == torch.bfloat16:
         return torch.bfloat16 if query_type == torch.bfloat16 else torch.float32
-    return torch.float16  # of float16 and of 8 bits
+    return torch.float16  # it holds every value of 8 bits

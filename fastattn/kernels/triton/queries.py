@@ -256,7 +256,7 @@ def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) 
     if codes.kind:
         of_query, of_key, of_value = codes.numbers
         scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-        given["options.scale"] = (abs(scale) or 1.0) * of_key * of_query  # of the scores, above 0
+        given["options.scale"] = (abs(scale) or 1.0) * of_key * of_query  # the scale of the scores, above 0
         if codes.groups is not None:
             return given | {"keys.group_scales": codes.groups}
         given |= {"keys.query_number": of_query, "keys.value_number": of_value}

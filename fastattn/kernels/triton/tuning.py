@@ -14,7 +14,7 @@ from fastattn.kernels.triton.queries import count_tiles
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
-SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
+SCRATCH_BYTES = 4096  # shared memory that a program needs beside its tile and its steps
 FEWEST_KEYS = 256  # that are worth a program of their own
 FEWEST_LATENTS = 64  # likewise: a step
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
