@@ -158,19 +158,9 @@ var machines = [
     621800000000000.0
    ],
    [
-    "local/prefill-65536-chunk-8192",
-    3277.0,
-    594800000000000.0
-   ],
-   [
     "sliding_window/decode-64x16384-window-1024",
     3.984,
     16270000000000.0
-   ],
-   [
-    "sliding_window/prefill-16384-window-1024",
-    793.6,
-    419800000000000.0
    ],
    [
     "mla/decode-64x8192-heads-16-fp8",
@@ -236,6 +226,16 @@ var machines = [
     "interval/prefill-2x8192-images",
     3303.0,
     557500000000000.0
+   ],
+   [
+    "sliding_window/prefill-16384-window-1024",
+    793.6,
+    422600000000000.0
+   ],
+   [
+    "local/prefill-65536-chunk-8192",
+    3277.0,
+    587600000000000.0
    ]
   ]
  },
