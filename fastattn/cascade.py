@@ -13,11 +13,11 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from fastattn import dispatch
-from fastattn.kernels.device import to_device
 from fastattn.metadata import positions
+from refattn import steps
 from refattn.batch import Batch, Prefix
-from refattn.checks import LARGEST_INT32, check_sizes, check_window
-from refattn.checks_of_steps import check_prefixes, check_requests
+from refattn.checks import LARGEST_INT32, check_window
+from refattn.checks_of_steps import check_prefixes
 from refattn.keys import Pages
 from refattn.options import AttentionOptions
 from refattn.plan import CascadePlan, Plan
@@ -91,33 +91,7 @@ def attention(
     return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse, CascadePlan)
 
 
-def find_prefixes(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
-    *,
-    block_size: int,
-) -> list[Prefix]:
-    """Find every prefix that a run of neighbouring sequences shares, as a tree: outer ones before what they enclose.
-
-    Arguments, results and errors are those of `refattn.cascade.find_prefixes`.
-    """
-    check_sizes(block_size=block_size)
-    check_requests(query_lens, seq_lens, block_tables, block_size=block_size)
-    full_blocks = [max(0, s - q) // block_size for q, s in zip(query_lens, seq_lens, strict=True)]
-    found: list[Prefix] = []
-    growing: list[tuple[int, int]] = []  # prefixes that the next sequence may share too: blocks, first sequence
-    for i in range(len(seq_lens)):
-        count = 0
-        if i + 1 < len(seq_lens):
-            count = _common_length(block_tables[i], block_tables[i + 1], min(full_blocks[i], full_blocks[i + 1]))
-        first = i
-        while growing and growing[-1][0] > count:
-            blocks, first = growing.pop()
-            found.append(Prefix(first, i + 1, blocks * block_size))
-        if count and (not growing or growing[-1][0] < count):
-            growing.append((count, first))
-    return sorted(found, key=_outside_in)
+find_prefixes = steps.find_prefixes
 
 
 def _level(
@@ -153,25 +127,13 @@ def _cut(
     columns = m - min(starts, default=0) // block_size if longest is None else -(-longest // block_size)
     if not columns or not len(block_table):
         return block_table[:, :0]
-    first = to_device(torch.tensor(starts, device="cpu"), block_table.device)[:, None] // block_size
+    first = steps.to_device(torch.tensor(starts, device="cpu"), block_table.device)[:, None] // block_size
     used = first + torch.arange(columns, device=block_table.device)
     return block_table.gather(1, used.clamp(max=m - 1))
 
 
 def _on_device(numbers: Sequence[int], batch: Batch) -> Int32[Tensor, "_"]:
-    return to_device(torch.tensor(numbers, dtype=torch.int32, device="cpu"), batch.device)
-
-
-def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> int:
-    """Return how many of the first `limit` blocks are the same: by bisection, as whole slices compare fastest."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks[low:middle] == others[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return steps.to_device(torch.tensor(numbers, dtype=torch.int32, device="cpu"), batch.device)
 
 
 def _tree(prefixes: Sequence[Prefix]) -> list[tuple[int, int, Prefix]]:

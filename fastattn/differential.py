@@ -7,8 +7,8 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn import chunked_prefill, dispatch, kv_cache, quantized
+from refattn import allocation
 from refattn.batch import Batch
-from refattn.checks import check_memory, check_sizes
 from refattn.checks_of_calls import check_halves, check_lambdas, check_rows_of_pairs
 from refattn.checks_of_writes import check_pairs
 from refattn.keys import Pairs
@@ -96,21 +96,7 @@ def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"])
     return torch.stack([torch.stack([x[:, half::2] for x in (key, value)]) for half in (0, 1)])
 
 
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Shaped[Tensor, "2 2 n p pairs d"]:
-    """Make an empty pool, `[half, key or value, n, p, hk/2, d]`; the twin of `refattn.differential.allocate`."""
-    check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
-    check_memory(dtype, device)
-    if num_kv_heads % 2:
-        raise ValueError(f"num_kv_heads: expected pairs, an even number, got {num_kv_heads}")
-    return torch.zeros(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size, dtype=dtype, device=device)
+allocate = allocation.allocate_pairs
 
 
 def write(

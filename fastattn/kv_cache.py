@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
@@ -12,37 +11,12 @@ from fastattn.kernels.memory import in_memory
 from fastattn.kernels.order import asked_for
 from fastattn.kernels.problem import as_bytes, as_integers
 from fastattn.kernels.replay import bind_write, bound_write, key_of_write
-from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn import allocation
+from refattn.checks import rows_with_slots
 from refattn.checks_of_writes import check_block_pairs, check_gather, check_slots
 from refattn.modes import refuse_gradients
 
-
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    value_head_size: int | None = None,
-    layout: str = "NHD",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
-    """Make an empty pool of keys and one of values; the twin of `refattn.kv_cache.allocate`."""
-    sizes = (head_size, head_size if value_head_size is None else value_head_size)
-    check_sizes(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=sizes[0],
-        value_head_size=sizes[1],
-    )
-    check_memory(dtype, device)
-    if layout not in ("NHD", "HND"):
-        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
-    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-    key_cache, value_cache = (torch.zeros(num_blocks, *inner, size, dtype=dtype, device=device) for size in sizes)
-    return (key_cache, value_cache) if layout == "NHD" else (key_cache.transpose(1, 2), value_cache.transpose(1, 2))
+allocate = allocation.allocate_pages
 
 
 def write(

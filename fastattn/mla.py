@@ -19,15 +19,16 @@ from fastattn.kernels.order import refuse_unknown
 from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
+from refattn import allocation
 from refattn.batch import Batch
-from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn.checks import check_sizes, rows_with_slots
 from refattn.checks_of_calls import check_latent_prefill, check_projection
 from refattn.checks_of_steps import check_workspace
 from refattn.checks_of_writes import check_latent_slots
 from refattn.keys import Pages, Rows, latents_of
 from refattn.modes import refuse_gradients, without_autocast
 from refattn.options import AttentionOptions
-from refattn.packed_latents import is_packed, packed_size
+from refattn.packed_latents import is_packed
 from refattn.plan import ContextChunk, Plan, PrefillPlan
 from refattn.scales import FP8_FORMATS
 from refattn.trees import AttentionPlan
@@ -292,20 +293,7 @@ def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h d
     return latent.transpose(0, 1).matmul(value_projection.mT).transpose(0, 1)
 
 
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    latent_rank: int,
-    rope_size: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Shaped[Tensor, "n p c"]:
-    """Make an empty pool of latents; the twin of `refattn.mla.allocate`."""
-    check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
-    check_memory(dtype, device)
-    size = packed_size(latent_rank, rope_size) if dtype == torch.uint8 else latent_rank + rope_size
-    return torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
+allocate = allocation.allocate_latents
 
 
 def write(

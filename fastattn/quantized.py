@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
 
 from fastattn import dispatch
+from refattn import allocation
 from refattn.batch import Batch
 from refattn.checks import check_sizes, rows_with_slots
-from refattn.checks_of_writes import check_int8_pools, check_quantized_slots, check_values
+from refattn.checks_of_writes import check_quantized_slots, check_values
 from refattn.keys import QuantizedPages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -75,29 +76,7 @@ def write(
     dispatch.run("write_quantized", **tensors, slot_mapping=slot_mapping, scales=scales)
 
 
-def allocate_int8(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    value_head_size: int | None = None,
-    layout: str = "NHD",
-    value_dtype: torch.dtype = torch.int8,
-    device: torch.device | str = "cpu",
-) -> tuple[Int8[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Float32[Tensor, "n p hk"]]:
-    """Make empty pools of int8 keys and their values in one buffer, and one of scales; see `refattn.quantized`."""
-    sizes = (head_size, head_size if value_head_size is None else value_head_size)
-    check_int8_pools(num_blocks, block_size, num_kv_heads, *sizes, layout, value_dtype, device)
-    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-    rows = num_blocks * block_size * num_kv_heads
-    lengths = [rows * sizes[0], rows * sizes[1] * value_dtype.itemsize]
-    keys, values = torch.zeros(sum(lengths), dtype=torch.int8, device=device).split(lengths)
-    key_cache, value_cache = keys.view(num_blocks, *inner, -1), values.view(value_dtype).view(num_blocks, *inner, -1)
-    scales = torch.ones(num_blocks, *inner, dtype=torch.float32, device=device)
-    if layout == "NHD":
-        return key_cache, value_cache, scales
-    return key_cache.transpose(1, 2), value_cache.transpose(1, 2), scales.transpose(1, 2)
+allocate_int8 = allocation.allocate_int8
 
 
 def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:

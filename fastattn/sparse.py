@@ -1,6 +1,5 @@
 """Selected keys by the fastest kernels, without synchronizing; the twin of `refattn.sparse`."""
 
-import torch
 from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
@@ -8,10 +7,9 @@ from fastattn import chunked_prefill, dispatch, mla
 from fastattn.kernels import order
 from fastattn.kernels.memory import in_memory
 from fastattn.kernels.problem import problem_of
+from refattn import allocation
 from refattn.batch import Batch
 from refattn.index_keys import (
-    SCALE_BYTES,
-    check_index_pool,
     check_index_read,
     check_index_write,
     check_scores,
@@ -23,19 +21,7 @@ from refattn.modes import refuse_gradients
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
-
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    *,
-    index_size: int = 128,
-    dtype: torch.dtype = torch.uint8,
-    device: torch.device | str = "cpu",
-) -> Shaped[Tensor, "n p c"]:
-    """Make an empty pool of index keys; the twin of `refattn.sparse.allocate`."""
-    check_index_pool(num_blocks, block_size, index_size, dtype, device)
-    bytes_of_scale = SCALE_BYTES if dtype == torch.uint8 else 0
-    return torch.zeros(num_blocks, block_size, index_size + bytes_of_scale, dtype=dtype, device=device)
+allocate = allocation.allocate_index_keys
 
 
 def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]) -> None:

@@ -7,15 +7,15 @@ whole verification and replays it with other trees.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn import chunked_prefill, dispatch, sliding_window
+from refattn import steps
 from refattn.batch import Batch, check_block_table
-from refattn.checks import check_device, check_flag, check_window
+from refattn.checks import check_flag, check_window
 from refattn.checks_of_calls import check_plan
 from refattn.checks_of_steps import check_num_tokens
 from refattn.keys import Pages
@@ -27,26 +27,15 @@ from refattn.trees import (
     TreePlan,
     Trees,
     check_accepted,
-    check_accepted_lens,
     check_caches,
     check_draft_steps,
     check_drafts,
-    check_parents,
     check_probabilities,
     check_tree_mask,
     check_trees,
 )
 
-
-def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:
-    """Build the trees of some sequences; the twin of `refattn.speculative.make_trees`."""
-    check_parents(parents)
-    check_device(device)
-    b, w = len(parents), max(map(len, parents), default=0)
-    padded = ((*nodes, *[-1] * (w - len(nodes))) for nodes in parents)
-    numbers = [*map(len, parents), *chain.from_iterable(padded)]
-    packed = torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)  # one copy to the device instead of two
-    return Trees(packed[b:].view(b, w), packed[:b])
+make_trees = steps.make_trees
 
 
 def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
@@ -243,17 +232,7 @@ def compact(
     dispatch.run_in_each("compact", caches, batch=batch, trees=trees, accepted=accepted, block_size=block_size)
 
 
-def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:
-    """Return the step of a draft model over what was accepted; the twin of `refattn.speculative.accepted_batch`."""
-    check_accepted_lens(batch, trees, lens)
-    return replace(
-        batch,
-        cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
-        seq_lens=batch.seq_lens - trees.lens + lens,
-        max_query_len=trees.max_len,
-        num_keys=None,
-        num_tokens=None,
-    )
+accepted_batch = steps.accepted_batch
 
 
 def _nodes(

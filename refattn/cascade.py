@@ -13,18 +13,18 @@ after the other, so they can be treated as the queries of one long sequence with
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from math import ceil
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from refattn import steps
 from refattn.attention import attend_to
 from refattn.batch import Batch, Prefix
-from refattn.checks import check_sizes, check_window
+from refattn.checks import check_window
 from refattn.checks_of_calls import check_plan
-from refattn.checks_of_steps import check_prefixes, check_requests
+from refattn.checks_of_steps import check_prefixes
 from refattn.keys import Pages
 from refattn.metadata import make_batch, positions
 from refattn.options import AttentionOptions
@@ -117,53 +117,4 @@ def attention(
     return attend_to(query, Pages(key_cache, value_cache), plan, options, return_lse=return_lse, out=out)
 
 
-def find_prefixes(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
-    *,
-    block_size: int,
-) -> list[Prefix]:
-    """Find every prefix that a run of neighbouring sequences shares, as a tree: outer ones before what they enclose.
-
-    Shared means the same blocks. Equal tokens in other blocks would have to be read again, so they do not count. Nor
-    does a block that holds a query's own key or later ones. For the drawing above:
-
-        Prefix(first=0, last=3, end=2 blocks), Prefix(first=0, last=2, end=3 blocks)
-
-    Requests that share a prefix must be neighbours to be found; sort them by their block tables.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        block_tables: pool blocks of each request, in order.
-        block_size: tokens in a block, `p`.
-
-    Returns:
-        The prefixes; none if no keys are shared.
-
-    Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.
-    """
-    check_sizes(block_size=block_size)
-    check_requests(query_lens, seq_lens, block_tables, block_size=block_size)
-    num_seqs = len(seq_lens)
-    full_blocks = [max(0, s - q) // block_size for q, s in zip(query_lens, seq_lens, strict=True)]  # before any query
-    shared = []  # blocks that each sequence shares with the next one
-    for i in range(num_seqs - 1):
-        count = 0
-        while count < min(full_blocks[i : i + 2]) and block_tables[i][count] == block_tables[i + 1][count]:
-            count += 1
-        shared.append(count)
-
-    def split(first: int, last: int, above: int) -> list[Prefix]:
-        if last - first < 2:
-            return []
-        count = min(shared[first : last - 1])
-        found = [Prefix(first, last, count * block_size)] if count > above else []
-        cuts = [first, *(i + 1 for i in range(first, last - 1) if shared[i] == count), last]
-        for left, right in pairwise(cuts):
-            found += split(left, right, count)
-        return found
-
-    return split(0, num_seqs, 0)
+find_prefixes = steps.find_prefixes

@@ -24,10 +24,10 @@ from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from refattn import chunked_prefill, kv_cache, quantized
+from refattn import allocation, chunked_prefill, kv_cache, quantized
 from refattn.attention import attend_plan, finish
 from refattn.batch import Batch
-from refattn.checks import check_memory, check_normed, check_sizes
+from refattn.checks import check_normed
 from refattn.checks_of_calls import check_halves, check_lambdas, check_rows_of_pairs
 from refattn.checks_of_writes import check_pairs
 from refattn.keys import Pairs
@@ -215,36 +215,7 @@ def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"])
     return rearrange([key, value], "kind s (pairs two) d -> two kind s pairs d", two=2)
 
 
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Shaped[Tensor, "2 2 n p pairs d"]:
-    """Make an empty pool, `[half, key or value, n, p, hk/2, d]`.
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`, an even number.
-        head_size: elements of a key and of a value, `d`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantised cache.
-        device: where the pool is.
-
-    Returns:
-        The pool, filled with zeros.
-
-    Raises:
-        ValueError: if a size is not positive, the number of heads is odd, or there is no such type or device.
-    """
-    check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
-    check_memory(dtype, device)
-    if num_kv_heads % 2:
-        raise ValueError(f"num_kv_heads: expected pairs, an even number, got {num_kv_heads}")
-    return torch.zeros(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size, dtype=dtype, device=device)
+allocate = allocation.allocate_pairs
 
 
 def write(

@@ -15,63 +15,15 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 from collections.abc import Sequence
 
 import torch
-from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn import allocation
+from refattn.checks import rows_with_slots
 from refattn.checks_of_writes import check_block_pairs, check_gather, check_slots
 from refattn.modes import without_autocast
 
-
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    value_head_size: int | None = None,
-    layout: str = "NHD",
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
-    """Make an empty pool of keys and one of values.
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key, `d`.
-        value_head_size: elements of a value, `dv`; as `head_size` if None.
-        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
-        dtype: type of an element.
-        device: where the pool is.
-
-    Returns:
-        `key_cache` and `value_cache`, filled with zeros.
-
-    Raises:
-        ValueError: if a size is not positive, or there is no such layout, type or device.
-    """
-    value_head_size = head_size if value_head_size is None else value_head_size
-    check_sizes(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        value_head_size=value_head_size,
-    )
-    check_memory(dtype, device)
-    if layout not in ("NHD", "HND"):
-        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
-
-    def pool(size: int) -> Tensor:
-        if layout == "NHD":
-            return torch.zeros(num_blocks, block_size, num_kv_heads, size, dtype=dtype, device=device)
-        heads_first = torch.zeros(num_blocks, num_kv_heads, block_size, size, dtype=dtype, device=device)
-        return rearrange(heads_first, "n hk p d -> n p hk d")
-
-    return pool(head_size), pool(value_head_size)
+allocate = allocation.allocate_pages
 
 
 def write(

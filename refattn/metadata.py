@@ -14,60 +14,24 @@ import torch
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.batch import Batch, Part, check_batch, check_block_table, check_lengths, check_written_blocks
-from refattn.checks import LARGEST_INT32, check, check_device, check_int, check_sizes
+from refattn import steps
+from refattn.batch import Batch, check_block_table, check_lengths, check_written_blocks
+from refattn.checks import LARGEST_INT32, check_sizes
 from refattn.checks_of_steps import (
     check_advance,
     check_encoder,
-    check_encoder_lens,
     check_next_inputs,
     check_num_tokens,
-    check_refill,
-    check_requests,
     check_slot_table,
-    check_split,
 )
 
-
-def make_batch(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]] | None = None,
-    *,
-    device: torch.device | str = "cpu",
-) -> Batch:
-    """Build the batch of some requests from what a scheduler knows of them.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        block_tables: pool blocks of each request, in order; None where there is no cache.
-        device: device of the tensors of the batch.
-
-    Returns:
-        The batch; shorter rows of the block table are filled up with -1.
-
-    Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
-    """
-    check_requests(query_lens, seq_lens, block_tables)
-    check_device(device)
-    table = None
-    if block_tables is not None:
-        columns = max((len(blocks) for blocks in block_tables), default=0)
-        table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32, device="cpu")
-        for i, blocks in enumerate(block_tables):
-            table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
-        table = table.to(device)
-    return Batch(
-        cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_table=table,
-        max_query_len=max(query_lens, default=0),
-        max_seq_len=max(seq_lens, default=0),
-        num_keys=sum(seq_lens),
-        num_tokens=sum(query_lens),
-    )
+make_batch = steps.make_batch
+order_decodes_first = steps.order_decodes_first
+split_decodes_and_prefills = steps.split_decodes_and_prefills
+update_block_table = steps.update_block_table
+make_cross_batch = steps.make_cross_batch
+make_buffers = steps.make_buffers
+refill = steps.refill
 
 
 def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
@@ -131,68 +95,6 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
     return result
 
 
-def order_decodes_first(query_lens: Sequence[int], *, decode_len: int = 1) -> list[int]:
-    """Return the order of a step's requests with its decodes first, as `split_decodes_and_prefills` takes them.
-
-        new tokens    9 1 3 1        decode_len 1    1 3 0 2        with up to 2 drafts, decode_len 3    1 2 3 0
-
-    Args:
-        query_lens: the new tokens of each request.
-        decode_len: a request with at most this many new tokens is a decode: with speculative decoding one more than
-            there may be drafts, as a decode brings its drafts along.
-
-    Returns:
-        The requests by their places in `query_lens`; decodes stay in their order, and so do prefills.
-
-    Raises:
-        ValueError: if a length is none, or `decode_len` is negative.
-
-    Source: vLLM's `reorder_batch_to_split_decodes_and_prefills`, with the threshold of each backend.
-    """
-    check_requests(query_lens, query_lens, None)
-    check_int("decode_len", decode_len)
-    return sorted(range(len(query_lens)), key=lambda request: query_lens[request] > decode_len)
-
-
-def split_decodes_and_prefills(
-    batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
-) -> tuple[Part, Part]:
-    """Split a batch into its decodes and its prefills, which use different kernels.
-
-    Args:
-        batch: a batch with all its decodes before all its prefills (`order_decodes_first`), or after them.
-        query_lens: the new tokens of each sequence, known on the host, so that nothing synchronizes.
-        decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
-        seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
-            sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
-
-    Returns:
-        The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
-
-    Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` or `seq_lens` has another length than the batch,
-            or (on a CPU) other lengths.
-
-    Source: the reordered batches of vLLM (decodes first since V1, prefills first in V0).
-    """
-    check_split(batch, query_lens, decode_len, seq_lens)
-    is_decode = [length <= decode_len for length in query_lens]
-    decodes = sum(is_decode)
-    if is_decode == sorted(is_decode, reverse=True):
-        return _part(batch, query_lens, seq_lens, 0, decodes), _part(
-            batch, query_lens, seq_lens, decodes, batch.num_seqs
-        )
-    if is_decode == sorted(is_decode):
-        prefills = batch.num_seqs - decodes
-        return _part(batch, query_lens, seq_lens, prefills, batch.num_seqs), _part(
-            batch, query_lens, seq_lens, 0, prefills
-        )
-    raise ValueError(
-        f"query_lens: expected all decodes (at most {decode_len} tokens) before or after all prefills, "
-        f"got {list(query_lens)}"
-    )
-
-
 def advance(
     batch: Batch,
     slots: Int64[Tensor, "t"],
@@ -237,55 +139,6 @@ def advance(
         for (q0, q1), token in zip(batch.query_rows(), sampled_ids, strict=True):
             input_ids[q0:q1] = token
     return longer
-
-
-def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch:
-    """Return the same batch with the block table of another cache group (layers with a pool of their own).
-
-    Args:
-        batch: the batch of one group.
-        block_table: the blocks that the same sequences have in the other group's pool.
-
-    Returns:
-        A batch that shares the other tensors; take the slots of its group from it with `slot_mapping`.
-
-    Raises:
-        ValueError: if the table has another type, device or number of rows.
-    """
-    check_batch(batch)
-    check(dict(b=batch.num_seqs), block_table=(block_table, "int32 b m"))
-    return dataclasses.replace(batch, block_table=block_table)
-
-
-def make_cross_batch(
-    batch: Batch, encoder_lens: Sequence[int], block_tables: Sequence[Sequence[int]] | None = None
-) -> Batch:
-    """Return the batch of cross attention: the query rows of a decoder's batch, and the keys of its encoder.
-
-    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`, or `dense.plan` over rows.
-    The encoder's keys are in pages of their own, and are written once, when its tokens are there: their slots are
-    those of `make_batch(encoder_lens, encoder_lens, block_tables)`.
-
-    Args:
-        batch: of the decoder in this step.
-        encoder_lens: tokens that the encoder has of each request; 0 where there is none.
-        block_tables: the blocks of each request's encoder tokens; None where there is no cache.
-
-    Returns:
-        A batch with as many sequences, whose keys are the encoder's.
-
-    Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
-    """
-    check_encoder_lens(batch, encoder_lens)
-    keys = make_batch(encoder_lens, encoder_lens, block_tables, device=batch.device)
-    return dataclasses.replace(
-        batch,
-        seq_lens=keys.seq_lens,
-        block_table=keys.block_table,
-        max_seq_len=keys.max_seq_len,
-        num_keys=keys.num_keys,
-    )
 
 
 def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> tuple[Batch, Batch]:
@@ -384,72 +237,3 @@ def block_table_from_slots(
         for column in range(-(-seq_len // block_size)):
             table[i, column] = token_slots[request, column * block_size] // block_size
     return table
-
-
-def make_buffers(
-    num_seqs: int, *, columns: int | None, max_query_len: int, max_seq_len: int, device: torch.device | str = "cpu"
-) -> Batch:
-    """Make a batch of padding with fixed tensors, which `refill` fills with one step after the other.
-
-    A plan made from it on a device is computed again whenever a captured graph is replayed; how the work is divided
-    follows from the maxima, and so is the same for every step.
-
-    Args:
-        num_seqs: sequences that it has room for, `b`.
-        columns: of the block table, `m`; None for a batch without a cache.
-        max_query_len: most new tokens of a sequence, in any step.
-        max_seq_len: most keys of a sequence, in any step.
-        device: device of the tensors.
-
-    Returns:
-        A batch of sequences without queries and without keys.
-
-    Raises:
-        ValueError: if a size is negative.
-    """
-    for name, size in (("num_seqs", num_seqs), ("columns", 0 if columns is None else columns)):
-        check_int(name, size)
-    check_device(device)
-    zeros = torch.zeros(2 * num_seqs + 1, dtype=torch.int32, device=device)
-    table = None
-    if columns is not None:
-        table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
-    return Batch(zeros[: num_seqs + 1], zeros[num_seqs + 1 :], table, max_query_len, max_seq_len)
-
-
-def refill(buffers: Batch, batch: Batch) -> None:
-    """Write a step into the buffers of a captured graph, in place; sequences past its last have no query and no key.
-
-    Args:
-        buffers: from `make_buffers`.
-        batch: the step: any number of sequences up to that of the buffers, of any lengths up to their maxima.
-
-    Raises:
-        ValueError: if the step does not fit: more sequences or columns than the buffers have, or larger maxima. Nothing
-            is written then.
-
-    Source: the metadata of captured decodes in vLLM and SGLang.
-    """
-    check_refill(buffers, batch)
-    b = batch.num_seqs
-    if batch.block_table is not None and buffers.block_table is not None:
-        columns = batch.block_table.shape[1]
-        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])
-    buffers.cu_seqlens_q[: b + 1].copy_(batch.cu_seqlens_q)
-    buffers.cu_seqlens_q[b + 1 :].copy_(batch.cu_seqlens_q[-1:].expand(buffers.num_seqs - b))
-    buffers.seq_lens[:b].copy_(batch.seq_lens)
-    buffers.seq_lens[b:].zero_()
-
-
-def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | None, first: int, last: int) -> Part:
-    rows = [0, *accumulate(query_lens)]
-    part = Batch(
-        cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - rows[first],
-        seq_lens=batch.seq_lens[first:last],
-        block_table=None if batch.block_table is None else batch.block_table[first:last],
-        max_query_len=max(query_lens[first:last], default=0),
-        max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0),
-        num_keys=None if seq_lens is None else sum(seq_lens[first:last]),
-        num_tokens=sum(query_lens[first:last]),
-    )
-    return Part(part, slice(rows[first], rows[last]))

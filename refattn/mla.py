@@ -28,10 +28,10 @@ from einops import einsum, rearrange, repeat
 from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
-from refattn import kv_cache, quantized
+from refattn import allocation, kv_cache, quantized
 from refattn.attention import attend_sequences, attend_to, finish
 from refattn.batch import Batch
-from refattn.checks import check_memory, check_sizes, rows_with_slots
+from refattn.checks import check_sizes, rows_with_slots
 from refattn.checks_of_calls import check_latent_prefill, check_projection
 from refattn.checks_of_steps import check_workspace
 from refattn.checks_of_writes import check_latent_slots
@@ -40,7 +40,7 @@ from refattn.merge import merge
 from refattn.metadata import positions
 from refattn.modes import compute_dtype, without_autocast
 from refattn.options import AttentionOptions
-from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, is_packed, packed_parts, packed_size
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, is_packed, packed_parts
 from refattn.plan import ContextChunk, Plan, PrefillPlan
 from refattn.rounding import group_scales, to_fp8
 from refattn.scales import FP8_FORMATS, Fp8Scales
@@ -342,36 +342,7 @@ def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h d
     return out.to(latent.dtype)
 
 
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    latent_rank: int,
-    rope_size: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Shaped[Tensor, "n p c"]:
-    """Make an empty pool of latents: there is none of values.
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        latent_rank: elements of a latent, `r`.
-        rope_size: elements of a rotary key, `rope`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for codes, `torch.uint8` for packed
-            rows.
-        device: where the pool is.
-
-    Returns:
-        The pool, `c = r + rope`, filled with zeros; of packed rows `c = r + 4 * r / 128 + 2 * rope` bytes.
-
-    Raises:
-        ValueError: if a size is not positive, or not one of packed rows, or there is no such type or device.
-    """
-    check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
-    check_memory(dtype, device)
-    size = packed_size(latent_rank, rope_size) if dtype == torch.uint8 else latent_rank + rope_size
-    return torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
+allocate = allocation.allocate_latents
 
 
 def write(

@@ -28,13 +28,14 @@ from collections.abc import Sequence
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
 
+from refattn import allocation
 from refattn.attention import attend_to
 from refattn.batch import Batch
 from refattn.checks import check_sizes, rows_with_slots
-from refattn.checks_of_writes import check_int8_pools, check_quantized_slots, check_values
+from refattn.checks_of_writes import check_quantized_slots, check_values
 from refattn.keys import QuantizedPages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -159,53 +160,7 @@ def write(
             scales.key[block, row].masked_fill_(value[token].isnan().any(-1), torch.nan)
 
 
-def allocate_int8(
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_size: int,
-    *,
-    value_head_size: int | None = None,
-    layout: str = "NHD",
-    value_dtype: torch.dtype = torch.int8,
-    device: torch.device | str = "cpu",
-) -> tuple[Int8[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Float32[Tensor, "n p hk"]]:
-    """Make empty pools of int8 keys and of their values as views of one buffer, and one of the keys' scales.
-
-        int8 values      | keys | values |          two equal parts, if d = dv
-        16-bit values    | keys | values        |   a byte for each element of a key, two for each of a value
-
-    The values are what lies after all the keys, and not a plane of each block: blocks are copied by the views.
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key, `d`.
-        value_head_size: elements of a value, `dv`; as `head_size` if None.
-        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
-        value_dtype: `torch.int8`, or a floating point type for values that stay as they are.
-        device: where the pools are.
-
-    Returns:
-        `key_cache` and `value_cache`, filled with zeros, and the scales of the keys, filled with ones: what
-        `Int8Scales.key` takes.
-
-    Raises:
-        ValueError: if a size is not positive, keys end where no value can begin, or there is no such layout, type or
-            device.
-    """
-    value_head_size = head_size if value_head_size is None else value_head_size
-    check_int8_pools(num_blocks, block_size, num_kv_heads, head_size, value_head_size, layout, value_dtype, device)
-    heads_and_tokens = dict(n=num_blocks, p=block_size, hk=num_kv_heads)
-    to_pool = "(n p hk d) -> n p hk d" if layout == "NHD" else "(n hk p d) -> n p hk d"
-    rows = num_blocks * block_size * num_kv_heads
-    key_bytes, value_bytes = rows * head_size, rows * value_head_size * value_dtype.itemsize
-    buffer = torch.zeros(key_bytes + value_bytes, dtype=torch.int8, device=device)
-    key_cache = rearrange(buffer[:key_bytes], to_pool, **heads_and_tokens)
-    value_cache = rearrange(buffer[key_bytes:].view(value_dtype), to_pool, **heads_and_tokens)
-    scales = torch.ones(rows, dtype=torch.float32, device=device)
-    return key_cache, value_cache, rearrange(scales, to_pool.replace(" d", ""), **heads_and_tokens)
+allocate_int8 = allocation.allocate_int8
 
 
 def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:

@@ -31,13 +31,12 @@ from einops import einsum
 from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn import chunked_prefill, masks, mla
+from refattn import allocation, chunked_prefill, masks, mla
 from refattn.batch import Batch
 from refattn.index_keys import (
     INDEX_FORMAT,
     SCALE_BYTES,
     SMALLEST,
-    check_index_pool,
     check_index_read,
     check_index_write,
     check_scores,
@@ -52,41 +51,7 @@ from refattn.modes import without_autocast
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
-
-def allocate(
-    num_blocks: int,
-    block_size: int,
-    *,
-    index_size: int = 128,
-    dtype: torch.dtype = torch.uint8,
-    device: torch.device | str = "cpu",
-) -> Shaped[Tensor, "n p c"]:
-    """Make an empty pool of index keys.
-
-    In bytes, the codes of all tokens of a block come first, and then their scales; with blocks of 4 tokens:
-
-        block   code 0 | code 1 | code 2 | code 3 | scale 0 | scale 1 | scale 2 | scale 3
-        bytes   128      128      128      128      4         4         4         4
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        index_size: elements of an index key, a multiple of 4 in bytes.
-        dtype: `torch.uint8` for codes (e4m3) and scales, or the type of numbers.
-        device: device of the pool.
-
-    Returns:
-        `[n, p, d]` of numbers, or `[n, p, d + 4]` bytes, whose last dimension counts the bytes of a token and is not
-        where they are.
-
-    Raises:
-        ValueError: if a size is not positive, the type is another, or there is no such device.
-
-    Source: `indexer_k_quant_and_cache` of vLLM; DeepGEMM, `fp8_paged_mqa_logits`.
-    """
-    check_index_pool(num_blocks, block_size, index_size, dtype, device)
-    bytes_of_scale = SCALE_BYTES if dtype == torch.uint8 else 0
-    return torch.zeros(num_blocks, block_size, index_size + bytes_of_scale, dtype=dtype, device=device)
+allocate = allocation.allocate_index_keys
 
 
 @without_autocast

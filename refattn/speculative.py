@@ -23,16 +23,15 @@ Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from refattn import chunked_prefill, masks, sliding_window
+from refattn import chunked_prefill, masks, sliding_window, steps
 from refattn.attention import attend_to
 from refattn.batch import Batch, check_block_table
-from refattn.checks import check_device, check_flag, check_window
+from refattn.checks import check_flag, check_window
 from refattn.checks_of_calls import check_plan
 from refattn.checks_of_steps import check_num_tokens
 from refattn.keys import Pages
@@ -46,36 +45,15 @@ from refattn.trees import (
     TreePlan,
     Trees,
     check_accepted,
-    check_accepted_lens,
     check_caches,
     check_draft_steps,
     check_drafts,
-    check_parents,
     check_probabilities,
     check_tree_mask,
     check_trees,
 )
 
-
-def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:
-    """Build the trees of some sequences.
-
-    Args:
-        parents: for each sequence, the node that each of its nodes follows, -1 for a root; a chain is `[-1, 0, 1, ..]`.
-        device: device of the tensors.
-
-    Returns:
-        The trees; shorter rows are filled up with -1.
-
-    Raises:
-        ValueError: if a node does not come after its parent.
-    """
-    check_parents(parents)
-    check_device(device)
-    table = torch.full((len(parents), max(map(len, parents), default=0)), -1, dtype=torch.int32, device="cpu")
-    for i, nodes in enumerate(parents):
-        table[i, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32, device="cpu")
-    return Trees(table.to(device), torch.tensor([len(nodes) for nodes in parents], dtype=torch.int32, device=device))
+make_trees = steps.make_trees
 
 
 def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
@@ -412,32 +390,7 @@ def compact(
             cache[destination] = token
 
 
-def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:
-    """Return the step of a draft model over what was accepted, for its own cache: a causal chunk of each sequence.
-
-    The rows of such a step are the accepted nodes, in order, and every sequence has as many as were accepted of it: its
-    `cu_seqlens_q` is never that of the verification.
-
-    Args:
-        batch: the batch of the verification.
-        trees: its trees.
-        lens: nodes that were accepted of each sequence, `Accepted.lens`.
-
-    Returns:
-        A batch with as many sequences, whose maxima are bounds.
-
-    Raises:
-        ValueError: if the trees are not those of the batch; on a CPU also if more was accepted than there are nodes.
-    """
-    check_accepted_lens(batch, trees, lens)
-    return replace(
-        batch,
-        cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
-        seq_lens=batch.seq_lens - trees.lens + lens,
-        max_query_len=trees.max_len,
-        num_keys=None,
-        num_tokens=None,
-    )
+accepted_batch = steps.accepted_batch
 
 
 def _accepted(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], trees: Trees) -> Accepted:

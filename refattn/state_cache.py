@@ -19,76 +19,15 @@ Source: `MambaSpec` and `mamba_utils` of vLLM: the layout of states, and when se
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int32, Int64, Shaped
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn import kv_cache
-from refattn.checks import check_memory, check_sizes
+from refattn import allocation, kv_cache
 from refattn.checks_of_writes import check_block_pairs
 from refattn.states import check_accepted_slots
 
-
-def allocate(
-    num_slots: int,
-    num_value_heads: int,
-    value_head_size: int,
-    key_head_size: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Float[Tensor, "n hv dv dk"]:
-    """Make an empty pool of states.
-
-    Args:
-        num_slots: slots in the pool, `n`.
-        num_value_heads: heads of the values, `hv`.
-        value_head_size: elements of a value, `dv`.
-        key_head_size: elements of a key, `dk`.
-        dtype: type of an element. In 16 bits a state loses digits with every step that writes it.
-        device: where the pool is.
-
-    Returns:
-        The pool, filled with zeros.
-
-    Raises:
-        ValueError: if a size is not positive, or there is no such type or device.
-    """
-    check_sizes(
-        num_slots=num_slots,
-        num_value_heads=num_value_heads,
-        value_head_size=value_head_size,
-        key_head_size=key_head_size,
-    )
-    check_memory(dtype, device)
-    return torch.zeros(num_slots, num_value_heads, value_head_size, key_head_size, dtype=dtype, device=device)
-
-
-def allocate_inputs(
-    num_slots: int,
-    width: int,
-    num_channels: int,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Float[Tensor, "n w c"]:
-    """Make an empty pool for the last inputs of a convolution.
-
-    Args:
-        num_slots: slots in the pool, `n`: the same slots as those of the states.
-        width: inputs that an output depends on; `width - 1` of them are kept.
-        num_channels: channels, `c`.
-        dtype: type of an element.
-        device: where the pool is.
-
-    Returns:
-        The pool `[n, width - 1, c]`, filled with zeros.
-
-    Raises:
-        ValueError: if a size is not positive, or there is no such type or device.
-    """
-    check_sizes(num_slots=num_slots, width=width, num_channels=num_channels)
-    check_memory(dtype, device)
-    return torch.zeros(num_slots, width - 1, num_channels, dtype=dtype, device=device)
+allocate = allocation.allocate_states
+allocate_inputs = allocation.allocate_inputs
 
 
 def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:

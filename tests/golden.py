@@ -28,6 +28,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.twin_files import public_names
+
 FILES = tuple(f"tests/paths/{name}.py" for name in ("test_every_path", "test_composition", "test_bad_input"))
 COMPUTES = ("attention", "prefill", "merge")  # the functions of a path whose outputs are hashed
 OTHERS = ("dispatch", "doctor")  # of the modules at the top of a twin
@@ -39,10 +41,8 @@ def names() -> dict[str, str]:
     found = {}
     for package in ("refattn", "fastattn"):
         for module in path_modules(package):
-            for name, value in vars(module).items():
-                is_own = getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-                if is_own and (inspect.isfunction(value) or inspect.isclass(value)):
-                    found[f"{module.__name__}.{name}"] = str(inspect.signature(value))
+            for name in public_names(package, module.__name__.rpartition(".")[2]):
+                found[f"{module.__name__}.{name}"] = str(inspect.signature(getattr(module, name)))
     return found
 
 

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.torch_version import TorchVersion
 
 
@@ -42,13 +41,6 @@ def package_version(package: str) -> str | None:
     except PackageNotFoundError:  # a build that nobody installed may still be found and imported
         module = package.replace("-", "_")
         return None if cannot_import(module, package) else getattr(sys.modules[module], "__version__", None)
-
-
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy what the host has just made to a device, without waiting for what the device computes before that."""
-    if torch.device(device).type == "cuda" and tensor.is_cpu:
-        return tensor.pin_memory().to(device, non_blocking=True)  # of other memory, the copy waits for the stream
-    return tensor.to(device)
 
 
 def on_gpu(device: torch.device) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from refattn.ranks import Shard
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
 from tests.helpers.batches import Case, build
+from tests.helpers.twin_files import public_names
 
 MODULES = (
     *("cascade", "chunked_prefill", "context_parallel", "dense", "differential", "interval", "kv_cache", "local"),
@@ -38,9 +39,9 @@ def public_functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """List the public functions of the modules that both packages have, by `module.name`."""
     for module in MODULES:
         path = importlib.import_module(f"{package}.{module}")
-        for name, function in vars(path).items():
-            if inspect.isfunction(function) and function.__module__ == path.__name__ and not name.startswith("_"):
-                yield f"{module}.{name}", function
+        for name in public_names(package, module):
+            if inspect.isfunction(getattr(path, name)):
+                yield f"{module}.{name}", getattr(path, name)
 
 
 def legal_calls(package: str) -> dict[str, Callable[[], dict[str, Any]]]:

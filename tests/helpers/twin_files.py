@@ -1,13 +1,15 @@
 """The files of both packages: which are twins, and which of these are paths."""
 
+import ast
 from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED = {  # computes no attention: both twins import it; of `keys`, the fast twin takes the storages alone
     *("batch", "plan", "trees", "states", "ranks", "options", "keys", "scales", "packed_latents", "index_keys"),
-    *("checks", "checks_of_calls", "checks_of_steps", "checks_of_writes", "overlap", "modes"),
+    *("checks", "checks_of_calls", "checks_of_steps", "checks_of_writes", "overlap", "modes", "allocation", "steps"),
 }
+HANDED_ON = ("allocation", "steps")  # of these, with functions that both twins give the name of their own
 REFERENCE_ONLY = {"attention", "masks", "rounding"} | SHARED
 FAST_ONLY = {"kernels", "dispatch", "doctor"}
 BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them
@@ -22,6 +24,23 @@ def parts(package: str) -> set[str]:
         for path in inside
         if (path.suffix == ".py" and path.stem != "__init__") or (path.is_dir() and any(path.glob("*.py")))
     }
+
+
+def public(tree: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.ClassDef]:
+    """List the functions and classes of a file or class, without those behind an underscore."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def public_names(package: str, module: str) -> list[str]:
+    """List the public functions and classes of a file: its own, and `allocate = allocation.allocate_pages`."""
+    tree = ast.parse((ROOT / package / f"{module}.py").read_text())
+    handed_on = [
+        node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).partition(".")[0] in HANDED_ON
+    ]
+    return [*(node.name for node in public(tree)), *handed_on]
 
 
 def shared_types() -> dict[str, type]:

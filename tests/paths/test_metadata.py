@@ -14,18 +14,6 @@ from tests.helpers.batches import CASES, build, each_case, ragged_cases
 each_twin = pytest.mark.parametrize("twin", [refattn.metadata, fastattn.metadata], ids=["ref", "fast"])
 
 
-def same(a, b) -> bool:
-    """Compare two batches by their contents."""
-    tables = [x.block_table for x in (a, b)]
-    return (
-        torch.equal(a.cu_seqlens_q, b.cu_seqlens_q)
-        and torch.equal(a.seq_lens, b.seq_lens)
-        and (tables[0] is tables[1] is None or torch.equal(*tables))
-        and (a.max_query_len, a.max_seq_len) == (b.max_query_len, b.max_seq_len)
-        and (a.num_keys, a.num_tokens) == (b.num_keys, b.num_tokens)
-    )
-
-
 @pytest.mark.covers("A35", "A45")
 @each_twin
 def test_the_example_of_the_docstring(twin, device):
@@ -91,9 +79,7 @@ def test_slots_lead_back_to_the_keys(twin, case, device):
 @given(case=ragged_cases(), seed=st.integers(0, 999))
 def test_twins_give_the_same_tables(case, seed, device):
     inputs = build(case, seed=seed, device=device)
-    t, args = inputs.query.shape[0], ([q for q, _ in case.lens], [s for _, s in case.lens])
-    blocks = [list(range(i, i + s)) for i, (_, s) in enumerate(case.lens)]
-    assert same(refattn.metadata.make_batch(*args, blocks), fastattn.metadata.make_batch(*args, blocks))
+    t = inputs.query.shape[0]
     for name, options in (("positions", {}), ("slot_mapping", dict(block_size=case.block_size))):
         ref, fast = (getattr(twin, name)(inputs.batch, t, **options) for twin in (refattn.metadata, fastattn.metadata))
         assert ref.dtype == fast.dtype == torch.int64 and torch.equal(ref, fast)
@@ -175,19 +161,18 @@ def test_parts_have_their_own_maxima(twin, device):
 
 
 @given(lens=st.lists(st.integers(0, 6), max_size=6), decode_len=st.integers(1, 3))
-def test_twins_split_alike(lens, decode_len):
-    batch = refattn.metadata.make_batch(lens, lens)
-    answers = []
-    for twin in (refattn.metadata, fastattn.metadata):
-        try:
-            answers.append(twin.split_decodes_and_prefills(batch, lens, decode_len=decode_len))
-        except ValueError as error:
-            answers.append(str(error))
-    if isinstance(answers[0], str):
-        assert answers[0] == answers[1]
-    else:
-        for ref, fast in zip(*answers, strict=True):
-            assert same(ref.batch, fast.batch) and ref.tokens == fast.tokens
+def test_each_part_has_all_of_its_kind_or_the_batch_is_refused(lens, decode_len):
+    batch, split = refattn.metadata.make_batch(lens, lens), refattn.metadata.split_decodes_and_prefills
+    is_decode = [length <= decode_len for length in lens]
+    if is_decode not in (sorted(is_decode), sorted(is_decode, reverse=True)):
+        with pytest.raises(ValueError, match=r"query_lens: expected all decodes"):
+            split(batch, lens, decode_len=decode_len)
+        return
+    owners = [i for i, length in enumerate(lens) for _ in range(length)]  # of each query row
+    for kind, part in zip((True, False), split(batch, lens, decode_len=decode_len), strict=True):
+        members = [i for i, decodes in enumerate(is_decode) if decodes == kind]
+        assert part.batch.seq_lens.tolist() == [lens[i] for i in members]
+        assert owners[part.tokens] == [i for i in owners if i in members]
 
 
 @pytest.mark.covers("A46")

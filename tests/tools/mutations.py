@@ -138,32 +138,15 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B48",
         "heads lie inside of tokens in either layout",
-        (
-            "refattn.kv_cache:allocate.pool",
-            '        if layout == "NHD":\n            return torch.zeros',
-            "        if layout:\n            return torch.zeros",
-        ),
-        (
-            "fastattn.kv_cache:allocate",
-            (
-                'inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)',
-                'return (key_cache, value_cache) if layout == "NHD" else',
-            ),
-            ("inner = (block_size, num_kv_heads)", "return (key_cache, value_cache) if layout else"),
-        ),
+        ("refattn.allocation", '"HND": "(n hk p d) -> n p hk d"', '"HND": "(n p hk d) -> n p hk d"'),
     ),
     *breaks(
         "B48 B94",
         "int8 values lie in a buffer of their own",
         (
-            "refattn.quantized:allocate_int8",
+            "refattn.allocation:allocate_int8",
             "rearrange(buffer[key_bytes:].view(value_dtype)",
             "rearrange(buffer[key_bytes:].clone().view(value_dtype)",
-        ),
-        (
-            "fastattn.quantized:allocate_int8",
-            "values.view(value_dtype).view(",
-            "values.clone().view(value_dtype).view(",
         ),
     ),
     *breaks(
@@ -521,26 +504,32 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     # --- metadata ---
-    *in_both(
+    *breaks(
         "A35",
         "a batch has other numbers of tokens and of keys",
-        "metadata:make_batch",
-        "        num_keys=sum(seq_lens),\n        num_tokens=sum(query_lens),",
-        "        num_keys=sum(query_lens),\n        num_tokens=sum(seq_lens),",
+        (
+            "refattn.steps:make_batch",
+            "        num_keys=sum(seq_lens),\n        num_tokens=sum(query_lens),",
+            "        num_keys=sum(query_lens),\n        num_tokens=sum(seq_lens),",
+        ),
     ),
-    *in_both(
+    *breaks(
         "A36 B66",
         "parts have the maxima of the whole",
-        "metadata:_part",
-        "max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0)",
-        "max_seq_len=batch.max_seq_len",
+        (
+            "refattn.steps:_part",
+            "max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0)",
+            "max_seq_len=batch.max_seq_len",
+        ),
     ),
-    *in_both(
+    *breaks(
         "B185",
         "drafts do not count as tokens of a decode",
-        "metadata:order_decodes_first",
-        '    check_int("decode_len", decode_len)\n',
-        '    check_int("decode_len", decode_len)\n    decode_len = 1\n',
+        (
+            "refattn.steps:order_decodes_first",
+            '    check_int("decode_len", decode_len)\n',
+            '    check_int("decode_len", decode_len)\n    decode_len = 1\n',
+        ),
     ),
     *breaks(
         "A179",
@@ -560,26 +549,24 @@ MUTATIONS: list[Mutation] = [
             "order_decodes_first(counts)",
         ),
     ),
-    *in_both(
+    *breaks(
         "B66",
         "every part has the first rows of the table",
-        "metadata:_part",
-        "else batch.block_table[first:last]",
-        "else batch.block_table[: last - first]",
+        ("refattn.steps:_part", "else batch.block_table[first:last]", "else batch.block_table[: last - first]"),
     ),
-    *in_both(
+    *breaks(
         "A37",
         "cross attention has the lengths of the decoder",
-        "metadata:make_cross_batch",
-        "        seq_lens=keys.seq_lens,",
-        "        seq_lens=batch.seq_lens,",
+        ("refattn.steps:make_cross_batch", "        seq_lens=keys.seq_lens,", "        seq_lens=batch.seq_lens,"),
     ),
-    *in_both(
+    *breaks(
         "A37",
         "cross attention has the table of the decoder",
-        "metadata:make_cross_batch",
-        "        block_table=keys.block_table,",
-        "        block_table=batch.block_table,",
+        (
+            "refattn.steps:make_cross_batch",
+            "        block_table=keys.block_table,",
+            "        block_table=batch.block_table,",
+        ),
     ),
     *breaks(
         "A38 A35 A6 D123 A37",
@@ -641,12 +628,7 @@ MUTATIONS: list[Mutation] = [
         "A24",
         "prefills that come first lose one",
         (
-            "refattn.metadata:split_decodes_and_prefills",
-            "prefills = batch.num_seqs - decodes",
-            "prefills = batch.num_seqs - decodes - 1",
-        ),
-        (
-            "fastattn.metadata:split_decodes_and_prefills",
+            "refattn.steps:split_decodes_and_prefills",
             "return (head, tail) if decodes_first else (tail, head)",
             "return head, tail",
         ),
@@ -655,12 +637,7 @@ MUTATIONS: list[Mutation] = [
         "B63",
         "decodes that come first lose one",
         (
-            "refattn.metadata:split_decodes_and_prefills",
-            "return _part(batch, query_lens, seq_lens, 0, decodes), _part(",
-            "return _part(batch, query_lens, seq_lens, 0, max(0, decodes - 1)), _part(",
-        ),
-        (
-            "fastattn.metadata:split_decodes_and_prefills",
+            "refattn.steps:split_decodes_and_prefills",
             "cut = sum(kinds) if decodes_first else changes[0]",
             "cut = max(0, sum(kinds) - 1) if decodes_first else changes[0]",
         ),
@@ -669,12 +646,7 @@ MUTATIONS: list[Mutation] = [
         "B65",
         "a decode has one token at most",
         (
-            "refattn.metadata:split_decodes_and_prefills",
-            "[length <= decode_len for length in query_lens]",
-            "[length <= 1 for length in query_lens]",
-        ),
-        (
-            "fastattn.metadata:split_decodes_and_prefills",
+            "refattn.steps:split_decodes_and_prefills",
             "[length <= decode_len for length in query_lens]",
             "[length <= 1 for length in query_lens]",
         ),
@@ -703,12 +675,14 @@ MUTATIONS: list[Mutation] = [
             "has_query = batch.query_lens",
         ),
     ),
-    *in_both(
+    *breaks(
         "B67",
         "the table of the first group stays",
-        "metadata:update_block_table",
-        "    return dataclasses.replace(batch, block_table=block_table)",
-        "    return batch",
+        (
+            "refattn.steps:update_block_table",
+            "    return dataclasses.replace(batch, block_table=block_table)",
+            "    return batch",
+        ),
     ),
     *breaks(
         "D119 D120",
@@ -748,18 +722,16 @@ MUTATIONS: list[Mutation] = [
             "device=batch.device) + 0 * lens[:, None]",
         ),
     ),
-    *in_both(
+    *breaks(
         "D170",
         "sequences of the step before stay in the buffers",
-        "metadata:refill",
-        "    buffers.seq_lens[b:].zero_()",
-        "    pass",
+        ("refattn.steps:refill", "    buffers.seq_lens[b:].zero_()", "    pass"),
     ),
     *breaks(
         "B64 D162 D163 D166 D168 B69",
         "the buffers keep the lengths of the first step",
         (
-            "fastattn.metadata:refill",
+            "refattn.steps:refill",
             "    buffers.seq_lens[:b].copy_(batch.seq_lens)",
             "    if not buffers.seq_lens.any():\n        buffers.seq_lens[:b].copy_(batch.seq_lens)",
         ),
@@ -768,7 +740,7 @@ MUTATIONS: list[Mutation] = [
         "D168 D161 D164 D165",
         "the buffers keep the table of the first step",
         (
-            "fastattn.metadata:refill",
+            "refattn.steps:refill",
             "        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])",
             "        if not buffers.block_table.any():\n"
             "            buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])",
@@ -1291,12 +1263,14 @@ MUTATIONS: list[Mutation] = [
         ("twinattn.integrations.vllm", '"fp8": torch.float8_e4m3fn', '"fp8": torch.float8_e5m2'),
     ),
     # --- differential attention ---
-    *in_both(
+    *breaks(
         "C102",
         "a cache has room for all heads in each half",
-        "differential:allocate",
-        "num_kv_heads // 2, head_size, dtype=dtype",
-        "num_kv_heads, head_size, dtype=dtype",
+        (
+            "refattn.allocation:allocate_pairs",
+            "num_kv_heads // 2, head_size, dtype=dtype",
+            "num_kv_heads, head_size, dtype=dtype",
+        ),
     ),
     *breaks(
         "C103",
@@ -1668,12 +1642,14 @@ MUTATIONS: list[Mutation] = [
             "return _with_sinks(out, lse, options.sinks, plan.whole)",
         ),
     ),
-    *in_both(
+    *breaks(
         "D150",
         "rejected drafts stay in the sequence",
-        "speculative:accepted_batch",
-        "        seq_lens=batch.seq_lens - trees.lens + lens,",
-        "        seq_lens=batch.seq_lens,",
+        (
+            "refattn.steps:accepted_batch",
+            "        seq_lens=batch.seq_lens - trees.lens + lens,",
+            "        seq_lens=batch.seq_lens,",
+        ),
     ),
     *breaks(
         "D152",

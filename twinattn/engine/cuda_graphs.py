@@ -37,8 +37,9 @@ from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
 import fastattn
-from fastattn.kernels.device import on_gpu, to_device
+from fastattn.kernels.device import on_gpu
 from refattn.batch import Batch, Prefix
+from refattn.steps import to_device
 from refattn.trees import Trees
 from twinattn.engine.decode_rows import DecodeRows
 from twinattn.engine.engine import Engine

@@ -1,0 +1,279 @@
+"""Empty pools: where the keys, latents and states of all sequences will be. Both twins allocate them here.
+
+allocate_pages         keys and values, in blocks                   kv_cache, quantized (fp8)
+allocate_int8          the same in int8, and a scale for each key   quantized
+allocate_pairs         both halves of the pairs of heads            differential
+allocate_latents       vectors that are key and value               mla
+allocate_index_keys    keys that choose keys                        sparse
+allocate_states        one matrix per slot and head                 state_cache
+allocate_inputs        the last inputs of a convolution             state_cache
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Float32, Int8, Shaped
+from torch import Tensor
+
+from refattn.checks import check_memory, check_sizes
+from refattn.checks_of_writes import check_int8_pools
+from refattn.index_keys import SCALE_BYTES, check_index_pool
+from refattn.packed_latents import packed_size
+
+LAYOUTS = {"NHD": "(n p hk d) -> n p hk d", "HND": "(n hk p d) -> n p hk d"}  # from memory to the index order
+
+
+def allocate_pages(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
+    """Make an empty pool of keys and one of values.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a key, `d`.
+        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        dtype: type of an element.
+        device: where the pool is.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such layout, type or device.
+    """
+    value_head_size = head_size if value_head_size is None else value_head_size
+    check_sizes(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=value_head_size,
+    )
+    check_memory(dtype, device)
+    if layout not in tuple(LAYOUTS):
+        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
+    shape = dict(n=num_blocks, p=block_size, hk=num_kv_heads)
+    rows = num_blocks * block_size * num_kv_heads
+    keys, values = (torch.zeros(rows * size, dtype=dtype, device=device) for size in (head_size, value_head_size))
+    return rearrange(keys, LAYOUTS[layout], **shape), rearrange(values, LAYOUTS[layout], **shape)
+
+
+def allocate_int8(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    value_dtype: torch.dtype = torch.int8,
+    device: torch.device | str = "cpu",
+) -> tuple[Int8[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Float32[Tensor, "n p hk"]]:
+    """Make empty pools of int8 keys and of their values as views of one buffer, and one of the keys' scales.
+
+        int8 values      | keys | values |          two equal parts, if d = dv
+        16-bit values    | keys | values        |   a byte for each element of a key, two for each of a value
+
+    The values are what lies after all the keys, and not a plane of each block: blocks are copied by the views.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a key, `d`.
+        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        value_dtype: `torch.int8`, or a floating point type for values that stay as they are.
+        device: where the pools are.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros, and the scales of the keys, filled with ones: what
+        `Int8Scales.key` takes.
+
+    Raises:
+        ValueError: if a size is not positive, keys end where no value can begin, or there is no such layout, type or
+            device.
+    """
+    value_head_size = head_size if value_head_size is None else value_head_size
+    check_int8_pools(num_blocks, block_size, num_kv_heads, head_size, value_head_size, layout, value_dtype, device)
+    shape = dict(n=num_blocks, p=block_size, hk=num_kv_heads)
+    rows = num_blocks * block_size * num_kv_heads
+    key_bytes, value_bytes = rows * head_size, rows * value_head_size * value_dtype.itemsize
+    buffer = torch.zeros(key_bytes + value_bytes, dtype=torch.int8, device=device)
+    key_cache = rearrange(buffer[:key_bytes], LAYOUTS[layout], **shape)
+    value_cache = rearrange(buffer[key_bytes:].view(value_dtype), LAYOUTS[layout], **shape)
+    scales = torch.ones(rows, dtype=torch.float32, device=device)
+    return key_cache, value_cache, rearrange(scales, LAYOUTS[layout], **shape)[..., 0]
+
+
+def allocate_pairs(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "2 2 n p pairs d"]:
+    """Make an empty pool, `[half, key or value, n, p, hk/2, d]`.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: key heads, `hk`, an even number.
+        head_size: elements of a key and of a value, `d`.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantised cache.
+        device: where the pool is.
+
+    Returns:
+        The pool, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, the number of heads is odd, or there is no such type or device.
+    """
+    check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+    check_memory(dtype, device)
+    if num_kv_heads % 2:
+        raise ValueError(f"num_kv_heads: expected pairs, an even number, got {num_kv_heads}")
+    return torch.zeros(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size, dtype=dtype, device=device)
+
+
+def allocate_latents(
+    num_blocks: int,
+    block_size: int,
+    latent_rank: int,
+    rope_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "n p c"]:
+    """Make an empty pool of latents: there is none of values.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        latent_rank: elements of a latent, `r`.
+        rope_size: elements of a rotary key, `rope`.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for codes, `torch.uint8` for packed
+            rows.
+        device: where the pool is.
+
+    Returns:
+        The pool, `c = r + rope`, filled with zeros; of packed rows `c = r + 4 * r / 128 + 2 * rope` bytes.
+
+    Raises:
+        ValueError: if a size is not positive, or not one of packed rows, or there is no such type or device.
+    """
+    check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
+    check_memory(dtype, device)
+    size = packed_size(latent_rank, rope_size) if dtype == torch.uint8 else latent_rank + rope_size
+    return torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
+
+
+def allocate_index_keys(
+    num_blocks: int,
+    block_size: int,
+    *,
+    index_size: int = 128,
+    dtype: torch.dtype = torch.uint8,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "n p c"]:
+    """Make an empty pool of index keys.
+
+    In bytes, the codes of all tokens of a block come first, and then their scales; with blocks of 4 tokens:
+
+        block   code 0 | code 1 | code 2 | code 3 | scale 0 | scale 1 | scale 2 | scale 3
+        bytes   128      128      128      128      4         4         4         4
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        index_size: elements of an index key, a multiple of 4 in bytes.
+        dtype: `torch.uint8` for codes (e4m3) and scales, or the type of numbers.
+        device: device of the pool.
+
+    Returns:
+        `[n, p, d]` of numbers, or `[n, p, d + 4]` bytes, whose last dimension counts the bytes of a token and is not
+        where they are.
+
+    Raises:
+        ValueError: if a size is not positive, the type is another, or there is no such device.
+
+    Source: `indexer_k_quant_and_cache` of vLLM; DeepGEMM, `fp8_paged_mqa_logits`.
+    """
+    check_index_pool(num_blocks, block_size, index_size, dtype, device)
+    bytes_of_scale = SCALE_BYTES if dtype == torch.uint8 else 0
+    return torch.zeros(num_blocks, block_size, index_size + bytes_of_scale, dtype=dtype, device=device)
+
+
+def allocate_states(
+    num_slots: int,
+    num_value_heads: int,
+    value_head_size: int,
+    key_head_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Float[Tensor, "n hv dv dk"]:
+    """Make an empty pool of states.
+
+    Args:
+        num_slots: slots in the pool, `n`.
+        num_value_heads: heads of the values, `hv`.
+        value_head_size: elements of a value, `dv`.
+        key_head_size: elements of a key, `dk`.
+        dtype: type of an element. In 16 bits a state loses digits with every step that writes it.
+        device: where the pool is.
+
+    Returns:
+        The pool, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such type or device.
+    """
+    check_sizes(
+        num_slots=num_slots,
+        num_value_heads=num_value_heads,
+        value_head_size=value_head_size,
+        key_head_size=key_head_size,
+    )
+    check_memory(dtype, device)
+    return torch.zeros(num_slots, num_value_heads, value_head_size, key_head_size, dtype=dtype, device=device)
+
+
+def allocate_inputs(
+    num_slots: int,
+    width: int,
+    num_channels: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Float[Tensor, "n w c"]:
+    """Make an empty pool for the last inputs of a convolution.
+
+    Args:
+        num_slots: slots in the pool, `n`: the same slots as those of the states.
+        width: inputs that an output depends on; `width - 1` of them are kept.
+        num_channels: channels, `c`.
+        dtype: type of an element.
+        device: where the pool is.
+
+    Returns:
+        The pool `[n, width - 1, c]`, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such type or device.
+    """
+    check_sizes(num_slots=num_slots, width=width, num_channels=num_channels)
+    check_memory(dtype, device)
+    return torch.zeros(num_slots, width - 1, num_channels, dtype=dtype, device=device)
