@@ -182,11 +182,6 @@ class Plan:
         return (self,)
 
     @property
-    def whole(self) -> "Plan":
-        """The plan without what a tree adds: itself."""
-        return self
-
-    @property
     def own(self) -> "Plan":
         """The keys that no other sequence has, queries among them: all of them."""
         return self

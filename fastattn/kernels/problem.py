@@ -173,8 +173,8 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
     else:
         key, value = keys
     levels = plan.levels
-    whole = levels[-1].whole
-    batch = whole.batch
+    own = plan.own
+    batch = own.batch
     num_seqs = batch.num_seqs
     return Problem(
         operation="attend",
@@ -187,12 +187,12 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         num_kv_heads=key.shape[-2],
         head_size=query.shape[2],
         value_head_size=keys.value_head_size,
-        block_size=whole.block_size,
+        block_size=own.block_size,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         num_seqs=num_seqs,
-        window=whole.window,
-        positions=uses_positions(whole, options),
+        window=own.window,
+        positions=uses_positions(own, options),
         softcap=options.softcap > 0,
         alibi=options.alibi_slopes is not None,
         alibi_sqrt=options.alibi_sqrt,
@@ -206,9 +206,9 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         num_tokens=query.shape[0],
         even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * num_seqs,
-        intervals=any(level.whole.first_visible is not None for level in levels),
+        intervals=any(level.own.first_visible is not None for level in levels),
         fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
-        extends_causal=whole.extends_causal,
+        extends_causal=own.extends_causal,
         asks=asked_of(keys, plan, options),
     )
 

@@ -71,7 +71,7 @@ def attend(
     else:
         (level,) = plan.levels
         over = attention.dense if isinstance(keys, Rows) else attention.paged
-        answer, lse = over(query, key, value, level.whole, options)
+        answer, lse = over(query, key, value, level.own, options)
     return (answer[..., : keys.latent_rank].contiguous() if isinstance(keys, Latents) else answer), lse
 
 

@@ -42,7 +42,7 @@ def attention(
         options: those of the layer; sinks count once.
         scales: what the codes are multiplied with.
     """
-    *shared, whole = (level.whole for level in plan.levels)
+    *shared, whole = (level.own for level in plan.levels)
     compute = compute_dtype(query.dtype)
     carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     if isinstance(scales, Fp8Scales):
@@ -70,7 +70,7 @@ def packed(
         out, lse = attend_to_tree(query.to(compute), pool, pool, plan, options)
     else:
         (level,) = plan.levels
-        out, lse = paged(query.to(compute), pool, pool, level.whole, options)
+        out, lse = paged(query.to(compute), pool, pool, level.own, options)
     return out[..., :rank].to(query.dtype).contiguous(), lse
 
 

@@ -96,9 +96,9 @@ def attend(
     """Attend to rows, or to pages; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if isinstance(keys, Rows):
-        return dense(query, *keys, level.whole, options, out)
+        return dense(query, *keys, level.own, options, out)
     assert isinstance(keys, Pages)  # of no other storage are its operations
-    return paged(query, *keys, level.whole, options, out)
+    return paged(query, *keys, level.own, options, out)
 
 
 def attend_by_torch(
@@ -111,7 +111,7 @@ def attend_by_torch(
     """Attend to rows; see `fastattn.dispatch`."""
     assert isinstance(keys, Rows)  # the operation is for rows alone
     (level,) = plan.levels
-    return dense_by_torch(query, *keys, level.whole, options, out)
+    return dense_by_torch(query, *keys, level.own, options, out)
 
 
 def dense(

@@ -128,24 +128,24 @@ def attend(
     Of a tree it attends to the keys before it, and a launch of ours to its nodes.
     """
     (level,) = plan.levels
-    if level.whole.extends_causal:
+    if level.own.extends_causal:
         from fastattn.kernels.flash.interval import attend_up_to_and_after
 
-        return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
+        return attend_up_to_and_after(attend, query, keys, level.own, options, out)
     if isinstance(keys, Latents):
         if isinstance(plan, TreePlan):
             return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
-        return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
+        return mla(query, keys.cache, level.own, options, keys.latent_rank, out)
     if isinstance(keys, QuantizedPages):
         from fastattn.kernels.flash.expand import attend_dequantized
 
-        return attend_dequantized(paged, query, keys, level.whole, options, out)
+        return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):
-        return dense(query, *keys, level.whole, options, out)
+        return dense(query, *keys, level.own, options, out)
     assert isinstance(keys, Pages)  # it takes no other storage
     if isinstance(plan, TreePlan):
         return tree(query, *keys, plan, options, out)
-    return paged(query, *keys, level.whole, options, out)
+    return paged(query, *keys, level.own, options, out)
 
 
 def dense(

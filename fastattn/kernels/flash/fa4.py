@@ -85,18 +85,18 @@ def attend(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.dispatch`."""
     (level,) = plan.levels
-    if level.whole.extends_causal:
+    if level.own.extends_causal:
         from fastattn.kernels.flash.interval import attend_up_to_and_after
 
-        return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
+        return attend_up_to_and_after(attend, query, keys, level.own, options, out)
     if isinstance(keys, QuantizedPages):
         from fastattn.kernels.flash.expand import attend_dequantized
 
-        return attend_dequantized(paged, query, keys, level.whole, options, out)
+        return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):
-        return dense(query, *keys, level.whole, options, out)
+        return dense(query, *keys, level.own, options, out)
     assert isinstance(keys, Pages)  # of no other storage are its operations
-    return paged(query, *keys, level.whole, options, out)
+    return paged(query, *keys, level.own, options, out)
 
 
 def dense(

@@ -151,15 +151,15 @@ def attend(
     """Attend to latents, before a tree and by a launch of ours to its nodes; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if isinstance(keys, PackedLatents):
-        return selected_packed(query, keys, level.whole, options)
+        return selected_packed(query, keys, level.own, options)
     assert isinstance(keys, Latents)  # of no other storage are its operations
     if isinstance(plan, TreePlan):
         return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
     if keys.query_scale is not None:
-        return mla_codes(query, keys, level.whole, options)
-    if level.whole.block_size == 1:
-        return selected(query, keys, level.whole, options)
-    return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
+        return mla_codes(query, keys, level.own, options)
+    if level.own.block_size == 1:
+        return selected(query, keys, level.own, options)
+    return mla(query, keys.cache, level.own, options, keys.latent_rank, out)
 
 
 def mla(

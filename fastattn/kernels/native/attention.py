@@ -67,20 +67,20 @@ def bind_attend(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Run]:
     """Do so, and return what attends again with other tensors, too."""
     (level,) = plan.levels
-    whole = level.whole
+    own = level.own
     key_cache, value_cache, scales = _pools(query, keys)
     if scales is None:
-        call = _describe(query, key_cache, value_cache, whole, options)
+        call = _describe(query, key_cache, value_cache, own, options)
         has_own = options.alibi_slopes is not None or options.sinks is not None  # numbers of a layer, by address
         again = attend if has_own else Again(call).run
         return *_launch(call, query, key_cache, value_cache, out), again
-    carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
+    carrier, after = fold_scales(query, scales, own, query.shape[1] // key_cache.shape[2])
     of_keys: Tensor | None = None
     if isinstance(scales, Int8Scales):
         of_keys = scales.key
     else:
         key_cache, value_cache = key_cache.view(scales.format), value_cache.view(scales.format)
-    call = _describe(carrier, key_cache, value_cache, whole, options, of_keys)
+    call = _describe(carrier, key_cache, value_cache, own, options, of_keys)
     answer, lse = _launch(call, carrier, key_cache, value_cache, None)
     return answer.mul_(after).to(query.dtype), lse, attend
 

@@ -338,7 +338,7 @@ def bind_attend(
         kind = torch.float16 if query.itemsize == 2 else query.dtype
         query = quantize_query(query, keys.query_scale, keys.cache.dtype, kind)
         codes = codes._replace(rounds_query=False)
-    plans = [level.whole for level in plan.levels]
+    plans = [level.own for level in plan.levels]
     if codes.kind and codes.groups is None:
         key, value = codes_in_pairs(query, key, value, plans, options)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
