@@ -97,6 +97,7 @@ def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"])
 
 
 allocate = allocation.allocate_pairs
+pools = allocation.pools_of_pairs
 
 
 def write(
@@ -118,17 +119,3 @@ def write(
             kv_cache.write(*tokens)
         else:
             quantized.write(*tokens, scales=scales.of_halves(half, half))
-
-
-def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:
-    """Return the four pools of a cache, views with the block as first dimension.
-
-    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` accept them: a block is copied in all four.
-
-    Raises:
-        ValueError: if the cache has another shape.
-
-    Source: `refattn.differential.pools`.
-    """
-    check_pairs(cache)
-    return [pool for half in cache.unbind() for pool in half.unbind()]

@@ -1,12 +1,15 @@
-"""Empty pools: where the keys, latents and states of all sequences will be. Both twins allocate them here.
+"""Empty pools, for the keys, latents and states of all sequences.
 
-allocate_pages         keys and values, in blocks                   kv_cache, quantized (fp8)
-allocate_int8          the same in int8, and a scale for each key   quantized
-allocate_pairs         both halves of the pairs of heads            differential
-allocate_latents       vectors that are key and value               mla
-allocate_index_keys    keys that choose keys                        sparse
-allocate_states        one matrix per slot and head                 state_cache
-allocate_inputs        the last inputs of a convolution             state_cache
+Nothing here computes attention, so both twins take it from here.
+
+    allocate_pages         keys and values, in blocks                   kv_cache, quantized (fp8)
+    allocate_int8          the same in int8, and a scale for each key   quantized
+    allocate_pairs         both halves of the pairs of heads            differential
+    pools_of_pairs         the four pools in such a cache               differential
+    allocate_latents       vectors that are key and value               mla
+    allocate_index_keys    keys that choose keys                        sparse
+    allocate_states        one matrix per slot and head                 state_cache
+    allocate_inputs        the last inputs of a convolution             state_cache
 """
 
 import torch
@@ -15,7 +18,7 @@ from jaxtyping import Float, Float32, Int8, Shaped
 from torch import Tensor
 
 from refattn.checks import check_memory, check_sizes
-from refattn.checks_of_writes import check_int8_pools
+from refattn.checks_of_writes import check_int8_pools, check_pairs
 from refattn.index_keys import SCALE_BYTES, check_index_pool
 from refattn.packed_latents import packed_size
 
@@ -146,6 +149,18 @@ def allocate_pairs(
     if num_kv_heads % 2:
         raise ValueError(f"num_kv_heads: expected pairs, an even number, got {num_kv_heads}")
     return torch.zeros(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size, dtype=dtype, device=device)
+
+
+def pools_of_pairs(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:
+    """Return the four pools of a cache of pairs, views with the block as first dimension.
+
+    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` accept them: a block is copied in all four.
+
+    Raises:
+        ValueError: if the cache has another shape.
+    """
+    check_pairs(cache)
+    return [cache[half, kind] for half in (0, 1) for kind in (0, 1)]
 
 
 def allocate_latents(

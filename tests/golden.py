@@ -28,8 +28,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.twin_files import public_names
-
 FILES = tuple(f"tests/paths/{name}.py" for name in ("test_every_path", "test_composition", "test_bad_input"))
 COMPUTES = ("attention", "prefill", "merge")  # the functions of a path whose outputs are hashed
 OTHERS = ("dispatch", "doctor")  # of the modules at the top of a twin
@@ -38,6 +36,8 @@ OUTPUT = "TWINATTN_GOLDEN"
 
 def names() -> dict[str, str]:
     """List the public functions and classes of the twins, with their signatures."""
+    from tests.helpers.twin_files import public_names  # not before pytest has seen that it rewrites its assertions
+
     found = {}
     for package in ("refattn", "fastattn"):
         for module in path_modules(package):

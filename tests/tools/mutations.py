@@ -1276,14 +1276,9 @@ MUTATIONS: list[Mutation] = [
         "C103",
         "only keys are moved",
         (
-            "refattn.differential:pools",
+            "refattn.allocation:pools_of_pairs",
             "[cache[half, kind] for half in (0, 1) for kind in (0, 1)]",
             "[cache[half, 0] for half in (0, 1)]",
-        ),
-        (
-            "fastattn.differential:pools",
-            "[pool for half in cache.unbind() for pool in half.unbind()]",
-            "[half[0] for half in cache.unbind()]",
         ),
     ),
     *breaks(
