@@ -41,6 +41,7 @@ from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
 from fastattn.kernels.triton import latents_hopper
+from fastattn.kernels.triton import launch as triton_launch
 from fastattn.kernels.triton import merge as split
 from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
@@ -277,6 +278,27 @@ def test_which_latents_are_for_warps_with_roles(taken, changed, monkeypatch):
     tuning = LaunchConfig(changed.get("rows", 64), 64, 8, 2, 1, 1, run=changed.get("run", 0))
     options, codes = changed.get("options", AttentionOptions()), changed.get("codes", NO_CODES)
     assert latents_hopper.takes(query, pool[..., :size], plan, options, tuning, codes) is taken
+
+
+def test_warps_with_roles_get_what_the_layer_has_in_the_first_launch(monkeypatch):
+    """The scales of a pool in fp8, and the sinks, are in it as they are in every replay."""
+    launched, numbers, sinks = [], (0.25, 2.0, 0.5), torch.rand(128)
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "compiled_for", lambda *_: mock.MagicMock(__getitem__=lambda *_: record))
+
+    def record(*arguments):
+        launched.append(dict(zip(latents_hopper._attend_kernel.arg_names, arguments, strict=True)))
+
+    query, pool = torch.zeros(2, 128, 576, dtype=torch.bfloat16), torch.zeros(3, 64, 1, 640, dtype=torch.uint8)
+    plan = Plan(make_batch([1] * 2, [70] * 2, [[0, 1], [2, 1]]), 64)
+    options = AttentionOptions(softmax_scale=0.1, sinks=sinks)
+    key, value = pool[..., :576], pool[..., :512]
+    out, tuning = triton_merge.Out(torch.zeros(2, 128, 512), torch.zeros(2, 128)), LaunchConfig(64, 64, 8, 2, 1, 1)
+    codes, whole = Codes("e4m3", numbers), triton_merge.whole()
+    latents_hopper.launch(query, key, value, plan, options, tuning, out, whole, codes=codes)
+    (given,) = launched
+    assert (given["query_number"], given["value_number"]) == (0.25, 0.5)
+    assert given["scale"] == pytest.approx(0.1 * 2.0 * 0.25) and torch.equal(given["sinks"], sinks)
 
 
 @pytest.mark.parametrize("name", ["mixed", "heads-first", "narrow-values", "wide-values", "head-size-256"])

@@ -254,6 +254,12 @@ def test_a_scale_of_1_is_no_constant_of_the_kernel(compiled_as):
     assert len(compiled_as) == 1 and compiled_as[0][0]["scale"] == "fp32"
 
 
+def test_an_argument_that_changes_is_not_given_as_another_one_too(compiled_as):
+    """It would be unclear which of the two the first launch takes."""
+    with pytest.raises(AssertionError, match=r"arguments that change and do not: \['scale'\]"):
+        launch.Launch(Kernel, (1,), {"scale": 0.5}, dict(of=None, scale=1.0, SIZE=64), {})
+
+
 # --- which GPU ---
 
 

@@ -21,7 +21,7 @@ Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and
     divides the columns of the output among two groups of warps as well.
 """
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import triton
 import triton.language as tl
@@ -114,19 +114,14 @@ def launch(
     query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = batch.max_query_len * num_heads <= tuning.block_m
     of_this_layer = {name.partition(".")[2]: x for name, x in of_layer(query, options, codes).items()}
+    of_no_layer: dict[str, Any] = dict(sinks=None, scale=scale, query_number=1.0, value_number=1.0)
+    of_no_layer |= dict(query_scales=None, key_scales=None, value_scales=None, group_scales=None)
     return Launch(
         _attend_kernel,
         (count_tiles(batch, query.shape[0], num_heads, tuning.block_m), tuning.most_splits),
         dict(query=query, key=key, value=value, out=out.out, lse=out.lse) | of_this_layer,
-        dict(
-            sinks=None,
-            scale=scale,
-            query_number=1.0,
-            value_number=1.0,
-            query_scales=None,
-            key_scales=None,
-            value_scales=None,
-            group_scales=None,
+        {name: x for name, x in of_no_layer.items() if name not in of_this_layer}
+        | dict(
             block_table=table,
             cu_seqlens_q=batch.cu_seqlens_q,
             seq_lens=batch.seq_lens,

@@ -66,6 +66,8 @@ class Launch:
     ) -> None:
         # A scale that is the number 1 would be a constant of the kernel, whatever the scale of the next layer is.
         changing = {name: float(x) if isinstance(x, int) else x for name, x in changing.items()}
+        twice = changing.keys() & arguments.keys()
+        assert not twice, f"arguments that change and do not: {sorted(twice)}"
         given = {**changing, **arguments}
         all_arguments = tuple(given[name] for name in kernel.arg_names)
         self._paths = _paths_of(changing, kernel.arg_names, all_arguments)
