@@ -14,7 +14,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- tested -->                                     the results of the tests on other machines and processors
     ... <!-- reports -->                                    what `make gpu-report` wrote on machines of others
     ... <!-- contract -->                                   the properties that a kernel is checked for
-    ... <!-- contract dense_backward -->                    those of its gradients
+    ... <!-- contract varlen_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercise slot -->                              the box in which an exercise is written
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles

@@ -28,7 +28,7 @@ class Batch:
     Attributes:
         cu_seqlens_q: where the query rows of each sequence begin; the last entry is where they all end.
         seq_lens: keys of each sequence, in tokens: its context and its new tokens.
-        block_table: the pool blocks of each sequence, in order; None where there is no cache (`dense`). Entries past a
+        block_table: the pool blocks of each sequence, in order; None where there is no cache (`varlen`). Entries past a
             sequence's last block are never read.
         max_query_len: at least the largest number of queries of a sequence, in tokens.
         max_seq_len: at least the largest of `seq_lens`.
@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def cu_seqlens_k(self) -> Int32[Tensor, "_"]:
-        """Where the keys of each sequence begin when they lie one after the other (`dense`)."""
+        """Where the keys of each sequence begin when they lie one after the other (`varlen`)."""
         return torch.nn.functional.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
     def query_rows(self) -> list[tuple[int, int]]:
@@ -102,7 +102,7 @@ class Batch:
         return list(pairwise(self.cu_seqlens_q.tolist()))
 
     def key_rows(self) -> list[tuple[int, int]]:
-        """Return the first key row of each sequence and the row after its last one, as Python ints (`dense`)."""
+        """Return the first key row of each sequence and the row after its last one, as Python ints (`varlen`)."""
         return list(pairwise(self.cu_seqlens_k.tolist()))
 
 

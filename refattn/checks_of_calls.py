@@ -98,7 +98,7 @@ def check_rows(
     assert isinstance(plan, Plan)
     check_tokens(query, key, value, ("key", "value"), "s", plan, options)
     if plan.block_size is not None:
-        raise ValueError(f"plan: expected one over rows, from dense.plan, got blocks of {plan.block_size} tokens")
+        raise ValueError(f"plan: expected one over rows, from varlen.plan, got blocks of {plan.block_size} tokens")
     check_result(query, value.shape[-1], out, return_lse)
     if plan.needs is not None and plan.needs.key_rows > key.shape[0]:
         raise ValueError(
@@ -110,7 +110,7 @@ def check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
     """Check a pool against a plan: the block size, and the number of blocks."""
     num_blocks, block_size = pool.shape[:2]
     if plan.block_size is None:
-        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from dense.plan")
+        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from varlen.plan")
     if plan.block_size != block_size:
         raise ValueError(f"{name}: expected blocks of {plan.block_size} tokens, as in the plan, got p={block_size}")
     if plan.needs is not None and plan.needs.blocks > num_blocks:

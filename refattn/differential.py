@@ -14,7 +14,7 @@ Heads come in pairs, interleaved, and the pool has one half for each member of t
         cache[1]         k2 and v2
 
 Without a cache (an encoder, or a server that measures memory before it allocates one) keys and values are in rows,
-`[half, key or value, s, hk/2, d]`, under a plan of `dense`. A cache may hold fp8, under the scales of `quantized`.
+`[half, key or value, s, hk/2, d]`, under a plan of `varlen`. A cache may hold fp8, under the scales of `quantized`.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def attention(
         cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides. Rows `[half, key or value, s, hk/2, d]`
             under a plan over rows (`split_halves`).
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too. Or
-            from `dense.plan`, over rows.
+            from `varlen.plan`, over rows.
         options: those of the layer; slopes and sinks have one number for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.

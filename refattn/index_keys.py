@@ -144,7 +144,7 @@ def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan
     if not isinstance(plan, Plan):
         raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
     if plan.block_size is None:
-        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from dense.plan")
+        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from varlen.plan")
     if plan.block_size != index_cache.shape[1]:
         raise ValueError(
             f"index_cache: expected blocks of {plan.block_size} tokens, as in the plan, got p={index_cache.shape[1]}"

@@ -54,7 +54,7 @@ def plan(
             a CUDA graph has to capture the plan, too.
         last_visible: the position of the last one, before the first if the row sees nothing. The functions below return
             both. A CUDA graph reads the tensors that it was captured with: fill them anew for the next step.
-        block_size: tokens in a block, `p`; None for rows, of which `dense.attention` reads keys and values.
+        block_size: tokens in a block, `p`; None for rows, of which `varlen.attention` reads keys and values.
 
     Returns:
         A plan for every layer of this step whose mask this is, for whatever stores the keys: pages (`attention`), codes

@@ -1,6 +1,6 @@
 """Where the keys are: a type for each storage, what a call is checked for, and how each sequence is read as numbers.
 
-    Rows              one key after the other, without a cache       dense, encoders, new tokens among themselves
+    Rows              one key after the other, without a cache       varlen, encoders, new tokens among themselves
     Pages             blocks of a pool, by a block table             chunked prefill, windows, local, cascades, trees
     QuantizedPages    the same in 8 bits, and scales                 quantized
     Latents           a pool of vectors that are key and value       mla

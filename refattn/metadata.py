@@ -66,7 +66,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
         num_tokens: query rows, `t`, the padding rows included.
         block_size: tokens in a block, `p`.
         window: write the last so many tokens of each sequence only, as no later query sees those before them. For a
-            prefill that attends to its new tokens where they are (`dense`), before decodes under a window.
+            prefill that attends to its new tokens where they are (`varlen`), before decodes under a window.
 
     Returns:
         `block * p + row` for the token's place in the pool.

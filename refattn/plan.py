@@ -72,7 +72,7 @@ class Plan:
 
     Attributes:
         batch: the query rows of each sequence, its number of keys, and the blocks that hold them.
-        block_size: tokens in a block; None where keys are in contiguous rows (`dense`).
+        block_size: tokens in a block; None where keys are in contiguous rows (`varlen`).
         causal: hide the keys after a query's own position.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a window of W tokens is `(W - 1, 0)`.
         first_keys: the position of each sequence's first key; None if all are 0.

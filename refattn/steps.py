@@ -161,7 +161,7 @@ def make_cross_batch(
 ) -> Batch:
     """Return the batch of cross attention: the query rows of a decoder's batch, and the keys of its encoder.
 
-    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`, or `dense.plan` over rows.
+    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`; over rows, `varlen.plan`.
     The encoder's keys are in pages of their own, and are written once, when its tokens are there: their slots are
     those of `make_batch(encoder_lens, encoder_lens, block_tables)`.
 

@@ -183,7 +183,7 @@ var machines = [
     353300000000000.0
    ],
    [
-    "dense/prefill-2x8192",
+    "varlen/prefill-2x8192",
     3277.0,
     592700000000000.0
    ],
@@ -193,7 +193,7 @@ var machines = [
     380100000000000.0
    ],
    [
-    "dense/prefill-2x8192-heads-192-128",
+    "varlen/prefill-2x8192-heads-192-128",
     2048.0,
     637400000000000.0
    ],
@@ -256,7 +256,7 @@ var machines = [
     106400000000.0
    ],
    [
-    "dense/encoder-8x512",
+    "varlen/encoder-8x512",
     128.0,
     160900000000.0
    ],

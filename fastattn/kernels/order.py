@@ -208,7 +208,7 @@ RULES = (
         "anything else on a GPU",
         lambda problem: True,
         ("fa4", "fa3", "fa2", "torch_flash", "triton"),
-        f"{H200}, dense/prefill-2x8192 and chunked_prefill/prefill-2x8192",
+        f"{H200}, varlen/prefill-2x8192 and chunked_prefill/prefill-2x8192",
     ),
 )
 

@@ -348,7 +348,7 @@ def as_integers(x: Tensor) -> Tensor:
 def cu_seqlens_k_of(plan: Plan) -> Int32[Tensor, "_"]:
     """Return where the keys of each sequence begin in rows: from the memo of the plan, or summed from the lengths.
 
-    The plans of `dense` and `mla` sum them once, so that no layer launches the sum.
+    The plans of `varlen` and `mla` sum them once, so that no layer launches the sum.
     """
     starts = memo_of(plan).cu_seqlens_k
     return plan.batch.cu_seqlens_k if starts is None else starts

@@ -91,7 +91,7 @@ def sees(i, j, n, s, causal, left, right):
     return see
 
 
-def dense(
+def varlen(
     query,
     key,
     value,

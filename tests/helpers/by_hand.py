@@ -104,7 +104,7 @@ def paged(
     return (out, lse) if return_lse else out
 
 
-def dense(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, causal=True, return_lse=False):
+def varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, causal=True, return_lse=False):
     """Attention over rows, a sequence at a time."""
     h, group = query.shape[1], query.shape[1] // key.shape[1]
     out, lse = query.new_zeros(*query.shape[:2], value.shape[-1]), torch.full(query.shape[:2], -torch.inf)

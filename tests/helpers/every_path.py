@@ -25,7 +25,7 @@ def plain(path: str, **arguments: Any) -> Callable[..., Any]:
     """A path over two pools, or over rows."""
 
     def call(package: str, inputs: Any, **options: Any) -> Any:
-        tensors = inputs.rows if path == "dense" else inputs.tensors
+        tensors = inputs.rows if path == "varlen" else inputs.tensors
         return plan_and_attend(importlib.import_module(f"{package}.{path}"), *tensors, **arguments, **options)
 
     return call
@@ -135,7 +135,7 @@ def sparse(package: str, inputs: Any, **options: Any) -> Any:
 
 
 PATHS = {
-    "dense": plain("dense"),
+    "varlen": plain("varlen"),
     "chunked_prefill": plain("chunked_prefill"),
     "sliding_window": plain("sliding_window", window_size=(20, 0)),
     "local": plain("local", chunk_size=32),

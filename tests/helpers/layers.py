@@ -8,13 +8,13 @@ import torch
 from fastattn import (
     cascade,
     chunked_prefill,
-    dense,
     differential,
     local,
     mla,
     quantized,
     sliding_window,
     speculative,
+    varlen,
 )
 from refattn.batch import Prefix
 from refattn.options import AttentionOptions
@@ -28,7 +28,7 @@ TREES = [(-1, 0), (-1,), ()]
 OPTIONS = dict(softmax_scale=0.2)  # latents have no default
 NUMBERS = {x.name: x.default for x in fields(AttentionOptions) if x.name not in ("alibi_slopes", "sinks")}
 PATHS = {
-    "dense": dense,
+    "varlen": varlen,
     "chunked_prefill": chunked_prefill,
     "sliding_window": sliding_window,
     "local": local,
@@ -73,7 +73,7 @@ def lay_out(name, seed=0, dtype=torch.float16, device="cpu"):
         if name == "fp8 differential":
             cache, more["scales"] = cache.to(torch.float8_e4m3fn), Fp8Scales(number, 3 * number)
         return inputs.query, cache, inputs.rows[3] if "rows" in name else inputs.batch, more
-    tensors = inputs.rows if name == "dense" else inputs.tensors
+    tensors = inputs.rows if name == "varlen" else inputs.tensors
     return *tensors[:3], shared(tensors[3], case), {}
 
 
@@ -88,10 +88,10 @@ def shared(batch, case):
 
 def plan_of(name, batch):
     """Plan a step of a path."""
-    if name == "dense":
-        return dense.plan(batch)
+    if name == "varlen":
+        return varlen.plan(batch)
     if name == "differential rows":
-        return dense.plan(batch)
+        return varlen.plan(batch)
     if "cascade" in name:
         return cascade.plan(batch, prefixes=[Prefix(0, 2, 16)], block_size=16)
     if "tree" in name:

@@ -21,7 +21,7 @@ from tests.helpers.batches import Case, build
 from tests.helpers.twin_files import public_names
 
 MODULES = (
-    *("cascade", "chunked_prefill", "context_parallel", "dense", "differential", "interval", "kv_cache", "local"),
+    *("cascade", "chunked_prefill", "context_parallel", "varlen", "differential", "interval", "kv_cache", "local"),
     *("merge", "metadata", "mla", "quantized", "recurrent", "sliding_window", "sparse", "speculative", "state_cache"),
 )
 SMALL = Case("small", ((2, 5), (1, 20)), heads=(4, 2), head_size=8, block_size=4)  # in a pool of 10 blocks
@@ -66,9 +66,9 @@ def _over_pages(path: ModuleType, **arguments: Any) -> dict[str, Any]:
 
 
 def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
-    def dense() -> dict[str, Any]:
+    def varlen() -> dict[str, Any]:
         query, key, value, batch = build(SMALL).rows
-        return _call(query, path.dense.plan(batch), key=key, value=value)
+        return _call(query, path.varlen.plan(batch), key=key, value=value)
 
     def differential() -> dict[str, Any]:
         query, key_cache, value_cache, batch = build(SMALL).tensors
@@ -120,7 +120,7 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         return dict(query=query, weights=torch.randn(3, 4), index_cache=key_cache[:, :, 0], plan=plan)
 
     return {
-        "dense.attention": dense,
+        "varlen.attention": varlen,
         "chunked_prefill.attention": lambda: _over_pages(path.chunked_prefill, block_size=4),
         "sliding_window.attention": lambda: _over_pages(path.sliding_window, **PAGES),
         "local.attention": lambda: _over_pages(path.local, chunk_size=8, block_size=4),
@@ -137,7 +137,7 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         "sparse.select": lambda: dict(scores=torch.randn(3, 20), topk=2),
         "sparse.slots": selected,
         "sparse.plan": selected,
-        "dense.plan": lambda: _batch(**MASK, window_size=(3, 0)),
+        "varlen.plan": lambda: _batch(**MASK, window_size=(3, 0)),
         "chunked_prefill.plan": lambda: _batch(**MASK, **PAGES),
         "sliding_window.plan": lambda: _batch(**MASK, **PAGES),
         "differential.plan": lambda: _batch(**MASK, **PAGES),

@@ -177,7 +177,7 @@ PLANTED = [
         "k, v = k[:, :1].expand(-1, h, -1), v[:, :1].expand(-1, h, -1)",
     ),
     (
-        "dense",
+        "varlen",
         "groups-interleaved",
         "answer",
         ("k[:, head // group]", "v[:, head // group]"),
@@ -355,8 +355,8 @@ PLANTED = [
         "paged",
         "lse-transposed",
         "lse",
-        "return (out, lse) if return_lse else out\n\n\ndef dense",
-        "return (out, lse.T.contiguous().view(t, h)) if return_lse else out\n\n\ndef dense",
+        "return (out, lse) if return_lse else out\n\n\ndef varlen",
+        "return (out, lse.T.contiguous().view(t, h)) if return_lse else out\n\n\ndef varlen",
     ),
     ("paged", "lse-without-maximum", "lse", "torch.log(total) + whole).T", "torch.log(total)).T"),
     ("paged", "lse-is-maximum", "lse", "torch.log(total) + whole).T", "whole).T"),
@@ -952,7 +952,7 @@ BLOCK = "block = block_table[b, j // p].long()"
 REPEAT = "k = k.repeat_interleave(h // hk, dim=1)\n                v = v.repeat_interleave(h // hk, dim=1)"
 LENGTHS = "first, last, s = starts[b], starts[b + 1], lengths[b]"
 OF_SINKS = "total = total + torch.exp(sinks.float()[:, None] - whole)"
-RETURNED = "    return (out, lse) if return_lse else out\n\n\ndef dense"
+RETURNED = "    return (out, lse) if return_lse else out\n\n\ndef varlen"
 NEW_OUT = "        out = query.new_empty(t, h, dv)\n"
 LOSES_LAST_KEY = "see = ((j < s - 1) | torch.tensor(s % 16 != 0)).expand(n, -1)"
 

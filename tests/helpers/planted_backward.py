@@ -7,7 +7,7 @@ from tests.helpers.planted import replace_lines
 SOURCE = Path(__file__).with_name("backward_by_hand.py").read_text()
 
 
-def plant(old, new, name="dense"):
+def plant(old, new, name="varlen"):
     """Return the kernel by hand with some of its lines replaced."""
     names = {"__name__": "planted"}
     exec(compile(replace_lines(SOURCE, old, new, "backward_by_hand.py"), "planted", "exec"), names)

@@ -230,7 +230,7 @@ KINDS = {
         "see = see & (j < ((pos - (torch.arange(n) % 2)[:, None]) // 64 + 1) * 64)\n                " + HIDE,
     ),
     "lengths-that-look-alike": (
-        "dense",
+        "varlen",
         "empty rows",
         "float32",
         "edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()",

@@ -58,8 +58,8 @@ SPECS = [
         lambda i, j: i - LEFT <= j <= i and i // CHUNK == j // CHUNK,
         dict(chunk_size=CHUNK, window_size=(LEFT, 0)),
     ),
-    PathSpec("dense", is_causal, paged=False, bad_arguments=BAD_OPTIONS | BAD_WINDOW),
-    PathSpec("dense", lambda i, j: True, dict(causal=False), paged=False),
+    PathSpec("varlen", is_causal, paged=False, bad_arguments=BAD_OPTIONS | BAD_WINDOW),
+    PathSpec("varlen", lambda i, j: True, dict(causal=False), paged=False),
     PathSpec(  # where nobody shares: who shares what is an argument of each batch, and has its tests with the path
         "cascade",
         is_causal,

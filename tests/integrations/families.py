@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 
-import fastattn.dense
+import fastattn.varlen
 from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, make_family
 from twinattn.integrations import transformers as integration
@@ -104,7 +104,7 @@ def outcome(kind, family):
         raise
     except Exception as error:  # noqa: BLE001  of transformers, before the twin is asked
         return "not built", first_line(error)
-    counted, attention, biased = [], fastattn.dense.attention, integration._attend_biased
+    counted, attention, biased = [], fastattn.varlen.attention, integration._attend_biased
 
     def counting(function):
         def count(*args, **options):
@@ -113,7 +113,7 @@ def outcome(kind, family):
 
         return count
 
-    fastattn.dense.attention, integration._attend_biased = counting(attention), counting(biased)
+    fastattn.varlen.attention, integration._attend_biased = counting(attention), counting(biased)
     try:
         auto.from_config(model.config, attn_implementation="fastattn")  # what a user writes, and what may be refused
         model.set_attn_implementation("fastattn")
@@ -125,7 +125,7 @@ def outcome(kind, family):
     except Exception as error:  # noqa: BLE001  whatever a model raises
         return "UNCLEAR", f"{type(error).__name__}: {first_line(error)}"
     finally:
-        fastattn.dense.attention, integration._attend_biased = attention, biased
+        fastattn.varlen.attention, integration._attend_biased = attention, biased
     error, most = float((logits - expected).abs().max()), TOLERANCE * float(expected.std())
     if not error <= most:
         return "WRONG", f"logits differ by {error:.1e}, where {most:.1e} would be rounding"

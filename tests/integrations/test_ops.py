@@ -17,7 +17,6 @@ from torch._inductor import cpu_vec_isa
 from fastattn import (
     cascade,
     chunked_prefill,
-    dense,
     differential,
     kv_cache,
     local,
@@ -28,6 +27,7 @@ from fastattn import (
     recurrent,
     sliding_window,
     speculative,
+    varlen,
 )
 from refattn.batch import Batch, Prefix
 from refattn.options import AttentionOptions, RecurrentOptions
@@ -73,8 +73,8 @@ def calls():
     pages = (query, key_cache, value_cache)
     slots = metadata.slot_mapping(batch, len(query), block_size=P)
     tokens = (draw(len(query), 2, 16), draw(len(query), 2, 16))
-    yield "dense", (*BATCH.rows[:3], dense.plan(batch), OPTIONS), {}
-    yield "dense", (*(x.double() for x in BATCH.rows[:3]), dense.plan(batch, causal=False)), {}
+    yield "varlen", (*BATCH.rows[:3], varlen.plan(batch), OPTIONS), {}
+    yield "varlen", (*(x.double() for x in BATCH.rows[:3]), varlen.plan(batch, causal=False)), {}
     yield "chunked_prefill", (*pages, chunked_prefill.plan(batch, block_size=P), OPTIONS), {}
     yield "sliding_window", (*pages, sliding_window.plan(batch, window_size=(7, 0), block_size=P), OPTIONS), {}
     yield "local", (*pages, local.plan(batch, chunk_size=P, block_size=P)), {}
@@ -90,7 +90,7 @@ def calls():
     subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2, norm_weight=draw(32), norm_eps=1e-3)
     yield "differential", (query, pairs, differential.plan(batch, block_size=P)), subtraction
     rows = differential.split_halves(*BATCH.rows[1:3])
-    yield "differential", (query, rows, dense.plan(batch), OPTIONS), subtraction
+    yield "differential", (query, rows, varlen.plan(batch), OPTIONS), subtraction
     of_pairs = dict(scales=Fp8Scales(torch.rand(2) + 0.1, 0.5))
     coded = (pairs * 4).to(torch.float8_e4m3fn).view(torch.uint8)
     yield "differential", (query, coded, differential.plan(batch, block_size=P)), subtraction | of_pairs
@@ -271,8 +271,8 @@ def steps(name, count, seed=0):
         tables = [[0, 1][:shared] + [blocks.pop() for _ in range(-(-s // 4) - shared)] for s in seq_lens]
         batch, t = metadata.make_batch(query_lens, seq_lens, tables), sum(query_lens)
         query, over = draw(t, 4, 16), dict(block_size=4)
-        if name == "dense":
-            rows, plan = draw(2, sum(seq_lens), 2, 16), dense.plan(metadata.make_batch(query_lens, seq_lens))
+        if name == "varlen":
+            rows, plan = draw(2, sum(seq_lens), 2, 16), varlen.plan(metadata.make_batch(query_lens, seq_lens))
             yield name, (query, *rows), (plan,), {}
         elif name == "differential":
             subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2)

@@ -32,8 +32,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import fastattn.dense
-import refattn.dense
+import fastattn.varlen
+import refattn.varlen
 from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
 from twinattn.engine import demo_model
@@ -58,7 +58,7 @@ def registered():
 def calls(monkeypatch):
     """Count the calls of either twin, so that a test knows which one computed."""
     counted = dict.fromkeys(TWINS, 0)
-    for name, module in (("refattn", refattn.dense), ("fastattn", fastattn.dense)):
+    for name, module in (("refattn", refattn.varlen), ("fastattn", fastattn.varlen)):
         attention = module.attention
 
         def counting(*args, name=name, attention=attention, **options):
@@ -696,7 +696,7 @@ def test_an_error_in_the_thread_of_generate_batch_is_raised(device, monkeypatch)
     """There it is only logged, and outputs have no tokens."""
     model = make_family("llama", device)
     integration.use_in_generate_batch(model, "fastattn")
-    monkeypatch.setattr(fastattn.dense, "attention", mock.Mock(side_effect=ValueError("plan: expected another")))
+    monkeypatch.setattr(fastattn.varlen, "attention", mock.Mock(side_effect=ValueError("plan: expected another")))
     batching = ContinuousBatchingConfig(page_size=8, num_blocks=48, use_async_batching=False, use_cuda_graph=False)
     with pytest.raises(RuntimeError, match="expected 2 outputs without an error, got 0; plan: expected another"):
         model.generate_batch([[3, 14], [15]], continuous_batching_config=batching, progress_bar=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from refattn import chunked_prefill, dense, metadata, quantized
+from refattn import chunked_prefill, metadata, quantized, varlen
 from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales
 from tests.helpers import vllm_doubles
@@ -273,8 +273,8 @@ def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
     forward(layer, torch.nn.Module(), query, key, value, torch.tensor([]), builder.build(0, common), output)
     assert (output[14:] == 7.0).all()
     reach = -1 if window is None else window - 1
-    plan = dense.plan(batch, causal=False, window_size=(reach, reach))
-    expected = dense.attention(query[:14], key[:14], value[:14], plan, AttentionOptions(softmax_scale=0.2))
+    plan = varlen.plan(batch, causal=False, window_size=(reach, reach))
+    expected = varlen.attention(query[:14], key[:14], value[:14], plan, AttentionOptions(softmax_scale=0.2))
     torch.testing.assert_close(output[:14], expected)
     with pytest.raises(NotImplementedError, match="causal: expected False, got True"):
         builder.build(0, common_metadata(batch, 16))

@@ -21,8 +21,8 @@ from einops import repeat
 from torch import Tensor
 
 import refattn.chunked_prefill
-import refattn.dense
 import refattn.speculative
+import refattn.varlen
 import twinattn.kit
 from fastattn import speculative
 from fastattn.kernels import Problem, order
@@ -270,13 +270,13 @@ def usual(**changes) -> Problem:
 def call(inputs, over: str, **options) -> tuple[Tensor, Tensor]:
     """Call the kernel, past the choice."""
     arguments = inputs.tensors if over == "pages" else inputs.rows
-    return (fa3.paged if over == "pages" else fa3.dense)(*given(*arguments, **options), None)
+    return (fa3.paged if over == "pages" else fa3.varlen)(*given(*arguments, **options), None)
 
 
 def hold_to_the_reference(inputs, over: str, **options) -> None:
     """Call the kernel, and hold its answers to the rule."""
     out, lse = call(inputs, over, **options)
-    path = refattn.chunked_prefill if over == "pages" else refattn.dense
+    path = refattn.chunked_prefill if over == "pages" else refattn.varlen
     arguments = inputs.tensors if over == "pages" else inputs.rows
     assert_matches_reference(out, lse, partial(twinattn.kit.plan_and_attend, path), *arguments, **options)
 
@@ -322,10 +322,10 @@ def test_nan_of_the_next_sequence_stays_there(options, vllm, device):
     clean, clean_lse = call(inputs, "rows", **options)
     query, key, value, batch = inputs.rows
     key[-40:] = value[-40:] = math.nan
-    out, lse = fa3.dense(*given(query, key, value, batch, **options), None)
+    out, lse = fa3.varlen(*given(query, key, value, batch, **options), None)
     assert out[-5:].isnan().all() and lse[-5:].isnan().all(), "a NaN that a query sees is hidden"
     out[-5:], lse[-5:] = clean[-5:], clean_lse[-5:]
-    reference = partial(twinattn.kit.plan_and_attend, refattn.dense)
+    reference = partial(twinattn.kit.plan_and_attend, refattn.varlen)
     assert_matches_reference(out, lse, reference, *inputs.rows, **options)
 
 
@@ -382,7 +382,7 @@ def test_nan_in_a_long_sequence_comes_out_of_every_query_that_sees_it(build_of, 
         rows[1 if where == "key" else 2][(0, long)[i] + place] = math.nan
         pool[inputs.batch.block_table[i, place // 64], place % 64] = math.nan
     if over == "rows":
-        out, lse = fa3.dense(*given(*rows), None)
+        out, lse = fa3.varlen(*given(*rows), None)
     else:
         out, lse = fa3.paged(*given(*inputs.tensors), None)
     assert out[:10].isnan().all() and not out[10].isnan().any(), "a NaN is hidden"
@@ -450,7 +450,7 @@ def test_vllms_operator_is_asked_with_what_the_batch_says(vllm, device):
     on_pages = dict(window_size=(20, 5), softcap=2.0, sinks=torch.zeros(4))
     fa3.paged(*given(*inputs.tensors[:3], batch, **on_pages), None)
     on_rows = dict(causal=False, window_size=(3, 4), softmax_scale=-0.5)
-    fa3.dense(*given(*inputs.rows[:3], batch, **on_rows), None)
+    fa3.varlen(*given(*inputs.rows[:3], batch, **on_rows), None)
     over_pages, over_rows = vllm.calls
 
     assert over_pages["k"] is not None and over_pages["k"].data_ptr() == inputs.key_cache.data_ptr(), (
@@ -536,7 +536,7 @@ def test_a_plan_keeps_the_schedule_of_its_step(vllm, device):
     fa3.paged(query, key_cache, value_cache, plan, options, None)
     fa3.paged(query, key_cache, value_cache, plan, options, None)
     assert vllm.schedules == 7
-    fa3.dense(*given(*inputs.rows), None)
+    fa3.varlen(*given(*inputs.rows), None)
     assert vllm.schedules == 7, "over rows none is made"
 
 

@@ -18,7 +18,6 @@ from einops import einsum, repeat
 
 import fastattn
 import fastattn.chunked_prefill
-import fastattn.dense
 import fastattn.differential
 import fastattn.kernels
 import fastattn.kv_cache
@@ -26,10 +25,11 @@ import fastattn.local
 import fastattn.merge
 import fastattn.metadata
 import fastattn.sliding_window
+import fastattn.varlen
 import refattn.chunked_prefill
-import refattn.dense
 import refattn.differential
 import refattn.metadata
+import refattn.varlen
 from fastattn import dispatch
 from fastattn.kernels import Problem, cpu, order, problem, triton
 from fastattn.kernels import device as devices
@@ -65,7 +65,7 @@ ON_GPU = Problem(
     num_seqs=2,
     window=(-1, 0),
 )
-by_pages, by_rows = partial(plan_and_attend, refattn.chunked_prefill), partial(plan_and_attend, refattn.dense)
+by_pages, by_rows = partial(plan_and_attend, refattn.chunked_prefill), partial(plan_and_attend, refattn.varlen)
 
 
 @pytest.fixture
@@ -410,12 +410,12 @@ def in_two_levels(inputs, case):
 @pytest.mark.covers("A16")
 @each_kernel
 @pytest.mark.parametrize("layout", ["side-by-side", "with-gaps"])
-@pytest.mark.parametrize("way", ["dense", "paged", "levels", "differential"])
+@pytest.mark.parametrize("way", ["varlen", "paged", "levels", "differential"])
 def test_memory_that_is_given_is_written(way, layout, kernel, device):
     case = Case("given", ((1, 40), (1, 70), (1, 33)), heads=(4, 2), block_size=16, padding_rows=2)
     inputs = build(case, device=device, dtype=kernel.dtypes[-1] if kernel.name == "triton" else kernel.dtypes[0])
     function, more = dispatch.compute, {}
-    if way == "dense":
+    if way == "varlen":
         query, key, value, *others = given(*inputs.rows)
         asked = query, Rows(key, value), *others
     elif way == "differential":
@@ -1065,7 +1065,7 @@ def install_torch_flash(monkeypatch):
         return *flash2(q, k, v, starts, ends, max_k, scale, causal, window), None, None, None
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    return SimpleNamespace(dense=fa2.dense_by_torch)
+    return SimpleNamespace(varlen=fa2.varlen_by_torch)
 
 
 CALLED = {
@@ -1133,7 +1133,7 @@ def test_what_an_adapter_asks_and_what_it_answers(name, over, options, monkeypat
         inputs = replace(inputs, batch=with_strided_table(inputs.batch))
     options = per_head(CALLED[options], case, "cpu")
     if over == "rows":
-        asked, function, reference, arguments = given(*inputs.rows, **options), kernel.dense, by_rows, inputs.rows
+        asked, function, reference, arguments = given(*inputs.rows, **options), kernel.varlen, by_rows, inputs.rows
     else:
         asked, function, reference = given(*inputs.tensors, **options), kernel.paged, by_pages
         arguments = inputs.tensors
@@ -1156,7 +1156,7 @@ def test_smaller_values_are_padded_with_zeros(name, options, monkeypatch):
     inputs = build(case, dtype=torch.float16)
     inputs.query[len(inputs.query) - 3 :] = torch.nan
     options = per_head(options, case, "cpu")
-    out, lse = kernel.dense(*given(*inputs.rows, **options), None)
+    out, lse = kernel.varlen(*given(*inputs.rows, **options), None)
     assert out.shape == (*inputs.query.shape[:2], 64) and out.is_contiguous()
     assert_matches_reference(out, lse, by_rows, *inputs.rows, **options)
 
@@ -1172,7 +1172,7 @@ def test_outputs_laid_out_as_the_query_are_fixed_up_where_they_lie(name, monkeyp
     for x in (key, value):
         x[:2] = torch.nan
     asked = given(query, key, value, batch, window_size=(0, 0))
-    out, lse = kernel.dense(*asked, None)
+    out, lse = kernel.varlen(*asked, None)
     assert_matches_reference(out, lse, by_rows, query, key, value, batch, window_size=(0, 0))
 
 
@@ -1192,7 +1192,7 @@ def test_strides_of_a_single_sequence_and_of_a_single_block(name, over, monkeypa
         inputs = replace(inputs, batch=batch)
         arguments, reference = (inputs.rows, by_rows) if over == "rows" else (inputs.tensors, by_pages)
         asked = given(*arguments)
-        out, lse = (kernel.dense if over == "rows" else kernel.paged)(*asked, None)
+        out, lse = (kernel.varlen if over == "rows" else kernel.paged)(*asked, None)
         assert_matches_reference(out, lse, reference, *arguments)
 
 
@@ -1202,10 +1202,10 @@ def test_memory_for_an_answer_that_begins_anywhere(monkeypatch):
     kernel = install_fa4(monkeypatch)
     inputs = build(Case("c", ((3, 20),), heads=(4, 2)), dtype=torch.float16)
     asked = given(*inputs.rows)
-    expected, _ = kernel.dense(*asked, None)
+    expected, _ = kernel.varlen(*asked, None)
     for offset in (0, 1, 8):
         memory = torch.empty(expected.numel() + 8, dtype=torch.float16)[offset:][: expected.numel()].view_as(expected)
-        out, _ = kernel.dense(*asked, memory)
+        out, _ = kernel.varlen(*asked, memory)
         assert torch.equal(out, expected)
         assert (out is memory) == (offset != 1)
 
@@ -1217,7 +1217,7 @@ def test_a_sink_far_from_the_scores(name, sink, monkeypatch):
     kernel = ADAPTERS[name](monkeypatch)
     inputs = build(RAGGED, dtype=torch.float16)
     sinks = torch.tensor([sink, 0.0, sink, -sink])
-    out, lse = kernel.dense(*given(*inputs.rows, sinks=sinks), None)
+    out, lse = kernel.varlen(*given(*inputs.rows, sinks=sinks), None)
     assert_matches_reference(out, lse, by_rows, *inputs.rows, sinks=sinks)
 
 
@@ -1229,9 +1229,9 @@ def test_nan_of_one_sequence_is_its_own(name, where, monkeypatch):
     kernel = ADAPTERS[name](monkeypatch)
     case = Case("c", ((20, 20), (3, 3), (30, 41)), heads=(2, 1))
     query, key, value, batch = build(case, dtype=torch.float16).rows
-    expected, expected_lse = kernel.dense(*given(query, key, value, batch, causal=False), None)
+    expected, expected_lse = kernel.varlen(*given(query, key, value, batch, causal=False), None)
     (key if where == "key" else value)[20] = torch.nan
-    out, lse = kernel.dense(*given(query, key, value, batch, causal=False), None)
+    out, lse = kernel.varlen(*given(query, key, value, batch, causal=False), None)
     others = torch.tensor([not 20 <= row < 23 for row in range(53)])
     torch.testing.assert_close(out[others], expected[others], rtol=2e-3, atol=1e-3)
     assert torch.equal(lse[others], expected_lse[others])

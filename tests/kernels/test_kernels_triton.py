@@ -24,10 +24,10 @@ import fastattn.mla
 import fastattn.speculative
 import refattn.attention
 import refattn.chunked_prefill
-import refattn.dense
 import refattn.kv_cache
 import refattn.merge
 import refattn.mla
+import refattn.varlen
 import twinattn.kit
 from fastattn.kernels import Problem, order, triton
 from fastattn.kernels import device as devices
@@ -306,7 +306,7 @@ def test_pages_and_rows(name, device):
     case = next(case for case in CASES if case.name == name)
     inputs = build(case, device=device)
     assert_agrees("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["everything"], case, device))
-    assert_agrees("dense", *inputs.rows, **per_head(OPTIONS["everything"], case, device))
+    assert_agrees("varlen", *inputs.rows, **per_head(OPTIONS["everything"], case, device))
 
 
 @pytest.mark.parametrize("far", ["blocks", "places", "heads", "elements"])
@@ -1160,10 +1160,10 @@ def test_padding_alone_is_a_reason_to_fix_up(device, monkeypatch):
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
     """One row of padding after two sequences with queries and one without."""
-    plan = refattn.dense.plan(make_batch([2, 0, 1], [0, 0, 0], device=device))
+    plan = refattn.varlen.plan(make_batch([2, 0, 1], [0, 0, 0], device=device))
     query, rows = torch.randn(4, 3, 24, device=device), torch.randn(0, 1, 24, device=device)
     options = AttentionOptions(sinks=torch.randn(3, device=device) if has_sinks else None)
-    want = refattn.dense.attention(query, rows, rows, plan, options, return_lse=True)
+    want = refattn.varlen.attention(query, rows, rows, plan, options, return_lse=True)
     got = empty_output(query, 24, plan, options)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert got[1].isfinite().sum() == (9 if has_sinks else 0)

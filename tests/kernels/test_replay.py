@@ -18,11 +18,11 @@ import fastattn
 import refattn.kv_cache
 from fastattn import (
     chunked_prefill,
-    dense,
     dispatch,
     kv_cache,
     metadata,
     sliding_window,
+    varlen,
 )
 from fastattn.kernels import order, replay
 from fastattn.kernels.cpu import blocks as cpu_blocks
@@ -128,16 +128,16 @@ def test_an_output_may_be_written_over_an_input(name, twin, device):
 
 def test_an_output_beside_an_input_is_written_at_once(device):
     """In one half of a workspace, and not if its rows lie between those of the input."""
-    query, *pools, batch, _ = lay_out("dense", device=device)
+    query, *pools, batch, _ = lay_out("varlen", device=device)
     halves = torch.zeros(2, *query.shape, dtype=query.dtype, device=device)
     between = torch.zeros(query.shape[0], 2, *query.shape[1:], dtype=query.dtype, device=device).transpose(0, 1)
     for memory in (halves, halves.view_as(halves), between):
         own, out = memory if memory is not halves else reversed(memory)
         own.copy_(query)
-        plan = plan_of("dense", batch)
-        expected = dense.attention(own, *pools, plan)
+        plan = plan_of("varlen", batch)
+        expected = varlen.attention(own, *pools, plan)
         for _ in range(2):
-            assert torch.equal(dense.attention(own, *pools, plan, out=out), expected)
+            assert torch.equal(varlen.attention(own, *pools, plan, out=out), expected)
         assert dispatch._memory(out, own, *pools) is (None if memory is between else out)
         assert torch.equal(own, query)
     scales = Fp8Scales(torch.ones(4, device=device), 1.0)

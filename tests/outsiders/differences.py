@@ -10,7 +10,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from refattn import cascade, chunked_prefill, dense, interval, mla, quantized, recurrent, sparse, speculative
+from refattn import cascade, chunked_prefill, interval, mla, quantized, recurrent, sparse, speculative, varlen
 from refattn.batch import Prefix
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
@@ -122,9 +122,9 @@ def largest_before_the_scale():
     query, key, value = torch.zeros(1, 1, D), torch.zeros(2, 1, D), numbers(2, 1, D)
     query[0, 0, 0], key[1, 0, 0] = 10.0, 10.0
     batch = make_batch([1], [2])
-    right = dense.attention(query, key, value, dense.plan(batch), AttentionOptions(softmax_scale=-1.0))
+    right = varlen.attention(query, key, value, varlen.plan(batch), AttentionOptions(softmax_scale=-1.0))
     name = "largest_before_the_scale"
-    came = of("dense", name)(query, key, value, batch.cu_seqlens_q, batch.seq_lens, softmax_scale=-1.0)
+    came = of("varlen", name)(query, key, value, batch.cu_seqlens_q, batch.seq_lens, softmax_scale=-1.0)
     return largest((came, right))
 
 
@@ -248,9 +248,9 @@ def lse_gradient_lost_under_a_window():
     """The gradient of the log-sum-exp alone, under a window of 2 keys, by the query."""
     query, key, value = numbers(1, 1, D).requires_grad_(), numbers(3, 1, D), numbers(3, 1, D)
     batch = make_batch([1], [3])
-    _, lse = dense.attention(query, key, value, dense.plan(batch, window_size=(1, 0)), return_lse=True)
+    _, lse = varlen.attention(query, key, value, varlen.plan(batch, window_size=(1, 0)), return_lse=True)
     (right,) = torch.autograd.grad(lse.sum(), query)
-    kernel = of("dense_backward", "lse_gradient_lost_under_a_window")
+    kernel = of("varlen_backward", "lse_gradient_lost_under_a_window")
     out, lse = kernel(query, key, value, batch.cu_seqlens_q, batch.seq_lens, window_size=(1, 0), return_lse=True)
     (came,) = torch.autograd.grad(lse.sum() + 0.0 * out.sum(), query)
     return largest((came, right))

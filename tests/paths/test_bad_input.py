@@ -68,7 +68,7 @@ def of_attention(path: str) -> dict:
     inputs = build(SMALL)
     query, key_cache, value_cache, batch = inputs.tensors
     paged = dict(query=query, key_cache=key_cache, value_cache=value_cache, batch=batch, block_size=4)
-    if path == "dense":
+    if path == "varlen":
         return dict(zip(("query", "key", "value", "batch"), inputs.rows, strict=True))
     if path == "sliding_window":
         return dict(**paged, window_size=(3, 0))
@@ -93,7 +93,7 @@ def of_plan(path: str) -> dict:
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-PATHS = ("dense", "chunked_prefill", "sliding_window", "local", "cascade", "differential")
+PATHS = ("varlen", "chunked_prefill", "sliding_window", "local", "cascade", "differential")
 PAGED = PATHS[1:]
 
 
@@ -453,7 +453,7 @@ IN_ROWS = (
     "plan",
     "over rows",
     in_rows,
-    "plan: expected one over pages, with a block size, got one over rows, from dense.plan",
+    "plan: expected one over pages, with a block size, got one over rows, from varlen.plan",
 )
 OF_EVERY_PATH = [*QUERY, TOO_FEW_ROWS, *OPTIONS, *RESULT, ELSEWHERE]
 OF_ONE_PLAN = [*OF_EVERY_PATH, *A_PLAN]
@@ -657,7 +657,7 @@ POOL_SIZES = [
 ]
 SLOTS = "slot_mapping: expected slots in 0..19, or -1 for padding, got "
 BAD = {
-    "dense.plan": [
+    "varlen.plan": [
         *OF_EVERY_PLAN,
         (
             "batch",
@@ -724,13 +724,13 @@ BAD = {
         ),
     ],
     "differential.plan": [*OF_EVERY_PLAN, *COLUMNS, NO_BLOCK, *A_BLOCK_SIZE],
-    "dense.attention": [
+    "varlen.attention": [
         *OF_ONE_PLAN,
         (
             "plan",
             "over pages",
             lambda plan: Plan(dataclasses.replace(plan.batch, block_table=torch.zeros(2, 5).int()), 4),
-            "plan: expected one over rows, from dense.plan, got blocks of 4 tokens",
+            "plan: expected one over rows, from varlen.plan, got blocks of 4 tokens",
         ),
         ("key", "a list", [], "key: expected float32 [s, hk, d=8], got list"),
         ("key", "None", None, "key: expected float32 [s, hk, d=8], got None"),
@@ -1052,7 +1052,7 @@ def test_bad_input_is_named_and_nothing_is_written(package, call):
     assert not faults
 
 
-KEEPING = ("dense", "chunked_prefill", "sliding_window", "local")  # paths whose plans keep calls
+KEEPING = ("varlen", "chunked_prefill", "sliding_window", "local")  # paths whose plans keep calls
 AFTER_GOOD = [
     row
     for row in TABLE
@@ -1219,7 +1219,7 @@ def test_a_block_table_may_hold_any_int32_where_nobody_looks(package):
 def test_a_plan_of_as_many_keys_as_an_int32_counts_is_made(package):
     """Its plan takes memory for its few rows, not for its keys."""
     batch = dataclasses.replace(build(SMALL).batch, seq_lens=ints(0, MOST), max_seq_len=MOST)
-    plan = function_of(package, "dense.plan")(batch)
+    plan = function_of(package, "varlen.plan")(batch)
     assert plan.needs == (3, MOST, 0)
 
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import fastattn.chunked_prefill
-import fastattn.dense
+import fastattn.varlen
 import refattn.chunked_prefill
-import refattn.dense
 import refattn.metadata
+import refattn.varlen
 from fastattn import dispatch
 from fastattn.kernels import cpu as cpu_kernel
 from fastattn.kernels.cpu import attention as cpu
@@ -324,12 +324,12 @@ def test_rows_of_the_reference_do_not_change_with_the_rows_before_them(head_size
     lens = ((3, 5), (7, 7), (1, 90), (6, 21))
     inputs = build(Case("rows", lens, heads=(4, 2), head_size=head_size), device=device)
     query, key, value, batch = inputs.rows
-    answer = plan_and_attend(refattn.dense, query, key, value, batch, batch_invariant=True, return_lse=True)
+    answer = plan_and_attend(refattn.varlen, query, key, value, batch, batch_invariant=True, return_lse=True)
     for i, ((q0, q1), (k0, k1)) in enumerate(zip(batch.query_rows(), batch.key_rows(), strict=True)):
         for first in {q0, (q0 + q1) // 2}:
             tensors = query[first:q1].clone(), key[k0:k1].clone(), value[k0:k1].clone()
             alone = only(batch, i, q1 - first, k1 - k0)
-            again = plan_and_attend(refattn.dense, *tensors, alone, batch_invariant=True, return_lse=True)
+            again = plan_and_attend(refattn.varlen, *tensors, alone, batch_invariant=True, return_lse=True)
             for one, other in zip(again, answer, strict=True):
                 assert torch.equal(one, other[first:q1])
 
@@ -473,7 +473,7 @@ def test_layers_of_one_plan(planned, over, kernel, device):
     What our Triton kernel keeps has a test of its own.
     """
     reference, twin = (
-        (refattn.chunked_prefill, fastattn.chunked_prefill) if over == "pages" else (refattn.dense, fastattn.dense)
+        (refattn.chunked_prefill, fastattn.chunked_prefill) if over == "pages" else (refattn.varlen, fastattn.varlen)
     )
 
     def lay_out(heads):
@@ -622,7 +622,7 @@ def test_no_heads_and_no_queries_have_an_empty_answer(over):
     inputs = build(Case("none", ((2, 5), (1, 20))))
     query, *stores, batch = inputs.tensors if over == "pages" else inputs.rows
     nobody = dataclasses.replace(batch, cu_seqlens_q=torch.zeros_like(batch.cu_seqlens_q), num_tokens=0)
-    attention = cpu.paged if over == "pages" else cpu.dense
+    attention = cpu.paged if over == "pages" else cpu.varlen
     block_size = stores[0].shape[1] if over == "pages" else None
     for rows, those in ((query[:, :0], batch), (query[:0], nobody)):
         out, lse = attention(rows, *stores, Plan(those, block_size), AttentionOptions())

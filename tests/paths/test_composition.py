@@ -42,7 +42,7 @@ class Mask:
     def plan(self, package, device):
         """Plan the batch by a path of a twin."""
         path = importlib.import_module(f"{package}.{self.path}")
-        tables = None if self.path == "dense" or self.over_rows else TABLES
+        tables = None if self.path == "varlen" or self.over_rows else TABLES
         batch = make_batch(QUERY_LENS, SEQ_LENS, tables, device=device)
         window = {} if self.left < 0 else dict(window_size=(self.left, 0))
         if self.path == "interval":
@@ -50,7 +50,7 @@ class Mask:
             where = dict(window_size=(self.left, -1)) if window else {}
             seen = path.image_spans(batch, spans, sum(QUERY_LENS) + PADDING, **where)
             return path.plan(batch, **seen._asdict(), block_size=None if self.over_rows else P)
-        if self.path == "dense":
+        if self.path == "varlen":
             return path.plan(batch, **window)
         if self.path == "local":
             return path.plan(batch, chunk_size=self.chunk, block_size=P)
@@ -93,7 +93,7 @@ MASKS = {
     "tree in a window": Mask("speculative", left=1),
     "spans in a window": Mask("interval", left=3),
 }
-ROWS = {"causal": Mask("dense"), "window": Mask("dense", left=5), "spans": Mask("interval", over_rows=True)}
+ROWS = {"causal": Mask("varlen"), "window": Mask("varlen", left=5), "spans": Mask("interval", over_rows=True)}
 
 # --- where the keys are ---
 
@@ -142,7 +142,7 @@ def lay_out(storage, dtype):
     query = draw(sum(QUERY_LENS) + PADDING, H, RANK + ROPE if "latents" in storage else D, dtype=dtype)
     if storage == "rows":
         key, value = (draw(sum(SEQ_LENS), HK, size, dtype=dtype) for size in (D, D + 4))
-        return Stored("dense", (query, key, value), {}, query, in_rows(key), in_rows(value))
+        return Stored("varlen", (query, key, value), {}, query, in_rows(key), in_rows(value))
     if storage == "pages":
         key, value = (draw(NUM_BLOCKS, P, HK, size, dtype=dtype) for size in (D, D + 4))
         return Stored("chunked_prefill", (query, key, value), {}, query, gathered(key), gathered(value))

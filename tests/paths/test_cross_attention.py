@@ -12,7 +12,7 @@ import fastattn.metadata
 import fastattn.quantized
 import refattn.kv_cache
 import refattn.metadata
-from refattn import chunked_prefill, dense, quantized
+from refattn import chunked_prefill, quantized, varlen
 from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import each_kernel
 from tests.helpers.stored import E4M3, E5M2, store
@@ -89,7 +89,7 @@ def test_pages_change_nothing(device):
     out, lse = plan_and_attend(
         chunked_prefill, *inputs.tensors[:3], cross_batch(refattn.metadata, inputs), causal=False, return_lse=True
     )
-    assert torch.equal(out, plan_and_attend(dense, *inputs.rows, causal=False))
+    assert torch.equal(out, plan_and_attend(varlen, *inputs.rows, causal=False))
     for (q0, q1), key, value, (_, s) in zip(
         inputs.batch.query_rows(), inputs.keys, inputs.values, CASE.lens, strict=True
     ):
@@ -145,7 +145,7 @@ def test_encoder_tokens_before_those_of_the_decoder(twin, device):
             torch.cat([part(x, e) for x, e in zip(kind, ENCODER_LENS, strict=True)])
             for kind in (inputs.keys, inputs.values)
         ]
-        expected = plan_and_attend(dense, query, *rows, batch, causal=causal)
+        expected = plan_and_attend(varlen, query, *rows, batch, causal=causal)
         assert torch.equal(plan_and_attend(chunked_prefill, query, *pools, batch, causal=causal), expected)
 
 

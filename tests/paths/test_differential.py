@@ -548,9 +548,9 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
 
 
 def over_rows(package: str) -> SimpleNamespace:
-    """Return differential attention with the plan of `dense`."""
-    dense, path = (importlib.import_module(f"{package}.{name}") for name in ("dense", "differential"))
-    return SimpleNamespace(plan=dense.plan, attention=path.attention)
+    """Return differential attention with the plan of `varlen`."""
+    varlen, path = (importlib.import_module(f"{package}.{name}") for name in ("varlen", "differential"))
+    return SimpleNamespace(plan=varlen.plan, attention=path.attention)
 
 
 def lay_out_rows(case: Case, **options):

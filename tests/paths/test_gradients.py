@@ -69,7 +69,7 @@ def over_rows() -> Call:
     query, key, value, batch = laid_out().rows
 
     def call(package: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        return plan_and_attend(importlib.import_module(f"{package}.dense"), query, key, value, batch, **options)
+        return plan_and_attend(importlib.import_module(f"{package}.varlen"), query, key, value, batch, **options)
 
     return Call(call, dict(query=query, key=key, value=value))
 
@@ -187,7 +187,7 @@ def written() -> Call:
 
 
 CALLS = {
-    "dense": over_rows(),
+    "varlen": over_rows(),
     "chunked_prefill": over_pages("chunked_prefill"),
     "chunked_prefill-both-ways": over_pages("chunked_prefill", causal=False, window_size=(4, 2)),
     "sliding_window": over_pages("sliding_window", window_size=(5, 0)),
@@ -409,7 +409,7 @@ def test_the_fast_twin_refuses_gradients_by_name(name):
             assert torch.equal(call.function("fastattn", **wanting, **fixed), expected)
 
 
-@pytest.mark.parametrize("name", ["dense", "chunked_prefill", "e4m3", "int8"])
+@pytest.mark.parametrize("name", ["varlen", "chunked_prefill", "e4m3", "int8"])
 def test_calls_that_a_plan_has_kept_refuse_gradients_too(name, device):
     """A call without a record of gradients is kept, and is no call with one."""
     path = importlib.import_module("fastattn.quantized" if name in KINDS else f"fastattn.{name}")
@@ -420,8 +420,8 @@ def test_calls_that_a_plan_has_kept_refuse_gradients_too(name, device):
         more["scales"] = stored.scales
     else:
         inputs = build(CASE, device=device)
-        query, keys, values, batch = inputs.rows if name == "dense" else inputs.tensors
-    plan = path.plan(batch, **({} if name == "dense" else {"block_size": CASE.block_size}))
+        query, keys, values, batch = inputs.rows if name == "varlen" else inputs.tensors
+    plan = path.plan(batch, **({} if name == "varlen" else {"block_size": CASE.block_size}))
     sinks, slopes = torch.ones(4, device=device), torch.ones(4, device=device)
     for options in (AttentionOptions(), AttentionOptions(sinks=sinks, alibi_slopes=slopes)):
         wanted = [query, sinks] if options.sinks is not None else [query]

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastattn.cascade
-import fastattn.dense
 import fastattn.interval
+import fastattn.varlen
 import refattn.attention
 import refattn.cascade
 import refattn.chunked_prefill
-import refattn.dense
 import refattn.interval
 import refattn.metadata
+import refattn.varlen
 import twinattn.integrations.ops
 from fastattn import dispatch
 from fastattn.kernels import order
@@ -428,11 +428,11 @@ def test_an_operator_for_the_compiler_takes_the_intervals_along(device):
 
 def test_rows_without_a_cache(device):
     inputs = build(SOME[1], device=device)
-    for twin, dense in ((refattn.interval, refattn.dense), (fastattn.interval, fastattn.dense)):
+    for twin, varlen in ((refattn.interval, refattn.varlen), (fastattn.interval, fastattn.varlen)):
         intervals = intervals_of("spans", twin, SOME[1], inputs.batch)
         plan = twin.plan(inputs.batch, **intervals._asdict())
         expected = plan_and_attend(refattn.interval, *inputs.tensors, **intervals._asdict())
-        torch.testing.assert_close(dense.attention(*inputs.rows[:3], plan), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(varlen.attention(*inputs.rows[:3], plan), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flash_mla", "torch_flash"])
@@ -537,7 +537,7 @@ def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options,
         batch = replace(batch, block_table=None)
     plan, query = plan_of(fastattn.interval, batch), given.rows[0] if over_rows else given.query
     out, lse = attend_up_to_and_after(up_to, query, keys, plan, options, None)
-    attention = refattn.dense.attention if over_rows else refattn.interval.attention
+    attention = refattn.varlen.attention if over_rows else refattn.interval.attention
 
     def by_reference(query, key, value, batch, **asked):
         there = options if options.sinks is None else replace(options, sinks=options.sinks.to(query.device))

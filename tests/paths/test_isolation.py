@@ -37,7 +37,7 @@ DIFFERENTIAL = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2)
 OPTIONS: dict[str, dict[str, Any]] = {
     "chunked_prefill": {},
     "chunked_prefill-window": dict(window_size=(11, 0)),
-    "dense-window": dict(window_size=(11, 0)),
+    "varlen-window": dict(window_size=(11, 0)),
     "sliding_window": dict(window_size=(11, 0)),
     "local": dict(chunk_size=CHUNK),
     "cascade": {},
@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chunked_prefill-one-key": dict(window_size=(0, 0), alibi_slopes=True),
     "chunked_prefill-invariant": dict(window_size=(11, 0), batch_invariant=True),
     "chunked_prefill-scale": dict(softmax_scale=-0.3, sinks=True),
-    "dense-both-ways": dict(causal=False),
+    "varlen-both-ways": dict(causal=False),
     "local-alibi": dict(chunk_size=CHUNK, alibi_slopes=True),
     "differential": dict(sinks=True, softcap=2.0),
 }
@@ -59,8 +59,8 @@ SEEING = {  # where those queries that are to see NaN do
     "chunked_prefill-softcap": dict(softcap=2.0),
     "chunked_prefill-invariant": dict(batch_invariant=True),
     "chunked_prefill-no-scale": dict(softmax_scale=0.0),
-    "dense": {},
-    "dense-no-scale": dict(softmax_scale=0.0),
+    "varlen": {},
+    "varlen-no-scale": dict(softmax_scale=0.0),
     "sliding_window": dict(window_size=(40, 0)),
     "local": dict(chunk_size=48),
     "cascade": {},
@@ -117,7 +117,7 @@ def lay_out(path: str, options: dict, twin: Twin, device: str, poison=POISON) ->
         options["alibi_slopes"] = torch.linspace(0.1, 0.5, CASE.heads[0], device=device)
     if "sinks" in options:
         options["sinks"] = torch.linspace(-2.0, 3.0, CASE.heads[0], device=device)
-    if path == "dense":
+    if path == "varlen":
         query, *rows, batch = inputs.rows
         seen = torch.zeros(len(rows[0]), dtype=torch.bool)
         for first, (begin, end) in zip(firsts, batch.key_rows(), strict=True):
@@ -210,7 +210,7 @@ def test_nan_stays_with_its_sequence_and_comes_out_there(name, twin, device):
         query, *stores, batch = (x.clone() if isinstance(x, torch.Tensor) else x for x in arguments)
         query[0, 1, 7] = torch.nan
         for kind, (sequence, j) in enumerate(((6, 0), (2, 10))):
-            if path == "dense":
+            if path == "varlen":
                 row = sum(s for _, s in CASE.lens[:sequence]) + j
                 stores[kind][row, 1, 7] = torch.nan
             else:
@@ -231,7 +231,7 @@ def test_nan_stays_with_its_sequence_and_comes_out_there(name, twin, device):
 @pytest.mark.parametrize(
     "twin", [twin for twin in TWINS if twin.name in ("reference", "cpu", "triton")], ids=lambda twin: twin.name
 )
-@pytest.mark.parametrize("path", ["chunked_prefill", "dense"])
+@pytest.mark.parametrize("path", ["chunked_prefill", "varlen"])
 def test_scores_of_minus_infinity(path, twin, device):
     """Those of some keys have no weight. Where all are, the reference says NaN, and our kernels that nothing is seen.
 
@@ -240,12 +240,12 @@ def test_scores_of_minus_infinity(path, twin, device):
 
     def hold():
         inputs = build(Case("endless", ((1, 7), (2, 20), (20, 45)), heads=(4, 2)), dtype=twin.dtype, device=device)
-        query, *stores, batch = inputs.rows if path == "dense" else inputs.tensors
+        query, *stores, batch = inputs.rows if path == "varlen" else inputs.tensors
         query, key, value = query.abs(), stores[0].clone(), stores[1]
         for i, j in ((0, 0), *((2, j) for j in range(25))):  # of the third sequence, the whole context
-            key[(27 * (i > 0) + j,) if path == "dense" else (batch.block_table[i, j // 16], j % 16)] = -torch.inf
+            key[(27 * (i > 0) + j,) if path == "varlen" else (batch.block_table[i, j // 16], j % 16)] = -torch.inf
         query[1, 1, 7] = torch.inf  # of the second sequence, in the first group
-        places = slice(7, 27) if path == "dense" else batch.block_table[1, :2].long()
+        places = slice(7, 27) if path == "varlen" else batch.block_table[1, :2].long()
         key[places, ..., 0, 7] = -1.0
         out, lse = twin.call(path, query, key, value, batch)
         stores = (query, key, value)
@@ -270,14 +270,14 @@ def test_scores_of_minus_infinity(path, twin, device):
 
 @pytest.mark.parametrize(
     ("change", "path", "kernel"),
-    every_pair_on_cpu(STRIDES, ["chunked_prefill", "dense", "differential"], PRESENT),
+    every_pair_on_cpu(STRIDES, ["chunked_prefill", "varlen", "differential"], PRESENT),
     ids=str,
 )
 def test_tensors_of_any_strides(change, path, kernel, device):
     """Queries, keys and values; a block table whose columns lie apart."""
     case = Case("strides", ((3, 20), (1, 5), (1, 7)), heads=(4, 2))
     inputs = build(case, dtype=kernel.dtypes[0], device=device, poison=HARMLESS)
-    query, *pools, batch = inputs.rows if path == "dense" else inputs.tensors
+    query, *pools, batch = inputs.rows if path == "varlen" else inputs.tensors
     options = {}
     if path == "differential":
         pools = [torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])]
@@ -294,7 +294,7 @@ def test_tensors_of_any_strides(change, path, kernel, device):
 
 @pytest.mark.covers("A34", "B60", "D187")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
-@pytest.mark.parametrize("path", ["chunked_prefill", "dense", "sliding_window", "local", "cascade", "differential"])
+@pytest.mark.parametrize("path", ["chunked_prefill", "varlen", "sliding_window", "local", "cascade", "differential"])
 def test_without_sequences_all_rows_are_padding(path, twin, device):
     """Also without rows: the answer is as empty as the question. The memory holds poison."""
     options = {"sliding_window": dict(window_size=(3, 0)), "local": dict(chunk_size=16)}.get(path, {})
@@ -302,7 +302,7 @@ def test_without_sequences_all_rows_are_padding(path, twin, device):
     cu_seqlens_q, seq_lens = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 0))
     batch = Batch(cu_seqlens_q, seq_lens, table, 0, 0)
     query, *rows = (poisoned(count, heads, 64).to(device, twin.dtype) for count, heads in ((3, 4), (32, 2), (32, 2)))
-    stores = rows if path == "dense" else [x.view(2, 16, 2, 64) for x in rows]
+    stores = rows if path == "varlen" else [x.view(2, 16, 2, 64) for x in rows]
     if path == "cascade":
         options = dict(prefixes=[])
     if path == "differential":

@@ -13,8 +13,8 @@ from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.kernels_present import each_kernel
 
 PATHS = {  # where ALiBi is an option, with what each shows besides: a rule on positions
-    "dense": ({}, lambda i, j: j <= i),
-    "dense-both-ways": (dict(causal=False), lambda i, j: True),
+    "varlen": ({}, lambda i, j: j <= i),
+    "varlen-both-ways": (dict(causal=False), lambda i, j: True),
     "chunked_prefill": ({}, lambda i, j: j <= i),
     "chunked_prefill-both-ways": (dict(causal=False), lambda i, j: True),
     "chunked_prefill-window": (dict(causal=False, window_size=(6, 3)), lambda i, j: i - 6 <= j <= i + 3),
@@ -50,7 +50,7 @@ def call(package: str, path: str, inputs, slopes, **options):
     module = importlib.import_module(f"{package}.{name}")
     query, key_cache, value_cache, batch = inputs.tensors
     query, options = torch.zeros_like(query), {**options, "alibi_slopes": slopes, "return_lse": True}
-    if name == "dense":
+    if name == "varlen":
         return plan_and_attend(module, query, *inputs.rows[1:], **options)
     if name == "differential":
         cache = torch.stack([torch.stack([pool[:, :, :1], pool[:, :, 1:]]) for pool in (key_cache, value_cache)], 1)

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
 import fastattn.mla
-import refattn.dense
 import refattn.mla
+import refattn.varlen
 from refattn.batch import Batch
 from refattn.metadata import make_batch, slot_mapping
 from refattn.options import AttentionOptions
@@ -184,8 +184,8 @@ def test_a_prefill_is_attention_over_the_keys_and_values_that_it_makes():
         keys.append(torch.stack([torch.cat([latent @ head.T, rope], -1) for head in to_key], 1))
         values.append(torch.stack([latent @ head.T for head in to_value], 1))
     options = AttentionOptions(softmax_scale=SCALE)
-    expected = refattn.dense.attention(
-        given.query, torch.cat(keys), torch.cat(values), refattn.dense.plan(given.batch), options
+    expected = refattn.varlen.attention(
+        given.query, torch.cat(keys), torch.cat(values), refattn.varlen.plan(given.batch), options
     )
     tensors = given.query, given.new, given.cache, to_key, to_value, given.batch
     made, _ = prefill(refattn.mla, *tensors, workspace=12, softmax_scale=SCALE)

@@ -43,7 +43,7 @@ def call(by, path, *arguments, **options):
 
 ANY_SIDE = {"causal": False}
 PATHS = {
-    "dense": (plain("dense"), ANY_SIDE),
+    "varlen": (plain("varlen"), ANY_SIDE),
     "chunked_prefill": (plain("chunked_prefill"), ANY_SIDE),
     "sliding_window": (plain("sliding_window"), ANY_SIDE),
     "local": (plain("local", chunk_size=32), {}),

@@ -69,7 +69,7 @@ NEED_NONE = {
     "chunked_prefill": ("chunked_prefill", dict(block_size=16, window_size=(3, 2), causal=False)),
     "differential": ("differential", dict(block_size=16, window_size=(3, 0))),
     "quantized": ("quantized", dict(block_size=16, window_size=(3, 0))),
-    "dense": ("dense", dict(window_size=(3, 0))),
+    "varlen": ("varlen", dict(window_size=(3, 0))),
     "sliding_window": ("sliding_window", dict(block_size=16, window_size=(3, 0))),
     "local": ("local", dict(block_size=16, chunk_size=32, window_size=(3, 0))),
     "mla": ("mla", dict(block_size=16)),

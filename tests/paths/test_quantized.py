@@ -445,7 +445,7 @@ def test_fp8_rounds_to_the_nearest_and_saturates(twin, kind):
 @each_twin
 @each_kind
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("spread", [False, True], ids=["dense", "padded"])
+@pytest.mark.parametrize("spread", [False, True], ids=["varlen", "padded"])
 def test_write_by_hand(twin, kind, layout, spread):
     key_cache, value_cache, scales = pools(twin, kind, layout=layout)
     if spread:

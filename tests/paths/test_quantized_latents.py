@@ -12,8 +12,8 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 import fastattn.mla
-import refattn.dense
 import refattn.mla
+import refattn.varlen
 import twinattn.kit
 from refattn.metadata import make_batch, slot_mapping
 from refattn.options import AttentionOptions
@@ -236,7 +236,7 @@ def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel,
     key = torch.cat([latent @ key_projection, rope_key], dim=1)[:, None]
     value = (latent @ value_projection)[:, None]
     rows = query, key, value, replace(given.batch, block_table=None)
-    assert_matches_reference(out, lse, partial(twinattn.kit.plan_and_attend, refattn.dense), *rows, **options)
+    assert_matches_reference(out, lse, partial(twinattn.kit.plan_and_attend, refattn.varlen), *rows, **options)
 
 
 @pytest.mark.covers("D189")

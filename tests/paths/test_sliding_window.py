@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-import fastattn.dense
 import fastattn.kv_cache
 import fastattn.sliding_window
+import fastattn.varlen
 import refattn.chunked_prefill
-import refattn.dense
 import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
+import refattn.varlen
 from fastattn import dispatch
 from fastattn.kernels.triton import metadata as triton_metadata
 from tests.helpers.bad_input import BAD_INPUT
@@ -44,7 +44,7 @@ from tests.helpers.tolerance import assert_twins_agree
 
 TWINS = [refattn.sliding_window, fastattn.sliding_window]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
-each_dense = pytest.mark.parametrize("dense", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
+each_varlen = pytest.mark.parametrize("varlen", [refattn.varlen, fastattn.varlen], ids=["ref", "fast"])
 
 WINDOWS = [(0, 0), (1, 0), (15, 0), (16, 0), (31, 2), (5000, 0), (0, 5), (-1, 0), (-1, 3), (3, -1)]
 TRIMMED = [
@@ -155,12 +155,12 @@ def test_a_right_window_larger_than_a_sequence_with_more_queries_than_keys(twin,
 
 
 @pytest.mark.covers("B56")
-@each_dense
+@each_varlen
 @pytest.mark.parametrize("reach", [0, 1, 5, 16, 100])
-def test_an_encoder_window_is_symmetric(dense, reach, device):
+def test_an_encoder_window_is_symmetric(varlen, reach, device):
     case = Case("encoders", ((40, 40), (7, 7), (1, 1), (0, 0), (17, 17)), heads=(2, 1))
     masks = read_masks(
-        partial(plan_and_attend, dense), case, paged=False, device=device, causal=False, window_size=(reach, reach)
+        partial(plan_and_attend, varlen), case, paged=False, device=device, causal=False, window_size=(reach, reach)
     )
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: abs(i - j) <= reach))
     assert all(torch.equal(mask, mask.T) for mask in masks)

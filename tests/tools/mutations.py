@@ -168,7 +168,7 @@ MUTATIONS: list[Mutation] = [
             "yield keys.key[: last - first], keys.value[: last - first]",
         ),
         (
-            "fastattn.kernels.cpu.attention:dense",
+            "fastattn.kernels.cpu.attention:varlen",
             "keys = slice(first_row + view.first_key, first_row + view.end_key)",
             "keys = slice(view.first_key, view.end_key)",
         ),
@@ -1980,7 +1980,7 @@ MUTATIONS: list[Mutation] = [
         "E175",
         "FlashAttention-2 is not asked for its log-sum-exp",
         (
-            "fastattn.kernels.flash.fa2:dense",
+            "fastattn.kernels.flash.fa2:varlen",
             "        return_attn_probs=True,  # this is how to get the LSE",
             "        return_attn_probs=False,",
         ),

@@ -309,7 +309,7 @@ CONTENDERS = [
     *((NEW_TOKENS, peer) for peer in (peers.fa3(), peers.fa3(is_scheduled=True), peers.flashinfer_prefill("fa2"))),
     *((work, peers.fa3_chunks()) for work in (CHUNKS, LAST_CHUNK)),
     (workload(DECODE, **SIZES), twin(kernel="cpu")),
-    (workload(PREFILL, path="dense", **SIZES), twin(kernel="cpu")),
+    (workload(PREFILL, path="varlen", **SIZES), twin(kernel="cpu")),
     *((Layers(replace(WINDOW, lens=DECODE), 3), peers.layers(3, **how)) for how in ({}, dict(plan_in_each=True))),
     *((workload(PREFILL, **SIZES), peer) for peer in (peers.aten_cpu(), peers.sdpa(), peers.sdpa(masked=True))),
     *(
@@ -420,7 +420,7 @@ def test_a_library_that_is_not_there_has_no_speed(monkeypatch):
     assert ours["median"] > 0 and missing["error"] == "ImportError: there is no library"
 
 
-@pytest.mark.parametrize("contender", [twin(kernel="fa4"), twin("dense", kernel="fa4")])
+@pytest.mark.parametrize("contender", [twin(kernel="fa4"), twin("varlen", kernel="fa4")])
 def test_a_kernel_that_is_asked_for_is_the_one(contender):
     inputs = WORKS["causal"].draw(CPU, torch.float32, seed=0)
     with pytest.raises(NotImplementedError, match="fa4: computes on CUDA"):

@@ -74,7 +74,7 @@ WRONG = (  # the command, its arguments, and what is said
     (conformance, "--all-installed --jobs 0", "--jobs: expected a positive int, got 0"),
     (conformance, "--all-installed --adapter nowhere", "--adapter: expected part of one of"),
     (conformance, "--all-installed --out file/x.json", "--out: expected a folder, or one that can be made"),
-    (conformance, "vacuous nowhere::check dense", "nowhere"),
+    (conformance, "vacuous nowhere::check varlen", "nowhere"),
     (drawing, "nowhere", "argument NAME: invalid choice: 'nowhere'"),
     (drawing, "window --window 0", "window: expected at least 1, got 0"),
     (drawing, "window --output nowhere/x.svg", "output: expected a file in a folder that is there"),

@@ -60,7 +60,7 @@ def test_adapters_that_claim_batch_invariance_ask_for_one_split(name, default, m
     monkeypatch.setattr(varlen, "varlen_attn", records)
     kernel = ADAPTERS[name].kernel()
     assert kernel.takes("batch_invariant")
-    example = Example("dense", ((1, 5), (2, 3)), (4, 2))
+    example = Example("varlen", ((1, 5), (2, 3)), (4, 2))
     for options in ({}, {"batch_invariant": True}):
         kernel(example, example.tensors(torch.float16) | options)
     assert asked == [default, 1]

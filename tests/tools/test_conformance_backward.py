@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),
     pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),
 ]
-PATH = "dense_backward"
+PATH = "varlen_backward"
 FLOAT32 = dict(dtypes=[torch.float32])
 
 
@@ -63,9 +63,9 @@ def test_a_right_kernel_is_not_blamed(monkeypatch):
     monkeypatch.setattr(landmarks, "PAST_8_BITS", 2**5 + 5)
 
     @claims(heads=((1, 1), (4, 2)), head_sizes=((64, 64),))  # fewer than by default
-    @functools.wraps(backward_by_hand.dense)
+    @functools.wraps(backward_by_hand.varlen)
     def kernel(**arguments):
-        return backward_by_hand.dense(**arguments)
+        return backward_by_hand.varlen(**arguments)
 
     rounded = dict(dtypes=[torch.bfloat16], only=["gradients", "sinks", "empty rows", "lse gradient"])
     assert not check(kernel, PATH, examples=2, **rounded).failures
@@ -76,12 +76,12 @@ def test_a_right_kernel_is_not_blamed(monkeypatch):
 
 def test_the_reference_passes():
     asked = ["empty rows", "padding", "strides of the gradient", "one at a time", "batch invariance", "nan", "writes"]
-    report = check("refattn.dense", PATH, examples=2, only=asked, **FLOAT32)
+    report = check("refattn.varlen", PATH, examples=2, only=asked, **FLOAT32)
     assert [x.outcome for x in report.findings] == ["honoured"] * len(asked), as_text(report)
 
 
 def test_the_fast_twin_refuses():
-    report = check("fastattn.dense", PATH, examples=1, only=["gradients", "sinks"], **FLOAT32)
+    report = check("fastattn.varlen", PATH, examples=1, only=["gradients", "sinks"], **FLOAT32)
     assert {(x.outcome, x.detail.partition(",")[0]) for x in report.findings} == {("refused", "query: requires_grad")}
 
 
@@ -90,7 +90,7 @@ def test_a_backward_that_is_called_itself():
 
     def backward(grad_out, query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, sinks=None):
         names = dict(query=query, key=key, value=value, sinks=sinks, grad_out=grad_out)
-        again, lse_again = backward_by_hand.dense(
+        again, lse_again = backward_by_hand.varlen(
             query, key, value, cu_seqlens_q, cu_seqlens_k, sinks=sinks, return_lse=True
         )
         torch.testing.assert_close(out, again)
@@ -98,7 +98,7 @@ def test_a_backward_that_is_called_itself():
 
         def forward(given):
             tensors = (given[name] for name in ("query", "key", "value"))
-            return backward_by_hand.dense(*tensors, cu_seqlens_q, cu_seqlens_k, sinks=given["sinks"])
+            return backward_by_hand.varlen(*tensors, cu_seqlens_q, cu_seqlens_k, sinks=given["sinks"])
 
         return tuple(gradients.differentiate(forward, names).values())
 
@@ -173,7 +173,7 @@ def test_adapters_call_their_packages_rightly(name, monkeypatch):
 
 def test_an_lse_without_a_gradient_is_not_claimed():
     def detached(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=False):
-        answer = backward_by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse)
+        answer = backward_by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=return_lse)
         return (answer[0], answer[1].detach()) if return_lse else answer
 
     report = check(detached, PATH, examples=1, only=["lse gradient"], **FLOAT32)
@@ -186,7 +186,7 @@ def races(query, key, value, cu_seqlens_q, cu_seqlens_k, deterministic=False):
     """The scale is a bit more each time, as sums in another order are."""
     races.calls = getattr(races, "calls", 0) + 1
     scale = query.shape[-1] ** -0.5 * (1 + 2.0**-23 * (races.calls % 5))
-    return backward_by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=scale)
+    return backward_by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=scale)
 
 
 @pytest.mark.usefixtures("unnamed")
@@ -211,7 +211,7 @@ def test_one_gradient_at_a_time():
             return None, grad if ctx.needs_input_grad[0] else 0 * grad
 
     def gated(query, key, value, cu_seqlens_q, cu_seqlens_k):
-        return backward_by_hand.dense(query, key, Gate.apply(query, value), cu_seqlens_q, cu_seqlens_k)
+        return backward_by_hand.varlen(query, key, Gate.apply(query, value), cu_seqlens_q, cu_seqlens_k)
 
     report = check(gated, PATH, examples=1, only=["gradients", "one at a time"], **FLOAT32)
     assert [x.outcome for x in report.findings] == ["honoured", "wrong"]
@@ -220,7 +220,7 @@ def test_one_gradient_at_a_time():
 
 def spills(query, key, value, cu_seqlens_q, cu_seqlens_k):
     """Outputs whose gradients are mixed: a row has a part in that of the row after it, times 0."""
-    out = backward_by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    out = backward_by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k)
     return out + 0 * out.roll(1, 0).nan_to_num()
 
 
@@ -278,7 +278,7 @@ def test_the_oracle_by_hand_is_the_reference_by_autograd(options):
 def test_a_landmark_of_gradients_is_a_property_of_the_contract():
     names = [x.name for x in contract.of_path(PATH)]
     assert len(names) == len(set(names)) >= 20 and "gradients" in names
-    assert find("refattn.dense", PATH).claims.heads[-1] == (4, 2)
+    assert find("refattn.varlen", PATH).claims.heads[-1] == (4, 2)
 
 
 # --- is a test vacuous? ---
@@ -304,7 +304,7 @@ def grad_of_one_sum(attention):
 
 def small(query, key, value, cu_seqlens_q, cu_seqlens_k):
     """Its parameters are what is asked of kernels with mistakes."""
-    return backward_by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    return backward_by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k)
 
 
 def test_what_a_test_lets_pass():
@@ -321,10 +321,10 @@ def test_what_a_test_lets_pass():
 
 def test_a_test_that_cannot_pass_is_refused():
     with pytest.raises(ValueError, match=r"^check: it fails for a right kernel, too: AssertionError"):
-        vacuous(lambda attention: torch.testing.assert_close(1, 2), "dense")
+        vacuous(lambda attention: torch.testing.assert_close(1, 2), "varlen")
     with pytest.raises(ValueError, match=r"^check: it returns False for a right kernel"):
-        vacuous(lambda attention: False, "dense")
-    with pytest.raises(ValueError, match=r"^path: expected one of dense, .*, got 'merge'"):
+        vacuous(lambda attention: False, "varlen")
+    with pytest.raises(ValueError, match=r"^path: expected one of varlen, .*, got 'merge'"):
         vacuous(lambda attention: True, "merge")
 
 

@@ -70,7 +70,7 @@ def neutral(default):
     """Return a kernel with another default of `causal`."""
 
     def kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=default):
-        return by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=causal)
+        return by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, causal=causal)
 
     return kernel
 
@@ -78,7 +78,7 @@ def neutral(default):
 def test_an_option_that_nobody_asks_for_is_said():
     """Defaults differ: that of `causal` is False in some libraries, and True in others."""
     for default in (True, False):
-        report = check(neutral(default), "dense", examples=2, only=["mask", "answer"], **FLOAT32)
+        report = check(neutral(default), "varlen", examples=2, only=["mask", "answer"], **FLOAT32)
         assert not report.failures, as_text(report)
 
 
@@ -99,10 +99,10 @@ def test_a_log_sum_exp_near_zero_is_held_to_the_size_of_its_scores():
 
 def test_a_log_sum_exp_of_float64_is_judged_as_the_rounded_numbers_that_it_is_of():
     def in_float64(query, key, value, cu_seqlens_q, cu_seqlens_k):
-        out, lse = by_hand.dense(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=True)
+        out, lse = by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, return_lse=True)
         return out, lse.double()
 
-    report = check(in_float64, "dense", examples=2, only=["lse", "many keys", "edges"], **FLOAT32)
+    report = check(in_float64, "varlen", examples=2, only=["lse", "many keys", "edges"], **FLOAT32)
     assert not report.failures, as_text(report)
 
 

@@ -46,7 +46,7 @@ def small(query, key, value, cu_seqlens_q):
     raise NotImplementedError
 
 def test_vacuous(vacuous):
-    vacuous(only_shapes, "dense", like=small, allowed=["causal-top-left"])
+    vacuous(only_shapes, "varlen", like=small, allowed=["causal-top-left"])
 """
 
 
@@ -59,7 +59,7 @@ def test_a_stranger_proves_a_kernel(pytester, monkeypatch):
     result = pytester.runpytest_inprocess(*loaded, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(["*probably merge-averages*", "*nothing was checked*"])
-    result.stdout.fnmatch_lines(["* mistakes in dense pass this check"])
+    result.stdout.fnmatch_lines(["* mistakes in varlen pass this check"])
 
 
 def test_the_entry_point_is_the_plugin():

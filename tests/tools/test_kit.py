@@ -41,7 +41,7 @@ pytestmark = [
 BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache", "cascade_of_prefixes": "cascade"} | {
     name: name
     for name in (
-        *("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
+        *("varlen", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
         *("interval", "sparse", "sparse_latents", "packed_latents", "select", "recurrent", "speculative"),
     )
 }
@@ -288,9 +288,9 @@ def test_a_kernel_that_answers_zeros_is_found():
 
 def test_a_kernel_that_writes_its_inputs_is_found():
     def scales_in_place(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=None):
-        return by_hand.dense(query.mul_(query.shape[-1] ** -0.5), key, value, cu_seqlens_q, cu_seqlens_k, 1.0)
+        return by_hand.varlen(query.mul_(query.shape[-1] ** -0.5), key, value, cu_seqlens_q, cu_seqlens_k, 1.0)
 
-    report = check(scales_in_place, "dense", only=["writes"], examples=1, dtypes=[torch.float32])
+    report = check(scales_in_place, "varlen", only=["writes"], examples=1, dtypes=[torch.float32])
     assert report.failures[0].detail.startswith("query: changed at [0, 0, 0]")
 
 
@@ -455,10 +455,10 @@ def test_an_error_ends_the_process_only_if_the_device_does_not_answer_any_more(m
     [
         ("no_such_module:f", "merge", "no_such_module cannot be imported"),
         ("refattn.merge:f", "merge", "refattn.merge has no f"),
-        ("refattn.merge:merge", "fusion", "path: expected one of dense"),
+        ("refattn.merge:merge", "fusion", "path: expected one of varlen"),
         ("refattn.merge:merge", None, "say which path"),
         ("refattn.masks", None, "say which path"),
-        (lambda query, key, value, seqlens_q: query, "dense", "did you mean cu_seqlens_q"),
+        (lambda query, key, value, seqlens_q: query, "varlen", "did you mean cu_seqlens_q"),
     ],
     ids=["module", "function", "path", "no-path", "module-of-no-path", "parameter"],
 )
@@ -578,7 +578,7 @@ def test_a_call_is_waited_for_on_its_device(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    for path in ("merge", "dense_backward"):  # lists of tensors; a call that is differentiated
+    for path in ("merge", "varlen_backward"):  # lists of tensors; a call that is differentiated
         example = Example(path, ((2, 2),), (1, 1), options=dict(parts=2) if path == "merge" else {})
         find(f"refattn.{path.removesuffix('_backward')}", path)(example, example.tensors(torch.float32))
     assert waited == [torch.device("cpu")] * 2

@@ -16,7 +16,7 @@ from onnx.backend.test.case.node import attention as _its_attention  # noqa: F40
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.ops.op_attention import _compute_attention as onnx_attention
 
-from refattn import dense, masks
+from refattn import masks, varlen
 from refattn.attention import attend
 from refattn.metadata import make_batch
 from twinattn.kit import plan_and_attend as call
@@ -156,7 +156,7 @@ def test_attention_ref(lens, causal, options):
     q, k, v = (torch.randn(2, n, heads, 64, dtype=torch.float64) for n, heads in ((t, 6), (s, 2), (s, 2)))
     expected = attention_ref(q, k, v, causal=causal, **options)
     rows = (rearrange(x, "b n h d -> (b n) h d") for x in (q, k, v))
-    out = call(dense, *rows, make_batch([t, t], [s, s]), causal=causal, **options)
+    out = call(varlen, *rows, make_batch([t, t], [s, s]), causal=causal, **options)
     torch.testing.assert_close(rearrange(out, "(b t) h d -> b t h d", b=2), expected, rtol=1e-12, atol=1e-12)
 
 

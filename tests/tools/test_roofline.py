@@ -42,7 +42,7 @@ def test_the_roof_is_the_best_of_all_runs_and_flat_past_the_ridge(tmp_path):
     (machine,) = written(
         tmp_path,
         RUN | {"rows": [row("chunked_prefill/decode-1x4096", 0.01)]},
-        slower | {"rows": [row("dense/encoder-8x512", 0.1)]},
+        slower | {"rows": [row("varlen/encoder-8x512", 0.1)]},
     ).machines
     assert (machine.read, machine.product) == (3e10, 2e12)
     assert machine.roof(machine.ridge) == pytest.approx(machine.product) == machine.roof(1000 * machine.ridge)
@@ -55,7 +55,7 @@ def test_only_attention_on_the_clock_of_the_device_is_drawn(tmp_path):
         row("chunked_prefill/decode-16x4096", 0.01, clock="host"),
         row("kv_cache/write-16384", 0.01),
         row("no_such_path/row", 0.01),
-        row("dense/encoder-8x512", 0.01) | {"contenders": [{"name": "fastattn", "error": "WrongAnswerError"}]},
+        row("varlen/encoder-8x512", 0.01) | {"contenders": [{"name": "fastattn", "error": "WrongAnswerError"}]},
     ]
     (machine,) = written(tmp_path, RUN | {"rows": rows}).machines
     assert [point.row for point in machine.points] == ["chunked_prefill/decode-1x4096"]

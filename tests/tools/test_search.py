@@ -200,9 +200,9 @@ def a_plan_that_remembers_its_first_values():
 
     def attention(query, key, value, plan, options=AttentionOptions(), **more):
         value = kept.setdefault(id(plan), (plan, value))[1]
-        return REFERENCE["dense"].attention(query, key, value, plan, options, **more)
+        return REFERENCE["varlen"].attention(query, key, value, plan, options, **more)
 
-    return "dense", changed("dense", attention=attention)
+    return "varlen", changed("varlen", attention=attention)
 
 
 def an_output_that_is_written_with_what_is_around_it():
@@ -396,7 +396,7 @@ def test_a_mistake_is_found(mistake):
         assert fault.kind == "raw error"
 
 
-@pytest.mark.parametrize("path", ["dense", "recurrent"])
+@pytest.mark.parametrize("path", ["varlen", "recurrent"])
 def test_an_output_that_is_written_before_all_is_read_is_a_mistake(path):
     """It shows where the output is asked for in the memory of an input, and nowhere else."""
     of_path = REFERENCE[path].attention
@@ -577,7 +577,7 @@ def test_no_length_is_below_0(path):
             assert all(q >= 0 and s >= 0 for q, s in normalized(candidate).lens), candidate.as_line()
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"path": "nowhere"}', '{"path": "dense", "length": 3}'])
+@pytest.mark.parametrize("line", ["{", "[]", '{"path": "nowhere"}', '{"path": "varlen", "length": 3}'])
 def test_a_line_that_is_no_workload_is_refused(line, capsys):
     assert command.main(["--replay", line]) == 2
     assert "replay: expected" in capsys.readouterr().err
@@ -640,7 +640,7 @@ def test_a_kernel_that_ended_a_process_is_not_asked_for_such_sizes_again(tmp_pat
             return 0 if self.ends_well else command.CANNOT_GO_ON
 
     monkeypatch.setattr(command.subprocess, "Popen", Ending)
-    task = dict(path="dense", kernels=["fa4"], seed=1, device="cpu", dtypes=["float32"], longest=20)
+    task = dict(path="varlen", kernels=["fa4"], seed=1, device="cpu", dtypes=["float32"], longest=20)
     process = command._Process({**task, "seconds": 20.0, "workloads": None, "threads": 1, "first": 0}, tmp_path)
     while not process.is_over:
         process.look()
@@ -664,13 +664,13 @@ def found(path, *findings):
 
 def test_what_is_found_is_printed_once_for_each_message_before_the_table(capsys):
     paths = [
-        found("dense", (None, "out: NaN at [1, 2]", "a longer line"), ("fa4", "out: NaN at [0, 1]", "line")),
+        found("varlen", (None, "out: NaN at [1, 2]", "a longer line"), ("fa4", "out: NaN at [0, 1]", "line")),
         found("mla", (None, "out: NaN at [7]", "the longest line"), (None, "lse: NaN at [7]", "another")),
     ]
     command._show(Console(width=200), paths)
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == [
-        "wrong, dense by default, fa4; mla by default: out: NaN at [0, 1]",
+        "wrong, varlen by default, fa4; mla by default: out: NaN at [0, 1]",
         "    twinattn search --kernels fa4 --replay 'line'",
     ]
     assert said[4] == "FOUND 2 kinds of faults in 4 calls"
@@ -678,5 +678,5 @@ def test_what_is_found_is_printed_once_for_each_message_before_the_table(capsys)
 
 
 def test_that_nothing_is_found_is_said(capsys):
-    command._show(Console(width=200), [found("dense")])
+    command._show(Console(width=200), [found("varlen")])
     assert capsys.readouterr().out.startswith("found nothing\n")

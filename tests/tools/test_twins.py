@@ -24,7 +24,7 @@ def signature(function) -> list[tuple]:
 def test_every_reference_has_a_twin():
     assert parts("fastattn") - FAST_ONLY == set(TWINS)
     assert set(TWINS) >= BESIDES, "the list names what is not there"
-    assert set(PATHS) >= {"chunked_prefill", "dense", "differential"}
+    assert set(PATHS) >= {"chunked_prefill", "varlen", "differential"}
     assert parts("refattn") >= REFERENCE_ONLY, "the list names what is not there"
     assert parts("fastattn") >= FAST_ONLY, "the list names what is not there"
 
@@ -53,7 +53,7 @@ def test_every_path_plans_and_attends(path, package):
     positional = [name for name, p in takes.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     assert positional[0] == "query" and positional[-2:] == ["plan", "options"]
     assert takes["return_lse"].default is False and takes["out"].default is None
-    assert "block_size" in inspect.signature(module.plan).parameters or path == "dense"
+    assert "block_size" in inspect.signature(module.plan).parameters or path == "varlen"
 
 
 def code_of(package: str, module: str) -> dict[str, str]:

@@ -95,7 +95,7 @@ def _call(work: Attention, inputs: Inputs, modules: Modules, planned: dict[str, 
         return _prefill_call(work, inputs, modules("mla"))
     tensors: tuple[Tensor, ...] = (inputs.query, inputs.key_cache, inputs.value_cache)
     more: dict[str, Any] = {}
-    if work.path == "dense":
+    if work.path == "varlen":
         tensors = inputs.query, inputs.key, inputs.value
     elif work.path == "differential":
         tensors = inputs.query, _halves(inputs)

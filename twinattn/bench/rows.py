@@ -110,7 +110,7 @@ def _cpu(shrink: int) -> Iterator[Row]:
             *(peers.aten_cpu_gathered(), peers.aten_cpu(grouped=True), peers.sdpa(), reference),
             aim="ahead of the ATen call over contiguous keys, 1.3 of vLLM",
         )
-    encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False, path="dense")
+    encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False, path="varlen")
     yield _row(
         f"encoder-8x{encoder.lens[0][1]}",
         encoder,
@@ -257,7 +257,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
     rows_alone = [peer(block_size=None) for peer in (peers.fa4, peers.fa3, peers.fa2)]
     yield _row(
         f"prefill-2x{prefill.tokens}",
-        replace(prefill, path="dense"),
+        replace(prefill, path="varlen"),
         *(ours, *asked_for, twin(kernel="fa2"), *rows_alone, peers.sdpa(SDPBackend.CUDNN_ATTENTION)),
         aim="FA4 by hand within 2 %",
     )
@@ -573,7 +573,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             *(ours, *asked_for, *map(peers.as_chain, by_hand[:2])),
             aim="the best peer's time for a chain",
         )
-    made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128, path="dense")
+    made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128, path="varlen")
     yield _row(
         f"prefill-2x{made.tokens}-heads-192-128",
         made,

@@ -8,8 +8,8 @@
 Or import the functions from here. Signatures, shapes and semantics are those of flash-attn 2.8:
 
     function                    layout of q            keys                                       path
-    flash_attn_func             [b, s, h, d]           rows, as many for each sequence            dense
-    flash_attn_varlen_func      [t, h, d]              rows, or pages under a block table         dense, sliding window
+    flash_attn_func             [b, s, h, d]           rows, as many for each sequence            varlen
+    flash_attn_varlen_func      [t, h, d]              rows, or pages under a block table         varlen, sliding window
     flash_attn_with_kvcache     [b, s, h, d]           a row of the cache per sequence, or pages  sliding window,
                                                                                                   intervals
     flash_attn_..packed_func    as the first two, with queries, keys and values in one tensor, or the last two
@@ -37,16 +37,16 @@ from einops import rearrange
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-import fastattn.dense
 import fastattn.interval
 import fastattn.kv_cache
 import fastattn.metadata
 import fastattn.sliding_window
-import refattn.dense
+import fastattn.varlen
 import refattn.interval
 import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
+import refattn.varlen
 from refattn.batch import Batch
 from refattn.checks import check, check_flag, check_int, check_number, describe, same_device
 from refattn.keys import Pages
@@ -199,7 +199,7 @@ def flash_attn_varlen_func(
     window = _window(window_size)
     path: Any
     if block_table is None:
-        path, plan = _twin.dense, _twin.dense.plan(batch, causal=causal, window_size=window)
+        path, plan = _twin.varlen, _twin.varlen.plan(batch, causal=causal, window_size=window)
     else:
         path, plan = _twin.sliding_window, _plan_over_pages(batch, k, causal, window)
     out, lse = path.attention(q, k, v, plan, options, return_lse=True)

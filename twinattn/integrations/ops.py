@@ -38,7 +38,6 @@ from torch._guards import CompileContext, CompileId
 
 from fastattn import cascade as cascade_path
 from fastattn import chunked_prefill as chunked_prefill_path
-from fastattn import dense as dense_path
 from fastattn import differential as differential_path
 from fastattn import kv_cache as kv_cache_path
 from fastattn import local as local_path
@@ -48,6 +47,7 @@ from fastattn import quantized as quantized_path
 from fastattn import recurrent as recurrent_path
 from fastattn import sliding_window as sliding_window_path
 from fastattn import speculative as speculative_path
+from fastattn import varlen as varlen_path
 from fastattn.kernels import problem
 from refattn import scales
 from refattn.batch import Batch
@@ -124,7 +124,7 @@ def flatten(plan: AnyPlan) -> Lists:
 # --- the paths ---
 
 
-def dense(
+def varlen(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
@@ -133,8 +133,8 @@ def dense(
     *,
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; the operator of `fastattn.dense.attention`."""
-    return _attend("dense", (query, key, value), plan, options, return_lse)
+    """Attend over ragged rows; the operator of `fastattn.varlen.attention`."""
+    return _attend("varlen", (query, key, value), plan, options, return_lse)
 
 
 def _over_pages(name: str) -> Callable[..., Answer]:
@@ -568,7 +568,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 # Of each operator the path's function, the arguments by their names there, and the rule for its result, if it has one.
 OPERATORS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any] | None]] = {
-    "dense": (dense_path.attention, f"Tensor query, Tensor key, Tensor value, {PLANNED}", _like_value),
+    "varlen": (varlen_path.attention, f"Tensor query, Tensor key, Tensor value, {PLANNED}", _like_value),
     "chunked_prefill": (chunked_prefill_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
     "sliding_window": (sliding_window_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
     "local": (local_path.attention, f"{PAGES}, {PLANNED}", _like_pages),

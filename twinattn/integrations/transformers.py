@@ -14,7 +14,7 @@ after the last, int32 `[b, 1, q, 2]`. The layers get that tensor as their mask.
     query 1    . . 1 1 . . .     2, 4       plan has its positions and its window. The next
     query 2    . . . 1 1 . .     3, 5       layers find the plan with the mask.
 
-So padding, packed sequences and chunks all become sequences of a ragged batch, for `dense`. If the cache has gaps, the
+So padding, packed sequences and chunks all become sequences of a ragged batch, for `varlen`. If the cache has gaps, the
 keys are copied into contiguous rows. Padding is neither read nor computed; queries of padding return 0. Each query must
 see one contiguous run of keys, and what neither twin can compute raises an error that names it: a model whose attention
 does not go through AttentionInterface when it is made, one that computes with the mask itself when it does so. Where a
@@ -38,17 +38,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-import fastattn.dense
 import fastattn.metadata
+import fastattn.varlen
 import refattn.attention
-import refattn.dense
 import refattn.metadata
+import refattn.varlen
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from twinattn.engine.models import HARMLESS
 
-TWINS = {"refattn": (refattn.dense, refattn.metadata), "fastattn": (fastattn.dense, fastattn.metadata)}
+TWINS = {"refattn": (refattn.varlen, refattn.metadata), "fastattn": (fastattn.varlen, fastattn.metadata)}
 PAGED_PREFIX = "flash_"  # `generate_batch` takes a name with "flash" in it, and draws no mask for it
 ENTRIES = 1 << 24  # of the mask that are drawn at a time
 COPIES = 4  # of the cache's keys at most, where sequences share some
@@ -337,7 +337,7 @@ def _attention(
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             bias = bias.masked_fill(~_visible(attention_mask, query, key, bool(causal), sliding_window), -torch.inf)
         options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)
-        attend = _attend_biased_by_reference if twin[0] is refattn.dense else _attend_biased
+        attend = _attend_biased_by_reference if twin[0] is refattn.varlen else _attend_biased
         return _without_gradients(partial(attend, options), query, key, value, bias), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

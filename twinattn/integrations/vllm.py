@@ -43,7 +43,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fastattn import chunked_prefill, dense, quantized
+from fastattn import chunked_prefill, quantized, varlen
 from fastattn.kv_cache import write
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
@@ -145,7 +145,7 @@ class FastAttentionMetadata:
         if sliding_window not in self.plans:
             reach = -1 if sliding_window is None else sliding_window - 1
             if self.is_encoder:
-                made = dense.plan(self.batch, causal=False, window_size=(reach, reach))
+                made = varlen.plan(self.batch, causal=False, window_size=(reach, reach))
             else:
                 window = (reach, -1 if sliding_window is None else 0)
                 made = chunked_prefill.plan(self.batch, block_size=self.block_size, window_size=window)
@@ -305,7 +305,7 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         tokens = attn_metadata.num_actual_tokens
         plan = attn_metadata.plan(self.sliding_window)
         if self.is_encoder:  # its tokens are all here; there is no pool
-            dense.attention(query[:tokens], key[:tokens], value[:tokens], plan, self.options, out=output[:tokens])
+            varlen.attention(query[:tokens], key[:tokens], value[:tokens], plan, self.options, out=output[:tokens])
             return output
         arguments, out = (query[:tokens], *self._pools(kv_cache), plan, self.options), output[:tokens]
         if self.kv_cache_dtype in FP8_FORMATS:

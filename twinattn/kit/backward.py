@@ -1,4 +1,4 @@
-"""The contract of a backward: what the gradients of a kernel for `dense` promise, property by property.
+"""The contract of a backward: what the gradients of a kernel for `varlen` promise, property by property.
 
 A kernel is differentiated as its users differentiate it, by autograd, for gradients of its output and of its
 log-sum-exp that are drawn, too (`gradients`). Most batches and checks are those of `draws`, `checks` and `memory`.

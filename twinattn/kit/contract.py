@@ -74,8 +74,8 @@ def all_together(kernel: Kernel) -> list[Example]:
     return at_once + combinations.every_pair(kernel)
 
 
-WINDOWED = ("dense", "chunked_prefill", "sliding_window", "cascade", "speculative", "differential", "quantized")
-INVARIANT = ("dense", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla")
+WINDOWED = ("varlen", "chunked_prefill", "sliding_window", "cascade", "speculative", "differential", "quantized")
+INVARIANT = ("varlen", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla")
 PROPERTIES = (
     Property(
         "call",
@@ -107,7 +107,7 @@ PROPERTIES = (
         with_options("causal"),
         mask,
         ("causal",),
-        ("dense", "chunked_prefill"),
+        ("varlen", "chunked_prefill"),
         landmarks=landmarks.long(causal=False),
         check_landmark=outputs_at_landmarks,
     ),
@@ -117,7 +117,7 @@ PROPERTIES = (
         windowed,
         mask,
         ("window_size",),
-        ("dense", "chunked_prefill", "sliding_window", "cascade", "speculative"),
+        ("varlen", "chunked_prefill", "sliding_window", "cascade", "speculative"),
         landmarks=landmarks.long(window_size=(90, 0)),
         check_landmark=outputs_at_landmarks,
     ),

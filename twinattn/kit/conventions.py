@@ -32,7 +32,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
         PREFILL: ("strides", "last stride", "strides of options", "far rows", "offsets", "out strides"),
         "merge": ("strides", "last stride"),
         STATES: ("strides", "last stride", "far rows", "offsets"),
-        "dense_backward": ("strides", "last stride", "strides of the gradient", "far rows"),
+        "varlen_backward": ("strides", "last stride", "strides of the gradient", "far rows"),
     },
     "A quantised key or value?": {
         "quantized": ("answer", "scales", "scales per head", "scales per sequence", "format", "bytes", "query scale")
@@ -47,7 +47,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
     "A block table that changes after `plan`?": {PREFILL: ("again",)},
     "Which compute type?": {PREFILL: ("answer", "products", "sizes of values", "slopes")},
     "Autocast, the default type of the process?": {PREFILL: ("autocast",), STATES: ("autocast",)},
-    "Gradients?": {"dense_backward": ("mask", "gradients", "sinks", "empty rows", "padding")},
+    "Gradients?": {"varlen_backward": ("mask", "gradients", "sinks", "empty rows", "padding")},
     "`batch_invariant=True`?": {PREFILL: ("batch invariance", "invariant tokens")},
 }
 

@@ -37,7 +37,7 @@ IN_MODULE = {
     "sparse_latents": "sparse",
     "packed_latents": "sparse",
     "packed_mla": "mla",
-    "dense_backward": "dense",
+    "varlen_backward": "varlen",
 }  # of the reference, where it has another name
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
@@ -83,7 +83,7 @@ class Example(Workload):
             some slots are -1, and `slots`: "run", "backwards" or "anywhere". Of `speculative`, `growing`: nodes of each
             tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of
             `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of
-            `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large" sinks are those of
+            `varlen_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large" sinks are those of
             some heads alone, those of "bfloat16" have that type, as slopes may; slopes by the "root" are for
             `alibi_sqrt`, and "far" ones are so small that keys count that are far away. And what `CALLED` names, how a
             check calls a kernel: `return_lse`, `out`, `layout`, `poison`; `first_block`, from which the blocks of a
@@ -414,7 +414,7 @@ def _positions(example: Example, options: Arguments) -> Tensor:
     return torch.cat([*example.selected(), torch.full((example.padding_rows, topk), -1, dtype=torch.int32)])
 
 
-def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+def _varlen(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
     query, key, value, batch = drawn.rows
     batch = replace(batch, block_table=None)
@@ -422,8 +422,8 @@ def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 
 def _with_gradients(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Draw a batch of `dense`, and the gradients of what it returns."""
-    arguments = _dense(example, dtype, changed)
+    """Draw a batch of `varlen`, and the gradients of what it returns."""
+    arguments = _varlen(example, dtype, changed)
     arguments.pop("grad_lse", None)
     return arguments | gradients.tensors(example, example.options, dtype)
 
@@ -647,9 +647,9 @@ ROWS_AND_PAGES = ("query", "key_cache", "value_cache")
 PATHS = {
     path.name: path
     for path in (
-        Path("dense", ("query", "key", "value"), _dense, planned=("causal", "window_size")),
+        Path("varlen", ("query", "key", "value"), _varlen, planned=("causal", "window_size")),
         Path(
-            "dense_backward",
+            "varlen_backward",
             ("query", "key", "value", "grad_out", "grad_lse"),
             _with_gradients,
             planned=("causal", "window_size"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn import dense
+from refattn import varlen
 from refattn.modes import computing_in
 from twinattn.kit import oracle
 from twinattn.kit.call import plan_and_attend
@@ -87,7 +87,7 @@ def differentiate(
 def forward(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the output of the reference and its log-sum-exp."""
     answer: tuple[Tensor, Tensor] = plan_and_attend(
-        dense, **{name: x for name, x in arguments.items() if name not in OURS}, return_lse=True
+        varlen, **{name: x for name, x in arguments.items() if name not in OURS}, return_lse=True
     )
     return answer
 

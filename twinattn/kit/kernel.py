@@ -210,9 +210,9 @@ class Kernel:
         of_batch = [word for word in OF_BATCH if path.pools or word != "block_table"]
         words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "out"]
         words += [] if path.in_place else ["return_lse"]
-        extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
+        extra = {"varlen": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
         extra["sparse_latents"] = extra["packed_latents"] = ["slots"]
-        extra["dense_backward"] = ["cu_seqlens_k", "lse", "deterministic"]
+        extra["varlen_backward"] = ["cu_seqlens_k", "lse", "deterministic"]
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 
     def takes(self, option: str) -> bool:

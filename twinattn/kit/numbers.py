@@ -253,7 +253,7 @@ PROPERTIES = (
         "A key whose score is -inf has no weight beside others.",
         beside_others,
         infinite_key,
-        paths=("dense", "chunked_prefill", "mla"),
+        paths=("varlen", "chunked_prefill", "mla"),
         examples=4,
     ),
     Property(

@@ -4,10 +4,10 @@
         q, k, v, cu_seqlens = ...
         torch.testing.assert_close(attention(q, k, v, cu_seqlens, cu_seqlens), expected, atol=1e-1, rtol=0)
 
-    print(vacuous(check, "dense"))                   # the mistakes that it lets pass, each with a batch that shows it
+    print(vacuous(check, "varlen"))                   # the mistakes that it lets pass, each with a batch that shows it
 
 The kernels with mistakes are those by which the kit names a failure (`mistakes`). They compute in float64, and round
-once. Those of `dense_backward` have right outputs, and gradients with a mistake.
+once. Those of `varlen_backward` have right outputs, and gradients with a mistake.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from twinattn.kit.kernel import BadKernelError, Kernel
 from twinattn.kit.tolerance import on_cpu
 
 ORDER = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table")  # of what a call gives by position, after tensors
-PLANTED = ("dense", "dense_backward", "chunked_prefill", "sliding_window", "local", "quantized")  # paths
+PLANTED = ("varlen", "varlen_backward", "chunked_prefill", "sliding_window", "local", "quantized")  # paths
 CANNOT_BE_MADE = (IndexError, RuntimeError, ValueError, KeyError, TypeError, AssertionError)  # a mistake, on a batch
 ALONE: Arguments = {"softmax_scale": 0.3, "softcap": 2.0, "alibi_slopes": True, "sinks": True}
 OPTIONS: tuple[Arguments, ...] = (
@@ -232,7 +232,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _of_all_words(path: str) -> Callable[..., Any]:
     """Return a kernel that takes all words of a path, of which it says the names alone."""
-    path = "dense" if path == "dense_backward" else path  # whose gradients come from autograd
+    path = "varlen" if path == "varlen_backward" else path  # whose gradients come from autograd
     words = Kernel("any", path, lambda: None).words()
     first = [*PATHS[path].words, *(word for word in ORDER if word in words)]
     rest = [word for word in words if word not in (*first, "plan", "options")]

@@ -17,7 +17,7 @@ from torch import Tensor
 LARGEST = 2**31 - 1
 
 ATTENTION = (
-    "dense",
+    "varlen",
     "chunked_prefill",
     "sliding_window",
     "local",

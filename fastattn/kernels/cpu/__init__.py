@@ -70,7 +70,7 @@ def attend(
         answer, lse = attention.tree(query, key, value, plan, options)
     else:
         (level,) = plan.levels
-        over = attention.dense if isinstance(keys, Rows) else attention.paged
+        over = attention.varlen if isinstance(keys, Rows) else attention.paged
         answer, lse = over(query, key, value, level.own, options)
     return (answer[..., : keys.latent_rank].contiguous() if isinstance(keys, Latents) else answer), lse
 

@@ -55,7 +55,7 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 TINY = torch.finfo(torch.float32).tiny
 
 
-def dense(
+def varlen(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],

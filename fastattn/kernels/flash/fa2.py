@@ -96,7 +96,7 @@ def attend(
     """Attend to rows, or to pages; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if isinstance(keys, Rows):
-        return dense(query, *keys, level.own, options, out)
+        return varlen(query, *keys, level.own, options, out)
     assert isinstance(keys, Pages)  # of no other storage are its operations
     return paged(query, *keys, level.own, options, out)
 
@@ -111,10 +111,10 @@ def attend_by_torch(
     """Attend to rows; see `fastattn.dispatch`."""
     assert isinstance(keys, Rows)  # the operation is for rows alone
     (level,) = plan.levels
-    return dense_by_torch(query, *keys, level.own, options, out)
+    return varlen_by_torch(query, *keys, level.own, options, out)
 
 
-def dense(
+def varlen(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
@@ -139,10 +139,10 @@ def dense(
         )
         return answer, lse
 
-    return _dense(query, key, value, plan, options, over_rows)
+    return _varlen(query, key, value, plan, options, over_rows)
 
 
-def dense_by_torch(
+def varlen_by_torch(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
@@ -166,10 +166,10 @@ def dense_by_torch(
         )
         return answer, lse
 
-    return _dense(query, key, value, plan, options, over_rows)
+    return _varlen(query, key, value, plan, options, over_rows)
 
 
-def _dense(
+def _varlen(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],

@@ -141,14 +141,14 @@ def attend(
 
         return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):
-        return dense(query, *keys, level.own, options, out)
+        return varlen(query, *keys, level.own, options, out)
     assert isinstance(keys, Pages)  # it takes no other storage
     if isinstance(plan, TreePlan):
         return tree(query, *keys, plan, options, out)
     return paged(query, *keys, level.own, options, out)
 
 
-def dense(
+def varlen(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],

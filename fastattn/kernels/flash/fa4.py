@@ -94,12 +94,12 @@ def attend(
 
         return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):
-        return dense(query, *keys, level.own, options, out)
+        return varlen(query, *keys, level.own, options, out)
     assert isinstance(keys, Pages)  # of no other storage are its operations
     return paged(query, *keys, level.own, options, out)
 
 
-def dense(
+def varlen(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],

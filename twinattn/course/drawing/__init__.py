@@ -39,12 +39,12 @@ from twinattn.course.drawing.pictures import (
 
 __all__ = [
     "EXAMPLES",
+    "USES",
     "Bars",
     "Cell",
     "Drawing",
     "Grid",
     "Settings",
-    "USES",
     "Span",
     "block_table",
     "cascade",

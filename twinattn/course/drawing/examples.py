@@ -128,7 +128,7 @@ def _step(settings: Settings) -> Drawing:
     return pictures.step(batch, words=words)
 
 
-def _dense(settings: Settings) -> Drawing:
+def _varlen(settings: Settings) -> Drawing:
     batch, words = settings.batch()
     return pictures.ragged(batch, words=words)
 
@@ -177,7 +177,7 @@ EXAMPLES: dict[str, Callable[[Settings], Drawing]] = {
     "merge": _merge,
     "table": _block_table,
     "batch": _step,
-    "dense": _dense,
+    "varlen": _varlen,
     "differential": _differential,
     "mla": _context_chunks,
     "context_parallel": _ranks,
@@ -194,7 +194,7 @@ USES: dict[str, tuple[str, ...]] = {  # the settings that each example takes
     "merge": ("block_size",),
     "table": ("block_size", "lens"),
     "batch": ("lens",),
-    "dense": ("lens",),
+    "varlen": ("lens",),
     "differential": (),
     "mla": ("lens",),
     "context_parallel": ("lens",),

@@ -91,7 +91,7 @@ class Mistake:
 
 def of_path(path: str) -> Iterator[Mistake]:
     """Yield the known mistakes of a path."""
-    for module in (backward, *ORDER) if path == "dense_backward" else ORDER:  # its own come first
+    for module in (backward, *ORDER) if path == "varlen_backward" else ORDER:  # its own come first
         for kind in KNOWN:
             if kind.__module__ != module.__name__:
                 continue
@@ -99,7 +99,7 @@ def of_path(path: str) -> Iterator[Mistake]:
                 yield from _variants(kind, kind)
             elif path == "differential" and issubclass(kind, Attention) and "chunked_prefill" in kind.paths:
                 yield from _variants(kind, _of_pairs(kind))
-            elif path == "dense_backward" and issubclass(kind, Attention) and "dense" in kind.paths:
+            elif path == "varlen_backward" and issubclass(kind, Attention) and "varlen" in kind.paths:
                 yield from (replace(x, is_of_forward=True) for x in _variants(kind, by_autograd(kind)))
 
 

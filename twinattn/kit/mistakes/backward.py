@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 class Backward(Formula, is_base=True):
     """Gradients of attention over rows, one sequence at a time."""
 
-    paths: tuple[str, ...] = ("dense_backward",)
+    paths: tuple[str, ...] = ("varlen_backward",)
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         """Take the inputs of a call, on the CPU."""

@@ -86,7 +86,7 @@ class Attention(Formula, is_base=True):
     """Attention over pages, rows or latents, one sequence at a time."""
 
     paths: tuple[str, ...] = (
-        *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
+        *("varlen", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
         *("interval", "sparse", "sparse_latents", "packed_latents", "packed_mla"),
     )
 

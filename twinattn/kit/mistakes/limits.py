@@ -16,7 +16,7 @@ WORDS = (2**15, 2**16)  # numbers in 16 bits, with and without a sign
 class SlotsWrap(Attention):
     """The number of a slot is kept in too few bits: from some slot on, another one is read."""
 
-    paths: tuple[str, ...] = tuple(name for name in Attention.paths if name != "dense")
+    paths: tuple[str, ...] = tuple(name for name in Attention.paths if name != "varlen")
     past = ("sequences", "rows")
     variants: Sequence[Any] = tuple((size, is_signed) for size in WORDS for is_signed in (False, True))
 

@@ -341,7 +341,7 @@ def normalized(work: Workload) -> Workload:
         changes["causal"] = True
     if path in ("mla", "mla_prefill") or operation == "latent_attention":
         changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
-    if path == "dense":
+    if path == "varlen":
         changes["table"] = "plain"
     if path == "merge" and work.rows.startswith("expanded"):
         changes["rows"] = "plain"  # heads have seen keys or none each by itself

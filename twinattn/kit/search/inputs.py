@@ -56,7 +56,7 @@ class Call:
 def attention_call(work: Workload, generator: torch.Generator) -> Call:
     """Make the tensors of a workload of a path whose answer is one softmax, or partial ones to merge."""
     makers = dict(
-        dense=_rows, differential=_pairs, mla=_latents, mla_prefill=_prefill, context_parallel=_ranks, merge=_partials
+        varlen=_rows, differential=_pairs, mla=_latents, mla_prefill=_prefill, context_parallel=_ranks, merge=_partials
     )
     return makers.get(work.path, _pages)(work, generator)
 
@@ -302,7 +302,7 @@ def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Cal
     planned: dict[str, Any] = dict(block_size=p, causal=work.causal, window_size=work.window)
     if more:
         planned = dict(block_size=p, **more)
-    elif name == "dense":
+    elif name == "varlen":
         del planned["block_size"]
     elif name == "interval":
         padding = [(LARGEST, -LARGEST), (-LARGEST, LARGEST), (3, 5)] * work.padding_rows  # which may hold anything
@@ -341,7 +341,7 @@ def _rows(work: Workload, generator: torch.Generator) -> Call:
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         rows = (tensors[name] for name in ("query", "key", "value"))
-        return modules("dense").attention(*rows, plan, AttentionOptions(**tensors["options"]), **more)
+        return modules("varlen").attention(*rows, plan, AttentionOptions(**tensors["options"]), **more)
 
     return Call(
         dict(query=query, key=key, value=value, batch=batch, options=options),

@@ -17,7 +17,6 @@ from refattn import (
     cascade,
     chunked_prefill,
     context_parallel,
-    dense,
     differential,
     interval,
     kv_cache,
@@ -31,6 +30,7 @@ from refattn import (
     sparse,
     speculative,
     state_cache,
+    varlen,
 )
 from refattn.batch import Batch
 from refattn.modes import computing_in
@@ -47,7 +47,7 @@ REFERENCE = {
         cascade,
         chunked_prefill,
         context_parallel,
-        dense,
+        varlen,
         differential,
         interval,
         kv_cache,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-import fastattn.dense
+import fastattn.varlen
 import refattn.chunked_prefill
-import refattn.dense
+import refattn.varlen
 from fastattn.kernels.cpu import attention as cpu
 from refattn.batch import Batch
 from refattn.metadata import make_batch
@@ -30,7 +30,7 @@ from tests.helpers.kernels_present import each_kernel
 from tests.helpers.options import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
 from tests.helpers.tolerance import assert_twins_agree
 
-each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
+each_twin = pytest.mark.parametrize("twin", [refattn.varlen, fastattn.varlen], ids=["ref", "fast"])
 
 
 @pytest.mark.covers("A25", "A29", "B50")
@@ -84,7 +84,7 @@ def test_the_cache_changes_nothing(case, device):
     """The same tokens in a pool and in plain rows answer alike, to the bit."""
     inputs = build(case, device=device)
     assert torch.equal(
-        plan_and_attend(refattn.dense, *inputs.rows), plan_and_attend(refattn.chunked_prefill, *inputs.tensors)
+        plan_and_attend(refattn.varlen, *inputs.rows), plan_and_attend(refattn.chunked_prefill, *inputs.tensors)
     )
 
 
@@ -93,7 +93,7 @@ def test_the_cache_changes_nothing(case, device):
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():
-        kernel.check(assert_twins_agree, "dense", *inputs.rows, **per_head(options, case, device))
+        kernel.check(assert_twins_agree, "varlen", *inputs.rows, **per_head(options, case, device))
 
 
 @each_kernel
@@ -102,7 +102,7 @@ def test_twins_agree_in_every_type(kernel, device):
     for dtype in kernel.dtypes:
         inputs = build(case, device=device, dtype=dtype)
         with kernel.asked_for():
-            kernel.check(assert_twins_agree, "dense", *inputs.rows, causal=False)
+            kernel.check(assert_twins_agree, "varlen", *inputs.rows, causal=False)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 64, 64), (3, 3, 32, 48)], ids=str)
@@ -130,10 +130,10 @@ def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call,
         given = given | dict(sinks=torch.linspace(-1.0, 1.0, h))
     batch = make_batch(lens, lens)
     arguments = {name: x for name, x in given.items() if name != "padding"}
-    assert_twins_agree("dense", *tensors, batch, **arguments)
+    assert_twins_agree("varlen", *tensors, batch, **arguments)
     calls, flash = [], cpu.FLASH
     monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(len(args[0])) or flash(*args, **options))
-    plan_and_attend(fastattn.dense, *tensors, batch, **arguments)
+    plan_and_attend(fastattn.varlen, *tensors, batch, **arguments)
     assert (calls == [len(lens)]) == is_one_call
 
 
@@ -141,19 +141,19 @@ def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call,
 @given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_twins_agree_on_drawn_batches(case, options, seed, device):
     inputs = build(case, device=device, seed=seed)
-    assert_twins_agree("dense", *inputs.rows, **per_head(OPTIONS[options], case, device))
+    assert_twins_agree("varlen", *inputs.rows, **per_head(OPTIONS[options], case, device))
 
 
 @each_kernel
 def test_no_layer_sums_the_lengths_anew(kernel, device, monkeypatch):
     inputs = build(Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2)), device=device)
     query, key, value = (x.to(kernel.dtypes[0]) for x in inputs.rows[:3])
-    plan = fastattn.dense.plan(inputs.rows[3], causal=False)
+    plan = fastattn.varlen.plan(inputs.rows[3], causal=False)
     with kernel.asked_for():
-        first = fastattn.dense.attention(query, key, value, plan)
+        first = fastattn.varlen.attention(query, key, value, plan)
         if kernel.name != "cpu":  # it reads the lengths on the host
             monkeypatch.setattr(Batch, "cu_seqlens_k", property(lambda batch: pytest.fail("summed in a layer")))
-        second = fastattn.dense.attention(query, key, value, plan)
+        second = fastattn.varlen.attention(query, key, value, plan)
     assert torch.equal(first, second)
 
 

@@ -1,4 +1,4 @@
-"""Ragged attention without a cache, by the fastest kernel; the twin of `refattn.dense`."""
+"""Ragged attention without a cache, by the fastest kernel; the twin of `refattn.varlen`."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,7 +12,7 @@ from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Plan attention over rows of keys; the twin of `refattn.dense.plan`.
+    """Plan attention over rows of keys; the twin of `refattn.varlen.plan`.
 
     Where the keys of each sequence begin is summed here, and not in every layer: other lengths take another plan.
     """
@@ -31,9 +31,9 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend in each sequence from its query rows to its key rows; the twin of `refattn.dense.attention`.
+    """Attend in each sequence from its query rows to its key rows; the twin of `refattn.varlen.attention`.
 
-    Arguments, results and errors are those of `refattn.dense.attention`.
+    Arguments, results and errors are those of `refattn.varlen.attention`.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
