@@ -152,7 +152,6 @@ def bind_differential(
                 num_tokens=num_tokens,
                 num_seqs=batch.num_seqs,
                 splits=tuning.splits,
-                sinks=None,
                 PAIRS=num_heads // 2,
                 HEAD_SIZE=head_size,
                 OVERLAP=overlap,
