@@ -70,7 +70,8 @@ def tables() -> str:
         if rows:
             dates = sorted({run["date"][:10] for _, run, _ in rows})
             machine = rows[0][1]
-            head = f"{machine['machine']['name']}, {machine['dtype']}, {' and '.join(dates)}"
+            days = " to ".join([dates[0], dates[-1]] if len(dates) > 2 else dates)
+            head = f"{machine['machine']['name']}, {machine['dtype']}, {days}"
             is_timed = any(reference(row) for _, _, row in rows)
             titles = [head, "path", "fastattn", "fastest peer", "its time", "fastattn / peer", *["refattn"] * is_timed]
             lines = [f"| {' | '.join(titles)} |", "|---|---|--:|---|--:|--:|" + "--:|" * is_timed]

@@ -138,26 +138,6 @@ var machines = [
     153000000000000.0
    ],
    [
-    "chunked_prefill/prefill-2x8192",
-    3277.0,
-    613800000000000.0
-   ],
-   [
-    "chunked_prefill/prefill-2x8192-blocks-128",
-    3277.0,
-    607800000000000.0
-   ],
-   [
-    "chunked_prefill/chunk-4x512-of-16896",
-    1799.0,
-    570100000000000.0
-   ],
-   [
-    "chunked_prefill/chunk-4x512-of-16896-blocks-128",
-    1799.0,
-    621800000000000.0
-   ],
-   [
     "sliding_window/decode-64x16384-window-1024",
     3.984,
     16270000000000.0
@@ -236,6 +216,26 @@ var machines = [
     "local/prefill-65536-chunk-8192",
     3277.0,
     587600000000000.0
+   ],
+   [
+    "chunked_prefill/prefill-2x8192",
+    3277.0,
+    601000000000000.0
+   ],
+   [
+    "chunked_prefill/prefill-2x8192-blocks-128",
+    3277.0,
+    618000000000000.0
+   ],
+   [
+    "chunked_prefill/chunk-4x512-of-16896",
+    1799.0,
+    556600000000000.0
+   ],
+   [
+    "chunked_prefill/chunk-4x512-of-16896-blocks-128",
+    1799.0,
+    609500000000000.0
    ]
   ]
  },
