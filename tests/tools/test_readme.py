@@ -1,4 +1,4 @@
-"""Every block of Python in the README does what it says, and what it tells to install is there."""
+"""The README is one page, its blocks of Python print what it shows, and what pages tell to install is there."""
 
 import re
 import sys
@@ -16,8 +16,26 @@ EXTRAS = re.compile(r"pip install [^`\n]*?(?:twinattn|\.|\.whl)\[([a-z0-9,]+)\]"
 def test_the_blocks_of_the_readme_print_what_it_shows(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # which a block takes the place of, for the rest of the test
     blocks = [block for block in blocks_of(README) if block.language == "python"]
-    assert len(blocks) >= 2
+    assert len(blocks) == 1
     run_python(README, blocks, monkeypatch)
+
+
+def test_the_readme_is_one_page():
+    text = README.read_text()
+    assert text.count("\n") <= 110
+    assert len([word for word in text.split() if word != "|"]) <= 900
+
+
+def test_each_path_has_its_files_in_the_readme():
+    """A reference, a twin, a test and a page of its name; most have a notebook."""
+    table = re.search(r"^\| path \| what .*?\n\n", README.read_text(), re.MULTILINE | re.DOTALL)[0]
+    listed = re.findall(r"\(refattn/(\w+)\.py\) \| \[fastattn\]\(fastattn/(\w+)\.py\) \| .*?test_(\w+)\.py", table)
+    assert all(len(set(names)) == 1 for names in listed)
+    paths = {file.stem for file in (ROOT / "fastattn").glob("*.py")} & {
+        file.stem for file in (ROOT / "docs/paths").glob("*.md")
+    }
+    assert {names[0] for names in listed} == paths and len(paths) == 16
+    assert table.count("](notebooks/") >= 15 and table.count("](docs/paths/") == 17
 
 
 def test_every_extra_that_a_page_names_is_one():

@@ -1,4 +1,4 @@
-"""The README's table of which FlashAttention runs is what the chooser chooses, on machines that need not be here."""
+"""The tables of which kernel runs are what the chooser chooses, on machines that need not be here."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from fastattn.kernels import Problem, native, order, triton
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
 
-README = Path(__file__).parent.parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent.parent
 PROMPTS = Problem(
     operation="attend",
     device=torch.device("cuda"),
@@ -50,8 +50,13 @@ MACHINES = {  # what the table calls them: compute capabilities, and the package
 
 
 def table() -> dict[str, dict[str, str]]:
-    """Read the README's table: of each machine the kernel in each column."""
-    (found,) = re.findall(r"^\| machine, and packages.*?\n\n", README.read_text(), re.MULTILINE | re.DOTALL)
+    """Read the table of the page on kernels: of each machine the kernel in each column."""
+    return read(ROOT / "docs/paths/kernels.md", "machine, and packages")
+
+
+def read(page: Path, first: str) -> dict[str, dict[str, str]]:
+    """Read the table of a page whose first title begins so: the cells of each row, by their titles."""
+    (found,) = re.findall(rf"^\| {first}.*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL)
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found.strip().splitlines()]
     return {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
 
@@ -100,3 +105,41 @@ def test_it_is_what_is_chosen_on_a_cpu(monkeypatch, forget_choices):
     on_cpu = dict(device=torch.device("cpu"), dtype=torch.float32)
     problems = {column: problem._replace(**on_cpu) for column, problem in COLUMNS.items()}
     assert chosen(problems) == table()["a CPU, float32, with a C compiler"]
+
+
+# --- the README's, of the five paths that come first ---
+
+NAMES = {
+    "cpu": "ATen's FlashAttention",
+    "native": "C",
+    "triton": "Triton",
+    "fa4": "FlashAttention-4",
+    "torch": "PyTorch",
+}
+PATHS = {  # prompts and decodes, or a write of either
+    "paged KV cache: writes": [PROMPTS._replace(operation="write")],
+    "chunked prefill": [PROMPTS, DECODES],
+    "sliding window": [x._replace(window=(1023, 0)) for x in (PROMPTS, DECODES)],
+    "local": [PROMPTS, DECODES],
+    "differential": [x._replace(operation="differential") for x in (PROMPTS, DECODES)],
+}
+READERS = {  # what the README calls them: compute capabilities and packages
+    "a CPU": [],
+    "an NVIDIA GPU": [(capability, ()) for capability in MACHINES["NVIDIA from Ampere on"][0]],
+    "Hopper or Blackwell with `flash-attn-4`": [((9, 0), ("fa4",)), ((10, 0), ("fa4",))],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_computes_the_first_five_paths(reader, monkeypatch, forget_choices):
+    shown = read(ROOT / "README.md", r"path \| a CPU")
+    assert [*shown] == [*PATHS] and all([*cells] == [*READERS] for cells in shown.values())
+    monkeypatch.setattr(native, "library", lambda: mock.sentinel.library)
+    on_cpu = dict(device=torch.device("cpu"), dtype=torch.float32)
+    for gpu in READERS[reader] or [None]:
+        if gpu:
+            have(monkeypatch, *gpu)
+        forget_choices()
+        for path, problems in PATHS.items():
+            names = [order.choose(x if gpu else x._replace(**on_cpu)).name for x in problems]
+            assert "; ".join(NAMES[name] for name in names) == shown[path][reader], gpu
