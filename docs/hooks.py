@@ -48,7 +48,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from readme import RESULTS, ROOT, duration, fastest_peer, tables
+from readme import RESULTS, ROOT, duration, fastest_peer
 
 from fastattn.kernels import order
 from twinattn.bench import clocks
@@ -209,10 +209,10 @@ def picture(page: Page, instead: str, name: str) -> str:
 
 
 def measured(page: Page, instead: str, path: str = "") -> str:
-    """Show the measured rows of a path in short, or all there is: a summary, and what it was taken from."""
+    """Show the measured rows of a path in short, or all of each machine."""
     results = {file: json.loads(file.read_text())["runs"] for file in sorted(RESULTS.glob("*.json"))}
     if not path:
-        return "\n\n".join(["## In short", tables(), *(machine(page, *item) for item in results.items())])
+        return "\n\n".join(machine(page, *item) for item in results.items())
     rows: dict[str, list[dict[str, Any]]] = {}  # of each machine
     for run in (run for runs in results.values() for run in runs):
         rows.setdefault(f"{run['machine']['name']}, {run['dtype']}", []).extend(
