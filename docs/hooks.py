@@ -63,6 +63,7 @@ from twinattn.kit.property import ATTENDS
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.(?:py|c))\)")
+LINK_TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(?P<name>\w+)\.ipynb")
 LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")
 ANSWER = "What do you think? Open the answer"
@@ -113,6 +114,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
     markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
+    markdown = LINK_TO_NOTEBOOK.sub(lambda match: f"]({to(page, 'notebooks/' + match['name'])}.md", markdown)
     return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2.html\3">\1</a>', markdown))
 
 
