@@ -104,10 +104,12 @@ def attention(
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
     keys = Pages(key_cache, value_cache) if scales is None else QuantizedPages(key_cache, value_cache, scales)
-    if options.alibi_slopes is None:
-        part, lse = dispatch.compute(all_heads, keys, plan.context, options.without_sinks())
+    options_of_all = options.without_sinks().with_per_head(lambda x: group.all_gather(x, dim=0))
+    slopes = options_of_all.alibi_slopes
+    if slopes is None:
+        part, lse = dispatch.compute(all_heads, keys, plan.context, options_of_all)
     else:
-        part, lse = _attend_by_distance(all_heads, keys, plan, options, group.all_gather(options.alibi_slopes, dim=0))
+        part, lse = _attend_by_distance(all_heads, keys, plan, options_of_all, slopes)
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
     weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge
@@ -137,7 +139,7 @@ def _attend_by_distance(
     """
     shard, where = plan.shard, positions(plan.batch, len(query))
     period, slopes = shard.num_ranks * shard.interleave, slopes.to(compute_dtype(query.dtype))
-    steeper = replace(options.without_sinks(), alibi_slopes=slopes * period)
+    steeper = replace(options, alibi_slopes=slopes * period)
     outs, lses = [], []
     for offset in range(shard.interleave):
         far = where - (shard.rank * shard.interleave + offset)

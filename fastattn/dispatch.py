@@ -58,7 +58,7 @@ from fastattn.kernels.kernel import OWN_NORM, PAGES, QUANTIZED, Kernel, find
 from fastattn.kernels.memory import addresses, in_memory, is_without_memory
 from fastattn.kernels.pairs import in_pages, subtraction_of
 from fastattn.kernels.problem import Problem, attention_problem, compute_dtype, problem_of
-from fastattn.kernels.replay import ALIGNMENT, Bound, Key, forget_writes, layouts_of, memo_of, numbers_of
+from fastattn.kernels.replay import ALIGNMENT, Bound, Key, forget_writes, layouts_of, memo_of, numbers_of, per_head_of
 from refattn.checks_of_calls import check_plan
 from refattn.keys import AnyKeys, Keys, Pages, Pairs, QuantizedPages, Rows
 from refattn.modes import AUTOCAST_DEVICES, has_tangents, is_autocast_enabled, refuse_gradients
@@ -110,7 +110,7 @@ def attend(
             elif out is None:
                 answer, lse = bound.run(query, keys, plan, options, None, **more)
             else:
-                memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
+                memory = _memory(out, query, *keys, *per_head_of(options), *more.values())
                 answer, lse = _into(out, *bound.run(query, keys, plan, options, memory, **more))
             return (answer, lse) if return_lse else answer
         except torch.OutOfMemoryError:
@@ -146,7 +146,7 @@ def compute(
     query, keys, plan, options, out, *_ = given.values()
     more = {name: given[name] for name in more}
     with launching(query.device):
-        memory = _memory(out, query, *keys, options.alibi_slopes, options.sinks, *more.values())
+        memory = _memory(out, query, *keys, *per_head_of(options), *more.values())
         again = None if key is None else return_lse
         if isinstance(keys, Pairs):
             answer, lse, bound = _with_subtraction(query, keys, plan, options, memory, again, **more)
@@ -446,8 +446,8 @@ def key_of(
             return None
         address = at_query | at_key | at_value
         layouts: Key | None = ()
-        if others or more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
-            given: list[object] = [out, options.alibi_slopes, options.sinks]
+        if others or more or out is not None or options.has_per_head:
+            given: list[object] = [out, *per_head_of(options)]
             for x in (*others, *more.values()):
                 is_scales = type(x) is Fp8Scales or type(x) is Int8Scales
                 given += (type(x), *vars(x).values()) if is_scales else (x,)

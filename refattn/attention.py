@@ -171,12 +171,19 @@ def attend_sequences(
             key,
             value,
             masks.visible(plan, i),
-            softmax_scale=options.softmax_scale,
-            softcap=options.softcap,
             bias=masks.bias(plan, i, options, compute),
-            sinks=options.sinks,
+            **of_layer(options),
         )
     return out, lse
+
+
+def of_layer(options: AttentionOptions) -> dict[str, Any]:
+    """Return what `attend` takes of the options of a layer as it is; a bias depends on positions, too."""
+    return dict(
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        sinks=options.sinks,
+    )
 
 
 def attend_to(

@@ -6,10 +6,11 @@ tensor on a device, and only a few numbers per head of tensors on a CPU.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -92,6 +93,12 @@ def check_chunk(chunk_size: int, block_size: int) -> None:
     check_sizes(chunk_size=chunk_size, block_size=block_size)
     if chunk_size % block_size:
         raise ValueError(f"chunk_size: expected a multiple of block_size={block_size}, got {chunk_size}")
+
+
+def tensors_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass that are tensors, or None, by their annotations."""
+    one_of = {one.name: get_args(one.type) or (one.type,) for one in fields(kind)}
+    return tuple(name for name, kinds in one_of.items() if any(getattr(x, "array_type", x) is Tensor for x in kinds))
 
 
 def check_per_head(name: str, numbers: Tensor, size: int | None = None) -> None:

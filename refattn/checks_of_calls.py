@@ -21,7 +21,7 @@ from refattn.checks import (
     same_device,
 )
 from refattn.modes import refuse_gradients
-from refattn.options import AttentionOptions
+from refattn.options import PER_HEAD, AttentionOptions
 from refattn.packed_latents import check_packed, is_packed
 from refattn.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.ranks import Group
@@ -142,7 +142,7 @@ def check_options(options: AttentionOptions, query: Tensor) -> None:
     """Check the options with one number per head against the heads, and the device, of a query."""
     if not isinstance(options, AttentionOptions):
         raise ValueError(f"options: expected AttentionOptions, got {describe(options)}")
-    for name in ("alibi_slopes", "sinks"):
+    for name in PER_HEAD:
         numbers = getattr(options, name)
         if numbers is not None:
             if numbers.shape[0] != query.shape[1]:

@@ -25,7 +25,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn import recurrent
-from refattn.attention import attend, attend_one_by_one, attend_plan, finish
+from refattn.attention import attend, attend_one_by_one, attend_plan, finish, of_layer
 from refattn.batch import Batch, check_block_table, check_written_blocks
 from refattn.checks import check_int, check_window
 from refattn.checks_of_calls import check_context_parallel
@@ -130,8 +130,8 @@ def attention(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
     all_heads = group.all_gather(query, dim=1)
-    slopes = None if options.alibi_slopes is None else group.all_gather(options.alibi_slopes, dim=0)
-    part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options, slopes, scales)
+    options_of_all = options.without_sinks().with_per_head(lambda x: group.all_gather(x, dim=0))
+    part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options_of_all, scales)
 
     lse_of_ranks = group.all_gather(rearrange(lse, "t h -> 1 t h"), dim=0)
     nothing = lse_of_ranks.amax(0) == -torch.inf  # where no rank has a key, -inf - -inf would be NaN
@@ -151,7 +151,6 @@ def _attend_to_own_context(
     value_cache: Shaped[Tensor, "n p hk dv"],
     plan: ContextParallelPlan,
     options: AttentionOptions,
-    slopes: Float[Tensor, "all_h"] | None,
     scales: Fp8Scales | Int8Scales | None,
 ) -> tuple[Float[Tensor, "t all_h dv"], Float[Tensor, "t all_h"]]:
     """Attend with all heads to the keys of this rank, each of which has a position in the whole sequence."""
@@ -159,7 +158,7 @@ def _attend_to_own_context(
     out = query.new_zeros(*query.shape[:2], value_cache.shape[-1], dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     formula = attend_one_by_one if options.batch_invariant else attend
-    left, _ = plan.own.window_size
+    (left, _), slopes = plan.own.window_size, options.alibi_slopes
     places = positions(plan.batch, len(query))
     pools = key_cache, value_cache
     stored = Pages(*pools) if scales is None else QuantizedPages(*pools, scales)
@@ -175,9 +174,8 @@ def _attend_to_own_context(
             keys,
             values,
             j >= i - left if left >= 0 else j < i,  # every key of the context is before every new token
-            softmax_scale=options.softmax_scale,
-            softcap=options.softcap,
             bias=None if slopes is None else -rearrange(slopes.to(compute), "h -> h 1 1") * distance,
+            **of_layer(options),
         )
     return out, lse
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from refattn.options import AttentionOptions
+from refattn.options import PER_HEAD, AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
 
 P = ParamSpec("P")
@@ -100,8 +100,8 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, AttentionOptions):
-        yield from _tensors("alibi_slopes", value.alibi_slopes)
-        yield from _tensors("sinks", value.sinks)
+        for option in PER_HEAD:
+            yield from _tensors(option, getattr(value, option))
     elif isinstance(value, Fp8Scales | Int8Scales):
         for part, scale in vars(value).items():
             yield from _tensors(f"scales.{part}", scale)

@@ -1,11 +1,13 @@
 """What a layer fixes: one definition for every path and every kernel."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.checks import check_flag, check_number, check_per_head
+from refattn.checks import check_flag, check_number, check_per_head, tensors_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,30 +45,43 @@ class AttentionOptions:
     sinks: Float[Tensor, "h"] | None = None
     batch_invariant: bool = False
     alibi_sqrt: bool = False
+    has_per_head = False  # no field, as it follows from them: whether `per_head` has any; every call looks at it
 
     def __post_init__(self) -> None:
         """Check every option by itself; a path checks them against its tensors."""
         if self.softmax_scale is not None:
             check_number("softmax_scale", self.softmax_scale)
         check_number("softcap", self.softcap, at_least=0.0)
-        for name in ("alibi_slopes", "sinks"):
-            if getattr(self, name) is not None:
-                check_per_head(name, getattr(self, name))
+        for name, x in self.per_head.items():
+            check_per_head(name, x)
+            object.__setattr__(self, "has_per_head", True)
         check_flag("batch_invariant", self.batch_invariant)
         check_flag("alibi_sqrt", self.alibi_sqrt)
         if self.alibi_sqrt and self.alibi_slopes is None:
             raise ValueError("alibi_sqrt: expected alibi_slopes with it, got none")
 
-    def of_heads(self, heads: slice) -> "AttentionOptions":
-        """Return the options of some of the heads; nothing is checked again where none has a number of its own."""
-        if self.alibi_slopes is None and self.sinks is None:
+    @property
+    def per_head(self) -> dict[str, Tensor]:
+        """The options with one number per query head, by name: those that are given."""
+        return {name: x for name in PER_HEAD if (x := getattr(self, name)) is not None}
+
+    def with_per_head(self, change: Callable[[Tensor], Tensor]) -> "AttentionOptions":
+        """Return the options with other numbers per head; the same ones if none has any."""
+        if not self.has_per_head:
             return self
-        slopes, sinks = (None if x is None else x[heads].contiguous() for x in (self.alibi_slopes, self.sinks))
-        return replace(self, alibi_slopes=slopes, sinks=sinks)
+        changed: dict[str, Any] = {name: change(x) for name, x in self.per_head.items()}
+        return replace(self, **changed)
+
+    def of_heads(self, heads: slice) -> "AttentionOptions":
+        """Return the options of some of the heads."""
+        return self.with_per_head(lambda x: x[heads].contiguous())
 
     def without_sinks(self) -> "AttentionOptions":
         """Return the options without sinks, for a part of the keys: they count once."""
         return self if self.sinks is None else replace(self, sinks=None)
+
+
+PER_HEAD = tensors_of(AttentionOptions)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fastattn.kernels.memory import addresses, is_without_memory
 from refattn.modes import has_tangents
-from refattn.options import AttentionOptions
+from refattn.options import PER_HEAD, AttentionOptions
 from refattn.plan import ContextParallelPlan, Plan, PrefillPlan
 from refattn.trees import AttentionPlan
 
 ALIGNMENT = 16  # bytes
 MAX_WRITES = 1024  # writes that are bound; with one more, all are forgotten
-PER_HEAD = ("alibi_slopes", "sinks")  # the options that are tensors, of which a key has the layout
 numbers_of = attrgetter(*(one.name for one in fields(AttentionOptions) if one.name not in PER_HEAD))
+per_head_of = attrgetter(*PER_HEAD)  # tensors, whose layout is in a key
 
 Key = tuple[object, ...]
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -105,7 +105,7 @@ def launch_once(
 
 def key_of_launch(name: str, tensors: tuple[Tensor | None, ...], options: AttentionOptions) -> Key | None:
     """Return the cache key of a launch in an adapter; None if a tensor is not aligned, so that it is not replayed."""
-    bits, layouts = layouts_of((*tensors, options.alibi_slopes, options.sinks))
+    bits, layouts = layouts_of((*tensors, *per_head_of(options)))
     if bits % ALIGNMENT or layouts is None:
         return None
     return (name, numbers_of(options), layouts)
