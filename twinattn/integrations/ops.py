@@ -25,10 +25,10 @@ since is not the same. There are no gradients: PyTorch raises an error if one is
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import count
-from typing import Any
+from typing import Any, get_args, get_origin
 from weakref import WeakValueDictionary
 
 import torch
@@ -51,14 +51,17 @@ from fastattn import varlen as varlen_path
 from fastattn.kernels import problem
 from refattn import scales
 from refattn.batch import Batch
-from refattn.options import AttentionOptions, RecurrentOptions
+from refattn.checks import tensors_of
+from refattn.options import PER_HEAD, AttentionOptions, RecurrentOptions
 from refattn.plan import CascadePlan, ContextChunk, Plan, PrefillPlan
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan
 from refattn.trees import TreePlan, Trees
 
 PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
-TABLES, SIZES = 8, 9  # tensors and whole numbers of a `Plan`
+TABLES = tensors_of(Plan)  # its fields, beside its batch
+SIZES = {one.name: one.type for one in fields(Plan) if one.init and one.name not in ("batch", *TABLES)}
+OF_BATCH = 3, 4  # tensors and whole numbers of a `Batch`
 REMEMBERED = 16  # plans: a step has one for each kind of layer
 
 Answer = Tensor | tuple[Tensor, Tensor]
@@ -391,8 +394,8 @@ def _plan_lists(plan: AnyPlan) -> Lists:
     sizes = [PLANS.index(type(plan))]
     for x in plans:
         batch_tables, batch_sizes = _batch_lists(x.batch)
-        tables += [*batch_tables, x.first_keys, x.positions, x.sequences, x.first_visible, x.last_visible]
-        sizes += [*batch_sizes, _or_minus_one(x.block_size), int(x.causal), *x.window_size, int(x.extends_causal)]
+        tables += [*batch_tables, *(getattr(x, name) for name in TABLES)]
+        sizes += [*batch_sizes, *(size for name in SIZES for size in _sizes_of(getattr(x, name)))]
     return tables + own[0], sizes + own[1]
 
 
@@ -437,14 +440,14 @@ def _same_plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
 def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
     """Return the plan of such lists."""
     kind, *sizes = sizes
-    count, plans = len(sizes) // SIZES, []
-    for i in range(count):
-        its_own = tables[i * TABLES : (i + 1) * TABLES]
-        *batch_sizes, block_size, causal, left, right, extends_causal = sizes[i * SIZES : (i + 1) * SIZES]
-        masked = (_batch(its_own[:3], batch_sizes), _or_none(block_size), bool(causal), (left, right))
-        first_keys, positions, sequences, *ends = its_own[3:]
-        plans.append(Plan(*masked, first_keys, positions, sequences, ends[0], ends[1], bool(extends_causal)))
-    tables, sizes = tables[count * TABLES :], sizes[count * SIZES :]
+    (of_batch, sizes_of_batch), plans = OF_BATCH, []
+    of_plan = sizes_of_batch + sum(len(get_args(x)) if get_origin(x) is tuple else 1 for x in SIZES.values())
+    for _ in range(len(sizes) // of_plan):
+        batch, its_own = _batch(tables[:of_batch], sizes[:sizes_of_batch]), iter(sizes[sizes_of_batch:of_plan])
+        its_sizes = {name: _from_sizes(its_kind, its_own) for name, its_kind in SIZES.items()}
+        tables, sizes = tables[of_batch:], sizes[of_plan:]
+        plans.append(Plan(batch, **its_sizes, **dict(zip(TABLES, tables, strict=False))))
+        tables = tables[len(TABLES) :]
     if PLANS[kind] is CascadePlan:
         return CascadePlan(_batch(tables, sizes), tuple(plans))
     if PLANS[kind] is TreePlan:
@@ -496,6 +499,19 @@ def _batch(tables: list[Any], sizes: list[int]) -> Batch:
     return Batch(cu_seqlens_q, seq_lens, block_table, *lengths, *known)
 
 
+def _sizes_of(value: int | bool | tuple[int, ...] | None) -> Sequence[int]:
+    """Return a field of a plan that is no tensor as whole numbers."""
+    return value if isinstance(value, tuple) else [int(value) if isinstance(value, bool) else _or_minus_one(value)]
+
+
+def _from_sizes(kind: Any, sizes: Iterator[int]) -> Any:
+    """Return a field of a plan, of the type that it is declared with, from the next of its whole numbers."""
+    if get_origin(kind) is tuple:
+        return tuple(next(sizes) for _ in get_args(kind))
+    size = next(sizes)
+    return bool(size) if kind is bool else size if kind is int else _or_none(size)
+
+
 def _or_minus_one(number: int | None) -> int:
     return -1 if number is None else number
 
@@ -532,14 +548,8 @@ def _scales(tensors: list[Tensor | None], numbers: list[float], kind: torch.dtyp
 
 PLAN = "Tensor?[] tables, SymInt[] sizes"
 NUMBER, BY_NUMBER = "Tensor plan_number", "_by_number"  # in place of a plan, and what the operator is called then
-OPTIONS = {  # in their order, with their types
-    "softmax_scale": "float?",
-    "softcap": "float",
-    "alibi_slopes": "Tensor?",
-    "sinks": "Tensor?",
-    "batch_invariant": "bool",
-    "alibi_sqrt": "bool",
-}
+KINDS: dict[Any, str] = {bool: "bool", float: "float", float | None: "float?"}
+OPTIONS = {x.name: "Tensor?" if x.name in PER_HEAD else KINDS[x.type] for x in fields(AttentionOptions)}
 PLANNED = ", ".join([PLAN, *(f"{kind} {name}" for name, kind in OPTIONS.items())])
 SCALES = "Tensor?[] scales, float[] scale_numbers, ScalarType? scale_format"
 STATES = "Tensor?[] state_tables, SymInt[] state_sizes"
