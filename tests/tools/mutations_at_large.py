@@ -39,15 +39,15 @@ AT_LARGE: list[Mutation] = [
     planted(
         "latents in a window, too",
         "fastattn.kernels.triton.latents_hopper:takes",
-        "plan.window == (-1, 0) and plan",
-        "plan",
+        "plan.window == (-1, 0) and not",
+        "not",
         TRITON,
     ),
     planted(
         "latents of a capped score, too",
         "fastattn.kernels.triton.latents_hopper:takes",
-        "options.softcap == 0 and options",
-        "options",
+        "asked_of(plan, options) <= KNOWS",
+        "asked_of(plan) <= KNOWS",
         TRITON,
     ),
     planted(

@@ -61,7 +61,6 @@ from fastattn.kernels.triton.quantized import (
     quantize_query,
 )
 from fastattn.kernels.triton.queries import (
-    Options,
     Queries,
     Sizes,
     contiguous,
@@ -70,6 +69,7 @@ from fastattn.kernels.triton.queries import (
     has_scale_above_0,
     is_one_tile,
     of_layer,
+    options_of,
 )
 from fastattn.kernels.triton.tuning import (
     LaunchConfig,
@@ -267,14 +267,6 @@ def launch_attend(
         HEADS=tl.constexpr(num_heads),
         GROUP=tl.constexpr(group),
     )
-    of_scores = Options(
-        scale=scale,
-        softcap=float(options.softcap),
-        alibi_slopes=None,
-        sinks=None,
-        SOFTCAP=tl.constexpr(options.softcap > 0),
-        ALIBI_SQRT=tl.constexpr(options.alibi_sqrt),
-    )
     keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, codes=codes, aligned=not after)
     early = isinstance(split, Repair) and split.OVERLAP.value or isinstance(split, Part) and split.AFTER.value
     few_registers = tuning.registers and not (INTERPRETED or is_rocm())
@@ -284,7 +276,7 @@ def launch_attend(
         {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
         | of_layer(query, options, codes)
         | ({"split.prefix_lse": split.prefix_lse} if isinstance(split, After) else {}),
-        dict(queries=queries, keys=keys, mask=mask, options=of_scores, split=split, out=out)
+        dict(queries=queries, keys=keys, mask=mask, options=options_of(options, scale), split=split, out=out)
         | dict(TILE=Sizes(*map(tl.constexpr, sizes))),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if early else {})

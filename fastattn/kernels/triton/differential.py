@@ -27,7 +27,7 @@ from fastattn.kernels.triton.keys import token_tile, where_of, zeros
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
 from fastattn.kernels.triton.merge import Out, merge_parts, normalize, places_of, update_softmax
-from fastattn.kernels.triton.queries import Options, Queries, Sizes, contiguous, find_tile, is_one_tile
+from fastattn.kernels.triton.queries import Queries, Sizes, contiguous, find_tile, is_one_tile, options_of
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, multiprocessors, pad
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -121,21 +121,20 @@ def bind_differential(
         KEY_PAD=tl.constexpr(max(pad(head_size), 16)),
         VALUE_PAD=tl.constexpr(max(pad(2 * head_size), 64 if tuning.block_m > 16 else 1)),
     )
-    of_scores = Options(
-        scale=scale,
-        softcap=float(options.softcap),
-        alibi_slopes=None,
-        sinks=None,
-        SOFTCAP=tl.constexpr(options.softcap > 0),
-        ALIBI_SQRT=tl.constexpr(options.alibi_sqrt),
-    )
     nothing = Difference(*[None] * len(Difference._fields))
     constants = dict(SPLIT=split, OVERLAP=overlap)
     launch = Launch(
         attend_pairs,
         (tiles * num_pairs, tuning.splits),
         {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | of_layer,
-        dict(queries=queries, keys=keys, mask=mask, options=of_scores, difference=nothing, out=Out(parts, part_lses))
+        dict(
+            queries=queries,
+            keys=keys,
+            mask=mask,
+            options=options_of(options, scale),
+            difference=nothing,
+            out=Out(parts, part_lses),
+        )
         | dict(TILE=Sizes(*map(tl.constexpr, sizes)), **constants),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages),
     )

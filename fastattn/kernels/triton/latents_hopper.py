@@ -38,7 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.problem import uses_positions, with_positive_scale
+from fastattn.kernels.kernel import BATCH, fields_of, options_of
+from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch
 from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import Codes, power_of_two
@@ -47,6 +48,10 @@ from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
+KNOWS = BATCH | fields_of(
+    Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
+)
+KNOWS |= options_of("softmax_scale", "sinks", "batch_invariant")  # what a plan and a layer may ask for
 KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is said to be an experiment
 RANK, ROPE = 512, 64  # the elements of latents and of rotary keys that the layouts are for
 REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # of a thread that brings keys; codes wait there
@@ -61,8 +66,7 @@ def takes(
     codes: Codes,
 ) -> bool:
     """Return whether this kernel computes a level of attention over latents, as `attend_levels` has tuned it."""
-    is_causal = plan.window == (-1, 0) and plan.first_visible is None and not uses_positions(plan, options)
-    plain_scores = options.softcap == 0 and options.alibi_slopes is None
+    is_causal = plan.window == (-1, 0) and not uses_positions(plan, options)
     if codes.kind:
         stored = codes.kind in REGISTERS and codes.groups is None and not codes.rounds_query
     else:
@@ -76,7 +80,7 @@ def takes(
         and (query.itemsize, query.shape[2], tuning.block_m) == (2, RANK + ROPE, LATENT_64.block_m)
         and not tuning.run
         and is_causal
-        and plain_scores
+        and asked_of(plan, options) <= KNOWS
         and stored
         and aligned
         and not is_wide(key.shape[1], key.stride(1))

@@ -243,16 +243,26 @@ def count_tiles(batch: Batch, num_tokens: int, group: int, rows: int) -> int:
     return batch.num_seqs + num_tokens * group // rows
 
 
+def options_of(options: AttentionOptions, scale: float) -> Options:
+    """Return the options of a layer without its tensors, which `of_layer` has; `scale` is above 0."""
+    return Options(
+        scale=scale,
+        softcap=float(options.softcap),
+        alibi_slopes=None,
+        sinks=None,
+        SOFTCAP=tl.constexpr(options.softcap > 0),
+        ALIBI_SQRT=tl.constexpr(options.alibi_sqrt),
+    )
+
+
 Given = dict[str, Tensor | float | None]  # arguments of a kernel and their fields, by name
 
 
 def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) -> Given:
     """Return what a layer has for itself beside its tokens, by the names of the fields: most have nothing."""
     given: Given = {}
-    if options.alibi_slopes is not None:
-        given["options.alibi_slopes"] = options.alibi_slopes.contiguous()
-    if options.sinks is not None:
-        given["options.sinks"] = options.sinks.contiguous()
+    if options.has_per_head:
+        given |= {f"options.{name}": x.contiguous() for name, x in options.per_head.items()}
     if codes.kind:
         of_query, of_key, of_value = codes.numbers
         scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
