@@ -17,7 +17,7 @@ from fastattn import (
     varlen,
 )
 from refattn.batch import Prefix
-from refattn.options import AttentionOptions
+from refattn.options import PER_HEAD, AttentionOptions
 from refattn.scales import Fp8Scales
 from tests.helpers.batches import Case, build
 from tests.helpers.stored import store
@@ -26,7 +26,7 @@ CASE = Case("layers", ((2, 20), (1, 40), (0, 9)), heads=(4, 2), padding_rows=1)
 SHARED = Case("shared", ((2, 20), (1, 40), (1, 19)), heads=(4, 2), padding_rows=1)
 TREES = [(-1, 0), (-1,), ()]
 OPTIONS = dict(softmax_scale=0.2)  # latents have no default
-NUMBERS = {x.name: x.default for x in fields(AttentionOptions) if x.name not in ("alibi_slopes", "sinks")}
+NUMBERS = {x.name: x.default for x in fields(AttentionOptions) if x.name not in PER_HEAD}
 PATHS = {
     "varlen": varlen,
     "chunked_prefill": chunked_prefill,

@@ -13,13 +13,11 @@ from torch import Tensor
 from refattn.batch import Batch
 from refattn.kv_cache import gather
 from refattn.metadata import make_batch
-from refattn.options import AttentionOptions
+from refattn.options import PER_HEAD, AttentionOptions
 from refattn.ranks import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.scales import Int8Scales
 from twinattn.kit import Case, build
 from twinattn.kit.call import OPTIONS
-
-PER_HEAD = ("alibi_slopes", "sinks")
 
 
 def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tensor, Tensor]:
