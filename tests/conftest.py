@@ -24,6 +24,7 @@ settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("same")
 
 LONG = (
+    "test_changes.py",
     "test_compile.py",
     "test_demo.py",
     "test_docs.py",

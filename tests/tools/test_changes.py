@@ -1,0 +1,61 @@
+"""The worked examples of "How to change it": each patch applies, passes its own tests, and touches few files.
+
+Where one no longer applies, `git apply -3` it, resolve what is left, and write `git diff` into it again.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.pages import ROOT, blocks_of
+
+PAGE = ROOT / "docs/proof/change_it.md"
+PACKAGES = "refattn", "fastattn", "twinattn"
+MOST_FILES = {"dilated_window": 7, "head_temperature": 6}  # of the packages: what the design allows a mask, an option
+
+each_change = pytest.mark.parametrize("name", MOST_FILES)
+
+
+def parts_of(name: str) -> dict[str, str]:
+    """Return what a patch does to each file."""
+    text = (PAGE.parent / f"changes/{name}.patch").read_text()
+    return {re.match(r"a/(\S+)", part)[1]: part for part in re.split(r"^diff --git ", text, flags=re.MULTILINE)[1:]}
+
+
+@each_change
+def test_a_change_touches_few_files(name):
+    touched = [file for file in parts_of(name) if file.split("/")[0] in PACKAGES]
+    assert 0 < len(touched) <= MOST_FILES[name]
+    row = next(line for line in PAGE.read_text().splitlines() if f"changes/{name}.patch" in line)
+    assert f"| {len(touched)} |" in row, f"the page says of {touched}: {row}"
+
+
+@each_change
+def test_a_change_passes_its_tests(name, tmp_path):
+    for folder in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    subprocess.run(["git", "apply", PAGE.parent / f"changes/{name}.patch"], cwd=tmp_path, check=True)
+    tests = [sys.executable, "-m", "pytest", "-q", f"tests/paths/test_{name}.py"]
+    around = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(tests, cwd=tmp_path, env=around, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_shows_what_the_patches_do():
+    shown = [block for block in blocks_of(PAGE) if block.language == "diff"]
+    patches = [parts_of(name) for name in MOST_FILES]
+    assert {block.title for block in shown} == {
+        file for parts in patches for file in parts if file.split("/")[0] in PACKAGES
+    }
+    for block in shown:
+        lines = lines_of(block.code)
+        assert any(f"\n{lines}\n" in f"\n{lines_of(parts.get(block.title, ''))}\n" for parts in patches), block.title
+
+
+def lines_of(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
