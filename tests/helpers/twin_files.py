@@ -1,6 +1,7 @@
 """The files of both packages: which are twins, and which of these are paths."""
 
 import ast
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def public(tree: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.ClassD
     return [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
+@cache
 def public_names(package: str, module: str) -> list[str]:
     """List the public functions and classes of a file: its own, and `allocate = allocation.allocate_pages`."""
     tree = ast.parse((ROOT / package / f"{module}.py").read_text())
