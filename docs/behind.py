@@ -15,7 +15,7 @@ from twinattn.bench.report import duration
 
 ROOT = Path(__file__).parent.parent
 REASONS = ROOT / "docs/proof/behind.toml"
-LIMITS = {"cuda": 1.02, "cpu": 1.05}  # of the best peer's time, by device
+LIMITS = {"cuda": 1.02, "cpu": 1.05}  # relative to the best peer's time, by device
 OURS = ("fastattn", "refattn")
 
 

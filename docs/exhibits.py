@@ -216,7 +216,7 @@ def an_empty_part_that_counts() -> Picture:
     """
     example = Example("chunked_prefill", lens=((1, 3), (1, 0)), heads=(1, 1), head_size=8)
     arguments = alike(example)
-    outs = torch.eye(2)[:, None, None]  # of A and of B, so that their shares come out
+    outs = torch.eye(2)[:, None, None]  # one-hot values of A and B, so that their shares come out
     cells = []
     for given in (-math.inf, 0.0, math.inf):
         lse = empty.EmptyLse(example, arguments, given).answers()["lse"]
@@ -694,7 +694,7 @@ class TilesOfACausalMask(Attention, is_base=True):
     """The tiles of keys of two queries end where a causal mask would end them; tiles hold two keys."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        last = pos // 2 * 2 + 1  # of the queries of the tile
+        last = pos // 2 * 2 + 1  # the last query of the tile
         return super()._visible(pos, j, s, q) & (j // 2 <= last // 2)
 
 
@@ -905,7 +905,7 @@ def rejected_drafts_that_stay() -> Picture:
         def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
             return super()._begin(slots, 3, has_state)
 
-    after = torch.tensor([[1.0, 0, 0], [1, 1, 0], [1, 1, 1]])  # which drafts are in the states of the slots
+    after = torch.tensor([[1.0, 0, 0], [1, 1, 0], [1, 1, 1]])  # the drafts in the states of the slots
     initial = torch.cat([torch.zeros(3, 1), after], dim=1)[:, None, :, None]
     accepted = torch.tensor([1], dtype=torch.int32)
     drawn = folded(AfterAllDrafts, [(1, 9)], [[0, 1, 2]], 3, states=initial, num_accepted=accepted)

@@ -111,7 +111,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             raise PluginError(f"{page.file.src_uri}: no insert is called {name!r}; there are {', '.join(INSERTS)}")
         return INSERTS[name](page, match["instead"], *match["arguments"].split())
 
-    if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
+    if page.file.src_uri.startswith(("source/", "notebooks/")):  # their links are turned where they are made
         return markdown
     markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
     markdown = LINK_TO_NOTEBOOK.sub(lambda match: f"]({to(page, 'notebooks/' + match['name'])}.md", markdown)
@@ -215,7 +215,7 @@ def measured(page: Page, instead: str, path: str = "") -> str:
     results = {file: json.loads(file.read_text())["runs"] for file in sorted(RESULTS.glob("*.json"))}
     if not path:
         return "\n\n".join(machine(page, *item) for item in results.items())
-    rows: dict[str, list[dict[str, Any]]] = {}  # of each machine
+    rows: dict[str, list[dict[str, Any]]] = {}  # rows per machine
     for run in (run for runs in results.values() for run in runs):
         rows.setdefault(f"{run['machine']['name']}, {run['dtype']}", []).extend(
             row for row in run["rows"] if row["path"] == path
@@ -391,7 +391,7 @@ def contenders(rows: list[dict[str, Any]]) -> str:
         name = f"`{row['workload']}`<br>floor {duration(row['floor'])} ({row['limit']})"
         for entry in row["contenders"]:
             if "median" in entry:
-                is_of_the_host = row.get("clock") == "host"  # which does not wait for what the floor is of
+                is_of_the_host = row.get("clock") == "host"  # the host's clock does not wait for what the floor counts
                 share = "" if is_of_the_host else f"{row['floor'] / entry['median']:.0%}"
                 in_a_graph = f"<br>{duration(entry['graph']['median'])} in a graph" if "graph" in entry else ""
                 ratio = f"{entry['ratio']:.2f}" if "ratio" in entry else "" if clocks.has_ratios(row) else "by events"
@@ -607,7 +607,7 @@ def definitions(source: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.setdefault(node.name, node)
-        # Of a statement only those in it: expressions, most of a file, define nothing.
+        # Only the statements in a statement: expressions, most of a file, define nothing.
         nodes += (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler | ast.match_case))
     return found
 
@@ -646,7 +646,7 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
             continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
-        if "install" in tags:  # which is for Colab
+        if "install" in tags:  # the cell is for Colab
             continue
         shown = []
         for output in cell.get("outputs", ()):

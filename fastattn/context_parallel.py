@@ -172,7 +172,7 @@ def _of_runs(
         block_size = 1
     if context.positions is None:
         return keys, Plan(batch, block_size, causal=False, positions=where)
-    first = ((context.positions - offset + interleave - 1) // interleave).clamp(min=0)  # of its window
+    first = ((context.positions - offset + interleave - 1) // interleave).clamp(min=0)  # the first key of its window
     where, last = where[: len(first)], torch.full_like(first, batch.max_seq_len)
     plan = Plan(batch, block_size, causal=False, positions=where, first_visible=first, last_visible=last)
     return keys, plan
@@ -272,7 +272,7 @@ def _first(
 ) -> tuple[Float[Tensor, "b ..."], Bool[Tensor, "b"]]:
     """Return what is before the tokens of all ranks, zeros if nothing, and which sequences have any new token."""
     is_written = (plan.state_indices >= 0) & (lens.sum(0) > 0)
-    first = states[plan.state_indices.where(is_written, 0).long()].to(dtype)  # of others the entry may be anything
+    first = states[plan.state_indices.where(is_written, 0).long()].to(dtype)  # other sequences' entries may be anything
     has_any = (is_written & has_state[0].bool()).view(-1, *[1] * (states.ndim - 1))
     return first.where(has_any, 0.0), is_written
 

@@ -133,7 +133,7 @@ def _cell(name: str, problem: Problem) -> Text:
         if over_rows is None:
             return Text("over rows only", style="yellow")
         if _has_none(reason) and not _has_none(over_rows):
-            reason = over_rows  # which says more of a kernel for rows
+            reason = over_rows  # the reason over rows says more
     return Text("–" if _has_none(reason) else reason, style="dim")
 
 

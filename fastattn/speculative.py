@@ -194,7 +194,7 @@ def accept_sampled(
     node, rows, above = _nodes(batch, trees, len(drafts))
     is_node = node < trees.lens[:, None]
     last = torch.zeros_like(rows[:, 0])  # the last accepted node of each sequence
-    left = target_probs[rows[:, 0]].double()  # of the distribution after it
+    left = target_probs[rows[:, 0]].double()  # the distribution after that node
     accepted = is_node & (node == 0)
     for k in range(1, w):
         row = rows[:, k]

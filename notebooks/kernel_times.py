@@ -29,7 +29,7 @@ from twinattn.kit import tolerance
 
 NOTEBOOK = Path(__file__).with_name("10_kernel.ipynb")
 RESULT = Path(__file__).with_name("10_kernel.json")
-KEYS, BLOCK, SIZE = 131072, 16, 128  # of one request with one head
+KEYS, BLOCK, SIZE = 131072, 16, 128  # one request with one head
 DTYPE = torch.float32  # as in the notebook
 DEVICE = "cuda"
 PROGRAMS = (1, 4, 16, 64, 256, 1024)

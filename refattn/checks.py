@@ -143,7 +143,7 @@ def check_device(device: torch.device | str) -> None:
         raise ValueError(f"device: expected a torch.device or its name, got {describe(device)}") from None
     try:
         _find_device(place)
-    except (RuntimeError, AssertionError):  # of torch, where it has no such device, or no support for it
+    except (RuntimeError, AssertionError):  # torch has no such device, or no support for it
         raise ValueError(f"device: expected one that is here, got '{place}'") from None
 
 

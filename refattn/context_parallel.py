@@ -403,7 +403,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int
     place = positions(batch, num_tokens).tolist()
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
-            i = _count_own(place[row], shard)  # of the rank's tokens come before this one
+            i = _count_own(place[row], shard)  # the number of the rank's tokens before this one
             if _count_own(place[row] + 1, shard) > i:
                 result[row] = blocks[i // block_size].long() * block_size + i % block_size
     return result

@@ -21,8 +21,8 @@ from refattn.options import AttentionOptions
 from refattn.overlap import check_apart
 from refattn.plan import Plan
 
-SCALE_BYTES = 4  # of a token's scale, a float32
-INDEX_FORMAT = torch.float8_e4m3fn  # of codes
+SCALE_BYTES = 4  # a token's scale, a float32
+INDEX_FORMAT = torch.float8_e4m3fn  # the format of quantized index keys
 ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a pool of numbers"
 SMALLEST = 1e-4  # largest element of a key, at least, that a scale is made of
 

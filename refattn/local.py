@@ -59,7 +59,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
     for sequence, (query_len, seq_len, blocks) in enumerate(
         zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), block_table.tolist(), strict=True)
     ):
-        position = seq_len - query_len  # of the next query; below 0 where there are more queries than keys
+        position = seq_len - query_len  # the next query's position; negative if there are more queries than keys
         while position < seq_len:
             begin = position // chunk_size * chunk_size
             end = min(begin + chunk_size, seq_len)

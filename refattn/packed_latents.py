@@ -17,9 +17,9 @@ from torch import Tensor
 from refattn.checks import check, check_sizes
 
 LATENT_GROUP = 128  # elements of a latent under one scale
-PACKED_FORMAT = torch.float8_e4m3fn  # of codes
-SCALE_BYTES = 4  # of a float32
-ROPE_TYPE = torch.bfloat16  # of rotary keys
+PACKED_FORMAT = torch.float8_e4m3fn  # the format of quantized latents
+SCALE_BYTES = 4  # a float32
+ROPE_TYPE = torch.bfloat16  # the type of rotary keys
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that zeros are divided by a number, and stay zeros
 
 

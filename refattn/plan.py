@@ -284,7 +284,7 @@ class ContextParallelPlan:
 def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:
     """Check that the levels of a cascade hold the keys of a batch: shared ones first, each sequence's own last."""
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-    keys = [0] * len(seq_lens)  # of each sequence, in the levels so far
+    keys = [0] * len(seq_lens)  # keys per sequence, in the levels so far
     for i, level in enumerate(levels):
         is_last = i == len(levels) - 1
         edges, lengths = level.batch.cu_seqlens_q.tolist(), level.batch.seq_lens.tolist()

@@ -349,7 +349,7 @@ def _draw(probs: Float[Tensor, "v"], uniform: Float[Tensor, ""]) -> int:
     place = uniform.double() * ends[-1]
     if not 0 <= place <= ends[-1] or not 0 < ends[-1] < torch.inf:  # neither holds for NaN
         return -1
-    last = int(torch.searchsorted(ends, ends[-1]))  # which has a probability, where rounding leads past it
+    last = int(torch.searchsorted(ends, ends[-1]))  # the last token with a probability: rounding may lead past it
     return min(int(torch.searchsorted(ends, place, right=True)), last)
 
 

@@ -353,5 +353,5 @@ def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batc
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy what the host has just made to a device, without waiting for what the device computes before that."""
     if torch.device(device).type == "cuda" and tensor.is_cpu:
-        return tensor.pin_memory().to(device, non_blocking=True)  # of other memory, the copy waits for the stream
+        return tensor.pin_memory().to(device, non_blocking=True)  # a copy of pageable memory waits for the stream
     return tensor.to(device)

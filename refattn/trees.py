@@ -41,7 +41,7 @@ from refattn.overlap import check_pools_apart
 from refattn.plan import CascadePlan, Plan
 
 WORD = 64  # bits in a word of an ancestor mask
-MOST_NODES = 1024  # of a tree
+MOST_NODES = 1024  # nodes per tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -198,7 +198,7 @@ def pytest_terminal_summary(terminalreporter, config):
     counts["by_kernel"].pop("", None)
     seconds = Counter()
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
-        if isinstance(report, pytest.TestReport):  # of a fixture, too
+        if isinstance(report, pytest.TestReport):  # a fixture's report, too
             seconds[Path(report.nodeid.partition("::")[0]).name] += report.duration
     counts["seconds_by_file"] = {file: round(duration, 1) for file, duration in seconds.most_common()}
     device = torch.device(config.getoption("--device"))

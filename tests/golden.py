@@ -30,7 +30,7 @@ import torch
 
 FILES = tuple(f"tests/paths/{name}.py" for name in ("test_every_path", "test_composition", "test_bad_input"))
 COMPUTES = ("attention", "prefill", "merge")  # the functions of a path whose outputs are hashed
-OTHERS = ("dispatch", "doctor")  # of the modules at the top of a twin
+OTHERS = ("dispatch", "doctor")  # no paths, at the top of a twin
 OUTPUT = "TWINATTN_GOLDEN"
 
 

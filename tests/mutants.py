@@ -37,7 +37,7 @@ from tests.tools.places import file_of, replaced  # noqa: E402
 
 COPIED = ("refattn", "fastattn", "twinattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
 LARGE = "at large"  # in place of a row
-TIMES = itertools.count(2**31)  # of what is planted, in seconds: no compiled file has them
+TIMES = itertools.count(2**31)  # timestamps of planted files, in seconds: no compiled file has them
 LOADED = ("torch", "triton", "transformers.modeling_utils", "hypothesis", "jaxtyping", "beartype", "einops", "pytest")
 
 

@@ -84,7 +84,7 @@ def is_without_memory(x: Tensor) -> bool:
     """Return whether a tensor has elements and no address; on the device `meta`, where none has one, none is read."""
     try:
         return x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta"
-    except RuntimeError:  # of what a transform of torch.func passes, and of sparse and nested tensors
+    except RuntimeError:  # tensors inside a torch.func transform; sparse and nested ones
         return True
 
 

@@ -186,7 +186,7 @@ def test_slots_of_a_decode_ahead():
     assert (slots.first, slots.start, slots.targets) == (7, target, [third]) and slots.ahead is None
     pool.hold_ahead(request)
     request.num_computed_tokens = 8
-    pool.settle(request)  # which drops the one ahead
+    pool.settle(request)  # settling drops the state ahead
     assert slots.start == third and pool.usable(contents) == 2 and slots.ahead is None
     assert len(pool.free) == pool.num_slots - 1 and not pool._pending
     pool.release(request)

@@ -187,7 +187,7 @@ def test_sinks_reach_the_path(llama, twin):
     engine = make_engine(llama, twin)
     module, tokens, step = first_step(engine, llama)
     sinks = torch.full((6,), 1e4, device=llama.device)
-    for kernel in (None, "cpu") if llama.device.type == "cpu" else (None,):  # whose decodes are not the default's
+    for kernel in (None, "cpu") if llama.device.type == "cpu" else (None,):  # cpu decodes in its own way
         with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
             plain = engine.attend(module, *tokens, step=step)
             sunk = engine.attend(module, *tokens, step=step, s_aux=sinks)

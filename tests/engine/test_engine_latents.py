@@ -392,7 +392,7 @@ def test_recorded_steps_over_codes_are_absorbed(deepseek, monkeypatch, device):
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_pool_of_codes_takes_a_quarter_of_the_memory(deepseek, twin, kind):
     plain, coded = (make_engine(deepseek, twin, kv_cache_dtype=name) for name in ("auto", kind))
-    assert coded.pool_bytes == plain.pool_bytes / 4  # of float32
+    assert coded.pool_bytes == plain.pool_bytes / 4  # a quarter of float32
     assert coded.pool_bytes == sum(layer.storage.bytes_per_token(torch.float32) for layer in coded.layers) * 64 * 4
 
 

@@ -47,7 +47,7 @@ ONE = SamplingParams(max_tokens=1)
 def set_implementation(model, name):
     """Let a model compute its attention by itself again."""
     model.set_attn_implementation(name)
-    model.config._attn_implementation = name  # which the former leaves as it is in models outside of the interface
+    model.config._attn_implementation = name  # set_attn_implementation leaves it in models outside of the interface
 
 
 def eager_logits(model, implementation="eager"):

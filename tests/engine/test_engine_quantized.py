@@ -620,7 +620,7 @@ def test_texts_calibrate_as_their_tokens(device):
 # --- memory ---
 
 
-SHARES = {  # of float32; values of int8 stay as they are, if they are not calibrated
+SHARES = {  # shares of float32; values of int8 stay as they are, if they are not calibrated
     ("fp8_e4m3", False): 16 + 16,
     ("fp8_e5m2", False): 16 + 16,
     ("int8", False): 16 + 4 + 64,

@@ -22,7 +22,7 @@ RANK, ROPE, INDEX = (INDEX_SIZES[name] for name in ("kv_lora_rank", "qk_rope_hea
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
 GREEDY = SamplingParams(max_tokens=5, stop_token_ids=())
-NO_EXPERTS = INDEX_SIZES | dict(first_k_dense_replace=3, eos_token_id=None)  # which could not be captured
+NO_EXPERTS = INDEX_SIZES | dict(first_k_dense_replace=3, eos_token_id=None)  # experts could not be captured
 MODELS = {
     "deepseek_v32": NO_EXPERTS,
     "glm_moe_dsa": NO_EXPERTS | dict(num_hidden_layers=3, indexer_types=["full", "shared", "full"]),

@@ -120,7 +120,7 @@ def test_logits_are_those_of_transformers(expected, name, schedule, twin, monkey
     options = dict(SCHEDULES[schedule])
     if "runner" in options:
         options["runner"] = CudaGraphs()
-        options["runner"].records = False  # whose steps would be launched, and their tokens chosen there
+        options["runner"].records = False  # a runner would launch the steps and choose their tokens there
         monkeypatch.setattr(options["runner"], "run", lambda engine, tokens: check_no_spans(tokens))
         monkeypatch.setattr(options["runner"], "launch", lambda engine, requests: None)  # it chooses by itself
     engine = make_engine(model, twin, **options)

@@ -70,7 +70,7 @@ def test_greedy_is_generate(qwen, expected, twin, schedule):
     assert engine.counters.preemptions or "small" not in schedule
 
 
-# Of the first, whose layers are of a kind of their own, with either twin; test_engine_models.py has both for all.
+# The first with either twin, as its layers are of a kind of their own; test_engine_models.py has both for all.
 FAMILIES = (
     *(("minimax", twin) for twin in TWINS),
     ("kimi_linear", "fastattn"),
@@ -160,7 +160,7 @@ def test_several_requests_begin_with_one_state(qwen, expected, twin, caplog):
 def test_the_least_recently_used_state_goes_first():
     pool = StatePool(1, 2, block_size=4)
     *old, new = ([BlockContent(None, (i,), i)] for i in range(4))
-    for contents in (*old, old[0]):  # which is used again
+    for contents in (*old, old[0]):  # the first one is used again
         pool.release(run(pool, 6, contents))
     assert [pool.usable(contents) for contents in (*old, new)] == [1, 1, 1, 0], "more than two, as nobody runs"
     pool.release(run(pool, 6, new))

@@ -31,7 +31,7 @@ FAMILIES = {  # by `config.model_type`, with what the tiny model of a family has
     "qwen3_moe": {},
     "smollm3": dict(no_rope_layers=[1, 0]),
 }
-ALL = ["model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm"]  # of one layer
+ALL = ["model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm"]  # the modules of one layer
 
 
 def tiny(family, device, **changes):

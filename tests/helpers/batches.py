@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
-# Of drawn batches half as many as of numbers: each is a call of both twins.
+# Half as many generated batches as generated numbers: each is a call of both twins.
 of_batches = settings(max_examples=settings.default.max_examples // 2)
 
 

@@ -349,7 +349,7 @@ def packed_latents(
 ):
     """Attention to the packed latents of a pool that are listed for each query."""
     r, end = latent_rank, latent_rank + latent_rank // 128 * 4
-    first = max(0, int(block_table.min()))  # of a large pool only what is used
+    first = max(0, int(block_table.min()))  # only the used blocks of a large pool
     cache, block_table, slots = cache[first:], block_table - first, slots - first * cache.shape[1]
     codes = cache[..., :r].contiguous().view(torch.float8_e4m3fn).float()
     scales = cache[..., r:end].contiguous().view(torch.float32)

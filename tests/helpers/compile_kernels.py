@@ -218,7 +218,7 @@ def launch_all(gpu, largest):
     devices.shared_memory = lambda device: gpu.shared_memory
     nvidia.llvm, amd.llvm = Translator(nvidia.llvm), Translator(amd.llvm)
     knobs.runtime.add_stages_inspection_hook = cut_short
-    knobs.compilation.disable_line_info = True  # which only a debugger reads
+    knobs.compilation.disable_line_info = True  # only a debugger reads it
     driver.set_active(Driver())
 
     from fastattn.kernels.flash.expand import repage, round_queries
@@ -296,7 +296,7 @@ def launch_all(gpu, largest):
         attend_levels(query, keys, keys, [drafts.whole], plain, tree=drafts)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
-        attend_one(query, keys, keys, plan(1, **ends), plain)  # of intervals
+        attend_one(query, keys, keys, plan(1, **ends), plain)  # a plan of intervals
     for dtype, head_size, query_len in some((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         keys = pool(2, head_size, dtype)
@@ -386,7 +386,7 @@ def launch_all(gpu, largest):
         both = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)
         differential.differential(query, both, plan(query_len, 4096, **asked), options, subtraction)
     query, both = torch.zeros(128, 8, 8, dtype=torch.float32), torch.zeros(2, 2, 64, 16, 2, 8, dtype=torch.float32)
-    differential.differential(query, both, plan(64), plain, subtraction)  # of narrow heads, whose steps are no longer
+    differential.differential(query, both, plan(64), plain, subtraction)  # steps of narrow heads are no longer
 
     keys, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
     cache.write(tokens, tokens, keys, keys, torch.arange(5))

@@ -18,7 +18,7 @@ from tests.helpers.ranks import attend_on_all
 
 LENS = ((3, 40), (1, 70), (20, 52))  # all three share 32 keys in the cascade
 CASE = Case("three", LENS, heads=(4, 2), padding_rows=2)
-MATRICES = (torch.randn(4, 48, 48) / 7, torch.randn(4, 32, 48) / 7)  # of 48 numbers of a latent, beside 16 rotary ones
+MATRICES = (torch.randn(4, 48, 48) / 7, torch.randn(4, 32, 48) / 7)  # for 48 elements of a latent; 16 more are rotary
 
 
 def plain(path: str, **arguments: Any) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from refattn.batch import Batch
 from refattn.options import RecurrentOptions
 from refattn.packed_latents import packed_parts
 
-# Of the wheel vllm 0.33.0, as its library registers them.
+# Operators of the wheel vllm 0.33.0, as its library registers them.
 FA3 = "_vllm_fa3_C"
 FA3_FORWARD = """
     Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,

@@ -132,7 +132,7 @@ def _find_common_types_once() -> None:
     def name_of(operand):
         if type(operand) is core.tensor:
             return operand.type.name
-        return type(operand), repr(operand)  # of a number, as -0.0 is no 0.0, and True no 1
+        return type(operand), repr(operand)  # a number: -0.0 is no 0.0, and True no 1
 
     def what_becomes(before, after):
         """Return None for an operand that stays as it is, the value of a number, and the type that a value goes to."""
@@ -147,7 +147,7 @@ def _find_common_types_once() -> None:
             operand = semantic.cast(operand, to.scalar)
         if operand.type.name == to.name:
             return operand
-        dtype = operand.dtype  # of a comparison, bool: its handle has the type of the operands
+        dtype = operand.dtype  # bool for a comparison: its handle has the type of the operands
         data = operand.handle.data.astype(interpreter._get_np_dtype(dtype), copy=False)
         return core.tensor(interpreter.TensorHandle(spread(data, to.shape), dtype), to)
 

@@ -6,7 +6,7 @@ from twinattn.course.exercises import in_page, lists
 
 ROWS = "[[{} for j in range(seq_len)] for i in range(seq_len - query_len, seq_len)]"
 
-# Of the exercises whose solution for the terminal is over tensors: what replaces `raise`.
+# What replaces `raise` in the exercises whose solution for the terminal is over tensors.
 OVER_LISTS = {
     "write": """
     for token, slot in enumerate(slot_mapping):

@@ -74,7 +74,7 @@ SPECS = [
     ),
 ]
 
-# Of lengths, heads, sizes, layouts and padding, any two stand together in one of them.
+# Any two of lengths, heads, sizes, layouts and padding stand together in one of these cases.
 ODD = [
     Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (5, 2)), heads=(4, 1), padding_rows=2),
     Case("odd-blocks", ((7, 50), (1, 49), (33, 33)), (6, 3), head_size=96, value_head_size=64, block_size=24),

@@ -176,7 +176,7 @@ def over_codes(package: str, path: str) -> ModuleType:
     return mixed
 
 
-PLANS = {  # of any path over pages, and its arguments
+PLANS = {  # any path over pages, and its arguments
     "causal": ("quantized", {}),
     "all": ("quantized", dict(causal=False)),
     "window": ("sliding_window", dict(window_size=(LEFT, 0))),

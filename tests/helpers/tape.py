@@ -90,7 +90,7 @@ def tape_recorder(monkeypatch) -> Callable:
 
         def replay():
             tape.replay()
-            return result.clone()  # which nobody changes while it is read
+            return result.clone()  # a copy, so that it does not change while it is read
 
         return replay
 

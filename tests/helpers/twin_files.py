@@ -10,7 +10,7 @@ SHARED = {  # computes no attention: both twins import it; of `keys`, the fast t
     *("batch", "plan", "trees", "states", "ranks", "options", "keys", "scales", "packed_latents", "index_keys"),
     *("checks", "checks_of_calls", "checks_of_steps", "checks_of_writes", "overlap", "modes", "allocation", "steps"),
 }
-HANDED_ON = ("allocation", "steps")  # of these, with functions that both twins give the name of their own
+HANDED_ON = ("allocation", "steps")  # modules with functions that both twins hand on under their own name
 REFERENCE_ONLY = {"attention", "masks", "rounding"} | SHARED
 FAST_ONLY = {"kernels", "dispatch", "doctor"}
 BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them

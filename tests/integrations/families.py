@@ -47,7 +47,7 @@ ENCODERS = {  # what models with an encoder need besides the sizes
     "speech_to_text": dict(input_feat_per_channel=8, max_source_positions=128),
 }
 SECONDS = 60  # for a family
-TOLERANCE = 5e-5  # of the standard deviation of the logits
+TOLERANCE = 5e-5  # relative to the standard deviation of the logits
 MEANINGS = {
     "right": "as eager",
     "not called": "as eager, and no layer calls the interface",

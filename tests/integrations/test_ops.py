@@ -149,7 +149,7 @@ def quantized_caches(num_blocks):
 
 
 CALLS = [pytest.param(*call, id=f"{call[0]}-{i}") for i, call in enumerate(calls())]
-FIRST = {call.values[0]: call.values[1] for call in reversed(CALLS)}  # of each operator
+FIRST = {call.values[0]: call.values[1] for call in reversed(CALLS)}  # the first call of each operator
 
 PLANNED = sorted({call.values[0] for call in CALLS if any(type(x) in PREPARED for x in call.values[1])})
 
@@ -215,7 +215,7 @@ def test_opcheck(name, arguments, keywords, monkeypatch):
     operator, flat = flattened(name, arguments, keywords, monkeypatch)
     over_fp8 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e5m2 for x in flat)
     checks = ("test_autograd_registration", "test_faketensor")
-    checks = checks if over_fp8 else ("test_schema", *checks)  # which multiplies arguments, and torch no fp8
+    checks = checks if over_fp8 else ("test_schema", *checks)  # test_schema multiplies arguments, torch no fp8
     if arguments is FIRST[name] and name not in PLANNED:  # those are traced by `test_one_graph_for_all_steps`
         checks += ("test_aot_dispatch_dynamic",)
     results = torch.library.opcheck(operator.default, flat, test_utils=checks)
@@ -394,7 +394,7 @@ def test_a_module_is_exported_saved_loaded_and_runs_with_other_lengths(tmp_path)
     auto = torch.export.Dim.DYNAMIC
     flat, _ = inputs([3, 2], [5, 9], [[5, 1, 3], [2, 7, 4]])
     *_, tables, sizes = flat
-    lengths = [1, 2, 3, 4]  # of the sizes those of the batch; the block size and the mask stay
+    lengths = [1, 2, 3, 4]  # the batch's sizes; the block size and the mask stay
     dynamic = (
         {0: auto},
         None,
@@ -550,7 +550,7 @@ def test_every_path_has_an_operator():
     """But for those of a rank among others, which talk to those others."""
     functions = {name: value for name, value in vars(ops).items() if inspect.isfunction(value)}
     named = {name for name, value in functions.items() if value.__module__ == ops.__name__ and not name.startswith("_")}
-    named -= {"prepare", "flatten"}  # which make arguments
+    named -= {"prepare", "flatten"}  # helpers that make arguments
     assert named == {call.values[0] for call in CALLS}, "an operator is not tested"
     for name in named:
         takes = inspect.signature(path_of(name)).parameters

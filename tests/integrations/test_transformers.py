@@ -462,7 +462,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused_before_it_computes(fami
     model = make_family(family, auto=auto, **OWN_ATTENTION[family])
     two = TOKENS[:, :2]
     logits = model(two).logits
-    model.set_attn_implementation("fastattn")  # which transformers logs that it does not do
+    model.set_attn_implementation("fastattn")  # transformers logs that it does not do it
     assert torch.equal(model(two).logits, logits)
     model.config._attn_implementation = "fastattn"  # past all checks
     with pytest.raises(NotImplementedError, match="attention_mask: expected a model that passes its mask to Attention"):
@@ -526,7 +526,7 @@ def test_hidden_states_and_autocast(family, twin, calls):
     for one, other in zip(out.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(TOKENS).logits  # of queries and keys in float32, and values in bfloat16
+        logits = model(TOKENS).logits  # queries and keys in float32, values in bfloat16
     error = (low - expected.logits).abs().max()
     assert 0 < (logits - expected.logits).abs().max() <= 2 * error and calls[twin] == 4
 

@@ -55,7 +55,7 @@ MODELS = {
     "deepseek_v2": lambda: DeepseekV2ForCausalLM(
         DeepseekV2Config(
             **SMALL | dict(num_key_value_heads=4, head_dim=64, initializer_range=0.02),
-            kv_lora_rank=512,  # which CPU_MLA is compiled for, with 64 rotary
+            kv_lora_rank=512,  # CPU_MLA is compiled for it, with 64 rotary elements
             q_lora_rank=None,
             qk_rope_head_dim=64,
             qk_nope_head_dim=32,
@@ -84,7 +84,7 @@ ENCODERS = {
 }
 TOKENS = torch.randint(3, 97, (60,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [TOKENS[:50], [*TOKENS[:45], 5, 6, 7], [9, 8, 7], TOKENS[:20]]
-FIRST_BLOCKS = 256  # of the pool, more than a test fills
+FIRST_BLOCKS = 256  # the pool's first blocks, more than a test fills
 BUDGET = 32  # tokens of a step, so that long prompts come in chunks
 
 
@@ -169,7 +169,7 @@ def serve(path, prompts, name):
         enable_prefix_caching=name not in ENCODERS,
         **more | (dict(runner="pooling") if name in ENCODERS else {}),
     )
-    steps.clear()  # of the run that measures memory
+    steps.clear()  # forget the run that measures memory
     seen["first"].clear()
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     words, counts, asked = [], [], [dict(prompt_token_ids=prompt) for prompt in prompts]

@@ -47,7 +47,7 @@ ARGUMENTS = """
     float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
     bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
     Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k
-"""  # of `_vllm_fa3_C::fwd` in the wheel vllm 0.33.0, as the library itself registers them
+"""  # arguments of `_vllm_fa3_C::fwd` in the wheel vllm 0.33.0, as the library itself registers them
 NAMES = [argument.split()[-1] for argument in ARGUMENTS.split(",")]
 TILE = 128  # rows, and keys, of the doubles
 
@@ -467,7 +467,7 @@ def test_vllms_operator_is_asked_with_what_the_batch_says(vllm, device):
     assert over_rows["cu_seqlens_k"].tolist() == [0, 6, 76, 85]
     assert not over_rows["is_causal"] and (over_rows["window_size_left"], over_rows["window_size_right"]) == (3, 4)
     assert over_rows["softmax_scale"] == 0.5
-    torch.testing.assert_close(over_rows["q"], -inputs.query, rtol=0, atol=0, equal_nan=True)  # of padding rows
+    torch.testing.assert_close(over_rows["q"], -inputs.query, rtol=0, atol=0, equal_nan=True)  # the padding rows
     for asked in vllm.calls:
         assert torch.equal(asked["cu_seqlens_q"], batch.cu_seqlens_q)
         assert (asked["max_seqlen_q"], asked["max_seqlen_k"]) == (7, 100)

@@ -31,8 +31,8 @@ from tests.helpers.states import lengths, moved
 from tests.helpers.strides import far_apart
 from twinattn.engine.kernels import fused_layers
 
-PAGES = [[1, 0, 2]]  # of a sequence of up to 48 keys
-TOKENS, CHUNKS = ((1, 1, 2), (8, 0, 5)), ((17, 1, 1), (8, 0, 5))  # of sequences with states: new tokens, those before
+PAGES = [[1, 0, 2]]  # pages of a sequence of up to 48 keys
+TOKENS, CHUNKS = ((1, 1, 2), (8, 0, 5)), ((17, 1, 1), (8, 0, 5))  # sequences with states: new tokens, earlier tokens
 TABLES = ("state_indices", "has_initial_state", "num_accepted", "checkpoint_indices")
 
 

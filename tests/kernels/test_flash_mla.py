@@ -114,7 +114,7 @@ class FlashMLA:
         assert q.shape[1] == indices.shape[1] == k_cache.shape[2] == 1 and k_cache.shape[3] == 656
         assert k_cache.is_contiguous() and k_cache.dtype == torch.uint8
         assert indices.dtype == torch.int32 and indices.stride(-1) == 1 and indices.shape[2] % 128 == 0
-        if schedule.tile_scheduler_metadata is None:  # of the first call, and of these sizes
+        if schedule.tile_scheduler_metadata is None:  # made by the first call, for these sizes
             schedule.tile_scheduler_metadata = (*q.shape[:3], indices.shape, k_cache.shape[1])
         assert schedule.tile_scheduler_metadata == (*q.shape[:3], indices.shape, k_cache.shape[1])
         out, lse = gpu_package_doubles.over_packed(q, k_cache, indices, head_dim_v, softmax_scale)
@@ -603,6 +603,6 @@ def test_their_order(hopper, monkeypatch):
     assert order.priorities(packed) == ("flash_mla", "triton"), "whose kernel splits the keys of a few queries"
     assert order.priorities(packed._replace(num_seqs=1)) == ("triton", "flash_mla"), "as measured with 128 heads"
     assert order.unsupported_reason("flash_mla", packed) is None
-    for num_seqs, first in ((15, "triton"), (16, "flash_mla")):  # of 128 heads
+    for num_seqs, first in ((15, "triton"), (16, "flash_mla")):  # with 128 heads
         assert order.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
     assert order.unsupported_reason("flash_mla", USUAL._replace(block_size=1, window=(-1, -1))) is None

@@ -379,7 +379,7 @@ def test_what_runs_is_what_the_choice_says(asked, call, device):
     with (
         mock.patch.object(order, "choose", note),
         mock.patch.object(module, program, wraps=getattr(module, program)) as launch,
-        fastattn.use_kernel(asked or "cpu"),  # which has none of these operations
+        fastattn.use_kernel(asked or "cpu"),  # the kernel cpu has none of these operations
     ):
         answer = call(device)
         (problem,) = [problem for problem in problems if problem.operation == call.__name__]

@@ -210,7 +210,7 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
         ("_tune_codes", 8, 131072, (49, 4)),  # and three over codes
         ("_tune_codes", 64, 8192, (6, 4)),
         ("_tune_codes", 512, 8192, (1, 2)),  # 64 decodes
-        ("_tune_latents", 64, 8192, (2, 4)),  # of 16 heads: one program for each multiprocessor
+        ("_tune_latents", 64, 8192, (2, 4)),  # 16 heads: one program per SM
         ("_tune_latents", 128, 2048, (1, 4)),
         ("_tune_latents", 28, 8192, (9, 4)),  # two, where one would leave too many without any
         ("_tune_latents", 8, 2048, (16, 4)),  # one query of 128 heads
@@ -778,7 +778,7 @@ def test_nan_that_a_query_sees_comes_out(what, launch, device):
 # --- answers of other kernels, recomputed ---
 
 
-REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of the second
+REPAIRS = {  # tiles of 32 queries: 0, 1 and 2 belong to the first sequence, 3 to the second
     "nothing-spoilt": ({}, [], []),
     "what-no-key-past-the-end-spoils": ({}, [5, 40, 61], []),
     "last-rows": (dict(sinks=True, softcap=3.0), [5, 62, 71], [1, 3]),

@@ -36,7 +36,7 @@ class Driver:
     def __init__(self, sizes=SIZES, status=0):
         self.sizes, self.status, self.launched = sizes, status, []
         self.current = threading.local()  # the context of each thread
-        self.current.context = 7000  # of GPU 1, in the thread of the tests
+        self.current.context = 7000  # the context of GPU 1, in the thread of the tests
 
     def cuCtxGetCurrent(self, context):
         context._obj.value = getattr(self.current, "context", None)

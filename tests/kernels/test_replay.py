@@ -31,7 +31,7 @@ from fastattn.kernels.replay import Bound, memo_of
 from refattn.keys import Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
-from tests.helpers.kernels_present import PRESENT  # which quickens the interpreter
+from tests.helpers.kernels_present import PRESENT  # the import quickens the interpreter
 from tests.helpers.layers import NUMBERS, OPTIONS, PATHS, in_each_path, lay_out, plan_of
 from tests.helpers.pairs import every_pair
 from tests.helpers.stored import apart
@@ -378,7 +378,7 @@ def test_a_thread_may_meet_a_schedule_half_made(name):
     options = AttentionOptions(**OPTIONS)
 
     def attend(*tensors, **more):
-        with fastattn.use_kernel("cpu"):  # which has schedules
+        with fastattn.use_kernel("cpu"):  # the kernel cpu has schedules
             return PATHS[name].attention(*tensors, options=options, **more)
 
     first, other = partial(attend, *tensors, **more), partial(attend, *others, **more_of_other)
@@ -459,7 +459,7 @@ class ByAddress:
     def __call__(self, *arguments):
         def at(x, dtype):
             memory = (ctypes.c_char * dtype.itemsize).from_address(x)
-            return torch.frombuffer(memory, dtype=dtype)  # of its first element: kernels take no size
+            return torch.frombuffer(memory, dtype=dtype)  # the memory from its first element on: kernels take no size
 
         self.calls += 1
         given = [
@@ -542,7 +542,7 @@ ON_A_CPU = {  # lengths, options, size of values, and whether ATen is called wit
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_decodes_on_a_cpu_are_replayed_with_the_tensors_of_another_layer(name, return_lse, monkeypatch):
     if "parts" in name:
-        monkeypatch.setattr("fastattn.kernels.cpu.attention.BUFFER", 2 * 16 * 2 * 32)  # of two blocks
+        monkeypatch.setattr("fastattn.kernels.cpu.attention.BUFFER", 2 * 16 * 2 * 32)  # room for two blocks
     lens, given, value_size, is_one_call = ON_A_CPU[name]
     torch.manual_seed(0)
     rows, columns = len(lens) + ("padding" in name), -(-max(lens) // 16)

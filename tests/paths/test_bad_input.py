@@ -207,7 +207,7 @@ def rows(argument: str, table: list, *format_with: str) -> list:
     ]
 
 
-OPTIONS = [  # of a layer
+OPTIONS = [  # options of a layer
     *rows("softmax_scale", FINITE, ""),
     *rows("softcap", FINITE, " of at least 0"),
     ("softcap", "negative", -0.5, "softcap: expected a finite number of at least 0, got -0.5"),
@@ -1258,7 +1258,7 @@ def test_a_table_of_a_plan_lies_in_one_piece(package):
                 with pytest.raises(ValueError, match=message):
                     interval.plan(there, block_size=4, **given | {name: column(given[name])})
     alone = function_of(package, "metadata.make_batch")([1], [4], [[0]])
-    Plan(alone, 4, sequences=column(ints(0)))  # which has no neighbour, and so no stride
+    Plan(alone, 4, sequences=column(ints(0)))  # a single column has no neighbour, and so no stride
     trees = speculative.make_trees([[-1, 0], [-1]])
     with pytest.raises(ValueError, match=r"^tree_lens: expected its entries side by side, got a stride of 2$"):
         dataclasses.replace(trees, lens=column(trees.lens))
@@ -1362,7 +1362,7 @@ def test_a_plan_that_has_served_one_pool_is_checked_against_another(package, pat
     halved = {name: arguments[name].narrow(dim + 1, 0, 2) for name in pools}
     with pytest.raises(ValueError, match=rf"^{pools[0]}: expected blocks of 4 tokens, as in the plan, got p=2$"):
         perform(package, call, {**arguments, **halved})
-    if path != "cascade":  # whose plan takes the prefixes in its blocks
+    if path != "cascade":  # a plan of cascades takes the prefixes in its blocks
         del arguments["plan"]
         with pytest.raises(ValueError, match="block_table: expected at least 10 columns .* in blocks of 2"):
             perform(

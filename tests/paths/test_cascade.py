@@ -326,7 +326,7 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
     for _ in range(2):
         with kernel.asked_for():
             kernel.check(assert_twins_agree, "cascade", *tensors, batch, prefixes=step.prefixes)
-            if kernel.name != "cpu":  # whose plan says how the work is shared out, by the lengths as they were
+            if kernel.name != "cpu":  # a plan of cpu fixes how the work is shared out, by the old lengths
                 kernel.check(assert_read_again)
         batch.seq_lens.add_(1)
         plan.levels[-1].batch.seq_lens.add_(1)

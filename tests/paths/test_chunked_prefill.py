@@ -582,7 +582,7 @@ def test_how_many_calls_prompts_need(monkeypatch):
     assert calls == [(2, 2, 2, 64), (1, 4, 200, 64), (2, 4, 30, 64), (1, 4, 300, 64)]
 
 
-TILES = {  # of queries, of keys, of the queries of a band, of both under `batch_invariant`
+TILES = {  # sizes: queries, keys, the queries of a band, both under `batch_invariant`
     "small": dict(TILE=8, SLAB=16, BAND_TILE=4, INVARIANT_TILE=4, INVARIANT_SLAB=16),
     "odd": dict(TILE=13, SLAB=65, BAND_TILE=5, INVARIANT_TILE=16, INVARIANT_SLAB=65),
     "as-long-as-a-sequence": dict(TILE=65, SLAB=129, BAND_TILE=65, INVARIANT_TILE=1, INVARIANT_SLAB=129),
@@ -667,7 +667,7 @@ def test_pages_before_the_first_are_looked_up_in_memory_of_the_table(max_query_l
     for tile in (
         range(64, 193, 16) if block_size > 16 else ()
     ):  # a smaller page is no tile: what is looked up is checked
-        first = math.ceil((1 + 0 - max_query_len) / tile) - 1  # of a tile of one query, and of no key
+        first = math.ceil((1 + 0 - max_query_len) / tile) - 1  # with a tile of one query and no key
         assert table.storage_offset() + first >= 0
 
 

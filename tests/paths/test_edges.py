@@ -16,7 +16,7 @@ from tests.helpers.tolerance import assert_close
 
 OURS = [kernel.name for kernel in PRESENT if kernel.name == "triton"]
 BY_OURS = ("chunked_prefill", "sliding_window", "local", "cascade", "mla", "mla-trees", "speculative")
-FAR = [path for path in PATHS if path != "mla-prefill"]  # whose keys are products
+FAR = [path for path in PATHS if path != "mla-prefill"]  # the keys of mla-prefill are products
 BOTH = ("refattn", "fastattn")
 
 
@@ -66,7 +66,7 @@ def test_scores_below_any_mask_are_scores(package, path, kernel, device):
         by_kernel(kernel, path, package, replace(inputs, query=torch.full_like(inputs.query, x))) for x in (2e3, 0.0)
     )
     score = 64 * 2e3 * -9.0 * (0.1 if path.startswith("mla") else 0.125)
-    off = 4 * 2.0**16 * torch.finfo(torch.float32).eps  # of a few roundings of such a score, and so of a weight
+    off = 4 * 2.0**16 * torch.finfo(torch.float32).eps  # a few roundings of such a score, and so of a weight
     torch.testing.assert_close(out, plain, rtol=off, atol=off)
     torch.testing.assert_close(lse.double(), plain_lse.double() + score, rtol=0, atol=off)
 
@@ -79,7 +79,7 @@ def test_a_sink_far_from_every_score(path, package, sink, device):
     out, lse = PATHS[path](package, inputs, sinks=sinks, return_lse=True)
     low, low_lse = PATHS[path]("refattn", inputs, sinks=sinks, return_lse=True)
     exact, exact_lse = PATHS[path]("refattn", wide(inputs), return_lse=True)
-    if path == "differential":  # which norms what the sinks have changed
+    if path == "differential":  # differential attention norms what the sinks have changed
         exact, _ = PATHS[path]("refattn", wide(inputs), sinks=sinks, return_lse=True)
     else:
         exact = exact / (1 + torch.exp(sinks.double() - exact_lse))[..., None]

@@ -27,7 +27,7 @@ from tests.helpers.stored import KINDS, store
 
 # A chunk with context, a decode, keys nobody asks for, rows that see nothing, a whole prompt; NaN and inf around them.
 CASE = Case("small", ((3, 14), (1, 13), (0, 3), (3, 1)), heads=(4, 2), head_size=6, block_size=4, padding_rows=2)
-PARENTS = [[-1, 0, 0, 1], [-1], []]  # of trees in the sequences that have no more queries than keys
+PARENTS = [[-1, 0, 0, 1], [-1], []]  # trees of the sequences that have no more queries than keys
 LATENT, ROPE, NOPE, VALUE = 4, 2, 3, 5  # elements of a latent, of a rotary key, of the rest of a key, of a value
 WITH_CONTEXT = replace(CASE, lens=tuple((q, s) for q, s in CASE.lens if q <= s))  # no query comes before all keys
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Call:
     """A path as a function of the tensors that it may be differentiated by, and what those are."""
 
-    function: Callable[..., Any]  # of the package, of tensors by their names, and of options
+    function: Callable[..., Any]  # takes the package, tensors by name, and options
     tensors: dict[str, Tensor]
     windowed: bool = True  # it takes a window
 

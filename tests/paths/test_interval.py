@@ -67,7 +67,7 @@ def prefix_of(case):
     return torch.tensor([min(20, s) for _, s in case.lens], dtype=torch.int32)
 
 
-RULES = {  # of a mask: its intervals, and whether query i sees key j
+RULES = {  # per mask: its intervals, and whether query i sees key j
     "causal": (lambda twin, case, *where: twin.causal(*where), lambda i, j: j <= i),
     "window": (lambda twin, case, *where: twin.causal(*where, window_size=(9, 0)), lambda i, j: i - 9 <= j <= i),
     "spans": (

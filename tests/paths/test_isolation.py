@@ -242,9 +242,9 @@ def test_scores_of_minus_infinity(path, twin, device):
         inputs = build(Case("endless", ((1, 7), (2, 20), (20, 45)), heads=(4, 2)), dtype=twin.dtype, device=device)
         query, *stores, batch = inputs.rows if path == "varlen" else inputs.tensors
         query, key, value = query.abs(), stores[0].clone(), stores[1]
-        for i, j in ((0, 0), *((2, j) for j in range(25))):  # of the third sequence, the whole context
+        for i, j in ((0, 0), *((2, j) for j in range(25))):  # the third sequence's whole context
             key[(27 * (i > 0) + j,) if path == "varlen" else (batch.block_table[i, j // 16], j % 16)] = -torch.inf
-        query[1, 1, 7] = torch.inf  # of the second sequence, in the first group
+        query[1, 1, 7] = torch.inf  # the second sequence, in the first group
         places = slice(7, 27) if path == "varlen" else batch.block_table[1, :2].long()
         key[places, ..., 0, 7] = -1.0
         out, lse = twin.call(path, query, key, value, batch)

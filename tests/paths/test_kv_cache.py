@@ -355,7 +355,7 @@ def test_layers_inside_of_a_block(kernel, order, device):
         for table in ([4, 1], [0, 5]):
             plan = path.plan(make_batch([7], [7], [table], device=device), block_size=4)
             answers.append([path.attention(query, *views, plan) for views in layers])
-            twin.copy_blocks([pool], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
+            twin.copy_blocks([pool], torch.tensor([[4, 0], [1, 5]]))  # all layers at once
         for i, pair in enumerate(pairs):
             alone = twin.allocate(6, 4, 2, 16, dtype=dtype, device=device)
             twin.write(*pair, *alone, slots)

@@ -541,7 +541,7 @@ def test_a_table_that_does_not_fit_is_named(twin):
     with pytest.raises(ValueError, match="block_table: expected at least 3 columns for the 40 keys of sequence 1"):
         short = replace(inputs.batch, block_table=inputs.batch.block_table[:, :2])
         twin.plan(short, chunk_size=16, block_size=16)
-    inputs.batch.block_table[1, 0] = 99  # of a chunk that is over
+    inputs.batch.block_table[1, 0] = 99  # a block of a chunk that is over
     plan_and_attend(twin, *inputs.tensors, chunk_size=16)
     inputs.batch.block_table[1, 2] = 99
     with pytest.raises(

@@ -168,7 +168,7 @@ def test_each_part_has_all_of_its_kind_or_the_batch_is_refused(lens, decode_len)
         with pytest.raises(ValueError, match=r"query_lens: expected all decodes"):
             split(batch, lens, decode_len=decode_len)
         return
-    owners = [i for i, length in enumerate(lens) for _ in range(length)]  # of each query row
+    owners = [i for i, length in enumerate(lens) for _ in range(length)]  # the sequence of each query row
     for kind, part in zip((True, False), split(batch, lens, decode_len=decode_len), strict=True):
         members = [i for i, decodes in enumerate(is_decode) if decodes == kind]
         assert part.batch.seq_lens.tolist() == [lens[i] for i in members]

@@ -45,8 +45,8 @@ from tests.helpers.latents import (
 )
 from tests.helpers.tolerance import assert_matches_reference
 
-FEW = ("mixed", "odd-blocks", "one-token-in-last-block")  # which get every option and size of a chunk
-PREFILLS = [case for case in CASES if all(q <= s for q, s in case.lens)]  # whose new tokens are in their sequences
+FEW = ("mixed", "odd-blocks", "one-token-in-last-block")  # these get every option and size of a chunk
+PREFILLS = [case for case in CASES if all(q <= s for q, s in case.lens)]  # all new tokens are in their sequences
 REAL_CASES = [
     Case("decodes", ((1, 5), (1, 33), (1, 0), (1, 16), (1, 700), (1, 64)), heads=(16, 1), block_size=64),
     Case("many-heads", ((1, 4097), (1, 65)), heads=(128, 1), block_size=64),
@@ -423,7 +423,7 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
         for case in PREFILLS
         for i, (name, options) in enumerate(OPTIONS.items())
         for workspace in (7, 10**6)
-        # Of the few, each has an option with one workspace, and the next of them with the other.
+        # Each of the few has an option with one workspace, and the next of them with the other.
         if (case.name in FEW and (i + FEW.index(case.name)) % 2 == (workspace > 7))
         or (name == "plain" and workspace > 7)
     ],
@@ -484,7 +484,7 @@ def test_the_memory_of_a_prefill_does_not_grow_with_its_context(kernel, device):
     for chunks in (2, 6) if kernel.is_interpreted else (2, 16):
         case = Case("long", ((new, new + 16 * chunks),), heads=(4, 1), block_size=16)
         given = Latents(case, dtype=kernel.dtypes[0], device=device, sizes=sizes)
-        longest = 16 * chunks  # which a device is not asked for
+        longest = 16 * chunks  # so that the device need not synchronize
         plan = fastattn.mla.plan_prefill(given.batch, block_size=16, workspace=16, max_context_len=longest)
         assert len(plan.chunks) == chunks
         tensors = given.query, *given.new.split([sizes.rank, sizes.rope], dim=1), given.cache

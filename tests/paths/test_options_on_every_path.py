@@ -42,7 +42,7 @@ BIAS = torch.linspace(0.1, 0.5, 4)
 def test_no_path_is_left_out():
     root = Path(importlib.import_module("refattn").__file__).parent
     names = {file.stem for file in root.glob("*.py") if "\ndef attention(" in file.read_text()}
-    assert {path.partition("-")[0] for path in PATHS} == names - {"recurrent"}  # which has options of its own
+    assert {path.partition("-")[0] for path in PATHS} == names - {"recurrent"}  # recurrent has options of its own
 
 
 # --- out ---

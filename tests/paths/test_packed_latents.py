@@ -65,7 +65,7 @@ def laid_out(case=MIXED, *, dtype=torch.float32, device="cpu", poison=NAN, sizes
     keys = torch.cat(given.keys).float()
     refattn.mla.write(keys[:, :rank], keys[:, rank:], pool, slots)
     given.packed, given.batch = pool.to(device), on_cpu(given.batch, device)
-    given.rows = pool.view(n * p, -1)[slots].split(lens)  # of each sequence, in order
+    given.rows = pool.view(n * p, -1)[slots].split(lens)  # one per sequence, in order
     return given
 
 

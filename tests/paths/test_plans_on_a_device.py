@@ -123,7 +123,7 @@ def test_alibi_in_a_prefill_of_unknown_positions_is_refused():
     with pytest.raises(NotImplementedError, match="no kernel computes attention to rows"):  # it comes to the kernels
         prefill(KNOWN)
     with pytest.raises(NotImplementedError, match="no kernel computes attention to rows"):
-        prefill(UNKNOWN, max_context_len=0)  # of no context there are no positions
+        prefill(UNKNOWN, max_context_len=0)  # without a context there are no positions
 
 
 def test_a_level_with_a_window_says_where_its_queries_stand():

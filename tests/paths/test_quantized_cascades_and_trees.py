@@ -127,7 +127,7 @@ STEPS = {
         ),
         trees,
     ),
-    "tips": Step(  # of a tree that grows, whose older nodes are in the cache
+    "tips": Step(  # a tree that grows; its older nodes are in the cache
         "speculative",
         case_of(trees := [(-1, 0, 0, 1, 2, 2), draw_tree(66, 5), (-1,)], contexts=(7, 30, 0), queries=2, heads=(4, 2)),
         trees,

@@ -178,7 +178,7 @@ def test_twins_of_each_plan(kind, plan, kernel, device):
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("kind", "per"),  # of which head and sequence a scale is has nothing to do with the format under it
+    ("kind", "per"),  # what a scale belongs to has nothing to do with the format
     [("e4m3", "number"), ("e4m3", "head"), ("e5m2", "head"), ("e4m3", "sequence"), ("int8", "token")],
 )
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
@@ -211,7 +211,7 @@ def test_prompts_of_several_pages(kind, kernel, device):
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("plan", "kind"),  # which pages are expanded is a matter of the plan, and what is in them of the codes
+    ("plan", "kind"),  # the plan decides which pages are expanded; their contents are the quantized values
     [*(("causal", kind) for kind in KINDS), ("untrimmed-window", "e4m3"), ("local", "int8")],
 )
 def test_poison(kind, plan, kernel, device):

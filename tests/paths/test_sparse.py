@@ -236,7 +236,7 @@ def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, d
     case, answers = Case("steps", lens, heads=(4, 2), block_size=page, padding_rows=2), []
     for poison in (HARMLESS, POISON):
         query, weights, pool, batch, _ = lay_out(case, poison=poison, device=device)
-        query = query.half() if page == 32 else query  # which multiplies codes in pairs
+        query = query.half() if page == 32 else query  # this one multiplies quantized values in pairs
         plan = plan_of(batch, case, window_size=mask) if mask else plan_of(batch, case)
         with order.use_kernel("triton"):
             answers.append(fastattn.sparse.scores(query, weights, pool, plan))
@@ -416,7 +416,7 @@ def test_long_rows_are_selected_from_by_their_candidates(length, topk, bits, mos
     for name, value in (("BITS", bits), ("MOST_SPLITS", most), ("MOST_FILTERED", 7 * length)):  # 7 rows, and then one
         monkeypatch.setattr(short_splits, name, value)
     rows = in_splits(length)
-    scores = torch.full((length, 17), math.nan)[:, ::2][:, :8].T.copy_(rows)  # of any strides
+    scores = torch.full((length, 17), math.nan)[:, ::2][:, :8].T.copy_(rows)  # any strides
     with order.use_kernel("triton"):
         selected = fastattn.sparse.select(scores.to(device), topk).cpu()
     assert torch.equal(selected, refattn.sparse.select(rows, topk))
@@ -555,7 +555,7 @@ def test_a_position_that_a_sequence_does_not_have_is_followed_by_nobody(kernel, 
     batch = build(CASE, device=device).batch
     monkeypatch.setattr(fastattn.sparse, "check_selected", lambda batch, positions, block_size: batch.block_table)
     positions = drawn_positions()
-    positions[4] = I32([3, 9, 2**31 - 1, -7, 8, -(2**31), *[-1] * 6])  # of 9 keys
+    positions[4] = I32([3, 9, 2**31 - 1, -7, 8, -(2**31), *[-1] * 6])  # positions among 9 keys
     with order.use_kernel(kernel):
         slots = fastattn.sparse.slots(batch, positions.to(device), block_size=8)[4].tolist()
         plan = fastattn.sparse.plan(batch, positions=positions.to(device), block_size=8).batch
@@ -634,7 +634,7 @@ def hold(kernel, device, latents, batch_invariant=False):
         def reference(*tensors, more=more, name=name, return_lse=True):
             return getattr(refattn.sparse, name)(*tensors, **more)
 
-        tensors = (inputs.query, *pools, plan, options)  # which are moved to the CPU together
+        tensors = (inputs.query, *pools, plan, options)  # moved to the CPU together
         assert_matches_reference(*answers[-1], reference, *tensors)
         expected.append(reference(*tensors))
     for one, other in (expected,) if kernel.recomputed else (answers, expected):  # by another kernel: other bits

@@ -428,7 +428,7 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     made, options = fastattn.speculative.make_trees(trees, device=device), options_of(name, case.heads[0], device)
     with kernel.asked_for():
-        if "alibi_sqrt" in options and kernel.name == "fa3":  # of those that have trees, it alone has no root
+        if "alibi_sqrt" in options and kernel.name == "fa3":  # fa3 alone, among kernels with trees, has no root
             with pytest.raises(NotImplementedError, match="has no ALiBi|one head size"):
                 plan_and_attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
             return

@@ -192,7 +192,7 @@ def test_the_judge_rejects(mistake, dtype):
     if mistake == "unwritten":
         out[123, 0, 0] = torch.nan
     if mistake == "lse":
-        lse[300] /= torch.log(torch.tensor(2.0))  # of base 2
+        lse[300] /= torch.log(torch.tensor(2.0))  # base 2
     if mistake == "rows":
         out = out[:-1]
     with pytest.raises(WrongAnswerError, match="lse" if mistake == "lse" else "out"):
@@ -654,7 +654,7 @@ def test_the_doctor_cuts_no_word_of_a_narrow_terminal():
 @pytest.mark.covers("B52")
 def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # of a kind, of which one is shown
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # two of a kind; one is shown
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
@@ -683,7 +683,7 @@ def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     assert "built_by_hand" not in sys.modules
     assert package_version("built-by-hand") == "2.8.3.post2"
-    assert torch.__version__.startswith(package_version("torch"))  # which need not say for which CUDA it was built
+    assert torch.__version__.startswith(package_version("torch"))  # the wheel's version need not name its CUDA
     assert package_version("no-such-package") is None
 
 

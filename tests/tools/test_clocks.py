@@ -13,7 +13,7 @@ from twinattn.bench.work import Slots
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
-SECONDS = {  # of contenders, by each clock; None where it fails
+SECONDS = {  # seconds of contenders, by clock; None where it fails
     "fastattn": {"graph": 2e-3, "events": 3e-3},
     "many launches": {"graph": 1e-3, "events": 8e-3},
     "in no graph": {"graph": None, "events": 6e-3},

@@ -59,7 +59,7 @@ def test_enough_is_planted():
 
 def test_a_right_kernel_is_not_blamed(monkeypatch):
     """By hand; also where its outputs, and so delta, are rounded to bfloat16."""
-    monkeypatch.setattr(backward_by_hand, "TILE", 128)  # which is faster
+    monkeypatch.setattr(backward_by_hand, "TILE", 128)  # a larger tile is faster
     monkeypatch.setattr(landmarks, "PAST_8_BITS", 2**5 + 5)
 
     @claims(heads=((1, 1), (4, 2)), head_sizes=((64, 64),))  # fewer than by default

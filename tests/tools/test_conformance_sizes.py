@@ -34,7 +34,7 @@ def no_shrinking(monkeypatch):
 @pytest.mark.parametrize("name", PAST_A_SIZE)
 def test_a_mistake_past_a_size_is_found_and_named(name, monkeypatch):
     mistake, prop, old, new, limits = PAST_A_SIZE[name]
-    is_large = name.endswith("-bits")  # which takes time
+    is_large = name.endswith("-bits")  # these take time
     numbers = dict(TILE=512, SPLIT=2048) if is_large else {}
     monkeypatch.setattr(checking, "SHRINKING", 0.0 if is_large else 1.0)
     monkeypatch.setattr(checking, "EVIDENCE", 1 if is_large else 4)

@@ -80,7 +80,7 @@ def test_a_row_without_a_test_is_found(coverage, monkeypatch):
 
 def test_every_mutation_finds_its_lines_and_is_python():
     """Who changes a line that a mutation names finds out here, and changes the mutation."""
-    broken = defaultdict(list)  # of each file its text with as many mutations at once as meet no other
+    broken = defaultdict(list)  # per file: its text with as many mutations at once as do not meet
     for mutation in [*MUTATIONS, *AT_LARGE]:
         asked = mutation.place, mutation.old, mutation.new
         file = file_of(mutation.place)

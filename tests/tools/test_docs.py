@@ -43,7 +43,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 @each_page
 def test_python_on_a_page_does_what_it_says(page, monkeypatch, shapes_unchecked):
     """As a reader runs it: without our checks of shapes, which no compiler looks through."""
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # which a page takes the place of, for the rest of the test
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # a page replaces it, for the rest of the test
     run_python(page, [block for block in blocks_of(page) if block.language == "python"], monkeypatch)
 
 
@@ -151,7 +151,7 @@ def site(tmp_path_factory) -> dict[Path, Html]:
         patch.chdir(ROOT)
         config = load_config(strict=True, site_dir=str(folder))
         config.plugins.on_startup(command="build", dirty=False)
-        build(config)  # which raises Abort if there was a warning; what was logged names it
+        build(config)  # the build raises Abort after a warning; the log names it
         config.plugins.on_shutdown()
     pages = {}
     for path in folder.rglob("*.html"):
@@ -514,7 +514,7 @@ def test_a_page_says_what_it_is_to_those_who_link_to_it(site):
     for path in ("index.html", "paths/cascade.html", "notebooks/03_merge.html"):
         tags = dict(re.findall(r'<meta property="(og:[\w:]+)" content="([^"]*)">', (root / path).read_text()))
         assert tags["og:site_name"] == "twinattn" and 40 < len(tags["og:description"]) < 400
-        assert "[" not in tags["og:description"] and "og:image" not in tags  # which needs an address
+        assert "[" not in tags["og:description"] and "og:image" not in tags  # an image needs an address
         said[path] = tags["og:description"]
     assert len(set(said.values())) == 3
     assert (root / "assets/preview.png").read_bytes()[16:24] == (1200).to_bytes(4) + (630).to_bytes(4)

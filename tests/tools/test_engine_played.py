@@ -25,7 +25,7 @@ TRACES = 300
 
 @pytest.fixture(scope="module")
 def evaluate():
-    with MiniRacer() as racer:  # which would wait for its engine for ever if it were not closed
+    with MiniRacer() as racer:  # unclosed, it would wait for its engine for ever
         for script in SCRIPTS:
             racer.eval(script)
 

@@ -50,7 +50,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def explorer():
-    with MiniRacer() as racer:  # which would wait for its engine for ever if it were not closed
+    with MiniRacer() as racer:  # unclosed, it would wait for its engine for ever
         yield Engine(racer)
 
 

@@ -10,7 +10,7 @@ def imported(source: str) -> set[str]:
     """List the modules that a file imports, and the names that it takes from them, with dots."""
     names, nodes = set(), [ast.parse(source)]
     for node in nodes:
-        # Of a statement only those in it: expressions, most of a file, import nothing.
+        # Only the statements in a statement: expressions, most of a file, import nothing.
         nodes += (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.stmt | ast.excepthandler | ast.match_case))
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}

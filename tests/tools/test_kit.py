@@ -34,7 +34,7 @@ from twinattn.kit.report import MOST_ROWS, as_html, as_text
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked", "no_shrinking"),  # each takes as long as all the rest
-    pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),  # of beartype's
+    pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),  # from beartype
     pytest.mark.filterwarnings("ignore:.*(flex_attention|return_lse)"),
 ]
 
@@ -351,7 +351,7 @@ def test_a_wrong_lse_hides_no_wrong_output():
     report = check(kernel, "chunked_prefill", examples=2, dtypes=[torch.float32])
     windows = ["far windows", "outside the window"]
     assert failed(report) == ["window", "lse", *windows, "options at shapes", "options past tiles"]
-    assert report.failures[3].mistakes[0][0] == "window-one-too-many"  # of all that let NaN in, what was found before
+    assert report.failures[3].mistakes[0][0] == "window-one-too-many"  # among all that let NaN in, the one found before
     assert not any(finding.detail.startswith("lse") for finding in report.failures if finding.property != "lse")
 
 

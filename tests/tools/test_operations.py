@@ -28,7 +28,7 @@ MODULES = {
     ),
     "speculative": ("accept", "accept_sampled", "compact"),
 }  # fmt: skip
-LARGE = ("many", "long", "large trees", "offsets", "past tiles")  # of the command alone, in these tests
+LARGE = ("many", "long", "large trees", "offsets", "past tiles")  # only the command runs them, not these tests
 
 
 @pytest.mark.parametrize("twin", ["refattn", "fastattn"])

@@ -161,7 +161,7 @@ def test_an_environment_that_is_broken_is_named_and_left(tmp_path):
     python.write_text("#!/bin/sh\nexit 1\n")  # as one of an older Python answers
     python.chmod(0o755)
     (tmp_path / "mine/work.txt").write_text("a user's")
-    (tmp_path / "venv.py").write_text("def create(*arguments, **options): ...")  # which takes seconds
+    (tmp_path / "venv.py").write_text("def create(*arguments, **options): ...")  # a real one takes seconds
     done = run(tmp_path, "demo", VENV="mine")
     assert done.returncode == 1
     assert "mine: expected an environment of Python 3.11 or newer with pip; remove it" in done.stderr
@@ -211,5 +211,5 @@ def test_the_notebooks_are_copied_where_a_reader_wants_them(tmp_path):
 
 @pytest.mark.usefixtures("package")
 def test_the_measurements_are_read_from_wherever_they_are(monkeypatch):
-    monkeypatch.setattr(roofline, "_points", lambda run: [])  # which take seconds
+    monkeypatch.setattr(roofline, "_points", lambda run: [])  # the points take seconds
     assert {machine.name for machine in roofline.measured().machines} == {"NVIDIA H200", "Intel Xeon"}

@@ -14,7 +14,7 @@ EXTRAS = re.compile(r"pip install [^`\n]*?(?:twinattn|\.|\.whl)\[([a-z0-9,]+)\]"
 
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_the_blocks_of_the_readme_print_what_it_shows(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # which a block takes the place of, for the rest of the test
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # a block replaces it, for the rest of the test
     blocks = [block for block in blocks_of(README) if block.language == "python"]
     assert len(blocks) == 1
     run_python(README, blocks, monkeypatch)

@@ -35,7 +35,7 @@ from twinattn.kit.search.loop import DTYPES
 from twinattn.kit.search.trial import REFERENCE, OneAccumulator
 from twinattn.kit.workload import LARGEST
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # which takes as long as all the rest
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checking shapes takes as long as all the rest
 
 FEW = 100  # workloads, among which each mistake has to show: most do within ten
 LONGEST = 90  # more than a split of the kernels by hand

@@ -20,7 +20,7 @@ EXPLORER = Path(__file__).parent.parent.parent / "docs/explorer"
 
 @pytest.fixture(scope="module")
 def evaluate():
-    with MiniRacer() as racer:  # which would wait for its engine for ever if it were not closed
+    with MiniRacer() as racer:  # unclosed, it would wait for its engine for ever
         racer.eval((EXPLORER / "state.js").read_text())
 
         def call(expression: str, *given: Any) -> Any:

@@ -21,7 +21,7 @@ COMMAND = re.compile(
 )
 
 actionlint = shutil.which("actionlint", path=str(Path(sys.executable).parent))
-linters = [  # of each the command, and what it reads
+linters = [  # per linter: the command and what it reads
     ("vendor.github-workflows", WORKFLOWS),
     ("vendor.github-issue-forms", [form for form in FORMS if form.stem != "config"]),
     ("vendor.github-issue-config", [form for form in FORMS if form.stem == "config"]),

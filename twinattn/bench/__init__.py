@@ -20,7 +20,7 @@ from twinattn.bench.rows import Row, rows
 from twinattn.bench.work import Judge
 from twinattn.engine.demo import PeakMemory
 
-SECONDS = 1.0  # of measuring for a contender on a CPU
+SECONDS = 1.0  # seconds that a contender is measured on a CPU
 MILLISECONDS = 20  # and on a GPU, in each round
 MOST_HELD = 2**31  # bytes of inputs that are laid out at once in memory of the host
 ROUNDS = 3  # or the first contender would be up to 12 % faster: a card that has rested may draw more power for a while

@@ -23,7 +23,7 @@ from twinattn.bench.peers import Contender
 from twinattn.bench.work import Judge, WrongAnswerError
 from twinattn.engine import BlockPool, CudaGraphs, Engine, SamplingParams, demo, pack
 
-PARAMETERS = 134_515_008  # of SmolLM2-135M
+PARAMETERS = 134_515_008  # parameters of SmolLM2-135M
 
 
 @dataclass(frozen=True)

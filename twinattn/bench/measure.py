@@ -26,9 +26,9 @@ from twinattn.kit.field import processor
 
 Call = Callable[..., Any]  # without arguments, or with `return_lse`
 
-MOST_SAMPLES = 200  # of a call; more don't move the median
-FEWEST_SAMPLES = 3  # of a call on a CPU, however long it takes
-FEW_SAMPLES = 5  # of a call that takes its own time
+MOST_SAMPLES = 200  # samples per call; more don't move the median
+FEWEST_SAMPLES = 3  # samples per call on a CPU, however long it takes
+FEW_SAMPLES = 5  # samples of a call that measures its own time
 WARM_UP = 0.25  # seconds, after which a GPU's clock is the one that it can hold for what it computes
 CACHES = 3  # the input sets of a row together are at least this many times the last-level cache
 PACKAGES = (

@@ -15,7 +15,7 @@ from rich.text import Text
 from twinattn.bench import clocks
 
 OURS_ASKED_FOR = "fastattn, "  # how the name of a contender begins that is fastattn by a kernel that was asked for
-NOTABLY_FASTER = 0.98  # of the time of the chosen kernel
+NOTABLY_FASTER = 0.98  # as a share of the chosen kernel's time
 NO_FLOOR = 1e-6  # seconds; below it a row is about launches, and the floor says nothing
 INK = "#808080"  # reads on white and on black
 OURS = "#e4572e"

@@ -24,7 +24,7 @@ from twinattn.bench.work import Attention
 from twinattn.course import copied as course
 
 INK = "#797979"  # as legible on white as on black
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # of the machines
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # one per machine
 
 
 class Point(NamedTuple):

@@ -31,7 +31,7 @@ from twinattn.bench.work import (
 
 KERNELS = ("triton", "fa4", "fa3")  # asked for, to see whether the chosen one is the fastest
 MLA_KERNELS = ("triton", "fa3", "flash_mla")
-LAYERS = 32  # of a model, in the rows of a step
+LAYERS = 32  # layers of a model, in the rows of a step
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
             *(ours, *asked_for, peers.flashinfer_decode(), *both_fa3, peers.fa2(), peers.fa4(), peers.sdpa()),
             aim=aim,
         )
-    tokens = 16  # of each sequence, whatever the lengths are divided by
+    tokens = 16  # new tokens per sequence, whatever the lengths are divided by
     decode = replace(decode, lens=((tokens, 8192 // shrink + tokens),) * 64)
     yield _row(
         f"decode-64x{decode.tokens}-tokens-{tokens}",
@@ -557,7 +557,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
         decode = latents(((1, length // shrink),) * b, heads=(heads, 1), stored="e4m3")
         name = f"decode-{b}x{decode.tokens}-heads-{heads}-fp8"
         yield _row(name, decode, ours, *in_fp8, *plain, aim=aim)
-    tokens = 2  # of each sequence, whatever the lengths are divided by
+    tokens = 2  # new tokens per sequence, whatever the lengths are divided by
     decode = latents(((tokens, 8192 // shrink + tokens),) * 32)
     yield _row(
         f"decode-32x{decode.tokens}-tokens-{tokens}-heads-128",

@@ -26,8 +26,8 @@ from twinattn.kit.workload import Workload
 
 SAMPLED_ROWS = 32  # queries of a sequence whose answer is checked
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
-LAMBDA, LAMBDA_INIT, NORM_EPS = 0.6, 0.4, 1e-5  # of a differential layer
-KEY_SCALE = 0.7  # of fp8
+LAMBDA, LAMBDA_INIT, NORM_EPS = 0.6, 0.4, 1e-5  # constants of a differential layer
+KEY_SCALE = 0.7  # the scale of fp8 keys
 
 
 class WrongAnswerError(Exception):

@@ -65,7 +65,7 @@ class BlockPool:
         self.block_size = block_size
         self.users = [0] * num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be handed out first
-        self.contents: dict[int, BlockContent] = {}  # of the blocks that can be found
+        self.contents: dict[int, BlockContent] = {}  # what each block holds that can be found
         self.block_of: dict[int, int] = {}  # those blocks, by hash
 
     def find(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> list[int]:

@@ -92,7 +92,7 @@ class _Observer(Engine):
     def __init__(self, model: Any, **options: Any) -> None:
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
         super().__init__(model, **options)
-        self.largest.clear()  # of the token that it tries a model with
+        self.largest.clear()  # forget the token that a model was tried with
 
     def attend(
         self,

@@ -101,7 +101,7 @@ def estimate_seconds(
     read = 2 * machine.tile_keys * head_size * element_size * per_worker[0]
     compute = 4 * machine.tile_rows * machine.tile_keys * head_size * per_worker[1]
 
-    tiles: dict[int, int] = {}  # of each level
+    tiles: dict[int, int] = {}  # tiles per level
 
     def add_tiles(level: int, num_queries: int, num_keys: int) -> None:
         rows = num_queries * num_heads // num_kv_heads

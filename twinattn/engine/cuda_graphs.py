@@ -479,7 +479,7 @@ class _Step:
 
     def run(self, tokens: StepTokens) -> Float[Tensor, "rows v"]:
         """Run the model over the new tokens of a step, and return the logits of its `logits_rows`."""
-        if self.replay is None:  # which computes it once, when no request is there yet
+        if self.replay is None:  # capturing computes the step once, before there is any request
             self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         self.server.mark("copies")
         self._fill(tokens)

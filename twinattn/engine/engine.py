@@ -222,7 +222,7 @@ class Engine:
         most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
         layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
         self.layers = quantize(layers, kv_cache_dtype)
-        self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
+        self.owners = models.owners_of(self.config)  # for each layer, the layer whose pool it reads
         self.places = {index: place for place, index in enumerate(models.attention_layers(self.config))}
         self.state_layers = models.state_layers(model)
         if batch_invariant and self.state_layers:
@@ -1084,7 +1084,7 @@ class Engine:
     def _commit(self, request: Request, count: int, events: Sequence[Event]) -> None:
         """Record the tokens or the failure of a request, and end it if it is complete."""
         if request.draft is not None:
-            count = 1  # of its tokens so far; the drafts are none of them yet
+            count = 1  # its tokens so far; drafts do not count yet
         tokens, failure = [event for event in events if event.error is None], events[-1:]
         if tokens or not events:
             self.scheduler.keep(request, count)

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 FAMILIES = ("Cwm", "Llama", "Ministral", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
 PROBE = "fastattn_probe"  # the name, in the AttentionInterface, of what stands in for attention in a proof
 CACHES = ("cache", "past_key_values")  # what a module's argument is called: since transformers 5.24, and before
-ROUNDING = 0.02  # of the root mean square; two orders of the same sums differ by less, other formulas by more
+ROUNDING = 0.02  # times the root mean square: another order of sums differs by less, another formula by more
 
 
 def fuse(model: Any) -> Any:

@@ -30,13 +30,13 @@ from twinattn.engine import fast_sampling, sampling
 from twinattn.engine.index_modules import IndexTokens
 
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
-PACKED_ROWS = "fp8_ds_mla"  # of bytes, for latents: codes, the scales of each 128 of them, and a rotary key
+PACKED_ROWS = "fp8_ds_mla"  # bytes per latent: quantized values, a scale for each 128 of them, and a rotary key
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # paths of these plans; chunked_prefill takes others
-Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
+Lens = Sequence[tuple[int, int]]  # per request: new tokens, all tokens
 AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
-Parts = tuple[tuple[slice, AnyPlan], ...]  # of a step: the query rows of each part, and their plan
+Parts = tuple[tuple[slice, AnyPlan], ...]  # per part of a step: its query rows and their plan
 Scale = float | Float32[Tensor, "..."]
 Ranges = tuple[float, float]  # what the largest key and the largest value become in fp8; None for the format's largest
 # Query, key, value `[t, heads, size]`, keys and values None in a layer that has none of its own; and where keys are
@@ -340,7 +340,7 @@ class LatentStorage:
     kind: ClassVar[str] = "Latents"
     takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
-    num_kv_heads: ClassVar[int] = 1  # which all query heads share
+    num_kv_heads: ClassVar[int] = 1  # one head that all query heads share
     latent_rank: int
     rope_size: int
     batch_invariant: bool = False
@@ -531,7 +531,7 @@ class Layer:
 
     def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None = None) -> "Layer":
         """Return this layer, which is quantised, with scales on a device by the largest magnitudes."""
-        assert not isinstance(self.storage, PagedStorage)  # which has no scales
+        assert not isinstance(self.storage, PagedStorage)  # unquantized pages have no scales
         return replace(self, storage=self.storage.calibrated(twin, amax, device, ranges))
 
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:

@@ -504,10 +504,10 @@ def _mask(kind: str, config: Any) -> Mask:
     """
     if (
         kind in ("full_attention", "hybrid") or config.model_type == "diffllama"
-    ):  # whose layers see all, whatever its config says
+    ):  # these layers see all keys, whatever the config says
         return Causal()
     if kind == "indexed_attention" and config.model_type in SELECTED:
-        return Causal()  # of which some are selected
+        return Causal()  # and some of these keys are selected
     if kind == "sliding_attention":
         return Window(config.sliding_window or 0)
     if kind == "chunked_attention":

@@ -67,7 +67,7 @@ class GpuClock:
         self._zero.record()
         self._zero.synchronize()
         self._start = time.perf_counter()
-        self._events: list[list[torch.cuda.Event]] = []  # of each launch, where it begins and where it ends
+        self._events: list[list[torch.cuda.Event]] = []  # begin and end of each launch
 
     def mark(self, before: str, phase: str) -> None:
         """Put an event where the launch of a model begins or ends."""

@@ -26,7 +26,7 @@ from torch.nn.functional import sigmoid, silu, softplus
 from refattn.options import RecurrentOptions
 from twinattn.engine.state_layers import Recurrence, StateLayer
 
-NORM_EPS = 1e-6  # of queries and keys
+NORM_EPS = 1e-6  # the norm of queries and keys
 ADDITION = RecurrentOptions(scale=1.0, delta=False)
 
 
@@ -201,7 +201,7 @@ def _forward(
     if args:
         raise ValueError(f"hidden_states: expected all other arguments by name, got {len(args)} without one")
     engine, step = options.pop("engine"), options.pop("step")
-    options.pop("position_embeddings", None)  # which these layers do not use
+    options.pop("position_embeddings", None)  # these layers do not use them
     for name in ("attention_mask", "cache", "cache_params"):  # cache_params until transformers 5.23
         value = options.pop(name, None)
         if value is not None:

@@ -91,7 +91,7 @@ class StatePool:
         """Free all slots, and forget what they hold."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_slots))
         self._users = [0] * self.num_slots
-        self._contents: dict[int, BlockContent] = {}  # of the slots of kept states
+        self._contents: dict[int, BlockContent] = {}  # what each slot of a kept state holds
         self.kept: dict[BlockContent, int] = {}
         self.slots: dict[Request, Slots] = {}
         self._pending = 0  # states that the step under way keeps

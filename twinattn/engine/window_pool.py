@@ -47,7 +47,7 @@ class WindowPool:
         check_window(window_size)
         check_sizes(num_blocks=num_blocks, num_full_blocks=num_full_blocks, block_size=block_size)
         self.left, self.block_size, self.num_blocks = window_size[0], block_size, num_blocks
-        self.window_block = array("i", [-1]) * num_full_blocks  # of each full block that is held; -1 for none
+        self.window_block = array("i", [-1]) * num_full_blocks  # by full block; -1 if none is held
         self._map: Int32[Tensor, "n"] | None = None  # the same on the device where slots and batches are translated
         self.reset()
 

@@ -62,7 +62,7 @@ FUNCTIONS = (  # all that the package has on its first level
 )
 Window = tuple[int, int] | list[int]
 
-__version__ = "2.8.0+twinattn"  # whose signatures these are, for code that asks for a version
+__version__ = "2.8.0+twinattn"  # the version whose signatures these are, for code that checks it
 __path__: list[str] = []  # so that the modules of the package that are not here are looked for, and not found
 
 _twin = fastattn

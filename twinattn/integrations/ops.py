@@ -58,8 +58,8 @@ from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan
 from refattn.trees import TreePlan, Trees
 
-PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
-TABLES = tensors_of(Plan)  # its fields, beside its batch
+PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # a list of sizes begins with an index into these
+TABLES = tensors_of(Plan)  # fields of a plan, beside its batch
 SIZES = {one.name: one.type for one in fields(Plan) if one.init and one.name not in ("batch", *TABLES)}
 OF_BATCH = 3, 4  # tensors and whole numbers of a `Batch`
 REMEMBERED = 16  # plans: a step has one for each kind of layer
@@ -576,7 +576,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse.clone() if lse is lses[0] else lse  # an operator returns memory of its own
 
 
-# Of each operator the path's function, the arguments by their names there, and the rule for its result, if it has one.
+# Per operator: the path's function, the arguments by their names there, and the rule for its result, if it has one.
 OPERATORS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any] | None]] = {
     "varlen": (varlen_path.attention, f"Tensor query, Tensor key, Tensor value, {PLANNED}", _like_value),
     "chunked_prefill": (chunked_prefill_path.attention, f"{PAGES}, {PLANNED}", _like_pages),

@@ -50,9 +50,9 @@ from twinattn.engine.models import HARMLESS
 
 TWINS = {"refattn": (refattn.varlen, refattn.metadata), "fastattn": (fastattn.varlen, fastattn.metadata)}
 PAGED_PREFIX = "flash_"  # `generate_batch` takes a name with "flash" in it, and draws no mask for it
-ENTRIES = 1 << 24  # of the mask that are drawn at a time
-COPIES = 4  # of the cache's keys at most, where sequences share some
-OF_THE_STEP = (  # of `generate_batch`
+ENTRIES = 1 << 24  # entries of the mask that are built at a time
+COPIES = 4  # at most this many copies of the cache's keys, where sequences share some
+OF_THE_STEP = (  # arguments of `generate_batch`
     "block_table",
     "cu_seq_lens_k",
     "cu_seq_lens_q",
@@ -633,7 +633,7 @@ def _lay_out_in_parts(seen: Int32[Tensor, "b q 2"], num_keys: int, metadata: Mod
     if _window_of(first, end) is None and some.shape[1] > 1:
         joins = (end.diff() == 0) & some[:, 1:] & some[:, :-1]
         moves = joins & (first.diff() > 0)
-        run = torch.nn.functional.pad(~joins, (1, 0), value=True).flatten().cumsum(0) - 1  # of queries with one end
+        run = torch.nn.functional.pad(~joins, (1, 0), value=True).flatten().cumsum(0) - 1  # queries with one end
         moved = torch.zeros(int(run[-1]) + 1, dtype=torch.int64)
         moved.index_add_(0, run, torch.nn.functional.pad(moves, (1, 0)).flatten().long())
         images = (moved[run] > 0).view_as(some).to(seen.device)[..., None]
@@ -667,7 +667,7 @@ def _lay_out(seen: Int32[Tensor, "b q 2"], num_keys: int, metadata: ModuleType) 
     some = end > first
     window = _window_of(first, end)
     starts = some & ~torch.nn.functional.pad(_goes_on(first, end, window), (1, 0))
-    number = starts.flatten().cumsum(0)[some.flatten()] - 1  # of its sequence, for each row that sees something
+    number = starts.flatten().cumsum(0)[some.flatten()] - 1  # the sequence number of each row that sees something
     first, end = first[some], end[some]
     begin = first[starts[some]]  # the first key of each sequence
     after = torch.zeros_like(begin).scatter_reduce_(0, number, end, "amax")

@@ -383,7 +383,7 @@ NO_SLOTS = {
 }
 UNWRITTEN = {"padding": "rows past the last sequence are not written"}
 FINITE = {"forgets": "decays are finite"}
-NO_TOKENS, NO_SCALE = "must have nonempty dimensions", "scale must be finite and positive"  # of attention-gym
+NO_TOKENS, NO_SCALE = "must have nonempty dimensions", "scale must be finite and positive"  # attention-gym's texts
 SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many heads as keys
 
 

@@ -20,7 +20,7 @@ from twinattn.kit.memory import with_gap
 from twinattn.kit.property import Broken, Draw, NotClaimedError, Property, RefusedError
 from twinattn.kit.tolerance import on_cpu
 
-REPEATS = 4  # of a call that claims the same bits each time
+REPEATS = 4  # repeated calls, where the same bits are claimed each time
 
 
 # --- batches ---

@@ -83,7 +83,7 @@ class Paged:
     key_cache: Tensor  # [n, p, hk, d]
     value_cache: Tensor
     batch: Batch
-    keys: list[Tensor]  # of each sequence [s, hk, d]
+    keys: list[Tensor]  # one per sequence [s, hk, d]
     values: list[Tensor]
     more_keys: Tensor  # rows past the last sequence
     more_values: Tensor

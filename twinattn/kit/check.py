@@ -37,16 +37,16 @@ from twinattn.kit.property import (
 )
 from twinattn.kit.tolerance import Distance, bound, distance, on_cpu
 
-SEED = 3  # of the batches
+SEED = 3  # the seed of the batches
 ENDS = {
     "call": "it cannot be called",
     "writes": "it changes its inputs",
 }  # properties without which no other means anything
 EVIDENCE = 6  # more batches, to tell mistakes apart
 SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
-AGAIN = 0.2  # of these, once a mistake is known that other properties have shown
-PROBABLE = 0.75  # of the failures, and of what is right, that a mistake has to explain
-REPEATS, REPEATING = 40, 2.0  # of a call that failed, at most, and seconds for it
+AGAIN = 0.2  # times SHRINKING, once another property has shown the mistake
+PROBABLE = 0.75  # the share of failures, and of passes, that a mistake has to explain
+REPEATS, REPEATING = 40, 2.0  # most repeats of a failed call, and seconds for them
 RACE = (
     "not-deterministic",
     "The same call gives other numbers each time: a race, or memory that is read before it is written.",
@@ -527,7 +527,7 @@ class _Evidence:
         without_out = {name: x for name, x in self.arguments.items() if name not in ("out", "first_block")}
         self.wide, self.low = expected(example, without_out)
         is_gradient = PATHS[example.path].differentiates
-        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # of the terms, before they cancel
+        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # before terms cancel
         self.errors: dict[str, Distance] = {}  # by name
 
     @functools.cached_property

@@ -81,7 +81,7 @@ def counted(kernel: Kernel, example: Example, arguments: Arguments) -> None:
     arguments = arguments | dict(query=torch.zeros_like(arguments["query"]))
     came = ask(kernel, example, arguments)["lse"].detach().cpu().double()
     want = expected(example, arguments)[0]["lse"].double()
-    off = (came - want).abs().masked_fill(came == want, 0.0)  # which are infinite, or the same
+    off = (came - want).abs().masked_fill(came == want, 0.0)  # no difference where both are infinite, or the same
     if not (off <= LSE_OF_ZEROS).all():
         row, head = (~(off <= LSE_OF_ZEROS)).nonzero()[0].tolist()
         raise Broken(
@@ -360,11 +360,11 @@ def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -
         if word in arguments and arguments[word].itemsize > 1:
             arguments[word].neg_().add_(0.25)
     batch = arguments["batch"]
-    if batch.block_table is not None and example.path != "cascade":  # whose sequences share blocks
+    if batch.block_table is not None and example.path != "cascade":  # the sequences of a cascade share blocks
         pool, before = PATHS[example.path].pools[0]
         batch.block_table.neg_().add_(arguments[pool].shape[before] - 1)
     answers = ask(kernel, example, arguments)
-    del kernel.calls[:-1]  # whose numbers are others now
+    del kernel.calls[:-1]  # their numbers have changed
     try:
         hold(example, arguments, answers)
     except Broken as error:

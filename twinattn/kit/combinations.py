@@ -16,8 +16,8 @@ from twinattn.kit.kernel import Kernel, Shape
 
 CAUSAL_WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, 0))
 WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, -1), (4, 2), (-1, 2))  # the right side counts only without a causal mask
-LAYOUTS = (0, 2, 3, 4)  # of `memory.laid_out`, as they are first
-LENS: dict[str, landmarks.Lens] = {  # of sequences, by what is particular about them
+LAYOUTS = (0, 2, 3, 4)  # layouts of `memory.laid_out` that come first
+LENS: dict[str, landmarks.Lens] = {  # lengths of sequences, by what is particular about them
     "decodes": ((1, 33), (1, 20), (1, 64)),
     "chunks": ((5, 5), (1, 17), (9, 40), (1, 33)),
     "odd": ((5, 2), (0, 7), (2, 0), (3, 30)),

@@ -206,7 +206,7 @@ PROPERTIES = (
         "A query without a visible key returns 0 with an LSE of -inf; sequences may have no query.",
         odd_lengths,
         everything,
-        paths=tuple(name for name in ATTENDS if name != "speculative"),  # whose trees are among their keys
+        paths=tuple(name for name in ATTENDS if name != "speculative"),  # a tree's nodes are among its keys
         landmarks=landmarks.without_queries,
     ),
     Property(

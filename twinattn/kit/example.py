@@ -38,7 +38,7 @@ IN_MODULE = {
     "packed_latents": "sparse",
     "packed_mla": "mla",
     "varlen_backward": "varlen",
-}  # of the reference, where it has another name
+}  # paths of the reference that have another name
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
 SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
@@ -46,10 +46,10 @@ MOST_EXPECTED = 256  # answers that are kept
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
 SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
 PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
-LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # of differential attention: neither 0, nor alike
+LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # differential attention: neither 0, nor alike
 ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
-SCALES = (1.7123, 0.2611)  # of fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
+SCALES = (1.7123, 0.2611)  # for fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
 CHAINS = 5  # the seed of trees that are chains
 SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
 HOLES = ("first", "middle", "last")  # entries of a list that are no keys
@@ -541,7 +541,7 @@ def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
         scores = torch.where(scores > 0, 1.0, -1.0) * (1.0 + 0.1 * torch.rand(t, s, generator=generator))
     if kind == "near":  # all of them one number in 16 bits
         scores = 1.0 + 2.0**-12 * torch.rand(t, s, generator=generator, dtype=torch.float32)
-    if kind == "apart":  # of any size, down to subnormal numbers, and infinite ones
+    if kind == "apart":  # any size, down to subnormal numbers, and infinite ones
         scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
         scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
     if kind == "nan":

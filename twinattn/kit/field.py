@@ -59,7 +59,7 @@ def results(
 
 def _compact(report: dict[str, Any]) -> dict[str, Any]:
     """Leave out what is empty, what the contract says itself, and the rows of masks that no report shows."""
-    for name in ("about", "asked", "claims", "drawn"):  # of all kernels alike, or in their code
+    for name in ("about", "asked", "claims", "drawn"):  # the same for all kernels, or in their code
         report.pop(name, None)
     report["findings"] = [
         {

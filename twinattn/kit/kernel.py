@@ -255,7 +255,7 @@ class Kernel:
             came = self.function(**self.asked(example, {**arguments, **more}))
             synchronize(arguments)
         answers = pools if path.function == "write" else {**self.named(came), **states}
-        if "out" in more:  # which the kernel has written, and the reference would, too
+        if "out" in more:  # the kernel has written it, and the reference would, too
             kept = {name: preserving_clone(x) for name, x in answers.items()}
             self.calls.append((given | {"out": preserving_clone(more["out"])}, kept))
         else:

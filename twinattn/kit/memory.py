@@ -63,7 +63,7 @@ def laid_out(arguments: Arguments, layout: int) -> Arguments:
         if layout and word in arguments and arguments[word].dtype == torch.uint8:
             changed[word] = packed.with_gaps(arguments[word], packed.SPARE * (layout % 2))
         elif word in arguments and way is not None:
-            is_of_latents = word == "cache" and arguments[word].ndim == 3  # which have no heads
+            is_of_latents = word == "cache" and arguments[word].ndim == 3  # latents have no heads
             changed[word] = with_gap(arguments[word]) if is_of_latents else way(arguments[word])
     pools = [arguments[word] for word in ("key_cache", "value_cache") if word in arguments]
     if layout == 5 and pools and pools[0].shape == pools[1].shape:

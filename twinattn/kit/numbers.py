@@ -22,10 +22,10 @@ from twinattn.kit.kernel import Kernel, untouched
 from twinattn.kit.property import ATTENDS, READ_OUT, Broken, Draw, NotClaimedError, Property, outputs_alone
 from twinattn.kit.tolerance import assert_close
 
-LARGE_PRODUCT = 40.0  # of a query and a key: the sum of 64 squares is beyond 65504, the largest number of fp16
-SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # of values
+LARGE_PRODUCT = 40.0  # a query times a key: the sum of 64 squares is beyond 65504, the largest number of fp16
+SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # magnitudes
 FAR_SLOT = 2**24
-ROTARY = 300.0  # of latents, whose rotary part alone is no value
+ROTARY = 300.0  # the size of rotary parts: they alone are no values
 
 
 @outputs_alone
@@ -97,7 +97,7 @@ def query_scale(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
     answers = ask(kernel, example, arguments | dict(scales=watched))
     if not READ:
         raise NotClaimedError("does not look at scales.query")
-    kernel.calls.clear()  # whose names have no such scale
+    kernel.calls.clear()  # the calls so far name no such scale
     hold(example, arguments, answers)
 
 

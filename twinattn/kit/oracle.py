@@ -191,7 +191,7 @@ def differentiate(
     q, go, gl = (x.double().transpose(0, 1) for x in (query, grad_out, grad_lse[..., None]))  # [h, t, ...]
     k, v = (x.double().transpose(0, 1).repeat_interleave(group, 0) for x in (key, value))  # [h, s, ...]
     score = scale * (q @ k.mT)
-    slope = torch.ones_like(score)  # of the cap
+    slope = torch.ones_like(score)  # the derivative of the cap
     if softcap:
         score = softcap * torch.tanh(score / softcap)
         slope = 1 - (score / softcap) ** 2

@@ -18,8 +18,8 @@ Draw = st.DrawFn
 Drawing = Callable[[Draw, Kernel], Example]
 Check = Callable[[Kernel, Example, torch.dtype, str], None]
 ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
-LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
-READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # whose output is the mask
+LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # its norm magnifies rounding
+READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # their output is the mask
 PAGED = tuple(path.name for path in PATHS.values() if path.pools and path.attends)
 OF_VIEWS = ("gaps", "far rows", "strides of options")  # what is asked of who takes strides
 OUTPUTS_ALONE = set[Check]()  # checks that compare no log-sum-exp

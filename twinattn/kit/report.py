@@ -10,7 +10,7 @@ from twinattn.kit.finding import FAILED, Finding, Report
 
 MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # the others failed
 STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
-MOST_ROWS = 12  # of a mask
+MOST_ROWS = 12  # rows of a mask
 
 
 def mark(outcome: str) -> str:

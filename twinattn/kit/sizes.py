@@ -47,7 +47,7 @@ def past_tiles(kernel: Kernel) -> list[Example]:
     for i, lens in enumerate(PAST_TILES if kernel.path not in SELECTED else FEWER_PAST_TILES):
         far = dict(window_size=(max(s for _, s in lens) * 7 // 8, 0), alibi_slopes="far", sinks=True)
         for options in _halves(kernel, i):
-            options.pop("batch_invariant", None)  # which has batches of its own
+            options.pop("batch_invariant", None)  # batch invariance has batches of its own
             batches.append(landmarks.example(kernel, lens, shape, **options | {n: far[n] for n in far if n in options}))
     return batches
 

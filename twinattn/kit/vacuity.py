@@ -1,6 +1,6 @@
 """Is a test vacuous? Run somebody's own comparison against the mistakes that the kit knows, and see which it lets pass.
 
-    def check(attention):                            # of your tests: takes a kernel, and fails if it is wrong
+    def check(attention):                            # your test: takes a kernel, and fails if it is wrong
         q, k, v, cu_seqlens = ...
         torch.testing.assert_close(attention(q, k, v, cu_seqlens, cu_seqlens), expected, atol=1e-1, rtol=0)
 
@@ -28,7 +28,7 @@ from twinattn.kit.example import PATHS, Answers, Arguments, Example, poison
 from twinattn.kit.kernel import BadKernelError, Kernel
 from twinattn.kit.tolerance import on_cpu
 
-ORDER = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table")  # of what a call gives by position, after tensors
+ORDER = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table")  # what a call gives by position, after tensors
 PLANTED = ("varlen", "varlen_backward", "chunked_prefill", "sliding_window", "local", "quantized")  # paths
 CANNOT_BE_MADE = (IndexError, RuntimeError, ValueError, KeyError, TypeError, AssertionError)  # a mistake, on a batch
 ALONE: Arguments = {"softmax_scale": 0.3, "softcap": 2.0, "alibi_slopes": True, "sinks": True}
@@ -132,15 +132,15 @@ def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) 
     if not passes:
         raise ValueError("check: it returns False for a right kernel, too")
     batches = [(*batch, right.answers(*batch)) for batch in _batches(kernel)]
-    forms: dict[str, list[tuple[mistakes.Mistake, str]]] = {}  # of each name, those that pass, and the others as ""
+    forms: dict[str, list[tuple[mistakes.Mistake, str]]] = {}  # per name: the mistakes that pass, and the others as ""
     invisible: set[str] = set()  # names of mistakes in what such a kernel does not take, or return
     for mistake in mistakes.of_path(path):
-        if mistake.is_of_forward or mistake.name in invisible:  # of the first, a test of outputs is to find it
+        if mistake.is_of_forward or mistake.name in invisible:  # a test of outputs finds those of the forward pass
             continue
         passed = False
         with suppress(Exception):  # it fails as it likes
             passed = _passes(check, _planted(kernel, mistake))
-        known = forms.get(mistake.name, [(mistake, "")])[-1][1]  # which shows another form of it
+        known = forms.get(mistake.name, [(mistake, "")])[-1][1]  # a batch that shows another form of it
         ordered = sorted(batches, key=lambda batch: repr(batch[0]) != known) if known else batches
         shown_by = _shown_by(mistake, ordered, kernel) if passed else ""
         if shown_by or not passed:
@@ -232,7 +232,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _of_all_words(path: str) -> Callable[..., Any]:
     """Return a kernel that takes all words of a path, of which it says the names alone."""
-    path = "varlen" if path == "varlen_backward" else path  # whose gradients come from autograd
+    path = "varlen" if path == "varlen_backward" else path  # its gradients come from autograd
     words = Kernel("any", path, lambda: None).words()
     first = [*PATHS[path].words, *(word for word in ORDER if word in words)]
     rest = [word for word in words if word not in (*first, "plan", "options")]

@@ -72,7 +72,7 @@ def prepare_decode(
     """Prepare its decode of one token each, which makes the gates, and the lengths of 1 of queries and keys, itself."""
     module: Any = importlib.import_module("attn_gym.linear.gdn")
     packed = torch.cat([x.flatten(1) for x in (query, key, value)], 1)
-    gate = (-log_decay).clamp_min(1e-30).expm1().log()[None]  # whose softplus is the decay
+    gate = (-log_decay).clamp_min(1e-30).expm1().log()[None]  # its softplus is the decay
     zeros = torch.zeros(value.shape[1], device=states.device)
     raw = gate, beta.logit()[None], zeros, zeros.clone()
     return lambda: module.recurrent_gdn_decode(packed, *raw, states, state_indices)[0]

@@ -14,7 +14,7 @@ from twinattn.libraries import Call, is_installed, output_of, with_lse
 
 INTERFACE = "flash_attn_interface"
 LIBRARY = "_vllm_fa3_C"  # vLLM's build, and the namespace of its operators
-SPLITS = 0  # of a sequence's keys: as many as it finds best
+SPLITS = 0  # splits of a sequence's keys: FA3 chooses
 UNUSED: dict[str, Any] = dict.fromkeys(
     (
         *("k_new", "v_new", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twinattn.libraries import Call, missing
 
-MODULES = {"gdn": "gated_delta_rule", "kda": "kda", "mamba2": "simple_gla"}  # of `fla.ops`, by layer
+MODULES = {"gdn": "gated_delta_rule", "kda": "kda", "mamba2": "simple_gla"}  # modules of `fla.ops`, by layer
 FUNCTIONS = {
     ("gdn", "chunk"): "chunk_gated_delta_rule",
     ("gdn", "recurrent"): "fused_recurrent_gated_delta_rule",
@@ -101,7 +101,7 @@ def prepare_naive(
         outs, after = [], []
         for i, (begin, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
             q, k, v, g, b = (x[begin:end] for x in (query, key, value, log_decay, beta))
-            state = before[i : i + 1].mT.contiguous()  # which it has as [dk, dv]
+            state = before[i : i + 1].mT.contiguous()  # FLA keeps states as [dk, dv]
             options: dict[str, Any] = dict(scale=scale, initial_state=state, output_final_state=True)
             out, state = function(**_tokens(q, k, v, g, b, layer), **options)
             outs.append(out[0])

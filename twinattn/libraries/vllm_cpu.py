@@ -12,7 +12,7 @@ from torch import Tensor
 from refattn.batch import Batch
 from twinattn.libraries import Call, missing
 
-BLOCK = 32  # of whose multiples a block has tokens
+BLOCK = 32  # the tokens of a block are a multiple of it
 
 
 def available() -> str | None:

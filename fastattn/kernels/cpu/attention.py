@@ -112,7 +112,7 @@ def replay_of_decodes(
     if not _follow_each_other(pieces, query.shape[0]) or len(pieces) > 1 or not isinstance(pieces[0], Decodes):
         return None
     (part, *others), (b, h, d), hk = pieces[0].parts, query.shape, key_cache.shape[2]
-    if others or pieces[0].runs > 1 or not part.all_see_some:  # whose outputs are merged
+    if others or pieces[0].runs > 1 or not part.all_see_some:  # their outputs are merged
         return None
     if options.alibi_slopes is not None or options.sinks is not None or _with_unit_stride(query) is not query:
         return None

@@ -42,7 +42,7 @@ class _Piece:
     seq_lens: Int64[Tensor, "b 1"]
     first_keys: Int64[Tensor, "b 1"]  # position of the first key of the blocks
     blocks: Blocks
-    window: tuple[int, int]  # of the plan, (left, right)
+    window: tuple[int, int]  # the plan's (left, right)
 
 
 def differential(
@@ -70,7 +70,7 @@ def differential(
         if query_len <= tile:
             out[piece.rows], lse[piece.rows] = _tile(query[piece.rows], cache, piece, piece.blocks, options, second)
             continue
-        (whole,) = piece.blocks.slabs(piece.blocks.table.shape[1])  # of one sequence, once for all its tiles
+        (whole,) = piece.blocks.slabs(piece.blocks.table.shape[1])  # one sequence's keys, once for all its tiles
         pools = cache.index_select(2, whole.blocks)
         if whole.stale is not None:
             pools.flatten(2, 3)[:, 1].index_fill_(1, whole.stale, 0.0)

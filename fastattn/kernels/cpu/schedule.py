@@ -232,7 +232,7 @@ def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals
     alike = torch.where(both_see & same_first & (step == 0), 0, 2)
     alike = torch.where(both_see & same_first & (step == 1), 1, alike)
     values, counts = (x.tolist() for x in alike.unique_consecutive(return_counts=True))
-    cuts: list[tuple[int, int, str]] = []  # of queries
+    cuts: list[tuple[int, int, str]] = []  # query rows (begin, end), and their kind
     begin = seen = 0
 
     def cut(end: int, kind: str) -> int:
@@ -324,7 +324,7 @@ class Prompts:
 
     rows: Int64[Tensor, "rows"] | slice  # their query rows
     count: int
-    places: Int64[Tensor, "rows"] | None  # of those rows among the padded ones; None if there is no padding
+    places: Int64[Tensor, "rows"] | None  # where those rows are among the padded ones; None without padding
     part: "Part"
 
 
@@ -333,8 +333,8 @@ class Part:
     """What sequences that are computed together read at a time."""
 
     slab: Slab
-    keys: slice  # of the slab: those that some sequence sees
-    distance: Int32[Tensor, "b s"] | None = None  # of decodes: how far each of these keys lies before the query
+    keys: slice  # the keys of the slab that some sequence sees
+    distance: Int32[Tensor, "b s"] | None = None  # how far each key lies before the query, in decodes
     bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on those that are not to be seen, if decodes have any
     all_see_some: bool = True  # each query sees one of them
     room: dict[Hashable, "Room"] = field(default_factory=dict)  # what they are gathered into
@@ -344,7 +344,7 @@ class Part:
 class Room:
     """Views of the memory that the keys and values of a part are gathered into; one of each, if both are the same."""
 
-    blocks: list[Float[Tensor, "m p hk _"]]  # of keys, and of values
+    blocks: list[Float[Tensor, "m p hk _"]]  # keys, then values
     rows: list[Float[Tensor, "*both rows hk _"]]  # those of both in one tensor, if they are alike
     rectangles: list[Float[Tensor, "b hk s _"]]  # what is attended to
 
@@ -367,7 +367,7 @@ class Branches:
 
     rows: slice
     blocks: Int32[Tensor, "m"]  # those that hold the nodes
-    first_row: int  # of the nodes, in those blocks
+    first_row: int  # the nodes' first row in those blocks
     seen: Bool[Tensor, "t nodes"]
     distance: Int64[Tensor, "t nodes"]  # how far each node lies before the query along a branch: negative after it
 

@@ -10,7 +10,7 @@ NO_CODES = "reads latents in the type of the query, and no codes of fp8: take tr
 NO_POSITIONS = "takes the query rows for the last ones of their sequences, at no other positions: take triton"
 NO_INTERVALS = "has causal masks and windows, and no interval of keys for each query: take triton"
 NOT_ALIGNED = "loads 16 bytes at a time, from heads that begin at multiples of that, elements side by side: take triton"
-MOST_EXPANDED_BYTES = 2**29  # of keys and values: what a call over codes may take besides its answer
+MOST_EXPANDED_BYTES = 2**29  # bytes of dequantized keys and values that a call may allocate
 
 
 def cannot_expand(problem: Problem) -> str | None:

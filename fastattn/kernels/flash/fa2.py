@@ -97,7 +97,7 @@ def attend(
     (level,) = plan.levels
     if isinstance(keys, Rows):
         return varlen(query, *keys, level.own, options, out)
-    assert isinstance(keys, Pages)  # of no other storage are its operations
+    assert isinstance(keys, Pages)  # the only other storage that it takes
     return paged(query, *keys, level.own, options, out)
 
 

@@ -44,13 +44,13 @@ from refattn.plan import Plan
 from refattn.trees import AttentionPlan, TreePlan
 
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
-FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")  # of that module
+FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")  # functions of that module
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
 UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))  # sizes of keys and of values that it has kernels for
 LATENT = (64, 512)  # sizes of rotary keys and of latents that it has kernels for
 SMALLEST_TILE = 64  # keys: smaller pages are never loaded as whole tiles
-SPLITS = 1  # of a sequence's keys: of several it would leave out those whose scores are NaN, and answer a number
+SPLITS = 1  # no split of a sequence's keys: with several, FA3 silently drops a split whose scores are NaN
 
 # What vLLM's operator takes besides: new keys to append, rotary embedding, scales of fp8, the second query of latents
 # (`mla` has one), a schedule made before (over pages there is one), context parallelism. Sinks (`s_aux`) have to be
@@ -377,7 +377,7 @@ def _call_interface(
         )
     return module.flash_attn_varlen_func(
         query, key, value, max_seqlen_k=batch.max_seq_len, return_attn_probs=True, **where, **asked
-    )  # whose name for the LSE is attention probabilities
+    )  # it calls the LSE attention probabilities
 
 
 def _has_interface() -> bool:

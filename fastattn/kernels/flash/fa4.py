@@ -25,8 +25,8 @@ from refattn.trees import AttentionPlan
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
 FAST_BLOCK = 128  # tokens in a page that loads fastest
 SMALLEST_TILE = 64  # keys that it loads at a time, at least
-QUERY_ROWS = 6144  # of a key head and a sequence, on average, that are worth a copy of the pages
-MOST_COPIED_BYTES = 2**29  # of keys and values: what a call may take besides its answer
+QUERY_ROWS = 6144  # rows per KV head and sequence, on average, that are worth a copy of the pages
+MOST_COPIED_BYTES = 2**29  # bytes of copied keys and values that a call may allocate
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -95,7 +95,7 @@ def attend(
         return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):
         return varlen(query, *keys, level.own, options, out)
-    assert isinstance(keys, Pages)  # of no other storage are its operations
+    assert isinstance(keys, Pages)  # the only other storage that it takes
     return paged(query, *keys, level.own, options, out)
 
 

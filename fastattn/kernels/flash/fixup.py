@@ -20,7 +20,7 @@ from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
 BLOCK_TOKENS = 32
-MOST_STEPS = 16  # of so many tokens, for a program that may find that there is nothing to fix up
+MOST_STEPS = 16  # most steps of that many tokens per program: it may find nothing to fix up
 PROGRAMS = 1024  # at least, where there is work for as many
 BLOCK_SEQS = 64  # that are counted at a time
 

@@ -52,10 +52,10 @@ FUNCTIONS = (
     "FlashMLASchedMeta",
     "get_mla_decoding_metadata",
     "flash_mla_sparse_fwd",
-)  # of that module
+)  # functions of that module
 LATENT = (64, 512)  # sizes of rotary keys and of latents
 BLOCK_SIZE = 64  # tokens in a page
-SELECTED_HEADS = (64, 128)  # of a query, over selected latents
+SELECTED_HEADS = (64, 128)  # query heads, over selected latents
 SELECTED_STEP = 128  # selected latents, of which there has to be a multiple
 
 
@@ -152,7 +152,7 @@ def attend(
     (level,) = plan.levels
     if isinstance(keys, PackedLatents):
         return selected_packed(query, keys, level.own, options)
-    assert isinstance(keys, Latents)  # of no other storage are its operations
+    assert isinstance(keys, Latents)  # the only other storage that it takes
     if isinstance(plan, TreePlan):
         return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
     if keys.query_scale is not None:

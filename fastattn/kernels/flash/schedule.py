@@ -31,7 +31,7 @@ def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
     where = where_called()
     if where is UNKNOWN:
         return make()
-    if any(x.is_inference() for x in lengths):  # which do not count their versions
+    if any(x.is_inference() for x in lengths):  # inference tensors do not count their versions
         return make()
     version = tuple(x._version for x in lengths)
     schedules = memo_of(plan).schedules

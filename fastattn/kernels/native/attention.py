@@ -164,7 +164,7 @@ def _describe(
         scale=query.shape[2] ** -0.5 if options.softmax_scale is None else options.softmax_scale,
         softcap=options.softcap,
     )
-    call.alive = (slopes, sinks)  # whose addresses it has
+    call.alive = (slopes, sinks)  # the call holds their addresses
     return call
 
 

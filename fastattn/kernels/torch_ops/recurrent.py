@@ -45,7 +45,7 @@ class _Sequence(NamedTuple):
     number: int  # in the batch
     row: int  # its first query row
     length: int
-    position: int  # of its first token
+    position: int  # its first token's position
     start: int  # the slot of its state; -1 without
 
 

@@ -289,8 +289,8 @@ def _quantize_kernel(
     key_cache,
     value_cache,
     slot_mapping,
-    key_scales,  # of fp8 by head [hk], or of int8 beside the pool [n, p, hk], and written
-    value_scales,  # of fp8 by head [hk], or of int8 by head and channel [hk, dv]; None for one number, or for none
+    key_scales,  # fp8: one per head [hk]; int8: beside the pool [n, p, hk], written here
+    value_scales,  # fp8: [hk]; int8: by head and channel [hk, dv]; None for one number, or for none
     key_number,
     value_number,
     key_strides,
@@ -334,7 +334,7 @@ def _quantize_kernel(
         keys = to_int8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)))
         if value_scales is not None:
             values = values.to(tl.float32)
-            is_nan = tl.max((values != values).to(tl.int32), 1) > 0  # which no code says
+            is_nan = tl.max((values != values).to(tl.int32), 1) > 0  # a quantized value cannot hold NaN
             key_scale = tl.where(is_nan, float("nan"), key_scale)
             at_scale = head[:, None] * value_scale_strides[0] + at_dv * value_scale_strides[1]
             values = to_int8(tl.div_rn(values, tl.load(value_scales + at_scale, in_value, 1.0)))

@@ -312,7 +312,7 @@ def _within_kernel(
         tl.store(decays + own_row * 2, from_start, in_chunk)
         tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
-    products = tl.where(at[:, None] >= at[None, :], products, 0.0)  # which 0 times NaN would not be
+    products = tl.where(at[:, None] >= at[None, :], products, 0.0)  # a product of 0 and NaN would be NaN
     tl.store(weights + own_row[:, None] * CHUNK + at[None, :], products, in_chunk[:, None])
 
     rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)

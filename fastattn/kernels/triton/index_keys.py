@@ -27,7 +27,7 @@ from refattn.plan import Plan
 
 BLOCK_ROWS = 16  # tokens of a program that writes
 BLOCK_N = 64  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
-STEPS = 16  # of such a program, at most
+STEPS = 16  # most steps of such a program
 PROGRAMS = 2  # for each multiprocessor, so many that steps become programs of their own
 SCORE_WARPS = 4
 STAGES = 3  # steps of keys that are read ahead, and the one at hand
@@ -205,7 +205,7 @@ def _write_index_kernel(
     else:
         numbers = numbers.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(numbers), 1), SMALLEST)
-        is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # which a maximum may overlook
+        is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # a maximum may overlook NaN
         largest = tl.where(is_nan, float("nan"), largest)
         scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
         codes = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT)
@@ -353,7 +353,7 @@ def _multiply(q, k, HAS_FP8_CVT: tl.constexpr):
     if k.dtype == tl.uint16:
         first, second = dequantize_pairs(k, "e4m3", HAS_FP8_CVT)
         q_first, q_second = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
-        products = tl.dot(first.to(q.dtype), tl.trans(q_first), input_precision="ieee")  # which holds every code
+        products = tl.dot(first.to(q.dtype), tl.trans(q_first), input_precision="ieee")  # the type holds any fp8 value
         products = tl.dot(second.to(q.dtype), tl.trans(q_second), products, input_precision="ieee")
     elif k.dtype == tl.uint8:
         products = tl.dot(dequantize(k, "e4m3", HAS_FP8_CVT).to(tl.float32), tl.trans(q), input_precision="ieee")
@@ -419,7 +419,7 @@ def _score_index_kernel(
     OVERLAP: tl.constexpr,
 ):
     pdl_wait(OVERLAP)
-    runs = tl.cdiv(width, steps * BLOCK_N)  # of keys, one for each program of a tile
+    runs = tl.cdiv(width, steps * BLOCK_N)  # splits of the keys, one for each program of a tile
     tile = tl.program_id(0) // runs
     sequence, first_row = find_rows(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
     first_query = tl.load(cu_seqlens_q + sequence)

@@ -54,7 +54,7 @@ KNOWS = BATCH | fields_of(
 KNOWS |= options_of("softmax_scale", "sinks", "batch_invariant")  # what a plan and a layer may ask for
 KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is said to be an experiment
 RANK, ROPE = 512, 64  # the elements of latents and of rotary keys that the layouts are for
-REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # of a thread that brings keys; codes wait there
+REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per thread that loads keys; quantized values wait there
 
 
 def takes(
@@ -338,7 +338,7 @@ def _attend_kernel(
     num_seqs,
     splits,
     scale,
-    query_number,  # of codes; but for these numbers latents have no scales
+    query_number,  # scale of a quantized query; latents have no other scales than these
     value_number,
     query_scales,
     key_scales,
@@ -365,7 +365,7 @@ def _attend_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     tile, split = gl.program_id(0), gl.program_id(1)
 
-    # Which rows of which sequence.
+    # The rows of this tile, and their sequence.
     sequence, first_row = find_rows(cu_seqlens_q, tile, num_seqs, NUM_HEADS, BLOCK_M, ONE_TILE)
     first_query = gl.load(cu_seqlens_q + sequence)
     num_rows = (gl.load(cu_seqlens_q + sequence + 1) - first_query) * NUM_HEADS
@@ -378,7 +378,7 @@ def _attend_kernel(
     seq_len = gl.load(seq_lens + sequence)
     context = seq_len - num_rows // NUM_HEADS  # the last key that the sequence's first query sees
 
-    # Which keys: those that some row sees, and of them the run of this split.
+    # The keys that some row sees, and among them the run of this split.
     first_key = tile * 0
     last_row = gl.minimum(first_row + BLOCK_M, num_rows) - 1
     last_key = gl.maximum(context + last_row // NUM_HEADS + 1, 0)

@@ -441,7 +441,7 @@ class PackedLaunch:
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             launch = self._driver.cuLaunchKernelEx
             status = launch(self._by_reference, self._function, self._pointers, None)
-            if status == _INVALID_CONTEXT:  # of a thread that has not called the CUDA runtime yet
+            if status == _INVALID_CONTEXT:  # this thread has not called the CUDA runtime yet
                 _enter_context(self._driver, self._device)
                 status = launch(self._by_reference, self._function, self._pointers, None)
         if status:

@@ -264,7 +264,7 @@ def _see_nodes(sight, is_row, first_node, WORDS: tl.constexpr):
         low = tl.load(sight.ancestors + at, mask=is_row & (at < WORDS), other=0).to(tl.uint64, bitcast=True)
         high = tl.load(sight.ancestors + at + 1, mask=is_row & (at + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
         words = (low >> shift) | ((high << (63 - shift)) << 1)  # a shift by 64 is undefined
-    before = tl.minimum(tl.maximum(-first_node, 0), 64).to(tl.uint64)  # of the keys, how many stand before the tree
+    before = tl.minimum(tl.maximum(-first_node, 0), 64).to(tl.uint64)  # how many of the keys come before the tree
     half, others = before // 2, before - before // 2
     ones = tl.full([1], 0xFFFFFFFFFFFFFFFF, tl.uint64) >> (32 - half) >> (32 - others)
     return ((words << half) << others) | ones

@@ -43,7 +43,7 @@ from fastattn.kernels.triton.masks import Run, visible_keys
 SEQS_AT_ONCE = tl.constexpr(128)  # sequences that are counted at a time
 LARGEST_TILE = tl.constexpr(512)  # query rows and keys, together, of a tile of a kernel whose output is repaired
 BLOCK_ROWS = 16
-PARTS_AT_ONCE = 8  # of a launch: one of 8 compiles in 0.9 s on the host of an NVIDIA H200, one of 128 in 91 s
+PARTS_AT_ONCE = 8  # per launch: 8 compile in 0.9 s on the host of an NVIDIA H200, 128 in 91 s
 
 
 def merge(

@@ -335,7 +335,7 @@ def quantize_query(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtyp
     return codes.view(kind) if dtype == kind else codes
 
 
-@triton.jit  # which asks whether the elements are a multiple of 16: then it moves several at a time
+@triton.jit  # specialized on multiples of 16 elements: then it moves several at a time
 @no_type_check
 def _round_to_codes_kernel(
     x, codes, scale, num_elements, BLOCK: tl.constexpr, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr

@@ -35,12 +35,12 @@ ALIGNED = 16  # elements, multiples of which the compiler knows as such
 FEW = 16  # tokens, up to which sequences go token by token
 BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
 TOKENS_WARPS = 1
-FEW_PROGRAMS = 8  # of a multiprocessor; if there are no more, each takes half as many values
+FEW_PROGRAMS = 8  # per SM; if there are no more, each takes half as many values
 CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk; twice as many where not all programs run at once
 CHUNKS_WARPS = 4
 COLUMNS = 64  # keys or values that a program by chunks holds at a time
 WITHIN_WARPS = 4
-WITHIN_REGISTERS = 168  # of a thread of it on an NVIDIA GPU: three such programs on a multiprocessor, and few spills
+WITHIN_REGISTERS = 168  # per thread on an NVIDIA GPU: three such programs on an SM, and few spills
 MOST_STAGES = 3  # chunks in shared memory at once
 
 
@@ -104,7 +104,7 @@ def recurrent(
         "queries_since": empty(*like_keys) if per_channel else None,
         "keys_until": empty(*like_keys) if per_channel else None,
     }
-    num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # of chunks: the first may begin inside one
+    num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
     own = {name: x for name, x in arguments.items() if name not in _OF_STATES}
     levels = chunk.bit_length() - 1 if per_channel else 0
     on_nvidia = {} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}
@@ -273,7 +273,7 @@ def _tokens_kernel(
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
     first_zero = tl.where(slot < 0, 0, length)
     last_zero = tl.where(sequence + 1 >= num_seqs, num_tokens - first_row, length)
-    for token in range(first_zero, last_zero):  # of padding; those after the last sequence are the last one's to write
+    for token in range(first_zero, last_zero):  # padding rows; the last sequence writes those past the end
         tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
     for token in range(0, tl.where(slot < 0, 0, length)):
         row = first_row + token

@@ -37,7 +37,7 @@ from fastattn.kernels.triton.tuning import multiprocessors, pad
 from refattn.batch import Batch
 
 BLOCK = 4096  # scores that are read at a time, at most 2**15
-BITS = 5  # of a digit; at least 5, as a warp counts 32 digits by a vote for each bit
+BITS = 5  # bits per digit, at least 5: a warp counts 32 digits by a vote for each bit
 SELECT_WARPS = 4
 SHORT = 4096  # scores of a row that has no candidates: all of them are counted
 SHORT_OF_MANY = 16384  # the same where rows are many
@@ -48,7 +48,7 @@ SPARE = 8  # scores of the sample that may lie above the pivot beside those that
 SAMPLE_WARPS = 8
 FILTER_BLOCK = 2048  # scores that are filtered at a time, at most 2**15
 FILTER_WARPS = 4
-MOST_SPLITS = 64  # of a row
+MOST_SPLITS = 64  # splits per row
 CANDIDATE_COLUMNS = 64  # candidates of each split that are gathered at a time
 CANDIDATE_BLOCK = 4096  # candidates that are read at a time, at most 2**15
 CANDIDATE_WARPS = 8
@@ -244,7 +244,7 @@ def _find_lowest(row_scores, stride, width, topk, BLOCK: tl.constexpr, BITS: tl.
     Once all numbers that have its highest bits are wanted, the others stay 0: no number lies between.
     """
     lowest = tl.full([], 0, tl.uint32)  # its highest bits first
-    wanted, spare = topk, width  # of the numbers that have these bits, how many are wanted, and how many not
+    wanted, spare = topk, width  # how many of the scores with these bits are wanted, and how many not
     whole, blocks = width // BLOCK, tl.cdiv(width, BLOCK)
     step = 0
     while (step < (31 + BITS) // BITS) & (spare > 0):

@@ -17,11 +17,11 @@ from refattn.plan import Plan
 SCRATCH_BYTES = 4096  # shared memory that a program needs beside its tile and its steps
 FEWEST_KEYS = 256  # that are worth a program of their own
 FEWEST_LATENTS = 64  # likewise: a step
-MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
+MOST_KEYS = 2048  # most keys of a sequence per program: a much longer one must not run alone at the end
 MOST_PART_BYTES = 2**28  # that the parts of all splits may take
 TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
 LONG_RUN = 3072 * 256  # bytes of the keys of a program, from which on two of them are enough
-MOSTLY = 0.9  # of the multiprocessors
+MOSTLY = 0.9  # the share of SMs that counts as nearly all
 EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
 INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 
@@ -252,7 +252,7 @@ def share_sm(tuning: LaunchConfig, of_codes: bool = False) -> LaunchConfig:
     (tests/kernels/test_compile.py).
     """
     if tuning.run:
-        return tuning  # which keys a split has must not depend on other levels either
+        return tuning  # the keys of a split must not depend on other levels either
     if tuning.block_m <= 16:
         return tuning._replace(num_warps=4, num_stages=2)
     registers = 168 if tuning.num_warps == 8 else None
@@ -287,7 +287,7 @@ def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) 
     head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
         elements = pad(head_size - value_head_size) + pad(value_head_size)
-        row_bytes = elements * query.element_size()  # of a key, too, but for codes that become numbers in registers
+        row_bytes = elements * query.element_size()  # bytes of a key as well, unless it is dequantized in registers
         key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
         return row_bytes, key_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()

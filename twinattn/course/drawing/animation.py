@@ -22,7 +22,7 @@ from twinattn.course.drawing.examples import LENS, NUM_BLOCKS, SCORES, TABLES, W
 from twinattn.course.drawing.figure import COLOURS, INK, text_colour
 
 BLOCK_SIZE = 4
-SECONDS = 3.5  # of a scene
+SECONDS = 3.5  # seconds per scene
 TURN = 0.2  # the share of a scene in which its parts move
 WIDTH, HEIGHT = 680, 250
 TOKEN = 40  # width of a token, in pixels
@@ -44,7 +44,7 @@ def animation() -> str:
     batch = make_batch([query_len for query_len, _ in LENS], [seq_len for _, seq_len in LENS], TABLES)
     slots = slot_mapping(batch, sum(q for q, _ in LENS), block_size=BLOCK_SIZE).tolist()
     starts = batch.cu_seqlens_q.tolist()
-    scores = torch.tensor(SCORES).split(BLOCK_SIZE)  # of the newest query of b, block by block
+    scores = torch.tensor(SCORES).split(BLOCK_SIZE)  # the scores of b's newest query, block by block
     alone = [part.softmax(0) for part in scores]
     ones = [torch.ones(1, 1, 1) for _ in scores]
     lses = [part.logsumexp(0).reshape(1, 1) for part in scores]

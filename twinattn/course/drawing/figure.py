@@ -16,9 +16,9 @@ LINE_WIDTH = 40.0  # a panel that would reach beyond it begins a new line
 GAP = 1.6  # between panels
 TITLE, SPAN = 1.2, 1.3  # room for them above the cells
 SLANT = 52  # angle of words above and below columns, in degrees
-BAR_HEIGHT, BAR_WIDTH = 6.0, 1.3  # of a bar whose value is 1
+BAR_HEIGHT, BAR_WIDTH = 6.0, 1.3  # the size of a bar whose value is 1
 INK = "#767676"  # legible on white (4.5 : 1), and nearly as well on black
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of the groups
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # one per group
 SHARED_COLOUR = "#F0E442"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 YOURS = "your code"  # the name of what somebody wrote, in tracebacks
 ALONE = "answer"  # the name of an answer that has no parts
-CLOSE = 1e-6  # of the largest element: about what float32 can tell
+CLOSE = 1e-6  # relative to the largest element: about what float32 can tell
 LONGEST = 100  # characters of a value that are shown
 Answer = dict[str, Any]
 

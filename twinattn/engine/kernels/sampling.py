@@ -42,7 +42,7 @@ def sample(
         return tokens
     num_blocks = triton.cdiv(v, BLOCK)
     sizes = dict(NUM_BLOCKS=num_blocks, PADDED=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, num_warps=NUM_WARPS)
-    # Of each block: its largest logit and the sum of its weights; with top-p, those above the threshold and one at it.
+    # Per block: its largest logit and the sum of its weights; with top-p, those above the threshold and one at it.
     maxima, sums, above, weight = torch.empty(4, b, num_blocks, dtype=torch.float64, device=device)
     first, ties = torch.empty(2, b, num_blocks, dtype=torch.int32, device=device)
     row = (logits, logits.stride(), temperature, temperature.stride(0))

@@ -32,7 +32,7 @@ FIELDS: dict[str, type] = {
     **dict.fromkeys(("name", "tool_call_id", "reasoning_content", "reasoning"), str),
     "tool_calls": list,
 }
-DEFAULT_TOKENS = 16  # of a completion without max_tokens, as in the API; a chat goes on as long as there is room
+DEFAULT_TOKENS = 16  # a completion without max_tokens, as in the API; a chat goes on as long as there is room
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ from twinattn.kit.mistakes.selection import Selection
 from twinattn.kit.mistakes.states import State
 from twinattn.kit.mistakes.writes import Write
 
-# Of mistakes that explain an answer equally well, the first is named: the plainest come first.
+# If mistakes explain an output equally well, the first is named: the plainest come first.
 ORDER = (
     *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, limits, hidden, cascade, trees),
     *(latents, quantized, packed, differential, merge, writes, states, beside),

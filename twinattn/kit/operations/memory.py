@@ -10,8 +10,8 @@ from twinattn.kit.kernel import LARGE, untouched
 from twinattn.kit.operations.operation import Operation, with_tensors, word_of
 
 MARGIN = 64  # elements before and after each tensor
-POISON = (torch.nan, torch.inf, 1e4)  # of numbers; one after the other
-NONSENSE = (-1, 2**30, -7)  # of tables
+POISON = (torch.nan, torch.inf, 1e4)  # in tensors of numbers, one after the other
+NONSENSE = (-1, 2**30, -7)  # in tables
 LAYOUTS = ("reversed", "gaps", "apart")
 
 

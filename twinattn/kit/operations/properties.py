@@ -33,9 +33,9 @@ from twinattn.kit.operations.operation import (
 )
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 
-SHOWN = 1e-3  # of the largest output: what moves by more depends on a number
+SHOWN = 1e-3  # relative to the largest output: what moves by more depends on a number
 EVIDENCE = 6  # calls that a mistake has to explain, beside the one that failed
-REPEATS = 6  # of a call that failed
+REPEATS = 6  # repeats of a failed call
 NOT_DETERMINISTIC = (
     "not-deterministic",
     "The same call gives other numbers each time: a race, or memory that is read before it is written.",

@@ -46,7 +46,7 @@ class Palette:
     heads: tuple[int, int]
     stored: str
     options: frozenset[str]
-    sides: tuple[bool, bool] = (False, False)  # of a window, that are bounded
+    sides: tuple[bool, bool] = (False, False)  # True for the sides of a window that are bounded
     alibi: str = "float32"
     pools: tuple[str, ...] = ("NHD",)  # strides are compiled for, too: whether they are 1, or multiples of 16
     rows: tuple[str, ...] = ("plain",)
@@ -234,8 +234,8 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
     return bounded(normalized(work))
 
 
-MOST_PARTS = 80  # of a prefill over latents
-MOST_PRODUCTS = 2e7  # of elements of queries and keys, so that the oracle and the reference take milliseconds
+MOST_PARTS = 80  # parts of a prefill over latents
+MOST_PRODUCTS = 2e7  # products of query and key elements: the oracle and the reference take milliseconds
 MOST_TOKENS = 150  # that are folded into states one by one
 
 

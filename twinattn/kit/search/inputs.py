@@ -305,7 +305,7 @@ def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Cal
     elif name == "varlen":
         del planned["block_size"]
     elif name == "interval":
-        padding = [(LARGEST, -LARGEST), (-LARGEST, LARGEST), (3, 5)] * work.padding_rows  # which may hold anything
+        padding = [(LARGEST, -LARGEST), (-LARGEST, LARGEST), (3, 5)] * work.padding_rows  # padding may hold anything
         rows = [pair for i in range(len(work.lens)) for pair in work.interval_rows(i)] + padding[: work.padding_rows]
         first, last = torch.tensor(rows, dtype=torch.int32).view(-1, 2).T.contiguous().to(batch.device)
         planned = dict(first_visible=first, last_visible=last, block_size=p)

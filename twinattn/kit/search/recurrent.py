@@ -102,7 +102,7 @@ def call(work: Workload, generator: torch.Generator) -> Call:
     tensors["batch"] = replace(make_batch(work, None), num_keys=None)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
-        states = copied(tensors["states"])  # which change in place
+        states = copied(tensors["states"])  # states change in place
         given = {name: x for name, x in more.items() if name == "out"}
         path, own = modules("recurrent"), {**tensors, "states": states}
         if work.operation == "convolve":

@@ -24,7 +24,7 @@ from twinattn.kit.search.inputs import (
 )
 from twinattn.kit.workload import Workload
 
-LARGEST_CODE = 0x7E  # of e4m3; the next one is NaN
+LARGEST_CODE = 0x7E  # the largest of e4m3; the next one is NaN
 
 
 def call(work: Workload, generator: torch.Generator) -> Call:

@@ -64,7 +64,7 @@ REFERENCE = {
     )
 }
 FAULTS = ("wrong", "raw error", "crash", "hang")
-CHECKED = 4  # of so many workloads, one holds the reference to the oracle, too, where the CPU computes
+CHECKED = 4  # every so many workloads on a CPU, the reference is held to the oracle, too
 UNLUCKY = 3.0  # times the tolerance, up to which other numbers of the same shape decide whether it is a fault
 MORE_NUMBERS = 4  # draws of other numbers then
 FEW = 32  # numbers, of which the largest error says how large errors are
@@ -233,7 +233,7 @@ class Truth:
     def _by_reference(self, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
         tensors = moved(cast(self.call, dtype), device)
         for name, x in tensors.items():
-            if isinstance(x, Batch):  # which is not known on a GPU without being said, and there is an answer anyway
+            if isinstance(x, Batch):  # a GPU does not know it without being told; it computes an output anyway
                 tensors[name] = replace(x, num_tokens=sum(q for q, _ in self.work.lens))
         plan = self.call.plan(reference, tensors)
         answer: tuple[Tensor, Tensor] = self.call.run(reference, plan, tensors, return_lse=True)

@@ -1,0 +1,34 @@
+"""How comments of the packages begin: each says what it is about, so that a reader need not look for its noun."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("refattn", "fastattn", "twinattn")
+WITHOUT_A_NOUN = re.compile(r"#\s+(?:of|whose|which)\b", re.IGNORECASE)
+
+
+def without_a_noun(source: str) -> list[str]:
+    """List the lines whose comment begins so; a comment may go on so in its next line."""
+    lines = source.splitlines()
+    goes_on = [False, *(line.lstrip().startswith("#") for line in lines)]
+    return [
+        line
+        for line, before in zip(lines, goes_on, strict=False)
+        if WITHOUT_A_NOUN.search(line) and not (before and line.lstrip().startswith("#"))
+    ]
+
+
+def test_no_comment_begins_without_its_noun():
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            found = without_a_noun(file.read_text())
+            assert not found, f"{file.relative_to(ROOT)}: name the subject in {found}"
+
+
+def test_such_a_comment_is_found():
+    for line in ("f(x)  # of a tree", "    # Which of them it is", "f(x)  # whose nodes they are"):
+        assert without_a_noun(f"# A sentence.\n\n{line}\n") == [line]
+    assert not without_a_noun("f(x)  # nodes of a tree, which is cut")
+    assert not without_a_noun("# A sentence about the nodes\n# of a tree.")
+    assert not without_a_noun('name = "#of"')
