@@ -494,11 +494,11 @@ def tiles_that_round_differently() -> Picture:
 @exhibit("Quantised caches", "42580", "One scale for two", puzzle="one_scale")
 def one_scale_for_two() -> Picture:
     """Values are multiplied by the scale of the keys. With scales of 1 nobody sees it."""
-    codes = torch.tensor([[40], [80]], dtype=torch.int8)
+    quantized = torch.tensor([[40], [80]], dtype=torch.int8)
     cells: list[list[list[float]]] = [[], []]
     for key_scale, value_scale in ((1.0, 1.0), (0.5, 0.01)):
         for rows, run in zip(cells, (right_of("one_scale"), broken("one_scale")), strict=True):
-            rows.append([float(run(torch.zeros(1), codes, codes, key_scale, value_scale))])
+            rows.append([float(run(torch.zeros(1), quantized, quantized, key_scale, value_scale))])
     return texts(["scales 1, 1", "scales 0.5, 0.01"], *cells, "output")
 
 

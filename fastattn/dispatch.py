@@ -276,7 +276,7 @@ def _by_a_kernel(
     """Attend, and return what is bound; nothing of its own if `return_lse` is None, as nothing will be run again.
 
     The levels of a cascade are one call where each has the same kernel, and it takes all of them. Otherwise a kernel is
-    chosen for each, and the outputs merge. Over codes a kernel that takes all of them goes first.
+    chosen for each, and the outputs merge. Over quantized values a kernel that takes all of them goes first.
     """
     problem = attention_problem(query, keys, plan, options)
     if problem.levels == 1 or isinstance(keys, QuantizedPages):

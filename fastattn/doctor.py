@@ -187,12 +187,12 @@ def _problems(device: torch.device) -> dict[str, Problem]:
             uniform=True,
         ),
     }
-    codes = usual._replace(keys="quantized", stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
+    quantized = usual._replace(keys="quantized", stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
     problems |= {
-        "prefill, fp8 codes": codes,
-        "decode, fp8 codes": codes._replace(max_query_len=1, num_tokens=4),
-        "prefill, int8 codes": codes._replace(stored=(torch.int8, torch.int8), rounds_query=True),
-        "latents, fp8 codes": problems["latents"]._replace(stored=codes.stored),
+        "prefill, fp8 values": quantized,
+        "decode, fp8 values": quantized._replace(max_query_len=1, num_tokens=4),
+        "prefill, int8 values": quantized._replace(stored=(torch.int8, torch.int8), rounds_query=True),
+        "latents, fp8 values": problems["latents"]._replace(stored=quantized.stored),
         "drafted trees": usual._replace(tree=True, window=(-1, -1), max_query_len=16, num_tokens=64),
         "latents, drafted trees": problems["latents"]._replace(
             tree=True, window=(-1, -1), max_query_len=16, num_tokens=64

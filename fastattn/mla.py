@@ -221,7 +221,7 @@ def _attend_to_chunk(
 def _as_read(
     latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Shaped[Tensor, "n p c"], cache_scale: float
 ) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
-    """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
+    """Return new latents and rotary keys as later steps read them: over a quantized pool, their dequantized values."""
     if cache.dtype not in FP8_FORMATS and not is_packed(cache):
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
@@ -248,15 +248,15 @@ def _read_numbers(
     cache_scale: float,
     dtype: torch.dtype,
 ) -> Float[Tensor, "s {rank}+{rope}"]:
-    """Read the latents and rotary keys in some rows of the pool, as numbers of a type if they are codes."""
+    """Read the latents and rotary keys in some rows of the pool, dequantized to a type if they are quantized."""
     if is_packed(cache):
         rows = _read(cache, slots)
         kernel = order.choose(Problem("read_packed", rows.device, dtype))
         return kernel.read_packed(rows, rank, rope, dtype)
     if cache.dtype not in FP8_FORMATS:
         return _read(cache, slots)[:, : rank + rope]
-    codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)[:, : rank + rope]
-    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
+    quantized = _read(cache.view(torch.uint8), slots).view(cache.dtype)[:, : rank + rope]
+    return quantized.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
 
 
 def _keys_and_values(

@@ -179,8 +179,8 @@ def allocate_latents(
         block_size: tokens in a block, `p`.
         latent_rank: elements of a latent, `r`.
         rope_size: elements of a rotary key, `rope`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for codes, `torch.uint8` for packed
-            rows.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for quantized values, `torch.uint8` for
+            packed rows.
         device: where the pool is.
 
     Returns:
@@ -205,16 +205,16 @@ def allocate_index_keys(
 ) -> Shaped[Tensor, "n p c"]:
     """Make an empty pool of index keys.
 
-    In bytes, the codes of all tokens of a block come first, and then their scales; with blocks of 4 tokens:
+    In bytes, the quantized values of all tokens of a block come first, and then their scales; with blocks of 4 tokens:
 
-        block   code 0 | code 1 | code 2 | code 3 | scale 0 | scale 1 | scale 2 | scale 3
+        block   key 0 | key 1 | key 2 | key 3 | scale 0 | scale 1 | scale 2 | scale 3
         bytes   128      128      128      128      4         4         4         4
 
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
         index_size: elements of an index key, a multiple of 4 in bytes.
-        dtype: `torch.uint8` for codes (e4m3) and scales, or the type of numbers.
+        dtype: `torch.uint8` for quantized values (e4m3) and scales, or the type of numbers.
         device: device of the pool.
 
     Returns:

@@ -370,10 +370,10 @@ def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -> None:
     """Check a cache `[n, p, c]` of latents whose rows hold at least `size` elements, and its scale."""
     _refuse_int8(cache)
-    holds_codes = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
-    check(cache=(cache, "n p c", None if holds_codes else query.dtype))
+    holds_fp8 = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
+    check(cache=(cache, "n p c", None if holds_fp8 else query.dtype))
     if cache.shape[2] < size:
         raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
-    if holds_codes:
+    if holds_fp8:
         refuse_gradients(ROUNDING, cache=cache)
     check_cache_scale(cache, cache_scale)

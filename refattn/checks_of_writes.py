@@ -147,7 +147,7 @@ def check_latent_slots(
 ) -> None:
     """Check a write of new latents `[t, r]` and rotary keys `[t, rope]` into the cache `[n, p, c]` by slots `[t]`.
 
-    They have the type of the cache, or any floating point type if it holds codes of fp8 or packed rows.
+    They have the type of the cache, or any floating point type if it holds fp8 values or packed rows.
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
@@ -170,8 +170,8 @@ def check_latent_slots(
     pages = cache[:, :, None]
     if is_packed(cache):
         check_packed(cache, rank, rope)
-        codes, _, rotary = packed_parts(pages, rank, rope)
-        pools = codes, rotary
+        quantized, _, rotary = packed_parts(pages, rank, rope)
+        pools = quantized, rotary
     else:
         if rank + rope > cache.shape[2]:
             raise ValueError(

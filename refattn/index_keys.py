@@ -23,18 +23,18 @@ from refattn.plan import Plan
 
 SCALE_BYTES = 4  # a token's scale, a float32
 INDEX_FORMAT = torch.float8_e4m3fn  # the format of quantized index keys
-ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a pool of numbers"
+ROUNDING = "rounding to fp8 has no gradient; use torch.no_grad(), or an unquantized pool"
 SMALLEST = 1e-4  # largest element of a key, at least, that a scale is made of
 
 
-def holds_codes(index_cache: Tensor) -> bool:
-    """Return whether a pool of index keys is one of codes and scales, in bytes."""
+def holds_fp8(index_cache: Tensor) -> bool:
+    """Return whether a pool of index keys is one of quantized values and scales, in bytes."""
     return index_cache.dtype == torch.uint8
 
 
 def index_size_of(index_cache: Tensor) -> int:
     """Return the elements of an index key."""
-    return index_cache.shape[-1] - (SCALE_BYTES if holds_codes(index_cache) else 0)
+    return index_cache.shape[-1] - (SCALE_BYTES if holds_fp8(index_cache) else 0)
 
 
 def check_index_pool(
@@ -72,22 +72,22 @@ def check_index_read(index_cache: Tensor, slots: Tensor) -> None:
 
 
 def check_index_cache(index_cache: Tensor) -> None:
-    """Check a pool of index keys: numbers `[n, p, d]`, or bytes `[n, p, d + 4]` of codes and scales.
+    """Check a pool of index keys: unquantized `[n, p, d]`, or bytes `[n, p, d + 4]` of quantized values and scales.
 
     Raises:
         ValueError: naming what does not fit. The bytes of a block lie side by side, in multiples of 4, as the scales of
-            its tokens follow the codes of all of them.
+            its tokens follow the quantized values of all of them.
     """
     sizes = check(index_cache=(index_cache, "n p d"))
     c = sizes["d"]
     check_sizes(block_size=sizes["p"])
-    if not holds_codes(index_cache):
+    if not holds_fp8(index_cache):
         check_floating("index_cache", index_cache)
         if index_cache.element_size() < 2:
             raise ValueError(f"index_cache: expected numbers of 16 bits or more, or uint8, got {describe(index_cache)}")
         return
     if c <= SCALE_BYTES or c % SCALE_BYTES:
-        raise ValueError(f"index_cache: expected a multiple of 4 codes and 4 bytes of a scale, got c={c}")
+        raise ValueError(f"index_cache: expected a multiple of 4 fp8 values and 4 bytes of a scale, got c={c}")
     s0, s1, s2 = index_cache.stride()
     if (s1, s2) != (c, 1) or s0 % SCALE_BYTES or index_cache.storage_offset() % SCALE_BYTES:
         raise ValueError(
@@ -106,13 +106,13 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
     check_index_cache(index_cache)
     d = index_size_of(index_cache)
     check(dict(d=d), key=(key, "float t d"))
-    if not holds_codes(index_cache) and key.dtype != index_cache.dtype:
+    if not holds_fp8(index_cache) and key.dtype != index_cache.dtype:
         raise ValueError(f"key: expected {index_cache.dtype}, the type of the pool, got {key.dtype}")
     check(key=(key, "t d"), index_cache=(index_cache, "n p c"), slot_mapping=(slot_mapping, "int64 t"))
     check_can_be_written(index_cache=index_cache)
     check_own_memory("index_cache", index_cache)
     check_apart(dict(index_cache=index_cache), dict(key=key))
-    if holds_codes(index_cache):
+    if holds_fp8(index_cache):
         refuse_gradients(ROUNDING, key=key)
     if not slot_mapping.is_cpu or not slot_mapping.numel():
         return
@@ -138,7 +138,7 @@ def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan
     if not query.shape[1]:
         raise ValueError(f"query: expected at least one index head, got {describe(query)}")
     if query.element_size() == 1 and query.dtype != INDEX_FORMAT:
-        raise ValueError(f"query: expected numbers, or codes of {INDEX_FORMAT}, got {query.dtype}")
+        raise ValueError(f"query: expected 16- or 32-bit values, or {INDEX_FORMAT}, got {query.dtype}")
     of_query = dict(t=t, h=query.shape[1], d=index_size_of(index_cache))
     check(of_query, query=(query, "t h d"), weights=(weights, "float t h"), index_cache=(index_cache, "n p c"))
     if not isinstance(plan, Plan):

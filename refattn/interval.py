@@ -15,7 +15,7 @@ another before a causal rest, and blocks of 3 tokens that are denoised together:
 So the answer to "who may see whom" is two numbers for each query. Causal masks, windows and chunks are such answers,
 too; they have paths of their own because they follow from positions, and need no tensor.
 
-    plan, attention     attention under any intervals, over pages, rows, latents, codes
+    plan, attention     attention under any intervals, over pages, rows, latents, quantized values
     causal              the intervals of a causal mask, in a window or not
     image_spans         images, and other runs of tokens that see one another (Gemma 3 and 4)
     prefix_lm           a prefix whose tokens see one another (PaliGemma, T5)
@@ -57,8 +57,8 @@ def plan(
         block_size: tokens in a block, `p`; None for rows, of which `varlen.attention` reads keys and values.
 
     Returns:
-        A plan for every layer of this step whose mask this is, for whatever stores the keys: pages (`attention`), codes
-        (`quantized.attention`), latents (`mla.attention`), pairs (`differential.attention`).
+        A plan for every layer of this step whose mask this is, for whatever stores the keys: pages (`attention`),
+        quantized values (`quantized.attention`), latents (`mla.attention`), pairs (`differential.attention`).
 
     Raises:
         ValueError: naming the argument that does not fit; on a CPU also if an interval ends after its sequence. On a

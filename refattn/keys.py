@@ -4,7 +4,7 @@
     Pages             blocks of a pool, by a block table             chunked prefill, windows, local, cascades, trees
     QuantizedPages    the same in 8 bits, and scales                 quantized
     Latents           a pool of vectors that are key and value       mla
-    PackedLatents     the same in bytes: codes, scales, numbers      mla, sparse
+    PackedLatents     the same in bytes: fp8, scales, 16 bits      mla, sparse
     Pairs             pools for both heads of each pair              differential
 
 Who may see whom is the plan's to say: rows are read under a `Plan`, and every pool under every plan over pages. Each
@@ -141,12 +141,12 @@ class Pages(NamedTuple):
 
 
 class QuantizedPages(NamedTuple):
-    """Quantised keys and values in the blocks of a pool: a number is `scale * code`.
+    """Quantised keys and values in the blocks of a pool: a number is `scale * quantized`.
 
     Attributes:
         key_cache: the pool of keys: fp8, as its own type or as bytes, or int8.
         value_cache: the pool of values, of the same type; or numbers, if there is no scale of int8 values.
-        scales: what codes are multiplied with, and whether queries are rounded as keys are.
+        scales: what quantized values are multiplied with, and whether queries are rounded as keys are.
     """
 
     key_cache: Shaped[Tensor, "n p hk d"]
@@ -182,24 +182,24 @@ class QuantizedPages(NamedTuple):
         if isinstance(plan, CascadePlan):
             check_no_scale_per_sequence(scales, key_cache.shape[2], OF_A_GROUP)
         check_scales(scales, key_cache, value_cache, *num_seqs_of(plan.own))
-        codes = {"key_cache": key_cache}
+        quantized = {"key_cache": key_cache}
         if types[1] not in QUERY_TYPES:
-            codes["value_cache"] = value_cache
+            quantized["value_cache"] = value_cache
         of_query = None if isinstance(scales, Int8Scales) else scales.query
         if isinstance(scales, Int8Scales) or of_query is not None:
-            codes |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
-        refuse_gradients(ROUNDING, **codes)
+            quantized |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
+        refuse_gradients(ROUNDING, **quantized)
 
 
 class Latents(NamedTuple):
     """Latents with their rotary keys: one key head for all query heads, whose value is the latent.
 
     Attributes:
-        cache: the pool; a row is a latent, its rotary key, and what is never read. Numbers, or codes of fp8.
+        cache: the pool; a row is a latent, its rotary key, and what is never read. Unquantized or fp8 values.
         latent_rank: elements of a latent, `r`.
-        cache_scale: what codes are multiplied with; 1 for numbers.
-        query_scale: queries are rounded to the format of the codes, and this is what theirs are multiplied with; None:
-            they stay as they are.
+        cache_scale: what quantized values are multiplied with; 1 for numbers.
+        query_scale: queries are rounded to the format of the quantized values, and this is what theirs are multiplied
+            with; None: they stay as they are.
         fp8_weights: a kernel may round the weights of the softmax to that format, too.
     """
 
@@ -224,7 +224,7 @@ class Latents(NamedTuple):
     ) -> None:
         """Check a call over latents: an absorbed query `[t, h, r + rope]`, and rows that hold as much.
 
-        The cache has the type of the query, or holds codes of fp8 under a scale.
+        The cache has the type of the query, or holds fp8 values under a scale.
 
         Raises:
             ValueError: naming the argument, what was expected and what came.
@@ -242,7 +242,7 @@ class Latents(NamedTuple):
         pages.check(query, plan, options, out, return_lse, pool="cache", types=types)
 
     def _check_rounding(self, query: Tensor) -> None:
-        """Check that queries are rounded beside codes only, and weights only where queries are."""
+        """Check that queries are rounded beside quantized values only, and weights only where queries are."""
         check_flag("fp8_weights", self.fp8_weights)
         if self.query_scale is None:
             if self.fp8_weights:
@@ -251,7 +251,7 @@ class Latents(NamedTuple):
         check_number("query_scale", self.query_scale, above=0.0)
         if self.cache.dtype not in FP8_FORMATS:
             kind = str(self.cache.dtype).removeprefix("torch.")
-            raise ValueError(f"query_scale: expected None for a cache of {kind}, which holds no codes of fp8, got one")
+            raise ValueError(f"query_scale: expected None for a cache of {kind}, which holds no fp8 values, got one")
         refuse_gradients(ROUNDING, query=query)
 
 
@@ -315,7 +315,7 @@ def latents_of(
     for name, given in (("query_scale", query_scale is not None), ("fp8_weights", fp8_weights is not False)):
         if given:
             raise ValueError(
-                f"{name}: expected none for packed latents, whose codes are multiplied as numbers, got one"
+                f"{name}: expected none for packed latents, which are dequantized before products, got one"
             )
     return PackedLatents(cache, latent_rank)
 
@@ -445,7 +445,7 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Se
 
 
 def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Float[Tensor, "t h d"]:
-    """Return the queries as they meet the keys: rounded to codes where quantised keys ask for that, else as they are.
+    """Return the queries as they meet the keys: quantized where quantised keys ask for that, else as they are.
 
     Args:
         query: query rows of all sequences.
@@ -473,14 +473,16 @@ def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan)
         assert scales.query is not None  # or nothing is rounded
         of_kv_heads = per_head(scales.query, num_kv_heads, _member(plan, i)).to(query.device)
         of_heads = repeat(of_kv_heads, "hk 1 -> (hk g) 1", g=query.shape[1] // num_kv_heads)
-        codes = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)
-        rounded[q0:q1] = codes.to(compute) * of_heads.to(compute)
+        quantized = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)
+        rounded[q0:q1] = quantized.to(compute) * of_heads.to(compute)
     return rounded
 
 
-def read_latents(codes: Shaped[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
-    """Return the latents that codes stand for, in the compute type of queries of `dtype`; 1 leaves numbers alone."""
-    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
+def read_latents(
+    quantized: Shaped[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype
+) -> Float[Tensor, "*rows d"]:
+    """Dequantize latents to the compute type of queries of `dtype`; a scale of 1 leaves them alone."""
+    return quantized.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
 
 
 def read_packed(
@@ -488,12 +490,12 @@ def read_packed(
 ) -> Float[Tensor, "*rows d"]:
     """Return the latents and rotary keys of packed rows, in the compute type of queries of `dtype`.
 
-    A scale is a number of 32 bits, whatever type is computed in: a product of it and a code is rounded once.
+    A scale is a number of 32 bits, whatever type is computed in: a product of it and a quantized value is rounded once.
     """
     compute = compute_dtype(dtype)
-    codes, scales, rope_key = packed_parts(rows, latent_rank, rope_size)
+    quantized, scales, rope_key = packed_parts(rows, latent_rank, rope_size)
     wide = torch.promote_types(compute, scales.dtype)
-    groups = rearrange(codes.view(PACKED_FORMAT).to(wide), "... (g e) -> ... g e", e=LATENT_GROUP)
+    groups = rearrange(quantized.view(PACKED_FORMAT).to(wide), "... (g e) -> ... g e", e=LATENT_GROUP)
     latent = rearrange(groups * scales.to(wide)[..., None], "... g e -> ... (g e)")
     return torch.cat([latent.to(compute), rope_key.to(compute)], dim=-1)
 
@@ -510,10 +512,10 @@ def _read_fp8(
     sequence: int,
     query: Float[Tensor, "t h d"],
 ) -> tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
-    """Return the keys and values of one sequence that its codes stand for."""
+    """Dequantize the keys and values of one sequence."""
     compute, hk = compute_dtype(query.dtype), key.shape[1]
     of_key, of_value = (per_head(x, hk, sequence).to(query.device, compute) for x in (scales.key, scales.value))
-    key, value = (codes.view(scales.format).to(compute) for codes in (key, value))
+    key, value = (quantized.view(scales.format).to(compute) for quantized in (key, value))
     return _times(key, of_key), _times(value, of_value)
 
 
@@ -524,13 +526,13 @@ def _read_int8(
     of_value: Float32[Tensor, "hk dv"] | None,
     query: Float[Tensor, "t h d"],
 ) -> tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
-    """Return the keys and values of one sequence that its codes stand for."""
+    """Dequantize the keys and values of one sequence."""
     compute = compute_dtype(query.dtype)
     numbers = value.to(compute) * (1.0 if of_value is None else of_value.to(compute))
     return key.to(compute) * of_key.to(compute), numbers
 
 
-def _times(codes: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Float[Tensor, "s hk d"]:
-    """Multiply codes with their scale; NaN and infinity stay, and have no part in the gradient of the scale."""
-    finite = codes.isfinite()
-    return torch.where(finite, codes.masked_fill(~finite, 0.0) * scale, codes)
+def _times(quantized: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Float[Tensor, "s hk d"]:
+    """Multiply quantized values by their scale; NaN and infinity stay, without a part in the scale's gradient."""
+    finite = quantized.isfinite()
+    return torch.where(finite, quantized.masked_fill(~finite, 0.0) * scale, quantized)

@@ -13,11 +13,12 @@ Two ways to the same answer:
 
 The second has one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
 
-A pool may hold codes of fp8 instead of numbers, `x = cache_scale * code`, under one scale for a layer: a latent is key
-and value at once, and lies in a row with its rotary key. Then a write rounds to codes, as that of `refattn.quantized`.
+A pool may hold fp8 values instead of unquantized ones, `x = cache_scale * quantized`, under one scale for a layer: a
+latent is key and value at once, and lies in a row with its rotary key. Then a write quantizes, as that of
+`refattn.quantized`.
 
-A pool of bytes holds packed rows: codes under a scale for each 128 of them, which a write finds, and rotary keys that
-are not rounded to codes (`refattn.packed_latents`; 656 bytes of a token with the sizes above).
+A pool of bytes holds packed rows: quantized values under a scale for each 128 of them, which a write finds, and rotary
+keys that are not quantized (`refattn.packed_latents`; 656 bytes of a token with the sizes above).
 """
 
 from dataclasses import replace
@@ -87,14 +88,15 @@ def attention(
     Args:
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
-            codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or packed rows, `torch.uint8`.
+            quantized values, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or packed rows, `torch.uint8`.
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
-        cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of
-            numbers.
-        query_scale: round queries to the format of the codes before they meet them, as a kernel does that multiplies in
-            fp8; their codes are multiplied with this number, above 0. None: queries stay as they are.
+        cache_scale: what quantized values are multiplied with, above 0: one number for latents and rotary keys. 1 for a
+            pool of numbers.
+        query_scale: round queries to the format of the quantized values before they meet them, as a kernel does that
+            multiplies in fp8; their quantized values are multiplied with this number, above 0. None: queries stay as
+            they are.
         fp8_weights: beside a `query_scale`, let a kernel round the weights of the softmax to that format, too, before
             they meet the latents. This function does not. A kernel that does differs from it: a weight by a sixteenth
             of itself (e4m3), or by 2**-10 of the largest weight that its query has, whichever is more.
@@ -179,8 +181,8 @@ def prefill(
     """Attend from new tokens to themselves and to their context, over keys and values computed from latents.
 
     The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
-    Over a pool of codes the context is what its codes stand for, and so are the new tokens: they are rounded to the
-    codes that `write` gives them. So no answer depends on how a prompt was cut into chunks.
+    Over a quantized pool the context is its dequantized values, and so are the new tokens: they are rounded to the
+    quantized values that `write` gives them. So no answer depends on how a prompt was cut into chunks.
 
     Args:
         query: new tokens, `d = nope + rope`: not absorbed.
@@ -191,7 +193,7 @@ def prefill(
         options: those of the layer, `softmax_scale` among it; sinks count once.
         key_projection: makes the keys of each head, `W_k`.
         value_projection: makes its values, `W_v`.
-        cache_scale: what codes are multiplied with, as for `attention`.
+        cache_scale: what quantized values are multiplied with, as for `attention`.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -257,7 +259,7 @@ def _in_one_part(
 def _as_read(
     latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Shaped[Tensor, "n p c"], cache_scale: float
 ) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
-    """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
+    """Return new latents and rotary keys as later steps read them: over a quantized pool, their dequantized values."""
     if cache.dtype not in FP8_FORMATS and not is_packed(cache):
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
@@ -355,20 +357,20 @@ def write(
 ) -> None:
     """Write new latents and rotary keys into the pool, in place, side by side; slot -1 is padding.
 
-        code = cast(clamp(x / cache_scale, -largest, largest))        into a pool of codes, as `quantized.write`
-        code = cast(clamp(x / scale, -448, 448))                      into packed rows, which keep the scales:
+        quantized = cast(clamp(x / cache_scale, -largest, largest))        into a quantized pool, as `quantized.write`
+        quantized = cast(clamp(x / scale, -448, 448))                      into packed rows, which keep the scales:
         scale of 128 elements = max |x| / 448, at least 2**-126       so zeros stay zeros
         rotary key = cast(x)                                          to bfloat16
 
     A NaN, or an infinity, makes NaN of the elements that share its scale.
 
     Args:
-        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes, and for
+        latent: of the new tokens, in the type of the pool; of any floating point type for a quantized pool, and for
             packed rows. Rows after the last slot are padding.
         rope_key: their rotary keys, of the same type.
         cache: the pool, changed in place in the first `r + rope` elements of a row.
         slot_mapping: the slot of each token, each at most once; -1 is not written.
-        cache_scale: what codes are multiplied with, as for `attention`.
+        cache_scale: what quantized values are multiplied with, as for `attention`.
 
     Raises:
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
@@ -396,7 +398,7 @@ def _write_packed(
     cache: UInt8[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
 ) -> None:
-    codes, scales, rotary = packed_parts(cache, latent.shape[1], rope_key.shape[1])
+    quantized_values, scales, rotary = packed_parts(cache, latent.shape[1], rope_key.shape[1])
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
             continue
@@ -404,5 +406,5 @@ def _write_packed(
         scale = group_scales(latent[token])
         groups = rearrange(latent[token], "(g e) -> g e", e=LATENT_GROUP)
         rounded = to_fp8(groups, rearrange(scale, "g -> g 1"), PACKED_FORMAT)
-        codes[block, row] = rearrange(rounded, "g e -> (g e)").view(torch.uint8)
+        quantized_values[block, row] = rearrange(rounded, "g e -> (g e)").view(torch.uint8)
         scales[block, row], rotary[block, row] = scale, rope_key[token].to(rotary.dtype)

@@ -1,7 +1,7 @@
-"""Packed latents: a token is a row of bytes that holds codes of fp8, a scale for each 128 of them, and a rotary key.
+"""Packed latents: a token is a row of bytes that holds fp8 values, a scale for each 128 of them, and a rotary key.
 
     bytes    0 .. 511              512 .. 527           528 .. 655
-             512 codes (e4m3)      4 scales (float32)   64 numbers (bfloat16)       656 bytes, with DeepSeek's sizes
+             512 fp8 (e4m3)        4 scales (float32)   64 numbers (bfloat16)       656 bytes, with DeepSeek's sizes
 
 A latent is rounded, and its rotary key is not: few numbers of it are large, and they turn with the position.
 
@@ -27,12 +27,12 @@ class PackedParts(NamedTuple):
     """Views of packed rows.
 
     Attributes:
-        codes: of the latents, as bytes.
-        scales: what the codes are multiplied with, one for each 128 of them.
+        quantized: the quantized latents, as bytes.
+        scales: what the quantized values are multiplied with, one for each 128 of them.
         rope_key: the rotary keys.
     """
 
-    codes: UInt8[Tensor, "*rows r"]
+    quantized: UInt8[Tensor, "*rows r"]
     scales: Float32[Tensor, "*rows groups"]
     rope_key: BFloat16[Tensor, "*rows rope"]
 

@@ -1,9 +1,9 @@
 """Attention over a quantised cache: keys and values of 8 bits each, and the scales that turn them back into numbers.
 
-    write        code = round(x / scale), within the range of the format
-    attention    x' = scale * code, then attention over x' as usual
+    write        quantized = round(x / scale), within the range of the format
+    attention    x' = scale * quantized, then attention over x' as usual
 
-    format    a code is                                 scale of a key         scale of a value       of a query
+    format    quantized to                              scale of a key         scale of a value       of a query
     fp8       a float of 8 bits: e4m3 up to 448,        fixed: one, per        likewise               likewise, or the
               e5m2 up to 57344                          head, per sequence                            query stays
     int8      a whole number from -127 to 127           its own largest        fixed: per head and    its own largest
@@ -14,9 +14,9 @@ The scales of int8 keys are worked out by the write, one for each token and KV h
 (`allocate_int8`). Nothing lies beside a pool of fp8: `kv_cache.allocate` makes one of `dtype=torch.float8_e4m3fn`.
 `kv_cache.copy_blocks` and `swap_blocks` move blocks of either, those of int8 with their scales as one more cache.
 
-All rounding is computed in float32, to the nearest code, ties to even. A number that is too large for a format becomes
+All rounding is computed in float32, to the nearest value, ties to even. A number that is too large for a format becomes
 its largest number, infinity too; a cast alone would give infinity for e5m2, and NaN for e4m3 before PyTorch 2.12. NaN
-stays NaN. Int8 has no code for it, so the scale of a key is NaN if the key or an int8 value of that token and head has
+stays NaN. Int8 has no value for it, so the scale of a key is NaN if the key or an int8 value of that token and head has
 one, and every answer that sees the token is NaN. A row with its own scale has no largest number, so infinity in it
 comes out as NaN, too.
 
@@ -79,8 +79,8 @@ def attention(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to its tokens in a quantised cache, the new ones included.
 
-        key'[j]   = key scale * key code[j]          value'[j] = value scale * value code[j]
-        query'    = query scale * query code         for int8, and for fp8 if there is a scale for it
+        key'[j]   = key scale * quantized key[j]          value'[j] = value scale * quantized value[j]
+        query'    = query scale * quantized query         for int8, and for fp8 if there is a scale for it
         out       = attention(query', key', value')            of the path that the plan is of
 
     Write the new keys and values first (`write`).
@@ -92,8 +92,9 @@ def attention(
         value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
         options: those of the layer; the sinks are counted once.
-        scales: what the layer's codes are multiplied with. Scales per sequence are those of the batch, in a plan of
-            virtual sequences, too. A cascade takes none per sequence: what several share was written under one scale.
+        scales: what the layer's quantized values are multiplied with. Scales per sequence are those of the batch, in a
+            plan of virtual sequences, too. A cascade takes none per sequence: what several share was written under one
+            scale.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -120,8 +121,8 @@ def write(
 ) -> None:
     """Quantise new tokens and write them into the pool, in place, with the scales that are worked out for them.
 
-        fp8     code = cast(clamp(x / scale, -largest, largest))
-        int8    code = clamp(round(x / scale), -127, 127)         scale of a key = max |x| / 127, or 1 if that is 0
+        fp8     quantized = cast(clamp(x / scale, -largest, largest))
+        int8    quantized = clamp(round(x / scale), -127, 127)         scale of a key = max |x| / 127, or 1 if that is 0
 
     So a key of zeros stays zero. Int8 values without a `scales.value` are written as they are.
 

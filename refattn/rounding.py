@@ -1,4 +1,4 @@
-"""How numbers become codes: the nearest one under a scale, and the scale of a row of int8 or of a group of a latent."""
+"""Quantization: round to the nearest value under a scale, and find the scale of an int8 row or a group of a latent."""
 
 import torch
 from einops import rearrange
@@ -9,7 +9,7 @@ from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE
 
 
 def to_fp8(x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "heads 1"], kind: torch.dtype) -> Tensor:
-    """Round to the nearest code of an fp8 format; what is too large becomes its largest number."""
+    """Round to the nearest value of an fp8 format; what is too large becomes its largest number."""
     largest = torch.finfo(kind).max
     return (x.float() / scale).clamp(-largest, largest).to(kind)
 
@@ -17,7 +17,7 @@ def to_fp8(x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "heads 1
 def to_int8(
     x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "*rows2 heads #size"]
 ) -> Int8[Tensor, "*rows heads size"]:
-    """Round to the nearest, of two to the even; NaN, for which there is no code, becomes 0 under a scale of NaN."""
+    """Round to the nearest, of two to the even; NaN, which has no quantized value, becomes 0 under a scale of NaN."""
     return (x.float() / scale).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
 
 

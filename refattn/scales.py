@@ -1,4 +1,4 @@
-"""The scales that turn codes of a quantised cache back into numbers: one definition for every path and kernel.
+"""The scales that dequantize a quantized cache: one definition for every path and kernel.
 
 There is one class per kind of cache, because their scales differ: those of fp8 are fixed for a layer, while those of
 int8 keys are stored next to the cache, one per token and head, and are set by each write.
@@ -19,7 +19,7 @@ FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, eq=False)
 class Fp8Scales:
-    """The scales of an fp8 cache, `x = scale * code`, fixed before anything is written.
+    """The scales of an fp8 cache, `x = scale * quantized`, fixed before anything is written.
 
     Each is a positive number, or a float32 tensor with one for each KV head `[hk]`, or for each sequence and KV head
     `[b, hk]`. A token that is written knows no sequence, so scales per sequence are for reading only; and for no
@@ -74,7 +74,7 @@ class Fp8Scales:
 
 @dataclass(frozen=True, eq=False)
 class Int8Scales:
-    """The scales of an int8 cache, `x = scale * code`, codes from -127 to 127.
+    """The scales of an int8 cache, `x = scale * quantized`, quantized values from -127 to 127.
 
     Attributes:
         key: of the keys, one for each token of the pool and KV head, `[n, p, hk]` float32 with any strides. A write
@@ -176,26 +176,24 @@ def type_of_outputs(query: Tensor, out: Tensor | None) -> torch.dtype:
     return out.dtype if isinstance(out, Tensor) and out.dtype in QUERY_TYPES else torch.bfloat16
 
 
-ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
+ROUNDING = "rounding to a quantized cache has no gradient; use torch.no_grad(), or an unquantized cache"
 
 
 def _refuse_int8(cache: object) -> None:
     if isinstance(cache, Tensor) and cache.dtype == torch.int8:
         raise ValueError(
-            "cache: expected numbers or codes of fp8 for latents, got int8: a key in int8 has a scale per token, a "
+            "cache: expected unquantized or fp8 latents, got int8: a key in int8 has a scale per token, a "
             "value one per channel, and a latent is both"
         )
 
 
 def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
-    """Check the scale of a cache of latents: 1, unless it holds codes."""
+    """Check the scale of a cache of latents: 1, unless it holds quantized values."""
     _refuse_int8(cache)
     check_number("cache_scale", cache_scale, above=0.0)
     if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
         kind = str(cache.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"cache_scale: expected 1 for a cache of {kind}, which holds no codes of fp8, got {cache_scale}"
-        )
+        raise ValueError(f"cache_scale: expected 1 for a cache of {kind}, which holds no fp8 values, got {cache_scale}")
 
 
 def stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:

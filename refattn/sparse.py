@@ -10,7 +10,7 @@ the indexer, scores every key that a query may see; the `topk` best are attended
 
 The last line is the point: with blocks of one token a list of slots *is* a block table, and the query a sequence of its
 own. So selection is an answer to "who may see whom" and needs no new attention: as in local attention, each query is a
-virtual sequence, over pages, codes or latents.
+virtual sequence, over pages, quantized values or latents.
 
     allocate, write       the pool of index keys: in 16 bits, or in fp8 with one scale per token, as servers lay it out
     scores                of every key that a query may see
@@ -43,7 +43,7 @@ from refattn.index_keys import (
     check_select,
     check_selected,
     check_selected_options,
-    holds_codes,
+    holds_fp8,
     index_size_of,
 )
 from refattn.metadata import make_batch
@@ -58,11 +58,12 @@ allocate = allocation.allocate_index_keys
 def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]) -> None:
     """Write index keys of new tokens into their pool, in place.
 
-    As codes, a key is divided by its scale, `max(1e-4, largest element) / 448`, and rounded: its largest element
-    becomes the largest code.
+    As quantized values, a key is divided by its scale, `max(1e-4, largest element) / 448`, and rounded: its largest
+    element becomes the largest value.
 
     Args:
-        key: the new index keys, after their norm and rotation; in the type of the pool, or any if it holds codes.
+        key: the new index keys, after their norm and rotation; in the type of the pool, or any if it holds quantized
+            values.
         index_cache: the pool, changed in place.
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
 
@@ -76,20 +77,20 @@ def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_
         if slot == -1:
             continue
         block, row = divmod(slot, block_size)
-        if not holds_codes(index_cache):
+        if not holds_fp8(index_cache):
             index_cache[block, row] = key[token]
             continue
         largest = torch.finfo(INDEX_FORMAT).max
         scale = key[token].float().abs().amax().clamp(min=SMALLEST) / torch.full((), largest, device=key.device)
-        codes = (key[token].float() / scale).clamp(-largest, largest).to(INDEX_FORMAT)
+        quantized = (key[token].float() / scale).clamp(-largest, largest).to(INDEX_FORMAT)
         page = index_cache[block].flatten()
-        page[row * size : (row + 1) * size] = codes.view(torch.uint8)
+        page[row * size : (row + 1) * size] = quantized.view(torch.uint8)
         at_scale = block_size * size + row * SCALE_BYTES
         page[at_scale : at_scale + SCALE_BYTES] = scale.reshape(1).view(torch.uint8)
 
 
 def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
-    """Return the index keys in some slots of a pool: numbers as they are, codes times their scales, in float32.
+    """Return the index keys in some slots of a pool, dequantized where they are quantized, in float32.
 
     Args:
         index_cache: the pool.
@@ -103,13 +104,13 @@ def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Flo
     """
     check_index_read(index_cache, slots)
     blocks, rows = slots // index_cache.shape[1], slots % index_cache.shape[1]
-    if not holds_codes(index_cache):
+    if not holds_fp8(index_cache):
         return index_cache[blocks, rows]
     p, size = index_cache.shape[1], index_size_of(index_cache)
     pages = index_cache.flatten(1)
-    codes = pages[:, : p * size].unflatten(1, (p, size))[blocks, rows].view(INDEX_FORMAT)
+    quantized = pages[:, : p * size].unflatten(1, (p, size))[blocks, rows].view(INDEX_FORMAT)
     scales = pages[:, p * size :].unflatten(1, (p, SCALE_BYTES))[blocks, rows].view(torch.float32)
-    return codes.float() * scales
+    return quantized.float() * scales
 
 
 @without_autocast
@@ -125,8 +126,8 @@ def scores(
     `head_size ** -0.5` and `heads ** -0.5` are, and the scale of a key may follow after the sum.
 
     Args:
-        query: index queries of the new tokens, after their rotation: numbers, or codes of fp8 (e4m3), whose scales are
-            in the weights.
+        query: index queries of the new tokens, after their rotation: unquantized values, or fp8 values (e4m3), whose
+            scales are in the weights.
         weights: of the index heads, with all factors; they may be negative.
         index_cache: the pool of index keys, the new ones included.
         plan: of `chunked_prefill.plan` (or of intervals): who may see whom at all.

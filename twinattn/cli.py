@@ -40,7 +40,7 @@ def demo(
         str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")
     ] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
+        str, typer.Option(help="What the cache holds: auto, or quantized values: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
     profile: Annotated[
         Path | None, typer.Option(help="Show where the time of a step goes, and draw some steps into this file (.svg).")

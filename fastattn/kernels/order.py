@@ -37,7 +37,7 @@ MODULES = {  # where each kernel is: the `KERNEL` of a module, or what is named
 NAMES = tuple(MODULES)
 
 FA3_PAGE = 128  # tokens in a page, of which prompts go to FlashAttention-3 first
-ROWS_TO_EXPAND = 512  # rows that meet a key, on average, from which on its codes become numbers in memory; an estimate
+ROWS_TO_EXPAND = 512  # rows that meet a key, on average, from which on it is dequantized into memory; an estimate
 FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
 SELECTED_FULL = 0.24  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first
 FEW_OPERATIONS = 8e9  # at most, so that the products are over before the host has launched others
@@ -91,16 +91,16 @@ RULES = (
         "quantised pages, where a key meets many queries",
         lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
         ("fa4", "fa3", "triton"),
-        f"""{H200}, quantized/prefill-2x8192-fp8: codes are expanded into memory once, for a kernel of numbers.
-        flash-attn-4 comes first, as it splits no keys and so shows NaN in any. FlashAttention-3 is not asked for its
-        own product of codes: it rounds the weights to fp8, too, before they meet the values, which costs more than the
-        one tolerance lets pass.""",
+        f"""{H200}, quantized/prefill-2x8192-fp8: quantized values are expanded into memory once, for a kernel that
+        reads unquantized pages. flash-attn-4 comes first, as it splits no keys and so shows NaN in any.
+        FlashAttention-3 is not asked for its own product of quantized values: it rounds the weights to fp8, too, before
+        they meet the values, which costs more than the one tolerance lets pass.""",
     ),
     Rule(
         "quantised pages",
         lambda problem: problem.keys == "quantized",
         ("triton",),
-        f"""{H200}, quantized/decode-64x8192-fp8: ours turns codes into numbers in registers, for each tile of queries
+        f"""{H200}, quantized/decode-64x8192-fp8: ours dequantizes in registers, for each tile of queries
         anew.""",
     ),
     Rule(
@@ -141,7 +141,7 @@ RULES = (
         lambda problem: problem.keys == "latents" and _fills_sms(problem),
         ("flash_mla", "fa3", "triton"),
         f"""{H200}, mla/decode-64x8192-heads-128: 64 decodes of 128 heads over 8192 keys take it 270 us and ours 351;
-        FlashAttention-3 took 287. Codes of latents are read by ours alone, unless a call lets FlashMLA round queries
+        FlashAttention-3 took 287. Quantized latents are read by ours alone, unless a call lets FlashMLA round queries
         and weights: 64 decodes of 128 heads over 8192 keys then take it 231 us. Under a tree both read the keys
         before it, and ours its nodes: 64 trees of 4 nodes and 16 heads take 0.20, 0.20 and by ours alone 0.45 ms, 32 of
         8 nodes and 128 heads 1.08, 1.07 and 3.21.""",

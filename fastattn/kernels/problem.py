@@ -23,7 +23,7 @@ from refattn.trees import AttentionPlan, TreePlan
 
 FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
 EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long
-EXPANDED_BLOCK = 128  # tokens in a block of codes that have become numbers: what FlashAttention loads fastest
+EXPANDED_BLOCK = 128  # tokens in a block of dequantized values: what FlashAttention loads fastest
 
 
 class Problem(NamedTuple):
@@ -53,12 +53,12 @@ class Problem(NamedTuple):
         sinks: there are sinks.
         batch_invariant: no bit of a row may depend on what else is in the batch.
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on; of queries alone where
-            keys and values are codes. Of packed latents also that their rows have no gaps.
+            keys and values are quantized. Of packed latents also that their rows have no gaps.
         num_pairs: copies of blocks that are asked for.
         contiguous_blocks: the elements of each block that is copied lie side by side, without gaps.
         num_dims: dimensions of a pool whose tokens are moved.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
-        stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
+        stored: the types of keys and values in a quantized cache; None in any other.
         rounds_query: queries are rounded as keys are.
         fp8_weights: over latents in fp8 the weights of the softmax may be rounded, too.
         even: the host knows that all sequences have about as many keys.
@@ -281,12 +281,12 @@ def has_packed_rows(keys: PackedLatents, head_size: int) -> bool:
 
 
 def expanded(problem: Problem) -> Problem:
-    """Describe what is left of attention over codes when they have become numbers in the type of the queries."""
+    """Describe what is left of attention over a quantized cache once it is dequantized to the type of the queries."""
     aligned = problem.aligned or problem.rounds_query  # rounded queries are new ones
     numbers = problem._replace(
         keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned
     )
-    return numbers._replace(extends_causal=False)  # their keys after each query are codes
+    return numbers._replace(extends_causal=False)  # their keys after each query are quantized
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:

@@ -277,7 +277,7 @@ def test_what_makes_keys_and_values_has_to_be_one_matrix(device):
             make_engine(model)
 
 
-# --- codes ---
+# --- quantized values ---
 
 FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 each_fp8 = pytest.mark.parametrize("kind", FP8)
@@ -292,19 +292,23 @@ each_fp8 = pytest.mark.parametrize("kind", FP8)
         )
     ],
 )
-def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, schedule, calibrated, twin, monkeypatch):
+def test_over_quantized_values_an_engine_answers_as_over_rounded_latents(
+    deepseek, kind, schedule, calibrated, twin, monkeypatch
+):
     """What fp8 does to a model is the rounding of its latents and rotary keys, and nothing else."""
     sizes = dict(SCHEDULES[schedule])
     monkeypatch.setattr(twinattn.engine.layers, "WORKSPACE", sizes.pop("workspace", 16384))
     calibration = calibrate(deepseek, PROMPTS[:2]) if calibrated else None
-    largest_code, order = torch.finfo(FP8[kind]).max, {}
+    largest_value, order = torch.finfo(FP8[kind]).max, {}
 
     def rounded(latent, rope_key, cache):
         layer = order.setdefault(cache.data_ptr(), len(order))  # in which the layers first write
-        largest = max(x.max() for x in calibration[layer]) if calibrated else largest_code
-        scale = torch.full_like(latent[:1, :1], float(largest) / largest_code)
-        codes = ((x / scale).clamp(-largest_code, largest_code).to(FP8[kind]).to(x.dtype) for x in (latent, rope_key))
-        return [x * scale for x in codes]
+        largest = max(x.max() for x in calibration[layer]) if calibrated else largest_value
+        scale = torch.full_like(latent[:1, :1], float(largest) / largest_value)
+        quantized = (
+            (x / scale).clamp(-largest_value, largest_value).to(FP8[kind]).to(x.dtype) for x in (latent, rope_key)
+        )
+        return [x * scale for x in quantized]
 
     def write(latent, rope_key, cache, slots, **_):
         refattn.mla.write(*rounded(latent, rope_key, cache), cache, slots)
@@ -316,7 +320,10 @@ def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, sc
     rounding.mla = ModuleType("mla")
     rounding.mla.__dict__.update({**vars(refattn.mla), "write": write, "prefill": prefill})
     plain = make_engine(deepseek, rounding, **sizes)
-    expected = outputs(plain), outputs(plain, PROMPTS[1:4])  # with a prefix that is found, and so is read as codes
+    expected = (
+        outputs(plain),
+        outputs(plain, PROMPTS[1:4]),
+    )  # with a prefix that is found, and so is read as 8-bit values
     engine = make_engine(deepseek, twin, kv_cache_dtype=kind, calibration=calibration, **sizes)
     assert {cache.dtype for cache in engine.caches} == {FP8[kind]}
     assert len({layer.storage.cache_scale for layer in engine.layers}) == (2 if calibrated else 1)
@@ -338,7 +345,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize(("kind", "twin"), [*zip(FP8, TWINS, strict=True)])
-def test_over_codes_no_answer_depends_on_how_a_prompt_was_cut(deepseek, kind, twin):
+def test_over_quantized_values_no_answer_depends_on_how_a_prompt_was_cut(deepseek, kind, twin):
     """Nor on preemption, after which an answer is a prompt, or on drafts, which are new tokens beside others."""
     draw = random.Random(4)
     prompts = [[draw.randrange(30) for _ in range(draw.randint(34, 40))] for _ in range(3)]
@@ -375,28 +382,30 @@ def test_one_scale_is_that_of_the_largest_number_of_the_first_step(deepseek, kin
         assert outputs(given, PROMPTS[1:4]) == found
 
 
-def test_recorded_steps_over_codes_are_absorbed(deepseek, monkeypatch, device):
+def test_recorded_steps_over_quantized_values_are_absorbed(deepseek, monkeypatch, device):
     """As an engine that absorbs everything answers, which reads the new tokens of a prompt from the pool, too."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
     monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
-    coded = dict(kv_cache_dtype="fp8_e4m3", num_blocks=9, max_num_batched_tokens=10)
-    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), **coded)
+    quantized = dict(kv_cache_dtype="fp8_e4m3", num_blocks=9, max_num_batched_tokens=10)
+    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), **quantized)
     engine.runner.records = True
     monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
-    assert outputs(engine) == outputs(make_engine(deepseek, batch_invariant=True, **coded))
+    assert outputs(engine) == outputs(make_engine(deepseek, batch_invariant=True, **quantized))
     assert engine.runner._steps
 
 
 @each_fp8
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_pool_of_codes_takes_a_quarter_of_the_memory(deepseek, twin, kind):
-    plain, coded = (make_engine(deepseek, twin, kv_cache_dtype=name) for name in ("auto", kind))
-    assert coded.pool_bytes == plain.pool_bytes / 4  # a quarter of float32
-    assert coded.pool_bytes == sum(layer.storage.bytes_per_token(torch.float32) for layer in coded.layers) * 64 * 4
+def test_a_quantized_pool_takes_a_quarter_of_the_memory(deepseek, twin, kind):
+    plain, quantized = (make_engine(deepseek, twin, kv_cache_dtype=name) for name in ("auto", kind))
+    assert quantized.pool_bytes == plain.pool_bytes / 4  # a quarter of float32
+    assert (
+        quantized.pool_bytes == sum(layer.storage.bytes_per_token(torch.float32) for layer in quantized.layers) * 64 * 4
+    )
 
 
-def test_what_codes_of_latents_do_not_have_is_refused(deepseek):
+def test_what_quantized_latents_do_not_have_is_refused(deepseek):
     with pytest.raises(
         NotImplementedError, match="the engine keeps no latents in a pool of int8, only of auto, fp8_e4m3"
     ):

@@ -62,8 +62,8 @@ def rounded(latent, rope_key):
     """Round by the format alone: a scale for 128 numbers, the largest of which is 448; rotary keys in 16 bits."""
     groups = latent.unflatten(1, (-1, 128))
     scales = groups.abs().amax(2, keepdim=True).clamp(min=448 * 2.0**-126) / 448
-    codes = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (codes.to(latent.dtype) * scales).flatten(1), rope_key.bfloat16().to(rope_key.dtype)
+    quantized = (groups / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (quantized.to(latent.dtype) * scales).flatten(1), rope_key.bfloat16().to(rope_key.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_token_has_a_row_of_bytes(models, twin):
 @pytest.mark.covers("F217")
 @pytest.mark.parametrize(("name", "twin"), [*zip(MODELS, TWINS, strict=True)])
 def test_what_others_left_in_the_pools_is_not_read(models, expected, name, twin):
-    """Bytes that are NaN as a code, as a scale and as a number."""
+    """Bytes that are NaN as a quantized value, as a scale and as a number."""
     engine = make_engine(models[name], twin, num_blocks=15, max_num_batched_tokens=10, **PACKED)
     for cache in engine.caches:
         for pool in cache if isinstance(cache, tuple) else (cache,):

@@ -46,7 +46,7 @@ ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
 TYPES = {"f32": torch.float32} | ({} if ON_CPU else {"f16": torch.float16, "bf16": torch.bfloat16})
 IDS = [kind + "-calibrated" * calibrated for kind, calibrated in WAYS]
 each_way = pytest.mark.parametrize(("kind", "calibrated"), WAYS, ids=IDS)
-# Each way in one of the packages, for what the scheduler does with codes: it knows neither.
+# Each way in one of the packages, for what the scheduler does with quantized values: it knows neither.
 each_way_once = pytest.mark.parametrize(
     ("kind", "calibrated", "package"),
     [(*way, PACKAGES[i % 2]) for i, way in enumerate(WAYS)],
@@ -103,7 +103,7 @@ def test_twins_answer_alike(models, calibrations, family, kind, calibrated):
 
 
 def checking_twin(steps):
-    """Compute by `fastattn`: the codes of every write are the reference's to the bit, every answer within tolerance."""
+    """Compute by `fastattn`: every write has the reference's bits, every output is within tolerance."""
     fast, reference = fastattn.quantized, refattn.quantized
 
     def write(*tensors, scales):
@@ -147,7 +147,7 @@ def test_twins_agree_in_every_layer_and_step(calibrations, kind, calibrated, dty
 
 
 def rounding_twin(calibration, kind):
-    """Compute by `refattn` over a plain cache of what the codes stand for, worked out number by number.
+    """Compute by `refattn` over a plain cache of the dequantized values, worked out number by number.
 
     A layer is known by its pool, in the order in which the layers first write.
     """
@@ -189,7 +189,7 @@ def rounding_twin(calibration, kind):
 
 @layers_and_ways("llama", "mistral", "llama4_text")
 def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, calibrations, family, kind, calibrated):
-    """What codes do to a model is the rounding of its keys and values, of int8 its queries, too, and nothing else."""
+    """8 bits change a model by rounding its keys and values, with int8 its queries, too, and by nothing else."""
     calibration = calibrations[family] if calibrated else None
     expected, _ = answers(models[family], twin=rounding_twin(calibration, kind))
     got, engine = answers(models[family], kv_cache_dtype=kind, calibration=calibration)
@@ -199,7 +199,7 @@ def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, calibrations,
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"], ids=["softcap", "sinks", "alibi"])
-def test_what_a_layer_fixes_reaches_it_over_codes(family, kind, device):
+def test_what_a_layer_fixes_reaches_it_over_quantized_values(family, kind, device):
     model = make_family(family, device)
     calibration = calibrate(model, OTHERS)
     expected, _ = answers(model, twin=rounding_twin(calibration, kind))
@@ -209,7 +209,7 @@ def test_what_a_layer_fixes_reaches_it_over_codes(family, kind, device):
 
 @each_way_once
 def test_preemption_and_shared_prefixes_change_nothing(models, calibrations, kind, calibrated, package):
-    """Codes that are written twice, or found in the blocks of another request, are read under the same scales."""
+    """Values that are written twice, or found in another request's blocks, are read under the same scales."""
     options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
     options |= dict(twin=importlib.import_module(package))
     expected = [answers(models["llama"], [prompt], num_blocks=30, **options)[0][0] for prompt in PROMPTS]
@@ -235,7 +235,9 @@ def test_recorded_decodes_change_nothing(models, calibrations, kind, device, mon
 
 
 @each_way_once
-def test_a_cascade_reads_shared_codes_once_and_changes_nothing(models, calibrations, kind, calibrated, package):
+def test_a_cascade_reads_shared_quantized_values_once_and_changes_nothing(
+    models, calibrations, kind, calibrated, package
+):
     """Where a launch costs nothing a cascade is always worth it; on this machine it never is for so few keys."""
     options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
     options |= dict(twin=importlib.import_module(package))
@@ -246,7 +248,7 @@ def test_a_cascade_reads_shared_codes_once_and_changes_nothing(models, calibrati
     assert plain.counters.saved_key_reads == 0
 
 
-def test_a_cascade_over_codes_is_chosen_by_their_bytes(models, calibrations, monkeypatch):
+def test_a_cascade_over_quantized_values_is_chosen_by_their_bytes(models, calibrations, monkeypatch):
     """A byte for an element of fp8; of int8 keys with a scale, and values in float32, two and a half: rounded up."""
     asked = []
     choose = twinattn.engine.engine.worthwhile_prefixes
@@ -267,8 +269,8 @@ def test_a_cascade_over_codes_is_chosen_by_their_bytes(models, calibrations, mon
     every_pair([WAYS[1], WAYS[3], WAYS[4]], ["llama", "mistral"], PACKAGES),
     ids=lambda value: value if isinstance(value, str) else IDS[WAYS.index(value)],
 )
-def test_drafts_over_codes_change_nothing(models, calibrations, family, way, package):
-    """Trees with wrong tokens before the right ones: the codes of those that are accepted move, and their scales."""
+def test_drafts_over_quantized_values_change_nothing(models, calibrations, family, way, package):
+    """Trees with wrong tokens before the right ones: the values of accepted ones move, and their scales."""
     kind, calibrated = way
     options = dict(kv_cache_dtype=kind, calibration=calibrations[family] if calibrated else None, num_blocks=30)
     options |= dict(twin=importlib.import_module(package))
@@ -283,7 +285,7 @@ def test_drafts_over_codes_change_nothing(models, calibrations, family, way, pac
     assert engine.counters.steps < plain.counters.steps
 
 
-def test_trees_over_codes_are_for_layers_that_take_trees(models):
+def test_trees_over_quantized_values_are_for_layers_that_take_trees(models):
     with pytest.raises(
         ValueError, match="^speculation: expected max_branches=1, as Chunk over QuantizedPages has no plan for"
     ):
@@ -291,7 +293,7 @@ def test_trees_over_codes_are_for_layers_that_take_trees(models):
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
-def test_recorded_verifications_over_codes_change_nothing(models, calibrations, kind, device, monkeypatch):
+def test_recorded_verifications_over_quantized_values_change_nothing(models, calibrations, kind, device, monkeypatch):
     """As the recorded decodes above, with trees, whose parents are in the buffers of a recording, too."""
     if device == "cpu":
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
@@ -635,13 +637,14 @@ def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, pack
     """Measured as the tensors have it, with the scales of int8 keys, and those that are fixed for all tokens."""
     twin, calibration = importlib.import_module(package), calibrations["llama"] if calibrated else None
     plain = Engine(models["llama"], **SIZES, twin=twin)
-    coded = Engine(models["llama"], **SIZES, twin=twin, kv_cache_dtype=kind, calibration=calibration)
+    eight_bit = Engine(models["llama"], **SIZES, twin=twin, kv_cache_dtype=kind, calibration=calibration)
     tokens, heads, layers = SIZES["num_blocks"] * SIZES["block_size"], 2, 2
     fixed = layers * heads * 4 * (0 if not calibrated else 16 if kind == "int8" else 2)
     assert plain.pool_bytes == tokens * layers * heads * 128
-    assert coded.pool_bytes == tokens * layers * heads * SHARES[kind, calibrated] + fixed
+    assert eight_bit.pool_bytes == tokens * layers * heads * SHARES[kind, calibrated] + fixed
     assert (
-        sum(layer.storage.bytes_per_token(torch.float32) for layer in coded.layers) * tokens == coded.pool_bytes - fixed
+        sum(layer.storage.bytes_per_token(torch.float32) for layer in eight_bit.layers) * tokens
+        == eight_bit.pool_bytes - fixed
     )
 
 
@@ -664,8 +667,8 @@ def test_a_type_that_is_not_there_is_named(models):
 
 
 @pytest.mark.parametrize("kind", KV_CACHE_DTYPES)
-def test_a_model_with_an_encoder_is_refused_over_codes_as_over_numbers(kind):
-    """Cross attention over pages of codes is there as a path; the engine's requests have no encoder."""
+def test_a_model_with_an_encoder_is_refused_over_quantized_values_as_over_unquantized(kind):
+    """Cross attention over quantized pages is there as a path; the engine's requests have no encoder."""
     sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
     model = AutoModelForSeq2SeqLM.from_config(
         BartConfig(vocab_size=97, **sizes, encoder_ffn_dim=16, decoder_ffn_dim=16)

@@ -142,7 +142,7 @@ def test_of_equal_scores_those_at_lower_positions_are_read(device, monkeypatch):
         assert outputs(make_engine(model, twin), PROMPTS[1:3]) == expected
 
 
-def test_over_codes_of_latents_keys_are_selected_as_before(deepseek, monkeypatch):
+def test_over_quantized_latents_keys_are_selected_as_before(deepseek, monkeypatch):
     """Index keys stay in the model's type; a layer's first selection has not been changed by any rounding."""
     calibration, found = calibrate(deepseek, PROMPTS[:2]), {}
     for twin in TWINS:

@@ -155,7 +155,7 @@ def quantized(
     sinks=None,
     return_lse=False,
 ):
-    """Attention over codes of 8 bits."""
+    """Attention over quantized values of 8 bits."""
     batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
     options = dict(softcap=softcap, sinks=sinks, return_lse=return_lse)
     return paged(query, key_cache, value_cache, *batch, scales=scales, **options)
@@ -351,10 +351,10 @@ def packed_latents(
     r, end = latent_rank, latent_rank + latent_rank // 128 * 4
     first = max(0, int(block_table.min()))  # only the used blocks of a large pool
     cache, block_table, slots = cache[first:], block_table - first, slots - first * cache.shape[1]
-    codes = cache[..., :r].contiguous().view(torch.float8_e4m3fn).float()
+    quantized_values = cache[..., :r].contiguous().view(torch.float8_e4m3fn).float()
     scales = cache[..., r:end].contiguous().view(torch.float32)
     rotary = cache[..., end : end + 2 * (query.shape[-1] - r)].contiguous().view(torch.bfloat16).float()
-    rows = torch.cat([codes * scales.repeat_interleave(128, -1), rotary], -1)[:, :, None]
+    rows = torch.cat([quantized_values * scales.repeat_interleave(128, -1), rotary], -1)[:, :, None]
     return sparse(query, rows, rows[..., :r], cu_seqlens_q, seq_lens, block_table, slots, return_lse, softmax_scale)
 
 

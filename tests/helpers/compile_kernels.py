@@ -279,13 +279,13 @@ def launch_all(gpu, largest):
             query, keys = torch.zeros(2 * query_len, 8, head_size, dtype=half), pool(2, head_size, half)
             attend_one(query, keys, keys, plan(query_len), plain)
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
-        attend_one(query, keys, quantized.in_pairs(keys), plan(1), plain, codes=quantized.Codes("e4m3"))
+        attend_one(query, keys, quantized.in_pairs(keys), plan(1), plain, quantization=quantized.Quantization("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attend_one(query, keys, keys[..., :512], plan(1), plain, shared=True)
         # Latents, a tile of 64 rows over pages of as many tokens.
         query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), torch.zeros(16, 64, 1, 512 + 64, dtype=torch.uint8)
         decodes = Plan(make_batch([1] * 2, [1024] * 2, [list(range(16))] * 2), 64)
-        of_latents = dict(shared=True, codes=quantized.Codes("e4m3", (1.0, 0.5, 0.5)))
+        of_latents = dict(shared=True, quantization=quantized.Quantization("e4m3", (1.0, 0.5, 0.5)))
         attend_one(query, keys, keys[..., :512], decodes, plain, **of_latents)
         packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
         attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
@@ -319,30 +319,34 @@ def launch_all(gpu, largest):
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)
     for query_len, options, held, value_dtype in (  # products of 16 rows, of 64 and of 128
-        (1, plain, quantized.Codes("e4m3"), torch.uint8),
-        (512, plain, quantized.Codes("e4m3"), torch.uint8),
-        (1, plain, quantized.Codes("e5m2"), torch.uint8),
-        (1, plain, quantized.Codes("int8", key=of_keys, value=of_values), torch.int8),
-        (512, plain, quantized.Codes("int8", key=of_keys, value=of_values), torch.int8),
-        (64, invariant, quantized.Codes("int8", key=of_keys), half),
+        (1, plain, quantized.Quantization("e4m3"), torch.uint8),
+        (512, plain, quantized.Quantization("e4m3"), torch.uint8),
+        (1, plain, quantized.Quantization("e5m2"), torch.uint8),
+        (1, plain, quantized.Quantization("int8", key=of_keys, value=of_values), torch.int8),
+        (512, plain, quantized.Quantization("int8", key=of_keys, value=of_values), torch.int8),
+        (64, invariant, quantized.Quantization("int8", key=of_keys), half),
     ):
         query = torch.zeros(2 * query_len, 8, 128, dtype=half)
-        keys_of_codes = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
+        quantized_keys = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
         values = quantized.in_pairs(pool(2, 128, value_dtype))
-        attend_one(query, keys_of_codes, values, plan(query_len), options, codes=held)
-    held = quantized.Codes("e4m3", key=torch.ones(2), value=torch.ones(2))
-    query, keys_of_codes = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, torch.uint8)
+        attend_one(query, quantized_keys, values, plan(query_len), options, quantization=held)
+    held = quantized.Quantization("e4m3", key=torch.ones(2), value=torch.ones(2))
+    query, quantized_keys = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, torch.uint8)
     levels = [prefix, plan(1, 256, num_seqs=64)]
-    attention.attend_levels(query, keys_of_codes, keys_of_codes, levels, plain, codes=held)
-    rounded = quantized.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
+    attention.attend_levels(query, quantized_keys, quantized_keys, levels, plain, quantization=held)
+    rounded = quantized.Quantization(
+        "e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True
+    )
     pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
     for kind in (half,) if largest else (half, torch.float32):
         query = torch.zeros(128, 8, 256, dtype=kind)
-        attend_one(query, pages, pages, plan(64), all_of_them, codes=rounded)
-    for heads, kind in ((128, ""), (16, "e4m3")):  # over latents and codes of them, 64 rows and 16
+        attend_one(query, pages, pages, plan(64), all_of_them, quantization=rounded)
+    for heads, kind in ((128, ""), (16, "e4m3")):  # over latents and quantized values of them, 64 rows and 16
         query, pages = torch.zeros(2, heads, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8 if kind else half)
         value = quantized.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
-        attend_one(query, pages, value, plan(1), plain, shared=True, codes=quantized.Codes(kind, (1.0, 0.5, 0.5)))
+        attend_one(
+            query, pages, value, plan(1), plain, shared=True, quantization=quantized.Quantization(kind, (1.0, 0.5, 0.5))
+        )
     for nodes, page in ((65, 16), (130, 128)):  # two words of a mask and three, with the widest steps
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         of_pages = [list(range(1024 // page))] * 2
@@ -360,16 +364,18 @@ def launch_all(gpu, largest):
         query = torch.zeros(2 * nodes, 8, 128, dtype=half)
         attention.attend_levels(query, keys, keys, [drafts.whole], tree_options, tree=drafts)
         attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
-        of_codes = quantized.Codes("int8", key=of_keys) if nodes == 64 else quantized.Codes("e4m3")
-        keys_of_codes = pool(2, 128, torch.int8 if nodes == 64 else torch.uint8)
-        values = quantized.in_pairs(keys_of_codes) if nodes == 4 else keys_of_codes  # 16 rows
-        attention.attend_levels(query, keys_of_codes, values, [drafts.whole], tree_options, codes=of_codes, tree=drafts)
+        quantization = quantized.Quantization("int8", key=of_keys) if nodes == 64 else quantized.Quantization("e4m3")
+        quantized_keys = pool(2, 128, torch.int8 if nodes == 64 else torch.uint8)
+        values = quantized.in_pairs(quantized_keys) if nodes == 4 else quantized_keys  # 16 rows
+        attention.attend_levels(
+            query, quantized_keys, values, [drafts.whole], tree_options, quantization=quantization, tree=drafts
+        )
         heads, kinds = (4, ("e4m3", "")) if nodes == 4 else (16, ("",))  # over latents, 16 rows and 64
         query = torch.zeros(2 * nodes, heads, 512 + 64, dtype=half)
         for kind in kinds:
             pages = pool(1, 512 + 64, torch.uint8 if kind else half)
             value = quantized.in_pairs(pages[..., :512]) if kind else pages[..., :512]
-            of_latents = dict(shared=True, codes=quantized.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
+            of_latents = dict(shared=True, quantization=quantized.Quantization(kind, (1.0, 0.5, 0.5)), tree=drafts)
             attention.attend_levels(query, pages, value, [drafts.whole], plain, **of_latents)
         numbers, before = pool(1, 512 + 64, half)[:, :, 0], (query[..., :512].clone(), torch.zeros(2 * nodes, heads))
         attend_to_latent_nodes(query, numbers, drafts, plain, 512, before)
@@ -402,13 +408,13 @@ def launch_all(gpu, largest):
         ("e5m2", torch.ones(2, 2), torch.ones(2)),
         ("int8", of_keys, None),
     ):
-        asked = dict(block_size=128, dtype=half, codes=held, scales=of_pool)
+        asked = dict(block_size=128, dtype=half, kind=held, scales=of_pool)
         repage(pool(2, 128, torch.int8 if held == "int8" else torch.uint8), batch(64), **asked)
-        round_queries(query, plan(64), quantized.Codes(held, query=of_query))
-    for of_codes in some(torch.float8_e5m2, torch.float8_e4m3fn):
-        quantize_query(query, 0.5, of_codes, of_codes)
-        quantize_query(query, 0.5, of_codes, torch.float16)
-    repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, codes="int8", scales=of_values)
+        round_queries(query, plan(64), quantized.Quantization(held, query=of_query))
+    for stored in some(torch.float8_e5m2, torch.float8_e4m3fn):
+        quantize_query(query, 0.5, stored, stored)
+        quantize_query(query, 0.5, stored, torch.float16)
+    repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, kind="int8", scales=of_values)
     accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
     cache.compact(keys, batch(96), trees, accepted, 16)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):

@@ -87,19 +87,21 @@ def latent_prefill(package: str, inputs: Any, *, return_lse: bool = False, out: 
 
 
 def quantized(kind: str) -> Callable[..., Any]:
-    """Codes, and chunked prefill over them."""
+    """Quantized values, and chunked prefill over them."""
 
     def call(package: str, inputs: Any, **options: Any) -> Any:
         path = importlib.import_module(f"{package}.quantized")
         pools = [pool.nan_to_num(0, 0, 0).clamp(-9, 9) for pool in (inputs.key_cache, inputs.value_cache)]
         if kind == "fp8":
             scales: Any = Fp8Scales(0.5, 0.25)
-            codes = [(pool / scale).to(scales.format) for pool, scale in zip(pools, (0.5, 0.25), strict=True)]
+            quantized_values = [
+                (pool / scale).to(scales.format) for pool, scale in zip(pools, (0.5, 0.25), strict=True)
+            ]
         else:
             sizes, on = (pools[0].shape[:3], (2, 64)), pools[0].device
             scales = Int8Scales(*(torch.full(size, 0.1, dtype=torch.float32, device=on) for size in sizes))
-            codes = [(pool / 0.1).round().to(torch.int8) for pool in pools]
-        return plan_and_attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
+            quantized_values = [(pool / 0.1).round().to(torch.int8) for pool in pools]
+        return plan_and_attend(path, inputs.query, *quantized_values, inputs.batch, scales=scales, **options)
 
     return call
 
@@ -153,7 +155,7 @@ PATHS = {
 
 
 def lay_out(path: str, device: str, padding_rows: int = 2) -> Any:
-    """Lay the case out; codes on a CPU, as their kernels for a GPU have types of their own to be tested in."""
+    """Lay the case out; 8-bit values on a CPU, as their kernels for a GPU have types of their own to be tested in."""
     return build(replace(CASE, padding_rows=padding_rows), device="cpu" if path.startswith("quantized") else device)
 
 

@@ -47,9 +47,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer_mla.BatchMLAPagedAttentionWrapper = Latents
     flash_mla.flash_mla_with_kvcache = flash_mla_with_kvcache
     flash_mla.get_mla_metadata = lambda: (FlashMLASchedMeta(), None)
-    flash_mla.__path__, codes = [], ModuleType("flash_mla.flash_mla_interface")
-    codes.flash_mla_with_kvcache, codes.FlashMLASchedMeta = flash_mla_with_kvcache, FlashMLASchedMeta
-    codes.get_mla_decoding_metadata, codes.flash_mla_sparse_fwd = get_mla_decoding_metadata, flash_mla_sparse_fwd
+    flash_mla.__path__, quantized = [], ModuleType("flash_mla.flash_mla_interface")
+    quantized.flash_mla_with_kvcache, quantized.FlashMLASchedMeta = flash_mla_with_kvcache, FlashMLASchedMeta
+    quantized.get_mla_decoding_metadata, quantized.flash_mla_sparse_fwd = (
+        get_mla_decoding_metadata,
+        flash_mla_sparse_fwd,
+    )
     fa2.flash_attn_varlen_func, fa2.flash_attn_with_kvcache = fa2_varlen, fa2_with_kvcache
     fa4.flash_attn_varlen_func = fa4_varlen
     flashinfer.BatchPrefillWithPagedKVCacheWrapper = Prefill
@@ -63,7 +66,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     gdn, kda = (ModuleType(f"attn_gym.linear.{name}") for name in ("gdn", "kda"))
     gdn.paged_chunk_gdn, gdn.recurrent_gdn, gdn.recurrent_gdn_decode = gym_chunk, gym_recurrent, gdn_decode
     kda.paged_chunk_kda, kda.recurrent_kda = gym_chunk_kda, gym_recurrent
-    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, codes, fla, fla_kda, fla_gla, gdn, kda):
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, quantized, fla, fla_kda, fla_gla, gdn, kda):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -152,7 +155,7 @@ class FlashMLASchedMeta:
 
 
 def get_mla_decoding_metadata(seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache, topk, *, use_legacy):
-    """Share out the work over codes, whose first call does not."""
+    """Share out the work over quantized values, whose first call does not."""
     assert use_legacy and is_fp8_kvcache and topk is None and h_k == 1
     return torch.Size([num_q_tokens // h_q, h_q]), seqlens_k.clone()
 
@@ -241,9 +244,9 @@ def over_packed(q, k_cache, indices, rank, softmax_scale) -> tuple[Tensor, Tenso
     rope = q.shape[-1] - rank
     rows, slots = k_cache.reshape(-1, k_cache.shape[-1]), indices[:, 0]
     assert slots.min() >= -1 and slots.max() < len(rows), "a slot outside of the pool is followed"
-    codes, scales, rope_key = packed_parts(rows, rank, rope)
+    quantized, scales, rope_key = packed_parts(rows, rank, rope)
     scales = scales.to(q.dtype).float()[..., None]
-    latents = (codes.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128)) * scales).flatten(1)
+    latents = (quantized.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128)) * scales).flatten(1)
     pool = torch.cat([latents, rope_key.float()], 1).to(q.dtype)[:, None]
     tables = [row[row >= 0] for row in slots]
     where = (rank, torch.arange(len(q) + 1), tables, [len(table) for table in tables], softmax_scale)
@@ -257,7 +260,7 @@ def flash_mla_with_kvcache(
 ):  # fmt: skip
     """Attend as FlashMLA does on Hopper: `q` is `[b, s, h, d]`, the log-sum-exp `[b, h, s]`.
 
-    Codes are multiplied as what they are times their scales; no weight is rounded.
+    Quantized values are multiplied as what they are times their scales; no weight is rounded.
     """
     if indices is not None:
         assert use_legacy and is_fp8_kvcache and not causal and block_table is cache_seqlens is None
@@ -309,14 +312,14 @@ def fa3_forward(
         return [out, lse.T.contiguous(), q.new_empty(0), q.new_empty(0)]
     assert softmax_scale == q.shape[-1] ** -0.5
     others |= dict(is_rotary_interleaved=None) if others["is_rotary_interleaved"] else {}
-    of_codes = [others.pop(name) for name in ("q_descale", "k_descale", "v_descale")]
+    descales = [others.pop(name) for name in ("q_descale", "k_descale", "v_descale")]
     assert others.pop("cp_world_size") == 1 and not any(others.values()), "what the benchmark has no use for"
     window_size = window_size_left, window_size_right
     if q.dtype == torch.float8_e4m3fn:  # scales [b, hk], the same for all sequences here
-        assert all((scale == scale[0]).all() for scale in of_codes) and (of_codes[0] == 1).all()
-        q, k, v = q.float(), k.float() * of_codes[1][0][:, None], v.float() * of_codes[2][0][:, None]
+        assert all((scale == scale[0]).all() for scale in descales) and (descales[0] == 1).all()
+        q, k, v = q.float(), k.float() * descales[1][0][:, None], v.float() * descales[2][0][:, None]
     else:
-        assert of_codes == [None] * 3
+        assert descales == [None] * 3
     if scheduler_metadata is not None:
         assert scheduler_metadata.tolist() == [
             *(len(seqused_k), max_seqlen_q, max_seqlen_k, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),

@@ -138,14 +138,14 @@ def by_reference(function, **fixed):
     return lambda *arguments, **options: function(refattn.mla, *arguments, **fixed, **options)
 
 
-OF_CODES = 0.7  # the scale of a pool, which is neither 1 nor a power of two
-EVEN = SMALL._replace(spare=8)  # rows of an even number of bytes, whose codes our kernel reads in pairs
+OF_LATENTS = 0.7  # the scale of a pool, which is neither 1 nor a power of two
+EVEN = SMALL._replace(spare=8)  # rows of an even number of bytes, whose quantized values our kernel reads in pairs
 
 
-def in_codes(case: Case, kind: torch.dtype, **arguments) -> Latents:
-    """Lay a case out in codes: garbage becomes codes of NaN, of infinity and of large numbers."""
+def in_8_bits(case: Case, kind: torch.dtype, **arguments) -> Latents:
+    """Lay a case out in 8 bits: garbage becomes quantized values of NaN, of infinity and of large numbers."""
     given = Latents(case, **{"sizes": EVEN} | arguments)
     given.cache = given.cache.to(kind)
     given.keys = [key.to(kind).cpu().view(torch.uint8).long() for key in given.keys]
-    given.keys = [decoded(kind)[codes] * float(torch.tensor(OF_CODES)) for codes in given.keys]
+    given.keys = [decoded(kind)[quantized] * float(torch.tensor(OF_LATENTS)) for quantized in given.keys]
     return given

@@ -92,8 +92,10 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
 
     def quantized() -> dict[str, Any]:
         arguments = _over_pages(path.quantized, block_size=4)
-        codes = {name: torch.zeros(10, 4, 2, 8, dtype=torch.float8_e4m3fn) for name in ("key_cache", "value_cache")}
-        return arguments | codes | dict(scales=Fp8Scales(0.5, 0.25))
+        quantized_values = {
+            name: torch.zeros(10, 4, 2, 8, dtype=torch.float8_e4m3fn) for name in ("key_cache", "value_cache")
+        }
+        return arguments | quantized_values | dict(scales=Fp8Scales(0.5, 0.25))
 
     def ranks() -> dict[str, Any]:
         query, key_cache, value_cache, batch = build(SMALL).tensors

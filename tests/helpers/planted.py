@@ -769,17 +769,17 @@ PLANTED = [
         "packed_latents",
         "scale-beside-its-group",
         "answer",
-        "    codes = cache[..., :r]",
+        "    quantized_values = cache[..., :r]",
         "    cache = torch.cat([*(cache[..., i : i + 128] for i in range(0, end, 132)), *(cache[..., i : i + 4] for i in range(128, end, 132)), cache[..., end:]], -1)\n"
-        "    codes = cache[..., :r]",
+        "    quantized_values = cache[..., :r]",
     ),
     (
         "packed_latents",
         "rows-too-short",
         "answer",
-        "    codes = cache[..., :r]",
+        "    quantized_values = cache[..., :r]",
         "    cache = cache.reshape(-1).as_strided(cache.shape, (cache.shape[1] * query.shape[-1], query.shape[-1], 1))\n"
-        "    codes = cache[..., :r]",
+        "    quantized_values = cache[..., :r]",
     ),
     (
         "packed_latents",

@@ -54,14 +54,14 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
 def prepare_rank(package: str, group: Group, tensors: tuple, *, interleave: int, **options) -> Callable[[], Any]:
     """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads.
 
-    Of `codes`, pools of a quantised key and value for each of the whole, the contexts are dealt out; new tokens are of
-    the tensors.
+    Of `quantized`, pools of a quantised key and value for each of the whole, the contexts are dealt out; new tokens are
+    of the tensors.
     """
     query, key_cache, value_cache, batch = tensors
     path, shard = import_module(f"{package}.context_parallel"), Shard(group.rank, group.size, interleave)
     new_keys, new_values = (_new_rows(cache, batch, len(query)) for cache in (key_cache, value_cache))
     dealt = partial(deal, batch=batch, shard=shard, seed=group.rank)
-    (keys, table), (values, _) = map(dealt, options.pop("codes", (key_cache, value_cache)))
+    (keys, table), (values, _) = map(dealt, options.pop("quantized", (key_cache, value_cache)))
     if isinstance(options.get("scales"), Int8Scales):
         of_keys, _ = dealt(options["scales"].key[..., None])
         options["scales"] = Int8Scales(of_keys[..., 0], options["scales"].value)

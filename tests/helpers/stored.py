@@ -1,4 +1,4 @@
-"""Batches in a quantised pool, and codes as the numbers that they stand for, by arithmetic of its own."""
+"""Batches in a quantised pool, and quantized values as the numbers that they stand for, by arithmetic of its own."""
 
 import importlib
 import math
@@ -25,7 +25,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache
 def decoded(kind: torch.dtype) -> torch.Tensor:
-    """Return the numbers of all 256 codes, from what the formats say: sign, exponent, mantissa."""
+    """Return the numbers of all 256 quantized values, from what the formats say: sign, exponent, mantissa."""
     exponent_bits, mantissa_bits = (4, 3) if kind == E4M3 else (5, 2)
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     numbers = []
@@ -43,7 +43,7 @@ def decoded(kind: torch.dtype) -> torch.Tensor:
 
 
 def nearest(x: float, kind: torch.dtype) -> int:
-    """Return the code of a finite number: the nearest of all, the even one of two, the largest of what is larger."""
+    """Return the quantized value of a finite number: the nearest, the even one of two, at most the largest."""
     numbers = decoded(kind)
     half = 128 if math.copysign(1.0, x) < 0 else 0
     distances = (numbers[half : half + 128] - x).abs().nan_to_num(math.inf, posinf=math.inf)
@@ -52,18 +52,18 @@ def nearest(x: float, kind: torch.dtype) -> int:
 
 
 def nearest_of(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Return the codes of many finite numbers, each as `nearest` has it."""
+    """Return the quantized values of many finite numbers, each as `nearest` has it."""
     distances = (decoded(kind)[:128] - x.double().abs()[..., None]).abs().nan_to_num(math.inf, posinf=math.inf)
     best = distances == distances.amin(-1, keepdim=True)
     is_even = torch.arange(128) % 2 == 0
     return (2 * best + (best & is_even)).to(torch.uint8).argmax(-1) + 128 * x.signbit()
 
 
-def numbers_of(codes: torch.Tensor) -> torch.Tensor:
-    """Return what codes stand for, before any scale, in float64."""
-    if codes.dtype in (E4M3, E5M2):
-        return decoded(codes.dtype)[codes.contiguous().view(torch.uint8).long()]
-    return codes.double()
+def numbers_of(quantized: torch.Tensor) -> torch.Tensor:
+    """Return dequantized values, before any scale, in float64."""
+    if quantized.dtype in (E4M3, E5M2):
+        return decoded(quantized.dtype)[quantized.contiguous().view(torch.uint8).long()]
+    return quantized.double()
 
 
 @dataclass
@@ -108,7 +108,7 @@ def store(
     spread=False,
     device="cpu",
 ):
-    """Lay a case out in codes; `per`: scales of fp8 per sequence, per head, or one number."""
+    """Lay a case out in 8 bits; `per`: scales of fp8 per sequence, per head, or one number."""
     inputs = build(case, dtype=torch.float32, seed=seed, poison=poison)
     n, p, hk, d = inputs.key_cache.shape
     dv, b, lengths, table = inputs.value_cache.shape[3], len(case.lens), inputs.batch.seq_lens, inputs.batch.block_table
@@ -168,7 +168,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def over_codes(package: str, path: str) -> ModuleType:
+def over_quantized(package: str, path: str) -> ModuleType:
     """Return `quantized.attention` with the plan of a path."""
     mixed = ModuleType(f"{package}.{path}")
     mixed.plan = importlib.import_module(f"{package}.{path}").plan
@@ -188,18 +188,20 @@ PLANS = {  # any path over pages, and its arguments
 def path_of(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
     """Return `quantized.attention` with the plan of some path, and the arguments of that."""
     name, arguments = PLANS[plan]
-    return over_codes(package, name), arguments
+    return over_quantized(package, name), arguments
 
 
-def assert_twins_agree_over_codes(stored: Stored, plan: str = "causal", *, again: bool = True, **options: Any) -> None:
+def assert_twins_agree_over_quantized(
+    stored: Stored, plan: str = "causal", *, again: bool = True, **options: Any
+) -> None:
     """Hold the twin to the reference over the same bytes."""
     name, arguments = PLANS[plan]
-    of_both = partial(over_codes, path=name)
+    of_both = partial(over_quantized, path=name)
     assert_twins_agree(of_both, *stored.in_bytes, again=again, **arguments, **options, scales=stored.scales)
 
 
-def in_codes(key_cache: torch.Tensor, value_cache: torch.Tensor, kind: str) -> tuple:
-    """Return pools whose values are 0, 1 or poison as codes, under scales other than 1, and their scales."""
+def in_8_bits(key_cache: torch.Tensor, value_cache: torch.Tensor, kind: str) -> tuple:
+    """Return pools whose quantized values are 0, 1 or poison, under scales other than 1, and their scales."""
     if kind in ("e4m3", "e5m2"):
         return (
             key_cache.to(KINDS[kind]),
@@ -223,7 +225,7 @@ def rounded_by_hand(stored: Stored) -> torch.Tensor:
                 x = query[t, head].float().numpy()
                 if isinstance(scales, Int8Scales):
                     scale = np.float32(np.abs(x).max() / np.float32(127))
-                    codes = np.clip(np.rint(x / scale), -127, 127)
+                    quantized = np.clip(np.rint(x / scale), -127, 127)
                 elif scales.query is None:
                     continue
                 else:
@@ -233,14 +235,14 @@ def rounded_by_hand(stored: Stored) -> torch.Tensor:
                         else scales.query
                     )
                     scale = np.float32(numbers[i, head // group])
-                    codes = decoded(scales.format)[nearest_of(torch.from_numpy(x / scale), scales.format)].numpy()
-                result[t, head] = torch.from_numpy(codes.astype(np.float64) * np.float64(scale))
+                    quantized = decoded(scales.format)[nearest_of(torch.from_numpy(x / scale), scales.format)].numpy()
+                result[t, head] = torch.from_numpy(quantized.astype(np.float64) * np.float64(scale))
         row += query_len
     return result
 
 
 def attended_by_hand(stored: Stored, masks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax in float64 over what the codes stand for, one head of one sequence at a time."""
+    """Softmax in float64 over the dequantized values, one head of one sequence at a time."""
     query = rounded_by_hand(stored)
     h, group = query.shape[1], query.shape[1] // stored.key_cache.shape[2]
     out = torch.zeros(len(query), h, stored.value_cache.shape[3], dtype=torch.float64)

@@ -180,7 +180,7 @@ WRONG = {
     "quantize": [
         ("torch.round(x / scale[..., None])", "(x / scale[..., None])", "round first"),
         ("x.abs().amax(-1) / 127", "(x.abs().max() / 127).expand(x.shape[:2])", "one scale for the whole tensor"),
-        ("/ 127", "/ 128", "the largest code is 127"),
+        ("/ 127", "/ 128", "the largest value is 127"),
         ("    scale = torch.where(scale == 0, 1.0, scale)\n", "", "scale"),
     ],
     "mla_decode": [

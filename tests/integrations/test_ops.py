@@ -92,20 +92,20 @@ def calls():
     rows = differential.split_halves(*BATCH.rows[1:3])
     yield "differential", (query, rows, varlen.plan(batch), OPTIONS), subtraction
     of_pairs = dict(scales=Fp8Scales(torch.rand(2) + 0.1, 0.5))
-    coded = (pairs * 4).to(torch.float8_e4m3fn).view(torch.uint8)
-    yield "differential", (query, coded, differential.plan(batch, block_size=P)), subtraction | of_pairs
+    eight_bit = (pairs * 4).to(torch.float8_e4m3fn).view(torch.uint8)
+    yield "differential", (query, eight_bit, differential.plan(batch, block_size=P)), subtraction | of_pairs
     latents, scale = draw(key_cache.shape[0], P, 24), AttentionOptions(softmax_scale=0.2)
     yield "mla", (draw(len(query), 4, 24), latents, mla.plan(batch, block_size=P), scale), dict(latent_rank=20)
     prefill_plan = mla.plan_prefill(batch, block_size=P, workspace=24)
     projections = dict(key_projection=draw(4, 12, 20), value_projection=draw(4, 10, 20))
     new = (draw(len(query), 4, 16), draw(len(query), 20), draw(len(query), 4))
     yield "mla_prefill", (*new, latents, prefill_plan, scale), projections
-    codes, of_codes = latents.to(torch.float8_e5m2), dict(cache_scale=0.5)
-    absorbed = (draw(len(query), 4, 24), codes, mla.plan(batch, block_size=P), scale)
-    yield "mla", absorbed, dict(latent_rank=20) | of_codes
+    quantized_latents, its_scale = latents.to(torch.float8_e5m2), dict(cache_scale=0.5)
+    absorbed = (draw(len(query), 4, 24), quantized_latents, mla.plan(batch, block_size=P), scale)
+    yield "mla", absorbed, dict(latent_rank=20) | its_scale
     in_trees = (draw(11, 4, 24), latents, speculative.plan(drafts, block_size=P, trees=trees), scale)
     yield "mla", in_trees, dict(latent_rank=20)
-    yield "mla_prefill", (*new, codes, prefill_plan, scale), projections | of_codes
+    yield "mla_prefill", (*new, quantized_latents, prefill_plan, scale), projections | its_scale
     for scales, caches in quantized_caches(key_cache.shape[0]):
         quantized.write(*tokens, *caches, slots, scales=scales)
         plan = quantized.plan(batch, block_size=P)
@@ -115,9 +115,9 @@ def calls():
         yield "quantized", (draw(5, 4, 16), *caches, levels, OPTIONS), dict(scales=scales)
         tree_plan = speculative.plan(drafts, block_size=P, trees=trees)
         yield "quantized", (draw(11, 4, 16), *caches, tree_plan, OPTIONS), dict(scales=scales)
-    in_codes = dict(scales=Fp8Scales(0.5, 0.25, 0.75, torch.float8_e5m2))
+    in_8_bits = dict(scales=Fp8Scales(0.5, 0.25, 0.75, torch.float8_e5m2))
     caches = [(4 * x).to(torch.float8_e5m2).view(torch.uint8) for x in (key_cache, value_cache)]
-    yield "quantized", (query.to(torch.float8_e5m2), *caches, quantized.plan(batch, block_size=P)), in_codes
+    yield "quantized", (query.to(torch.float8_e5m2), *caches, quantized.plan(batch, block_size=P)), in_8_bits
     for scales, caches in quantized_caches(key_cache.shape[0]):
         yield "write_quantized", (*tokens, *caches, slots), dict(scales=scales)
     yield "merge", ([draw(5, 4, 16), draw(5, 4, 16) + 1], [draw(5, 4), draw(5, 4) + 1]), {}
@@ -125,9 +125,9 @@ def calls():
     yield "add_sinks", (draw(5, 4, 16), draw(5, 4), draw(4)), {}
     yield "write", (*tokens, key_cache.clone(), value_cache.clone(), slots), {}
     yield "write_differential", (*tokens, pairs.clone(), slots), {}
-    yield "write_differential", (*tokens, coded.clone(), slots), of_pairs
+    yield "write_differential", (*tokens, eight_bit.clone(), slots), of_pairs
     yield "write_latents", (*new[1:], latents.clone(), slots), {}
-    yield "write_latents", (*new[1:], codes.clone(), slots), of_codes
+    yield "write_latents", (*new[1:], quantized_latents.clone(), slots), its_scale
     lens, slots = metadata.make_batch([2, 1], [5, 9]), torch.tensor([[3, 0, 1], [2, -1, -1]], dtype=torch.int32)
     kept = dict(checkpoint_indices=torch.tensor([[4, -1, -1], [-1] * 3], dtype=torch.int32), block_size=4)
     drafts = recurrent.plan(lens, state_indices=slots, num_accepted=torch.tensor([3, 1], dtype=torch.int32), **kept)
@@ -259,7 +259,7 @@ def steps(name, count, seed=0):
     draws = random.Random(seed)
     pools = (draw(40, 4, 2, 16), draw(40, 4, 2, 16) + 1)
     latents, scale = draw(40, 4, 24), AttentionOptions(softmax_scale=0.2)
-    codes, of_codes = [torch.zeros(40, 4, 2, 16, dtype=torch.uint8)] * 2, dict(scales=Fp8Scales(0.5, 0.5))
+    quantized_latents, its_scale = [torch.zeros(40, 4, 2, 16, dtype=torch.uint8)] * 2, dict(scales=Fp8Scales(0.5, 0.5))
     for _ in range(count):
         query_lens = [draws.choice([1, 1, 3]) for _ in range(draws.choice([1, 1, 2, 3]))]
         trees = None
@@ -285,7 +285,7 @@ def steps(name, count, seed=0):
             made = dict(key_projection=draw(4, 12, 20), value_projection=draw(4, 10, 20))
             yield name, (query, draw(t, 20), draw(t, 4)), (latents, plan, scale), made
         elif name == "quantized":
-            yield name, (query,), (*codes, quantized.plan(batch, **over)), of_codes
+            yield name, (query,), (*quantized_latents, quantized.plan(batch, **over)), its_scale
         elif name in ("recurrent", "convolve"):
             drafts = draws.choice([0, 2])  # slots beside the first, and where to begin among them
             slots = torch.tensor(draws.sample(range(9), 9), dtype=torch.int32)[: 3 * len(query_lens)].view(-1, 3)

@@ -108,7 +108,7 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
 
 
 def fp8_pool(inputs, layout, kind):
-    """Lay codes side by side as vLLM does, as bytes; what nobody may see holds any codes, those of NaN, too."""
+    """Lay keys and values side by side as vLLM does, as bytes; what nobody may see holds any bytes, NaN, too."""
     pool = vllm_pool(inputs, layout).float()
     return pool.clamp(-3e4, 3e4).to(kind).view(torch.uint8)
 
@@ -155,7 +155,7 @@ def test_a_layer_over_fp8_gives_what_the_reference_gives(backend, variant, layou
 
 @each_fp8
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
-def test_new_tokens_are_written_as_codes(backend, layout, name, kind, device):
+def test_new_tokens_are_written_quantized(backend, layout, name, kind, device):
     inputs = build(CASE, device=device, poison=HARMLESS)
     pool, layer = fp8_pool(inputs, layout, kind), vllm_layer(backend, device)
     impl, before = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype=name), pool.clone()
@@ -163,10 +163,12 @@ def test_new_tokens_are_written_as_codes(backend, layout, name, kind, device):
     slots = torch.tensor([17, -1, 3, 40], device=device)
     update(impl, layer, key, value, pool, slots)
     largest = torch.finfo(kind).max
-    codes = torch.cat([key / layer._k_scale, value / layer._v_scale], dim=-1).clamp(-largest, largest).to(kind)
+    quantized_values = (
+        torch.cat([key / layer._k_scale, value / layer._v_scale], dim=-1).clamp(-largest, largest).to(kind)
+    )
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            before[slot // 16, :, slot % 16] = codes[token].view(torch.uint8)
+            before[slot // 16, :, slot % 16] = quantized_values[token].view(torch.uint8)
     assert torch.equal(pool, before)
 
 

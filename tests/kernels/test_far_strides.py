@@ -21,7 +21,7 @@ from fastattn.kernels.flash.fixup import fix_up
 from fastattn.kernels.order import use_kernel
 from fastattn.kernels.triton.index_keys import _in_float16
 from fastattn.kernels.triton.merge import merge
-from fastattn.kernels.triton.quantized import Codes
+from fastattn.kernels.triton.quantized import Quantization
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -58,18 +58,18 @@ def merge_two(out, lse):
     return merge([out, out.flip(0)], [lse, lse.flip(1)])
 
 
-def copy_pages(kind, codes, scales=None):
+def copy_pages(kind, quantized_values, scales=None):
     """Copy the pages of three sequences, and return their keys one after the other."""
     lens = [40, 16, 33]
-    batch = make_batch([1] * 3, lens, PAGES * 3, device=codes.device)
-    pool = codes.view(torch.int8) if kind == "int8" else codes
-    pages, table = repage(pool, batch, block_size=32, codes=kind, scales=scales, dtype=torch.float32)
+    batch = make_batch([1] * 3, lens, PAGES * 3, device=quantized_values.device)
+    pool = quantized_values.view(torch.int8) if kind == "int8" else quantized_values
+    pages, table = repage(pool, batch, block_size=32, kind=kind, scales=scales, dtype=torch.float32)
     return torch.cat([pages[row].flatten(0, 1)[:s] for row, s in zip(table.long(), lens, strict=True)])
 
 
 def round_to_e4m3(query, scales):
     batch = make_batch([1, 2, 1], [1, 2, 1], [[]] * 3, device=query.device)
-    return round_queries(query, Plan(batch), Codes("e4m3", query=scales, rounds_query=True))
+    return round_queries(query, Plan(batch), Quantization("e4m3", query=scales, rounds_query=True))
 
 
 def score(query, weights, cache):
@@ -77,18 +77,18 @@ def score(query, weights, cache):
     return fastattn.sparse.scores(query, weights, cache, plan).nan_to_num(neginf=0.0)
 
 
-def attend_int8(query, key_codes, value_codes, key, value):
-    return attend(query, key_codes.view(torch.int8), value_codes.view(torch.int8), Int8Scales(key, value))
+def attend_int8(query, quantized_key, quantized_value, key, value):
+    return attend(query, quantized_key.view(torch.int8), quantized_value.view(torch.int8), Int8Scales(key, value))
 
 
-def attend_fp8(query, key_codes, value_codes, key, value, of_query):
-    return attend(query, key_codes, value_codes, Fp8Scales(key, value, of_query))
+def attend_fp8(query, quantized_key, quantized_value, key, value, of_query):
+    return attend(query, quantized_key, quantized_value, Fp8Scales(key, value, of_query))
 
 
-def attend(query, key_codes, value_codes, scales):
+def attend(query, quantized_key, quantized_value, scales):
     batch = make_batch([1, 2, 1], [40, 33, 3], PAGES * 3, device=query.device)
     plan = fastattn.quantized.plan(batch, block_size=16)
-    return fastattn.quantized.attention(query, key_codes, value_codes, plan, scales=scales, return_lse=True)
+    return fastattn.quantized.attention(query, quantized_key, quantized_value, plan, scales=scales, return_lse=True)
 
 
 def fix_up_lse(lse):
@@ -110,7 +110,7 @@ def of_channels(t):
 SLOTS = dict(state_indices=[2, 0, 1], has_initial_state=[True, False, True])
 BLOCKS = SLOTS | dict(checkpoint_indices=[[-1, 9, 10], [-1] * 3, [8, 7, 6]])
 DRAFTS = dict(state_indices=[[0, 1, 2], [3, 4, 5], [6, 7, 8]], num_accepted=[3, 1, 2])
-PAGED = dict(query=(4, 4, 16), key_codes=(3, 16, 4, 16), value_codes=(3, 16, 4, 16))
+PAGED = dict(query=(4, 4, 16), quantized_key=(3, 16, 4, 16), quantized_value=(3, 16, 4, 16))
 
 # A launch or two: what computes it, and its tensors by name, as tables or as shapes of what is drawn.
 LAUNCHES = {
@@ -122,10 +122,16 @@ LAUNCHES = {
     "convolution": (lambda **x: convolve(CHUNKS, **x), of_channels(19) | BLOCKS),
     "convolution of drafts": (lambda **x: convolve(TOKENS, **x), of_channels(4) | DRAFTS),
     "merge": (merge_two, dict(out=(4, 4, 5), lse=(4, 4))),
-    "pages": (lambda **x: copy_pages("", **x), dict(codes=(3, 16, 3, 8))),
-    "pages of int8, by token": (lambda **x: copy_pages("int8", **x), dict(codes=(3, 16, 3, 8), scales=(3, 16, 3))),
-    "pages of int8, by channel": (lambda **x: copy_pages("int8", **x), dict(codes=(3, 16, 3, 8), scales=(3, 8))),
-    "pages of fp8": (lambda **x: copy_pages("e4m3", **x), dict(codes=(3, 16, 3, 8), scales=(3, 3))),
+    "pages": (lambda **x: copy_pages("", **x), dict(quantized_values=(3, 16, 3, 8))),
+    "pages of int8, by token": (
+        lambda **x: copy_pages("int8", **x),
+        dict(quantized_values=(3, 16, 3, 8), scales=(3, 16, 3)),
+    ),
+    "pages of int8, by channel": (
+        lambda **x: copy_pages("int8", **x),
+        dict(quantized_values=(3, 16, 3, 8), scales=(3, 8)),
+    ),
+    "pages of fp8": (lambda **x: copy_pages("e4m3", **x), dict(quantized_values=(3, 16, 3, 8), scales=(3, 3))),
     "round queries": (round_to_e4m3, dict(query=(4, 3, 8), scales=(3, 3))),
     "index scores": (score, dict(query=(3, 4, 16), weights=(3, 4), cache=(3, 16, 16))),
     "index queries in float16": (_in_float16, dict(query=(3, 4, 16), weights=(3, 4))),
@@ -142,12 +148,12 @@ LAUNCHES = {
 
 
 def draw(name, given, device):
-    """Make a table of what it holds, or draw numbers or codes of a shape."""
+    """Make a table of what it holds, or draw numbers or quantized values of a shape."""
     if isinstance(given, list):
         values = torch.tensor(given, device=device)
         return values if values.dtype == torch.bool else values.int()
     numbers = torch.rand(given, generator=torch.Generator().manual_seed(len(name))) + 0.1
-    return ((100 * numbers).to(torch.uint8) if name.endswith("codes") else numbers).to(device)
+    return ((100 * numbers).to(torch.uint8) if name.startswith("quantized") else numbers).to(device)
 
 
 def draw_all(launch, device):

@@ -90,8 +90,11 @@ class FlashMLA:
         self.schedules += 1
         return (num_q_tokens, h_q), seqlens_k.clone()
 
-    def over_codes(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, descale_q, descale_k, **options):
-        """Multiply codes, with weights that are not rounded here, so that the tolerance is that of any kernel.
+    def over_quantized(
+        self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, descale_q, descale_k, **options
+    ):
+        """Multiply quantized values, with weights that are not rounded here, so that the tolerance is that of any
+        kernel.
 
         The package answers in bfloat16, in which the interpreter knows no NaN.
         """
@@ -132,7 +135,7 @@ class FlashMLA:
         assert q.shape[-1] == k_cache.shape[-1] == RANK + ROPE and head_dim_v == RANK
         assert block_table.dtype == cache_seqlens.dtype == torch.int32 and cache_seqlens.is_contiguous()
         if "is_fp8_kvcache" in options:
-            out, lse = self.over_codes(q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options)
+            out, lse = self.over_quantized(q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options)
             return out, torch.where(lse == -math.inf, math.inf, lse)
         out, lse = gpu_package_doubles.flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options
@@ -238,22 +241,22 @@ def test_flash_mla_agrees_with_the_reference(case, options, flash_mla_package):
     assert asked["use_legacy"] and asked["causal"] and asked["q"].shape[:2] == (len(case.lens), case.lens[0][0])
 
 
-CODES = dict(cache_scale=0.7, query_scale=0.013)
+QUANTIZED = dict(cache_scale=0.7, query_scale=0.013)
 
 
-def in_codes(case: Case) -> tuple[torch.Tensor, Latents, Batch]:
-    """Lay a case out as queries in float16 and latents in fp8, with codes of NaN all around."""
+def in_8_bits(case: Case) -> tuple[torch.Tensor, Latents, Batch]:
+    """Lay a case out as queries in float16 and latents in fp8, with quantized values of NaN all around."""
     query, cache, batch = latents(case)
-    unused = torch.zeros(*cache.shape[:2], 8).half()  # a row of codes has to be a multiple of 16 bytes
-    codes = torch.cat([cache, unused], -1).to(torch.float8_e4m3fn)
-    return query, Latents(codes, RANK, **CODES, fp8_weights=True), batch
+    unused = torch.zeros(*cache.shape[:2], 8).half()  # a quantized row has to be a multiple of 16 bytes
+    quantized = torch.cat([cache, unused], -1).to(torch.float8_e4m3fn)
+    return query, Latents(quantized, RANK, **QUANTIZED, fp8_weights=True), batch
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("case", UNIFORM, ids=str)
-def test_products_of_codes_agree_with_the_reference(case, options, flash_mla_package):
+def test_products_of_fp8_values_agree_with_the_reference(case, options, flash_mla_package):
     """A sequence without keys is one of a key there, whatever its table says; layers have scales of their own."""
-    query, keys, batch = in_codes(case)
+    query, keys, batch = in_8_bits(case)
     options = filled(options, case.heads[0])
     assert batch.block_table is not None
     batch.block_table[batch.seq_lens == 0] = -1
@@ -263,7 +266,7 @@ def test_products_of_codes_agree_with_the_reference(case, options, flash_mla_pac
         return refattn.mla.attention(query, cache, plan, options, latent_rank=RANK, **scales, **asked)
 
     plan = Plan(batch, 64)
-    for scales in (CODES, dict(cache_scale=1.0, query_scale=0.1)):
+    for scales in (QUANTIZED, dict(cache_scale=1.0, query_scale=0.1)):
         keys = keys._replace(**scales)
         out, lse = flash_mla.attend(query, keys, plan, options, None)
         assert_matches_reference(out, lse, by_reference, query, keys.cache, batch)
@@ -494,8 +497,8 @@ def test_what_they_compute(name, hopper):
         for changes in ({}, dict(sinks=True), dict(max_query_len=3), dict(num_heads=16), dict(window=(-1, -1))):
             assert order.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
     if name == "flash_mla":  # first of all, with so many heads
-        codes = USUAL._replace(**ALLOWED)
-        assert order.unsupported_reason(name, codes) is None and order.priorities(codes)[0] == name
+        quantized = USUAL._replace(**ALLOWED)
+        assert order.unsupported_reason(name, quantized) is None and order.priorities(quantized)[0] == name
     softcap = USUAL._replace(softcap=True)
     assert (order.unsupported_reason(name, softcap) is None) == (name == "fa3")
 
@@ -516,17 +519,17 @@ BOTH = [
     ("name", "reason", "changes"),
     [
         *((name, *refusal) for name in ("flash_mla", "fa3") for refusal in BOTH),
-        ("fa3", "no codes of fp8: take triton", ALLOWED),
+        ("fa3", "no fp8 values: take triton", ALLOWED),
         ("flash_mla", "not allowed without query_scale: take triton", STORED),
         ("flash_mla", "not allowed without fp8_weights: take triton", STORED | dict(rounds_query=True)),
-        ("flash_mla", "multiplies codes of float8_e4m3fn", ALLOWED | dict(stored=(torch.float8_e5m2,) * 2)),
-        ("flash_mla", "answers in bfloat16", ALLOWED | dict(dtype=torch.float16)),
-        ("flash_mla", "no codes of fp8: take triton", ALLOWED | dict(tree=True)),
+        ("flash_mla", "multiplies float8_e4m3fn values", ALLOWED | dict(stored=(torch.float8_e5m2,) * 2)),
+        ("flash_mla", "returns bfloat16", ALLOWED | dict(dtype=torch.float16)),
+        ("flash_mla", "no fp8 values: take triton", ALLOWED | dict(tree=True)),
         ("flash_mla", "pages of 64 tokens, not 16", dict(block_size=16)),
         ("flash_mla", "pages of 64 tokens, not 1", dict(block_size=1, max_query_len=2)),
         ("flash_mla", "bfloat16 over selected latents", dict(block_size=1, dtype=torch.float16)),
         ("flash_mla", "64 or 128 heads over selected latents, not 16", dict(block_size=1, num_heads=16)),
-        ("flash_mla", "no codes of fp8", dict(block_size=1) | ALLOWED),
+        ("flash_mla", "no fp8 values", dict(block_size=1) | ALLOWED),
         ("flash_mla", "where each sequence is one query with a list of slots", PACKED | dict(block_size=64)),
         ("flash_mla", "where each sequence is one query with a list of slots", PACKED | dict(max_query_len=2)),
         ("flash_mla", "bfloat16 over selected latents", PACKED | dict(dtype=torch.float16)),

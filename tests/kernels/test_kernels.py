@@ -233,7 +233,7 @@ def test_a_kernel_has_the_operations_that_it_names(name):
     assert kernel.name == name
 
 
-CODES = ON_GPU._replace(
+QUANTIZED = ON_GPU._replace(
     keys="quantized",
     num_heads=32,
     num_kv_heads=8,
@@ -274,18 +274,18 @@ DECODES = dict(max_query_len=1, num_tokens=2)
         *("not-aligned", "positions", "alibi", "float32"),
     ],
 )
-def test_codes_are_expanded_where_a_key_meets_many_queries(chosen, change):
-    problem = CODES._replace(**change)
+def test_quantized_values_are_expanded_where_a_key_meets_many_queries(chosen, change):
+    problem = QUANTIZED._replace(**change)
     assert order.choose(problem).name == chosen
     assert order.explain(problem).splitlines()[-1] == f"chosen: {chosen}"
 
 
 @pytest.mark.usefixtures("hopper")
-def test_codes_are_expanded_or_refused_where_it_is_asked_for():
+def test_quantized_values_are_expanded_or_refused_where_it_is_asked_for():
     for name in ("fa4", "fa3"):
         module = order.load(name)
         with fastattn.use_kernel(name):
-            assert order.choose(CODES) is module is order.choose(CODES._replace(**DECODES))
+            assert order.choose(QUANTIZED) is module is order.choose(QUANTIZED._replace(**DECODES))
             for reason, change in (
                 ("at most 512 MiB of them, not 2080", dict(num_seqs=65)),
                 (
@@ -296,9 +296,9 @@ def test_codes_are_expanded_or_refused_where_it_is_asked_for():
                 ("take triton", dict(batch_invariant=True)),
             ):
                 with pytest.raises(NotImplementedError, match=f"quantised pages: {name}: .*{reason}"):
-                    order.choose(CODES._replace(**change))
+                    order.choose(QUANTIZED._replace(**change))
     for name in ("fa2", "torch_flash", "flash_mla"):
-        assert order.unsupported_reason(name, CODES) == "does not compute attention to quantised pages"
+        assert order.unsupported_reason(name, QUANTIZED) == "does not compute attention to quantised pages"
 
 
 # --- what goes with attention ---

@@ -47,7 +47,7 @@ from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.launch import Launch
-from fastattn.kernels.triton.quantized import NO_CODES, Codes
+from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles
 from fastattn.kernels.triton.tuning import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
 from refattn.batch import Batch
@@ -207,9 +207,9 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
     [
         ("_tune", 8, 131072, (33, 4)),  # one sequence: two programs for each multiprocessor
         ("_tune", 64, 8192, (8, 2)),  # eight of them: four
-        ("_tune_codes", 8, 131072, (49, 4)),  # and three over codes
-        ("_tune_codes", 64, 8192, (6, 4)),
-        ("_tune_codes", 512, 8192, (1, 2)),  # 64 decodes
+        ("_tune_quantized", 8, 131072, (49, 4)),  # and three over quantized values
+        ("_tune_quantized", 64, 8192, (6, 4)),
+        ("_tune_quantized", 512, 8192, (1, 2)),  # 64 decodes
         ("_tune_latents", 64, 8192, (2, 4)),  # 16 heads: one program per SM
         ("_tune_latents", 128, 2048, (1, 4)),
         ("_tune_latents", 28, 8192, (9, 4)),  # two, where one would leave too many without any
@@ -221,8 +221,8 @@ def test_splits_that_were_measured(tune, programs, visible, expected):
     if tune == "_tune_latents":
         chosen = triton_tuning._tune_latents(16, 1152, programs, visible, 132)
     else:
-        of_codes = tune == "_tune_codes"
-        chosen = triton_tuning._tune(8, 128 if of_codes else 256, programs, visible, 132, of_codes)
+        is_quantized = tune == "_tune_quantized"
+        chosen = triton_tuning._tune(8, 128 if is_quantized else 256, programs, visible, 132, is_quantized)
     assert (chosen.splits, chosen.num_warps) == expected
 
 
@@ -242,11 +242,11 @@ def test_few_latents_have_tiles_of_few_rows(seqs, heads, keys, rows, monkeypatch
 NOBODY = torch.zeros(2).int()
 LATENTS = {  # whether the kernel takes them, and what they are but 128 heads of 576 numbers in bfloat16, causal
     "numbers": (True, {}),
-    "codes": (True, dict(codes=Codes("e4m3"), stored=torch.uint8, row=640)),
+    "quantized": (True, dict(quantization=Quantization("e4m3"), stored=torch.uint8, row=640)),
     "sinks": (True, dict(options=AttentionOptions(sinks=torch.zeros(128)))),
-    "packed": (False, dict(codes=Codes("e4m3", groups=torch.ones(1)), stored=torch.uint8, row=640)),
-    "rounded-queries": (False, dict(codes=Codes("e4m3", rounds_query=True), stored=torch.uint8, row=640)),
-    "int8": (False, dict(codes=Codes("int8"), stored=torch.int8, row=640)),
+    "packed": (False, dict(quantization=Quantization("e4m3", groups=torch.ones(1)), stored=torch.uint8, row=640)),
+    "rounded-queries": (False, dict(quantization=Quantization("e4m3", rounds_query=True), stored=torch.uint8, row=640)),
+    "int8": (False, dict(quantization=Quantization("int8"), stored=torch.int8, row=640)),
     "another-type": (False, dict(stored=torch.float16)),
     "rows-that-are-not-aligned": (False, dict(row=584)),
     "elements-apart": (False, dict(row=1152, step=2)),
@@ -276,8 +276,8 @@ def test_which_latents_are_for_warps_with_roles(taken, changed, monkeypatch):
     pool = torch.zeros(3, 64, 1, changed.get("row", size), dtype=stored)[..., :: changed.get("step", 1)]
     plan = Plan(make_batch([1] * 2, [70] * 2, [[0, 1], [2, 1]]), 64, **changed.get("plan", {}))
     tuning = LaunchConfig(changed.get("rows", 64), 64, 8, 2, 1, 1, run=changed.get("run", 0))
-    options, codes = changed.get("options", AttentionOptions()), changed.get("codes", NO_CODES)
-    assert latents_hopper.takes(query, pool[..., :size], plan, options, tuning, codes) is taken
+    options, quantization = changed.get("options", AttentionOptions()), changed.get("quantization", UNQUANTIZED)
+    assert latents_hopper.takes(query, pool[..., :size], plan, options, tuning, quantization) is taken
 
 
 def test_warps_with_roles_get_what_the_layer_has_in_the_first_launch(monkeypatch):
@@ -294,8 +294,8 @@ def test_warps_with_roles_get_what_the_layer_has_in_the_first_launch(monkeypatch
     options = AttentionOptions(softmax_scale=0.1, sinks=sinks)
     key, value = pool[..., :576], pool[..., :512]
     out, tuning = triton_merge.Out(torch.zeros(2, 128, 512), torch.zeros(2, 128)), LaunchConfig(64, 64, 8, 2, 1, 1)
-    codes, whole = Codes("e4m3", numbers), triton_merge.whole()
-    latents_hopper.launch(query, key, value, plan, options, tuning, out, whole, codes=codes)
+    quantization, whole = Quantization("e4m3", numbers), triton_merge.whole()
+    latents_hopper.launch(query, key, value, plan, options, tuning, out, whole, quantization=quantization)
     (given,) = launched
     assert (given["query_number"], given["value_number"]) == (0.25, 0.5)
     assert given["scale"] == pytest.approx(0.1 * 2.0 * 0.25) and torch.equal(given["sinks"], sinks)

@@ -230,12 +230,12 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(package):
 CODED = Case("coded", ((4, 6), (1, 70), (10, 33), (9, 9), (1, 1), (1, 2)), heads=(4, 2), padding_rows=2)
 
 
-def of_codes(kind: str, *, dtype=torch.float64, device="cpu", **options) -> tuple[tuple, dict, Stored]:
-    """Return what `attend_on_all` takes: new tokens as numbers, contexts as codes; and what these stand for."""
+def quantized_step(kind: str, *, dtype=torch.float64, device="cpu", **options) -> tuple[tuple, dict, Stored]:
+    """Return what `attend_on_all` takes: new tokens as numbers, contexts as 8-bit values; and what these stand for."""
     stored = store(CODED, kind, dtype=dtype, device=device, **options)
     tensors = build(CODED, dtype=dtype, device=device).tensors
-    codes = dict(codes=(stored.key_cache, stored.value_cache), scales=stored.scales)
-    return (stored.query, *tensors[1:3], stored.batch), codes, stored
+    quantized = dict(quantized=(stored.key_cache, stored.value_cache), scales=stored.scales)
+    return (stored.query, *tensors[1:3], stored.batch), quantized, stored
 
 
 def attended_by_hand(stored: Stored, sees, slopes=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,20 +275,22 @@ MASKED = {
     ),
     ids=str,
 )
-def test_codes_of_the_ranks_are_attended_to_by_hand(dealt, kind, package):
+def test_quantized_values_of_the_ranks_are_attended_to_by_hand(dealt, kind, package):
     num_ranks, interleave, masked = dealt
-    tensors, codes, stored = of_codes(kind)
+    tensors, quantized, stored = quantized_step(kind)
     arguments, sees = MASKED[masked]
-    parts = attend_on_all(package, num_ranks, *tensors, **codes, interleave=interleave, **arguments, return_lse=True)
+    parts = attend_on_all(
+        package, num_ranks, *tensors, **quantized, interleave=interleave, **arguments, return_lse=True
+    )
     for one, other in zip(parts, attended_by_hand(stored, sees), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("per", ["number", "head"])
-def test_distances_are_those_of_the_whole_over_codes(per):
+def test_distances_are_those_of_the_whole_over_quantized_values(per):
     slopes = torch.linspace(0.1, 1.0, 4, dtype=torch.float64)
-    tensors, codes, stored = of_codes("e4m3", per=per, round_query=False)
-    parts = attend_on_all("refattn", 2, *tensors, **codes, interleave=3, alibi_slopes=slopes, return_lse=True)
+    tensors, quantized, stored = quantized_step("e4m3", per=per, round_query=False)
+    parts = attend_on_all("refattn", 2, *tensors, **quantized, interleave=3, alibi_slopes=slopes, return_lse=True)
     for one, other in zip(parts, attended_by_hand(stored, is_causal, slopes), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
@@ -297,10 +299,10 @@ def test_distances_are_those_of_the_whole_over_codes(per):
 @pytest.mark.parametrize(
     ("options", "kind", "kernel"), every_pair_on_cpu(["few-options", "more-options"], KINDS, PRESENT), ids=str
 )
-def test_twins_over_codes(options, kind, kernel, device):
-    tensors, codes, _ = of_codes(kind, dtype=kernel.dtypes[0], device=device)
+def test_twins_over_quantized_values(options, kind, kernel, device):
+    tensors, quantized, _ = quantized_step(kind, dtype=kernel.dtypes[0], device=device)
     more = dict(softcap=2.0, softmax_scale=0.3, window_size=(LEFT, 0)) if options == "more-options" else {}
-    options = dict(more, interleave=2, sinks=torch.linspace(-2.0, 3.0, 4, device=device), **codes)
+    options = dict(more, interleave=2, sinks=torch.linspace(-2.0, 3.0, 4, device=device), **quantized)
 
     def hold():
         answer = attend_on_all("fastattn", 2, *tensors, **options, return_lse=True)
@@ -326,9 +328,9 @@ def test_twins_over_codes(options, kind, kernel, device):
     ids=["none", "number", "heads", "format"],
 )
 def test_bad_scales_are_named(package, bad, message):
-    tensors, codes, _ = of_codes("e4m3", dtype=torch.float32)
+    tensors, quantized, _ = quantized_step("e4m3", dtype=torch.float32)
     with pytest.raises(ValueError, match=re.escape(message)):
-        attend_on_all(package, 2, *tensors, **{**codes, **bad}, interleave=1)
+        attend_on_all(package, 2, *tensors, **{**quantized, **bad}, interleave=1)
 
 
 # --- who has what ---

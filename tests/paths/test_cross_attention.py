@@ -113,8 +113,8 @@ def test_twins_agree(kernel, options, device):
 
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 @pytest.mark.parametrize("options", [{}, dict(softcap=2.0)], ids=["plain", "softcap"])
-def test_twins_agree_over_codes(kind, options, device):
-    """The pages of an encoder hold codes as any others do, under scales for each encoder."""
+def test_twins_agree_over_quantized_values(kind, options, device):
+    """The pages of an encoder hold quantized values as any others do, under scales for each encoder."""
     stored = store(CASE, kind, dtype=torch.float32 if device == "cpu" else torch.float16, device=device)
     batch = cross_batch(fastattn.metadata, stored)
     pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]

@@ -637,7 +637,7 @@ BAD_ROWS = {
         "cache: expected at least the 25 rows that seq_lens adds up to, got 24",
         lambda a: a | {"cache": a["cache"][:, :, :24]},
     ),
-    "codes": ("scales: expected None over rows", lambda a: a | in_codes(a)),
+    "quantized": ("scales: expected None over rows", lambda a: a | in_8_bits(a)),
 }
 
 
@@ -645,7 +645,7 @@ def in_a_pool(arguments: dict) -> dict:
     return dict(cache=arguments["cache"][:, :, None])
 
 
-def in_codes(arguments: dict) -> dict:
+def in_8_bits(arguments: dict) -> dict:
     return dict(cache=arguments["cache"].to(torch.float8_e4m3fn), scales=Fp8Scales(1.0, 1.0))
 
 
@@ -672,8 +672,10 @@ def test_bad_heads_to_split_are_named(twin):
 # --- fp8 ---
 
 
-def coded(case: Case, kind: str, *, per="head", round_query=False, device="cpu", dtype=torch.float32, poison=POISON):
-    """Lay a case out in fp8: the positional arguments, the scales, and the numbers that the codes stand for."""
+def eight_bit(
+    case: Case, kind: str, *, per="head", round_query=False, device="cpu", dtype=torch.float32, poison=POISON
+):
+    """Lay a case out in fp8: the positional arguments, the scales, and the numbers that they are dequantized to."""
     inputs = build(case, dtype=torch.float32, poison=poison)
     cache = two_halves(inputs.key_cache, inputs.value_cache).to(KINDS[kind])  # garbage of 1e4 and inf: NaN or inf
     shape = {"sequence": (len(case.lens), case.heads[1]), "head": (case.heads[1],), "number": ()}[per]
@@ -689,7 +691,7 @@ def coded(case: Case, kind: str, *, per="head", round_query=False, device="cpu",
     return (inputs.query.to(device, dtype), cache.to(device), batch), scales, keys, values
 
 
-MIXED_CODES = Case("codes", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), heads=(8, 4), padding_rows=2)
+MIXED_QUANTIZED = Case("quantized", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), heads=(8, 4), padding_rows=2)
 each_format = pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 each_per = pytest.mark.parametrize("per", ["number", "head", "sequence"])
 
@@ -698,10 +700,10 @@ each_per = pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 @each_format
 @each_per
-def test_codes_are_attended_to_by_the_formula(package, kind, per):
-    """Each code from what its format says, times its scale: that of a KV head has the head's place among the pairs."""
-    case = dataclasses.replace(MIXED_CODES, head_size=32)
-    arguments, scales, keys, values = coded(case, kind, per=per, dtype=torch.float64)
+def test_quantized_values_are_attended_to_by_the_formula(package, kind, per):
+    """Each value by its format, times its scale: that of a KV head has the head's place among the pairs."""
+    case = dataclasses.replace(MIXED_QUANTIZED, head_size=32)
+    arguments, scales, keys, values = eight_bit(case, kind, per=per, dtype=torch.float64)
     path = importlib.import_module(f"{package}.differential")
     for cache in (arguments[1], arguments[1].view(torch.uint8)):
         out = plan_and_attend(path, arguments[0], cache, arguments[2], **of_formula(case, "cpu"), scales=scales)
@@ -714,31 +716,31 @@ def test_codes_are_attended_to_by_the_formula(package, kind, per):
     every_pair_on_cpu(["plain", "two-sided-window", "everything"], [False, True], ["e4m3", "e5m2"], PRESENT),
     ids=str,
 )
-def test_twins_agree_over_codes(options, round_query, kind, kernel, device):
+def test_twins_agree_over_quantized_values(options, round_query, kind, kernel, device):
     per = "sequence" if options == "plain" else "head"
-    arguments, scales, *_ = coded(
-        MIXED_CODES, kind, per=per, round_query=round_query, device=device, dtype=kernel.dtypes[0]
+    arguments, scales, *_ = eight_bit(
+        MIXED_QUANTIZED, kind, per=per, round_query=round_query, device=device, dtype=kernel.dtypes[0]
     )
-    options = filled(OPTIONS[options], MIXED_CODES, device) | dict(scales=scales)
+    options = filled(OPTIONS[options], MIXED_QUANTIZED, device) | dict(scales=scales)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "differential", *arguments, **options)
 
 
 @pytest.mark.covers("C118")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_twins_agree_over_codes_by_default(dtype, device):
-    arguments, scales, *_ = coded(MIXED_CODES, "e4m3", device=device, dtype=dtype)
-    options = filled(OPTIONS["norm"], MIXED_CODES, device) | dict(scales=scales)
+def test_twins_agree_over_quantized_values_by_default(dtype, device):
+    arguments, scales, *_ = eight_bit(MIXED_QUANTIZED, "e4m3", device=device, dtype=dtype)
+    options = filled(OPTIONS["norm"], MIXED_QUANTIZED, device) | dict(scales=scales)
     assert_twins_agree("differential", *arguments, **options)
 
 
 @each_twin
-def test_no_bit_depends_on_codes_that_nobody_may_see(twin, device):
+def test_no_bit_depends_on_quantized_values_that_nobody_may_see(twin, device):
     answers = []
     for poison in (POISON, HARMLESS):
-        arguments, scales, *_ = coded(MIXED_CODES, "e5m2", device=device, poison=poison)
+        arguments, scales, *_ = eight_bit(MIXED_QUANTIZED, "e5m2", device=device, poison=poison)
         answers.append(
-            plan_and_attend(twin, *arguments, **filled({}, MIXED_CODES, device), scales=scales, return_lse=True)
+            plan_and_attend(twin, *arguments, **filled({}, MIXED_QUANTIZED, device), scales=scales, return_lse=True)
         )
     for poisoned, harmless in zip(*answers, strict=True):
         assert torch.equal(poisoned, harmless)
@@ -791,7 +793,7 @@ BAD_SCALES = {
 @pytest.mark.parametrize(("message", "change"), BAD_SCALES.values(), ids=BAD_SCALES)
 def test_bad_scales_are_named(twin, message, change):
     """Of a write, too, before a half is written."""
-    (query, cache, batch), *_ = coded(MIXED_CODES, "e4m3")
+    (query, cache, batch), *_ = eight_bit(MIXED_QUANTIZED, "e4m3")
     with pytest.raises(ValueError, match=message):
         plan_and_attend(twin, query, cache, batch, **LAMBDA, **change({}))
     empty, tokens = twin.allocate(2, 4, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(2, 4, 8)

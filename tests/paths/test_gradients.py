@@ -312,8 +312,8 @@ def test_gradients_of_what_goes_with_latents_and_pairs(package):
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "int8", "int8-half"])
-def test_gradients_through_codes(kind):
-    """By scales, and by a query that is not rounded, along one direction; codes that no query sees are NaN."""
+def test_gradients_through_quantized_values(kind):
+    """By scales, and by a query that is not rounded, along one direction; 8-bit values that no query sees are NaN."""
     stored = store(CASE, kind, dtype=torch.float64, per="head", round_query=False)
     for j in range(6):  # before the windows of the first sequence
         block, row = int(stored.batch.block_table[0, j // CASE.block_size]), j % CASE.block_size
@@ -345,20 +345,20 @@ def test_gradients_through_codes(kind):
 def test_rounding_refuses_gradients_by_name():
     stored = store(CASE, "e4m3", per="head")
     wanting = stored.query.requires_grad_()
-    with pytest.raises(NotImplementedError, match="^query: requires_grad, but rounding to codes has no gradient"):
+    with pytest.raises(NotImplementedError, match="^query: requires_grad, but rounding to a quantized cache has no"):
         plan_and_attend(refattn.quantized, *stored.tensors, scales=stored.scales)
     new = torch.zeros(3, 2, 6, requires_grad=True)
     scales, slots = Fp8Scales(1.0, 1.0), torch.arange(3)
     pools = refattn.kv_cache.allocate(2, 4, 2, 6, dtype=torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="^value: requires_grad, but rounding"):
         refattn.quantized.write(new.detach(), new, *pools, slots, scales=scales)
-    codes = refattn.mla.allocate(2, 4, 4, 2, dtype=torch.float8_e4m3fn)
+    quantized_values = refattn.mla.allocate(2, 4, 4, 2, dtype=torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="^rope_key: requires_grad, but rounding"):
-        refattn.mla.write(new.detach()[:, 0, :4], new[:, 0, 4:], codes, slots)
+        refattn.mla.write(new.detach()[:, 0, :4], new[:, 0, 4:], quantized_values, slots)
     with torch.no_grad():
         plan_and_attend(refattn.quantized, wanting, *stored.tensors[1:], scales=stored.scales)
         refattn.quantized.write(new, new, *pools, slots, scales=scales)
-        refattn.mla.write(new[:, 0, :4], new[:, 0, 4:], codes, slots)
+        refattn.mla.write(new[:, 0, :4], new[:, 0, 4:], quantized_values, slots)
 
 
 # --- memory that is written to ---
@@ -447,7 +447,7 @@ def test_the_fast_twin_refuses_gradients_of_what_goes_with_attention(device):
     wanting, lse = x.clone().requires_grad_(), torch.zeros(3, 2, device=device)
     slots, block_pairs = torch.arange(3, device=device), torch.tensor([[0, 1]], device=device)
     pools = kv_cache.allocate(2, 4, 2, 6, device=device)
-    codes = kv_cache.allocate(2, 4, 2, 6, dtype=torch.float8_e4m3fn, device=device)
+    quantized_values = kv_cache.allocate(2, 4, 2, 6, dtype=torch.float8_e4m3fn, device=device)
     latents, halves = mla.allocate(2, 4, 4, 2, device=device), pairs.allocate(2, 4, 2, 6, device=device)
     recorded = pools[0] + wanting[0, 0]  # no leaf
     batch = make_batch([2], [2], [[0]], device=device)
@@ -462,7 +462,7 @@ def test_the_fast_twin_refuses_gradients_of_what_goes_with_attention(device):
         "key": lambda: kv_cache.write(wanting, x, *pools, slots),
         "value": lambda: pairs.write(x, wanting, halves, slots),
         "rope_key": lambda: mla.write(x[:, 0, :4], wanting[:, 0, 4:], latents, slots),
-        "key ": lambda: quantized.write(wanting, x, *codes, slots, scales=scales),
+        "key ": lambda: quantized.write(wanting, x, *quantized_values, slots, scales=scales),
         "cache": lambda: kv_cache.copy_blocks([recorded], block_pairs),
         "destinations[0]": lambda: kv_cache.swap_blocks([pools[0]], [recorded], block_pairs),
         "cache ": lambda: speculative.compact([recorded], batch, forest, accepted, block_size=4),

@@ -551,7 +551,7 @@ def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options,
 
 
 def test_a_causal_kernel_takes_intervals_that_extend_it(monkeypatch):
-    """Where FlashAttention is asked first for prompts; not for others, and over no codes."""
+    """Where FlashAttention is asked first for prompts; not for others, and over no quantized values."""
     from fastattn.kernels.flash import fa3, fa4
 
     for module in (fa3, fa4):

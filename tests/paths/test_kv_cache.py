@@ -371,7 +371,7 @@ def test_layers_inside_of_a_block(kernel, order, device):
         kernel.check(check)
 
 
-CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 POOLS = {
     "NHD": lambda shape: torch.zeros(shape, dtype=torch.uint8),
     "HND": lambda shape: torch.zeros(shape, dtype=torch.uint8).transpose(1, 2).contiguous().transpose(1, 2),
@@ -382,28 +382,28 @@ POOLS = {
 }
 
 
-def codes(layout: str, shape: tuple[int, ...], kind: torch.dtype, device: str) -> torch.Tensor:
-    """Make a pool of fp8 in some layout, of any codes, those of NaN included."""
+def quantized(layout: str, shape: tuple[int, ...], kind: torch.dtype, device: str) -> torch.Tensor:
+    """Make a pool of fp8 in some layout, of any quantized values, those of NaN included."""
     strided = POOLS[layout](shape)
     pool = torch.empty_strided(strided.shape, strided.stride(), dtype=torch.uint8, device=device)
     return pool.copy_(torch.randint(256, shape)).view(kind)
 
 
-def on_host(codes: torch.Tensor) -> torch.Tensor:
-    """Return a pool of codes as bytes on the host: the pool itself, if it is there."""
-    return codes.view(torch.uint8).cpu()
+def on_host(quantized: torch.Tensor) -> torch.Tensor:
+    """Return a quantized pool as bytes on the host: the pool itself, if it is there."""
+    return quantized.view(torch.uint8).cpu()
 
 
 @each_twin
-@pytest.mark.parametrize("kind", CODES, ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("layout", POOLS)
-def test_codes_of_fp8_move_as_any_other_elements_do(twin, layout, kind, device):
+def test_fp8_values_move_as_any_other_elements_do(twin, layout, kind, device):
     """Written, gathered, copied, swapped out to the host and back, moved in a tree: bit by bit, NaN included."""
     shape = (6, 4, 2, 8)
-    pools = [codes(layout, shape, kind, device) for _ in range(2)]
+    pools = [quantized(layout, shape, kind, device) for _ in range(2)]
     expected = [on_host(pool).clone() for pool in pools]
 
-    tokens = [codes("NHD", (3, 2, 8), kind, device) for _ in pools]
+    tokens = [quantized("NHD", (3, 2, 8), kind, device) for _ in pools]
     twin.write(*tokens, *pools, torch.tensor([21, -1, 2], device=device))
     for rows, new in zip(expected, tokens, strict=True):
         rows[5, 1], rows[0, 2] = on_host(new)[0], on_host(new)[2]
@@ -442,11 +442,14 @@ def test_codes_of_fp8_move_as_any_other_elements_do(twin, layout, kind, device):
 
 
 @each_twin
-@pytest.mark.parametrize("kind", CODES, ids=str)
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize("shape", [(6, 4, 20), (6, 2, 4, 2, 8), (2, 2, 6, 4, 1, 8), (6,)], ids=str)
 def test_pools_of_fp8_of_any_shape_are_copied_and_swapped(twin, shape, kind, device):
     """Of latents, with keys beside values, of pairs of heads; blocks side by side or not."""
-    for buffer in (codes("NHD", shape, kind, device), codes("NHD", (2, *shape), kind, device).movedim(0, -1)[..., 1]):
+    for buffer in (
+        quantized("NHD", shape, kind, device),
+        quantized("NHD", (2, *shape), kind, device).movedim(0, -1)[..., 1],
+    ):
         pools = list(buffer.flatten(0, 1).unbind()) if len(shape) == 6 else [buffer]
         expected = [on_host(pool).clone() for pool in pools]
         twin.copy_blocks(pools, torch.tensor([[3, 5], [5, 0]]))

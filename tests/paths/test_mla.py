@@ -343,13 +343,13 @@ def test_absorbed_queries_see_the_latents_of_their_chunk(package, chunks, sees):
 
 @pytest.mark.covers("D190")
 @each_local
-@pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn], ids=["numbers", "e4m3"])
+@pytest.mark.parametrize("quantized", [None, torch.float8_e4m3fn], ids=["numbers", "e4m3"])
 @pytest.mark.parametrize("kernel", PRESENT_FOR_LATENTS, ids=lambda kernel: kernel.name)
-def test_twins_agree_over_chunks(kernel, codes, chunks, sees, device):
+def test_twins_agree_over_chunks(kernel, quantized, chunks, sees, device):
     sizes = (SMALL if kernel.name in ("cpu", "triton") else REAL)._replace(spare=8)
     given = Latents(replace(LOCAL, block_size=16), device=device, dtype=kernel.dtypes[0], sizes=sizes)
-    cache = given.cache if codes is None else given.cache.to(codes)
-    of_cache = dict(latent_rank=sizes.rank, cache_scale=1.0 if codes is None else 0.7)
+    cache = given.cache if quantized is None else given.cache.to(quantized)
+    of_cache = dict(latent_rank=sizes.rank, cache_scale=1.0 if quantized is None else 0.7)
     fast, reference = (over_chunks(package, chunks) for package in ("fastattn", "refattn"))
     options = filled(OPTIONS["sinks"] | OPTIONS["softcap"], 4, device)
 

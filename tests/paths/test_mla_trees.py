@@ -1,4 +1,4 @@
-"""Drafted trees over latents and codes of them: who sees whom, what nobody sees, the formula, and every kernel."""
+"""Drafted trees over latents, quantized or not: who sees whom, what nobody sees, the formula, and every kernel."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ from refattn.options import AttentionOptions
 from refattn.trees import Trees
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import PRESENT_FOR_LATENTS
-from tests.helpers.latents import EVEN, OF_CODES, OPTIONS, RANK, REAL, SCALE, SMALL, Latents, filled, in_codes
+from tests.helpers.latents import EVEN, OF_LATENTS, OPTIONS, RANK, REAL, SCALE, SMALL, Latents, filled, in_8_bits
 from tests.helpers.steps import ROOM, record
 from tests.helpers.tolerance import assert_matches_reference
 from tests.helpers.trees import case_of, draw_tree, masks_of_trees, path_to
@@ -51,7 +51,7 @@ each_compiled = pytest.mark.parametrize(
     "kernel", [kernel for kernel in KERNELS if not kernel.is_interpreted], ids=lambda kernel: kernel.name
 )
 each_case = pytest.mark.parametrize("name", CASES)
-each_store = pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn], ids=["numbers", "codes"])
+each_store = pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn], ids=["numbers", "quantized"])
 
 
 def modules(package: str) -> tuple[ModuleType, ModuleType]:
@@ -68,7 +68,7 @@ def verify(package, query, cache, batch, *, trees, window=-1, latent_rank=RANK, 
 def lay_out(name: str, kind: torch.dtype | None, *, window: int = -1, poison=POISON, **arguments) -> tuple:
     """Lay a case out, with garbage in each slot that no query row sees; return it with what an attention takes."""
     parents, case = CASES[name]
-    make = Latents if kind is None else partial(in_codes, kind=kind)
+    make = Latents if kind is None else partial(in_8_bits, kind=kind)
     given = make(case, poison=poison, **arguments)
     garbage = torch.tensor(poison, dtype=torch.float32).to(given.cache.dtype).to(given.cache.device)
     for i, (mask, (_, s)) in enumerate(zip(masks_of_trees(case, parents, window), case.lens, strict=True)):
@@ -77,7 +77,7 @@ def lay_out(name: str, kind: torch.dtype | None, *, window: int = -1, poison=POI
                 j % len(poison)
             ]
     trees = refattn.speculative.make_trees(parents, device=str(given.cache.device))
-    fixed = dict(trees=trees, window=window) | (dict(cache_scale=OF_CODES) if kind is not None else {})
+    fixed = dict(trees=trees, window=window) | (dict(cache_scale=OF_LATENTS) if kind is not None else {})
     return given, (given.absorbed, given.cache, given.batch), fixed
 
 
@@ -297,7 +297,7 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
     buffers = metadata.make_buffers(5, device=device, **ROOM)
     parents = torch.full((5, 6), -1, dtype=torch.int32, device=device)
     trees = Trees(parents, torch.zeros(5, dtype=torch.int32, device=device))
-    fixed = dict(window=window) | (dict(cache_scale=OF_CODES) if kind is not None else {})
+    fixed = dict(window=window) | (dict(cache_scale=OF_LATENTS) if kind is not None else {})
 
     def step() -> torch.Tensor:
         call = partial(verify, "fastattn", query, pool, buffers, trees=trees, **fixed)
@@ -307,7 +307,7 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
     with kernel.asked_for():
         for i, drawn in enumerate(steps):
             case = Case("step", tuple((len(t), s + len(t)) for t, s in drawn), heads=(4, 1))
-            make = partial(in_codes, kind=kind) if kind is not None else Latents
+            make = partial(in_8_bits, kind=kind) if kind is not None else Latents
             given = make(case, device=device, dtype=dtype, seed=i, sizes=SMALL._replace(spare=0))
             rows = len(given.query)
             query.zero_()

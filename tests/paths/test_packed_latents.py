@@ -50,7 +50,7 @@ each_reader = pytest.mark.parametrize(("package", "asked_for"), READERS)
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
 WRITERS = ["torch", *(kernel.name for kernel in KERNELS if kernel.name == "triton")]
-NAN, ZERO = 0xFF, 0  # bytes: NaN as a code, as a scale and as a number
+NAN, ZERO = 0xFF, 0  # bytes: NaN as a quantized value, as a scale and as a number
 
 
 def laid_out(case=MIXED, *, dtype=torch.float32, device="cpu", poison=NAN, sizes=SIZES, block_size=None):
@@ -91,7 +91,7 @@ def attend(twin, query, cache, batch, *, plan=None, latent_rank=RANK, return_lse
 
 @pytest.mark.covers("F214")
 @each_twin
-def test_a_row_has_codes_then_scales_then_the_rotary_key(twin):
+def test_a_row_has_quantized_values_then_scales_then_the_rotary_key(twin):
     """Byte by byte, as vLLM writes them and FlashMLA reads them: 656 bytes with DeepSeek's sizes."""
     torch.manual_seed(0)
     pool = twin.allocate(3, 4, 512, 64, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def test_a_row_has_codes_then_scales_then_the_rotary_key(twin):
         off = (numbers[:512] - latent[token]).abs()
         assert (off <= torch.maximum(latent[token].abs() / 16, steps)).all()
         assert torch.equal(numbers[512:].float(), rope_key[token].bfloat16().float())
-    assert not pool[2, 1, 128:256].any(), "zeros are codes of zero"
+    assert not pool[2, 1, 128:256].any(), "zeros are quantized values of zero"
     pool[1, 2] = pool[2, 1] = 0
     assert not pool.any()
 

@@ -95,14 +95,16 @@ def test_positions_of_trees_are_as_many_as_their_nodes_can_be():
 def test_alibi_in_a_cascade_of_unknown_positions_is_refused():
     """Slopes are a layer's, so it is the layer that finds out."""
     query, pool = nothing(TOKENS + 2, 4, 64), nothing(40, 16, 2, 64)
-    codes = nothing(40, 16, 2, 64, dtype=torch.float8_e4m3fn)
+    quantized_values = nothing(40, 16, 2, 64, dtype=torch.float8_e4m3fn)
     plan = plan_of("cascade", UNKNOWN, prefixes=SHARED, block_size=16)
     refusal = "alibi_slopes: expected a plan that knows the positions of its queries, got one .* num_tokens"
     with pytest.raises(ValueError, match=refusal):
         fastattn.cascade.attention(query, pool, pool, plan, AttentionOptions(**SLOPES))
     with pytest.raises(ValueError, match=refusal):
         options = AttentionOptions(**SLOPES)
-        fastattn.quantized.attention(query, codes, codes, plan, options, scales=Fp8Scales(1.0, 1.0))
+        fastattn.quantized.attention(
+            query, quantized_values, quantized_values, plan, options, scales=Fp8Scales(1.0, 1.0)
+        )
     known = plan_of("cascade", KNOWN, prefixes=SHARED, block_size=16)
     Pages(pool, pool).check(query, known, AttentionOptions(**SLOPES), None, False)
     Pages(pool, pool).check(query, plan, AttentionOptions(), None, False)

@@ -49,15 +49,15 @@ from tests.helpers.stored import (
     KINDS,
     Stored,
     apart,
-    assert_twins_agree_over_codes,
+    assert_twins_agree_over_quantized,
     attended_by_hand,
     bits,
     decoded,
-    in_codes,
+    in_8_bits,
     in_scales,
     nearest,
     numbers_of,
-    over_codes,
+    over_quantized,
     path_of,
     store,
 )
@@ -92,12 +92,12 @@ def only_on_cpu(device):
     ("package", "case", "kind", "plan"), every_pair(["refattn", "fastattn"], ODD, KINDS, SEES), ids=str
 )
 def test_mask(package, case, kind, plan):
-    """Values of 1 as codes under scales other than 1, so that a value that is read without its scale shows, too."""
+    """Values of 1 under scales other than 1, so that a value that is read without its scale shows, too."""
     case = replace(case, head_size=64, value_head_size=64)
     mixed, arguments = path_of(package, plan)
 
     def attention(query, key_cache, value_cache, batch, **options):
-        *pools, scales = in_codes(key_cache, value_cache, kind)
+        *pools, scales = in_8_bits(key_cache, value_cache, kind)
         return plan_and_attend(mixed, query, *pools, batch, **arguments, scales=scales, **options)
 
     assert_same_masks(read_masks(attention, case), masks_by_hand(case, SEES[plan]))
@@ -105,7 +105,7 @@ def test_mask(package, case, kind, plan):
 
 @pytest.mark.parametrize(("package", "case", "pair"), every_pair(["refattn", "fastattn"], ODD, PAIRS), ids=str)
 def test_poison(package, case, pair):
-    """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
     plan, kind = pair
     mixed, arguments = path_of(package, plan)
     answers = []
@@ -151,14 +151,14 @@ FP8_QUERIES = Case("fp8-queries", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), he
 
 
 def with_query_in_fp8(stored: Stored) -> tuple[torch.Tensor, Stored]:
-    """Return queries as codes, rows of padding too; and what they stand for, as queries that are not rounded."""
-    codes = (stored.query.float() * 3).to(stored.scales.format)
+    """Return queries as 8-bit values, rows of padding too; and what they stand for, as queries that are not rounded."""
+    quantized_values = (stored.query.float() * 3).to(stored.scales.format)
     heads = stored.query.shape[1] // stored.key_cache.shape[2]
     sequences = torch.arange(stored.batch.num_seqs).repeat_interleave(stored.batch.query_lens.long())
     of_query = torch.as_tensor(stored.scales.query).double().expand(stored.batch.num_seqs, stored.key_cache.shape[2])
-    numbers = numbers_of(codes)
+    numbers = numbers_of(quantized_values)
     numbers[: len(sequences)] *= of_query[sequences].repeat_interleave(heads, 1)[..., None]
-    return codes, replace(stored, query=numbers, scales=replace(stored.scales, query=None))
+    return quantized_values, replace(stored, query=numbers, scales=replace(stored.scales, query=None))
 
 
 @pytest.mark.covers("B180")
@@ -167,15 +167,15 @@ def with_query_in_fp8(stored: Stored) -> tuple[torch.Tensor, Stored]:
     every_pair(["refattn", "fastattn"], [E4M3, E5M2], ["number", "head", "sequence"], ["causal", "window", "local"]),
     ids=str,
 )
-def test_queries_in_fp8_are_what_their_codes_stand_for(package, kind, per, plan):
+def test_queries_in_fp8_are_what_they_are_rounded_to(package, kind, per, plan):
     """By hand in float64; the layer has quantised them, and nothing rounds them again."""
     name = next(name for name, dtype in KINDS.items() if dtype == kind)
     stored = store(FP8_QUERIES, name, dtype=torch.float64, per=per)
-    codes, numbers = with_query_in_fp8(stored)
+    quantized_values, numbers = with_query_in_fp8(stored)
     expected, expected_lse = attended_by_hand(numbers, masks_by_hand(FP8_QUERIES, SEES[plan]))
     mixed, arguments = path_of(package, plan)
-    out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
-    call = partial(plan_and_attend, mixed, codes, *stored.tensors[1:], **arguments, scales=stored.scales)
+    out = torch.empty(*quantized_values.shape[:2], stored.value_cache.shape[3])
+    call = partial(plan_and_attend, mixed, quantized_values, *stored.tensors[1:], **arguments, scales=stored.scales)
     answer, lse = call(return_lse=True, out=out)
     assert answer is out and lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
@@ -190,14 +190,14 @@ def test_queries_in_fp8_are_what_their_codes_stand_for(package, kind, per, plan)
 @each_package
 @pytest.mark.parametrize("per", ["number", "head"])
 def test_a_layer_quantises_queries_as_attention_does(package, per):
-    """Under a plan of any path: codes made outside give what numbers give that are rounded inside."""
+    """Under a plan of any path: quantized values made outside give what numbers give that are rounded inside."""
     stored = store(FP8_QUERIES, "e4m3", per=per)
     of_heads = torch.as_tensor(stored.scales.query).expand(3).repeat_interleave(2)[:, None]
-    codes = (stored.query / of_heads).clamp(-448, 448).to(E4M3)
+    quantized_values = (stored.query / of_heads).clamp(-448, 448).to(E4M3)
     for name, planned in (("quantized", {}), ("cascade", dict(prefixes=())), ("speculative", {})):
-        call = partial(plan_and_attend, over_codes(package, name), **planned, scales=stored.scales, return_lse=True)
-        out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
-        inside, outside = call(*stored.tensors), call(codes, *stored.tensors[1:], out=out)
+        call = partial(plan_and_attend, over_quantized(package, name), **planned, scales=stored.scales, return_lse=True)
+        out = torch.empty(*quantized_values.shape[:2], stored.value_cache.shape[3])
+        inside, outside = call(*stored.tensors), call(quantized_values, *stored.tensors[1:], out=out)
         for one, other in zip(inside, outside, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -216,7 +216,7 @@ BAD_FP8_QUERIES = {
         "key_cache: expected float8_e4m3fn [n, p, hk, d=32]",
         lambda a: a | dict(query=a["query"][..., :32]),
     ),
-    "out-of-codes": (
+    "out-of-quantized values": (
         "out: expected bfloat16 [t=19, h=6, dv=64]",
         lambda a: a | dict(out=torch.zeros(19, 6, 64).to(E4M3)),
     ),
@@ -232,10 +232,10 @@ BAD_FP8_QUERIES = {
 @pytest.mark.parametrize(("message", "change"), BAD_FP8_QUERIES.values(), ids=BAD_FP8_QUERIES)
 def test_bad_queries_in_fp8_are_named(package, message, change):
     stored = store(FP8_QUERIES, "e4m3", per="head")
-    codes, _ = with_query_in_fp8(stored)
+    quantized_values, _ = with_query_in_fp8(stored)
     mixed, _ = path_of(package)
     plan = mixed.plan(stored.batch, block_size=16)
-    query, *pools = codes, stored.key_cache, stored.value_cache
+    query, *pools = quantized_values, stored.key_cache, stored.value_cache
     good = dict(query=query, key_cache=pools[0], value_cache=pools[1], plan=plan, scales=stored.scales)
     with pytest.raises(ValueError, match=re.escape(message)):
         mixed.attention(**change(good))
@@ -247,7 +247,7 @@ def test_bad_queries_in_fp8_are_named(package, message, change):
 @pytest.mark.covers("A22", "B93")
 @each_of_odd
 def test_twins(case, kind, plan):
-    assert_twins_agree_over_codes(store(case, kind), plan)
+    assert_twins_agree_over_quantized(store(case, kind), plan)
 
 
 @pytest.mark.covers("B92", "B224")
@@ -258,7 +258,7 @@ def test_twins_with_options(case, kind, options):
     options = per_head(OPTIONS[options], case, "cpu")
     plan = "window" if options.pop("window_size", None) else "causal"
     options.pop("causal", None)
-    assert_twins_agree_over_codes(store(case, kind), plan, **options)
+    assert_twins_agree_over_quantized(store(case, kind), plan, **options)
 
 
 @pytest.mark.parametrize(
@@ -267,15 +267,15 @@ def test_twins_with_options(case, kind, options):
 def test_twins_of_half_types_over_padded_pools(kind, dtype, spread):
     """Page strides that are not the product of the sizes, of the pools and of the scales beside them."""
     case = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 65), (0, 9), (5, 2)), heads=(6, 3), padding_rows=2)
-    assert_twins_agree_over_codes(store(case, kind, dtype=dtype, spread=spread))
-    assert_twins_agree_over_codes(store(case, kind, dtype=dtype, spread=spread), "local", sinks=torch.randn(6))
+    assert_twins_agree_over_quantized(store(case, kind, dtype=dtype, spread=spread))
+    assert_twins_agree_over_quantized(store(case, kind, dtype=dtype, spread=spread), "local", sinks=torch.randn(6))
 
 
 @of_batches
 @given(case=ragged_cases(head_sizes=(16, 64)), kind=st.sampled_from(list(KINDS)), plan=st.sampled_from(list(SEES)))
 def test_twins_of_drawn_batches(case, kind, plan):
     case = replace(case, block_size=16 if plan == "local" else case.block_size)
-    assert_twins_agree_over_codes(store(case, kind), plan)
+    assert_twins_agree_over_quantized(store(case, kind), plan)
 
 
 @pytest.mark.covers("D126")
@@ -384,25 +384,25 @@ def test_every_code_is_written_and_read_back(twin, kind):
     key_cache, value_cache = (torch.full((1, 4, 8, 8), 99, dtype=torch.uint8) for _ in range(2))
     scales = Fp8Scales(2.0**-3, 2.0**-3, format=kind)
     twin.write(key, key, key_cache, value_cache, torch.arange(4), scales=scales)
-    codes = torch.arange(256)
-    codes = torch.where(numbers.isinf(), codes - 1, codes)
+    quantized_values = torch.arange(256)
+    quantized_values = torch.where(numbers.isinf(), quantized_values - 1, quantized_values)
     for cache in (key_cache, value_cache):
         read = decoded(kind)[cache.flatten().long()]
         assert torch.equal(read.isnan(), numbers.isnan())
-        assert torch.equal(cache.flatten()[~numbers.isnan()], codes[~numbers.isnan()].to(torch.uint8))
+        assert torch.equal(cache.flatten()[~numbers.isnan()], quantized_values[~numbers.isnan()].to(torch.uint8))
 
 
 @pytest.mark.covers("A17", "A20")
 @each_twin
 @each_format
 def test_every_code_is_read(twin, kind):
-    """Each code as the one key, the one value, of a sequence: its value comes out, its score is the LSE."""
-    codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1)
+    """Each quantized value as the one key, the one value, of a sequence: its value comes out, its score is the LSE."""
+    quantized_values = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1)
     finite = decoded(kind).isfinite()
     batch = make_batch([1] * 256, [1] * 256, [[i] for i in range(256)])
     query, options = torch.full((256, 1, 1), 0.5), dict(softmax_scale=1.0, return_lse=True)
     for cache, kernel in itertools.product(
-        (codes, codes.view(kind)), (None, "cpu") if twin is fastattn.quantized else (None,)
+        (quantized_values, quantized_values.view(kind)), (None, "cpu") if twin is fastattn.quantized else (None,)
     ):
         with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
             out, lse = plan_and_attend(
@@ -503,7 +503,7 @@ def test_int8_rounds_to_even_and_zeros_come_back_as_zeros(twin):
 @each_kind
 @pytest.mark.parametrize("of", ["key", "value", "infinite key"])
 def test_what_is_no_number_comes_out_as_nan(twin, kind, of):
-    """NaN has no code in int8: the scale of the token's key has it. Of an infinite key, fp8 has the largest number."""
+    """Int8 has no NaN: the scale of the token's key has it. Of an infinite key, fp8 has the largest number."""
     key_cache, value_cache, scales = pools(twin, kind, n=2, d=8, dv=8)
     tokens = dict(key=torch.randn(6, 2, 8), value=torch.randn(6, 2, 8))
     tokens[of.split()[-1]][3, 1, 5] = torch.inf if "infinite" in of else torch.nan
@@ -944,8 +944,8 @@ def test_a_query_is_not_changed():
 
 @each_package
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_what_reads_no_codes_says_so(package):
-    """A pool of pairs refuses codes by name, one of latents those of int8, and every path of a plain cache all."""
+def test_what_reads_no_quantized_values_says_so(package):
+    """A pool of pairs refuses 8 bits by name, one of latents int8, and every path of a plain cache both."""
     cascade, differential, mla, plain, module = (
         importlib.import_module(f"{package}.{name}")
         for name in ("cascade", "differential", "mla", "chunked_prefill", "quantized")
@@ -957,7 +957,7 @@ def test_what_reads_no_codes_says_so(package):
         cascade.attention(query, key_cache, value_cache, levels)
     with pytest.raises(ValueError, match=r"^key_cache: expected float32 .*, got float8_e4m3fn"):
         plain.attention(query, key_cache, value_cache, plain.plan(batch, block_size=4))
-    with pytest.raises(ValueError, match=r"^cache: expected numbers or codes of fp8 for latents, got int8"):
+    with pytest.raises(ValueError, match=r"^cache: expected unquantized or fp8 latents, got int8"):
         latents = torch.zeros(5, 4, 8, dtype=torch.int8)
         options = AttentionOptions(softmax_scale=1.0)
         mla.attention(query, latents, mla.plan(batch, block_size=4), options, latent_rank=6)

@@ -1,4 +1,4 @@
-"""Cascades and drafted trees over codes: levels merge, nodes see their branches, and scales stay where they belong."""
+"""Cascades and drafted trees over 8 bits: levels merge, nodes see their branches, and scales stay where they belong."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ from tests.helpers.kernels_present import PRESENT, Kernel
 from tests.helpers.options import per_head
 from tests.helpers.shared_prefixes import SHARED
 from tests.helpers.steps import record
-from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, over_codes, store
+from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_8_bits, over_quantized, store
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 from tests.helpers.trees import case_of, draw_tree, masks_of_trees
 
@@ -65,7 +65,7 @@ class Step:
         return masks_by_hand(self.case, lambda i, j: j <= i and (left < 0 or i - left <= j))
 
     def store(self, kind: str, *, left: int = -1, poison=POISON, **options: Any) -> Stored:
-        """Lay the step out in codes: a prefix has the blocks of its first sequence; what nobody sees is spoilt."""
+        """Lay the step out in 8 bits: a prefix has the blocks of its first sequence; what nobody sees is spoilt."""
         per = options.pop("per", "head" if self.path == "cascade" else "sequence")
         stored = store(self.case, kind, poison=poison, per=per, **options)
         stored.batch = self.share(stored.batch, stored.keys, stored.values)
@@ -86,7 +86,7 @@ class Step:
 
 
 def spoil(stored: Stored, masks: list[torch.Tensor]) -> None:
-    """Put codes of NaN, or scales of NaN, into each slot that no query sees."""
+    """Put quantized values of NaN, or scales of NaN, into each slot that no query sees."""
     n, p = stored.key_cache.shape[:2]
     seen = torch.zeros(n * p, dtype=torch.bool)
     for mask, blocks in zip(masks, stored.batch.block_table.tolist(), strict=True):
@@ -146,10 +146,15 @@ each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=[
 
 
 def call(package: str, step: Step, stored: Stored, **options: Any) -> Any:
-    """Plan the step, attend over its codes, and return outputs and log-sum-exps."""
+    """Plan the step, attend over its quantized values, and return outputs and log-sum-exps."""
     arguments = step.arguments(str(stored.query.device))
     return plan_and_attend(
-        over_codes(package, step.path), *stored.tensors, **arguments, **options, scales=stored.scales, return_lse=True
+        over_quantized(package, step.path),
+        *stored.tensors,
+        **arguments,
+        **options,
+        scales=stored.scales,
+        return_lse=True,
     )
 
 
@@ -172,11 +177,11 @@ def test_mask(who, step, kind, device):
     package, context = asked_for(who)
 
     def attention(query, key_cache, value_cache, batch, **options):
-        *pools, scales = in_codes(key_cache, value_cache, kind)
+        *pools, scales = in_8_bits(key_cache, value_cache, kind)
         arguments = step.arguments(device)
         # The first sequence of a prefix has the one-hot values of all.
         return plan_and_attend(
-            over_codes(package, step.path), query, *pools, step.share(batch), **arguments, scales=scales, **options
+            over_quantized(package, step.path), query, *pools, step.share(batch), **arguments, scales=scales, **options
         )
 
     with context:
@@ -232,7 +237,7 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
     stored = step.store(kind, left=LEFT if "window_size" in OPTIONS[options] else -1, dtype=torch.float64)
     options = per_head(OPTIONS[options], step.case, "cpu")
     whole = plan_and_attend(
-        over_codes(package, "chunked_prefill"),
+        over_quantized(package, "chunked_prefill"),
         *stored.tensors,
         **options,
         scales=stored.scales,
@@ -248,7 +253,7 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
 def hold(kernel: Kernel, step: Step, stored: Stored, **options: Any) -> None:
     arguments = dict(step.arguments(str(stored.query.device)), **options, scales=stored.scales)
     with kernel.asked_for():
-        kernel.check(assert_twins_agree, partial(over_codes, path=step.path), *stored.in_bytes, **arguments)
+        kernel.check(assert_twins_agree, partial(over_quantized, path=step.path), *stored.in_bytes, **arguments)
 
 
 @each_kernel
@@ -303,7 +308,7 @@ def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
         layers = [scales, replace(scales, key=scales.key * 1.7, value=scales.value * 0.3), Fp8Scales(0.3, 0.9, 0.2)]
     else:
         layers = [scales, Int8Scales(scales.key * 0.7, scales.value * 1.9)]
-    twin = over_codes("fastattn", step.path)
+    twin = over_quantized("fastattn", step.path)
     with kernel.asked_for():
         plan = twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device))
         expected = [call("fastattn", step, replace(stored, scales=layer))[0] for layer in layers]
@@ -325,7 +330,7 @@ def test_a_chain_answers_as_a_chunk_over_the_same_bytes(kernel, kind, device):
     step = Step("speculative", case, [range(-1, 4)] * 4)
     stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
     pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
-    chunk = partial(plan_and_attend, over_codes("refattn", "chunked_prefill"))
+    chunk = partial(plan_and_attend, over_quantized("refattn", "chunked_prefill"))
     with kernel.asked_for():
         answer = call("fastattn", step, stored)
     assert_matches_reference(*answer, chunk, stored.query, *pools, stored.batch, scales=stored.scales)
@@ -341,7 +346,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
     """
     step = Step("cascade", Case("c", ((1, 70), (1, 52), (1, 66), (1, 130)), heads=heads), [(0, 4, 48)])
     stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
-    twin, arguments = over_codes("fastattn", step.path), step.arguments(device)
+    twin, arguments = over_quantized("fastattn", step.path), step.arguments(device)
     stored.batch.seq_lens.sub_(2)
     plan = twin.plan(stored.batch, block_size=16, **arguments)
     with kernel.asked_for():
@@ -356,7 +361,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
             assert_matches_reference(
                 out,
                 lse,
-                partial(plan_and_attend, over_codes("refattn", step.path)),
+                partial(plan_and_attend, over_quantized("refattn", step.path)),
                 stored.query,
                 *pools,
                 stored.batch,
@@ -374,7 +379,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
 @each_who
 @pytest.mark.parametrize("kind", ["e4m3", "int8", "int8-half"])
 def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(who, kind, device):
-    """Codes move, and the scales of int8 keys with them; NaN is in the slots of what was rejected."""
+    """Quantized values move, and the scales of int8 keys with them; NaN is in the slots of what was rejected."""
     package, context = asked_for(who)
     speculative = importlib.import_module(f"{package}.speculative")
     parents, kept, first_node = (-1, 0, 0, 1, 2, 2), [0, 2, 5], 15
@@ -406,7 +411,7 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(w
         spoil(cache, masks_by_hand(after.case, lambda i, j: j <= i))
     with context:
         answers = [
-            plan_and_attend(over_codes(package, after.path), *cache.tensors, scales=cache.scales, return_lse=True)
+            plan_and_attend(over_quantized(package, after.path), *cache.tensors, scales=cache.scales, return_lse=True)
             for cache in (stored, in_order)
         ]
     for one, other in zip(*answers, strict=True):
@@ -419,7 +424,7 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(w
 def good(package: str) -> dict[str, Any]:
     """Return a cascade and the arguments of a call over it."""
     stored = STEPS["cascade-tree"].store("e4m3")
-    plan = over_codes(package, STEPS["cascade-tree"].path).plan(
+    plan = over_quantized(package, STEPS["cascade-tree"].path).plan(
         stored.batch, block_size=16, **STEPS["cascade-tree"].arguments("cpu")
     )
     return dict(

@@ -1,4 +1,4 @@
-"""Quantised caches by kernels for numbers: their codes are expanded into memory before they attend.
+"""Quantised caches by kernels for numbers: their quantized values are expanded into memory before they attend.
 
 Where there is no GPU, Triton's interpreter expands, and the kernel for plain pages on a CPU stands in for
 flash-attn-4's.
@@ -21,7 +21,7 @@ import refattn.quantized
 from fastattn.kernels import cpu, order
 from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.expand import repage, round_queries
-from fastattn.kernels.triton.quantized import codes_of
+from fastattn.kernels.triton.quantized import quantization_of
 from refattn.keys import Pages
 from refattn.metadata import make_batch
 from refattn.plan import Plan
@@ -36,7 +36,7 @@ from tests.helpers.stored import (
     PLANS,
     Stored,
     apart,
-    assert_twins_agree_over_codes,
+    assert_twins_agree_over_quantized,
     numbers_of,
     path_of,
     store,
@@ -72,23 +72,23 @@ def stand_in(monkeypatch):
 
 def check(kernel: Kernel, stored: Stored, plan: str = "causal", **options) -> None:
     with kernel.asked_for():
-        kernel.check(assert_twins_agree_over_codes, stored, plan, again=False, **options)
+        kernel.check(assert_twins_agree_over_quantized, stored, plan, again=False, **options)
 
 
 def store_for(case: Case, kind: str, dtype: torch.dtype, **asked) -> Stored:
-    """Lay a case out in codes; numbers beside int8 keys are in the type of the queries."""
+    """Lay a case out in 8 bits; numbers beside int8 keys are in the type of the queries."""
     stored = store(case, kind, dtype=dtype, **asked)
     if kind == "int8-half":
         stored.value_cache = stored.value_cache.to(dtype)
     return stored
 
 
-# --- what the codes become ---
+# --- what the quantized values become ---
 
 
 @each_type
 @each_scaled
-def test_pages_hold_scales_times_codes_to_the_bit(kind, per, dtype, device):
+def test_pages_hold_scales_times_quantized_values_to_the_bit(kind, per, dtype, device):
     """Rounded once, of padded pools with heads outside of tokens; zeros past the end of a sequence in its last page."""
     case = Case(
         "pools",
@@ -100,13 +100,17 @@ def test_pages_hold_scales_times_codes_to_the_bit(kind, per, dtype, device):
         layout="HND",
     )
     stored = store_for(case, kind, dtype, per=per, spread=True, device=device)
-    codes, batch, fp8 = codes_of(stored.scales), stored.batch, isinstance(stored.scales, Fp8Scales)
+    quantization, batch, fp8 = quantization_of(stored.scales), stored.batch, isinstance(stored.scales, Fp8Scales)
     pools = [x.view(torch.uint8) if fp8 else x for x in (stored.key_cache, stored.value_cache)]
     for pool, rows, number, scales in zip(
-        pools, (stored.keys, stored.values), codes.numbers[1:], (codes.key, codes.value), strict=True
+        pools,
+        (stored.keys, stored.values),
+        quantization.numbers[1:],
+        (quantization.key, quantization.value),
+        strict=True,
     ):
-        held = codes.kind if pool.itemsize == 1 else ""
-        asked = dict(block_size=64, dtype=dtype, codes=held, number=number, scales=scales)
+        held = quantization.kind if pool.itemsize == 1 else ""
+        asked = dict(block_size=64, dtype=dtype, kind=held, number=number, scales=scales)
         pages, table = repage(pool, batch, **asked)
         for exact, blocks, (_, s) in zip(rows, table, case.lens, strict=True):
             used = pages[blocks[: -(-s // 64)].long()].flatten(0, 1).cpu()
@@ -119,11 +123,11 @@ def test_pages_hold_scales_times_codes_to_the_bit(kind, per, dtype, device):
 @each_type
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "int8"])
 def test_every_code_is_expanded(kind, dtype, device):
-    codes = torch.arange(256).to(torch.uint8).view(KINDS[kind])
-    expected = (numbers_of(codes).float() * 0.7).to(dtype)
-    pool = codes.view(torch.int8 if kind == "int8" else torch.uint8).view(1, 1, 1, 256).to(device)
+    quantized_values = torch.arange(256).to(torch.uint8).view(KINDS[kind])
+    expected = (numbers_of(quantized_values).float() * 0.7).to(dtype)
+    pool = quantized_values.view(torch.int8 if kind == "int8" else torch.uint8).view(1, 1, 1, 256).to(device)
     pages, _ = repage(
-        pool, make_batch([1], [1], [[0]], device=device), block_size=64, dtype=dtype, codes=kind, number=0.7
+        pool, make_batch([1], [1], [[0]], device=device), block_size=64, dtype=dtype, kind=kind, number=0.7
     )
     torch.testing.assert_close(pages[0, 0, 0].cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -136,20 +140,20 @@ def test_queries_are_rounded_to_the_bit(kind, per, dtype, device):
     stored = store(case, kind, dtype=dtype, per=per, device=device)
     query = apart(stored.query.transpose(0, 1)).transpose(0, 1)
     query[3, 1], query[4, 0, 5], query[5, 2, 7], query[6] = 0.0, torch.nan, torch.inf, query[6] * 1000
-    rounded = round_queries(query, Plan(stored.batch, 16), codes_of(stored.scales))
+    rounded = round_queries(query, Plan(stored.batch, 16), quantization_of(stored.scales))
     exact, scales, row = query.cpu().float(), stored.scales, 0
     for i, (q, _) in enumerate(case.lens):
         x = exact[row : row + q]
         if isinstance(scales, Int8Scales):
             scale = x.abs().amax(-1, keepdim=True) / 127
             scale = torch.where(scale == 0, 1.0, scale)
-            codes = (x / scale).round().nan_to_num(0.0)
+            quantized_values = (x / scale).round().nan_to_num(0.0)
         else:
             numbers = torch.as_tensor(scales.query).cpu()
             scale = (numbers[i] if numbers.ndim == 2 else numbers.expand(2)).repeat_interleave(2)[:, None]
             largest = torch.finfo(scales.format).max
-            codes = (x / scale).clamp(-largest, largest).to(scales.format).float()
-        expected = (codes * scale).to(dtype)
+            quantized_values = (x / scale).clamp(-largest, largest).to(scales.format).float()
+        expected = (quantized_values * scale).to(dtype)
         torch.testing.assert_close(rounded[row : row + q].cpu(), expected, rtol=0, atol=0, equal_nan=True)
         row += q
 
@@ -189,7 +193,7 @@ def test_scales_over_padded_pools(kind, per, round_query, kernel, device):
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("options", "kind"),  # codes are expanded before options are looked at
+    ("options", "kind"),  # quantized values are expanded before options are looked at
     [
         *zip(("scale", "negative-scale", "softcap", "sinks"), 2 * ("e4m3", "int8"), strict=True),
         *(("everything", kind) for kind in ("e4m3", "int8")),
@@ -215,7 +219,7 @@ def test_prompts_of_several_pages(kind, kernel, device):
     [*(("causal", kind) for kind in KINDS), ("untrimmed-window", "e4m3"), ("local", "int8")],
 )
 def test_poison(kind, plan, kernel, device):
-    """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
     twin, arguments = path_of("fastattn", plan)
     answers = []
 

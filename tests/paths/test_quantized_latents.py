@@ -1,4 +1,4 @@
-"""Latents in fp8: the codes that are written, what every kernel reads of them, and what is refused."""
+"""Latents in fp8: the quantized values that are written, what every kernel reads of them, and what is refused."""
 
 import math
 import re
@@ -21,7 +21,7 @@ from tests.helpers.batches import HARMLESS, POISON, Case, masks_by_hand, of_batc
 from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS
 from tests.helpers.latents import (
     EVEN,
-    OF_CODES,
+    OF_LATENTS,
     OPTIONS,
     RANK,
     REAL,
@@ -33,7 +33,7 @@ from tests.helpers.latents import (
     attend,
     by_reference,
     filled,
-    in_codes,
+    in_8_bits,
     prefill,
 )
 from tests.helpers.stored import E4M3, E5M2, bits, decoded, nearest
@@ -68,8 +68,8 @@ def in_reach(dtype, twin, device):
 
 @each_reader
 @each_kind
-def test_every_query_sees_the_codes_up_to_its_position(twin, asked_for, kind, device):
-    """Latents of one-hot rows: a code of 4 under a scale of a quarter."""
+def test_every_query_sees_the_quantized_values_up_to_its_position(twin, asked_for, kind, device):
+    """Latents of one-hot rows: a quantized value of 4 under a scale of a quarter."""
     lens, p = MIXED.lens, 16
     longest = max(s for _, s in lens)
     cache = torch.full((sum(-(-s // p) for _, s in lens) + 1, p, longest + 2), math.nan)
@@ -98,10 +98,10 @@ def test_every_query_sees_the_codes_up_to_its_position(twin, asked_for, kind, de
 def test_no_bit_depends_on_what_nobody_may_see(twin, asked_for, kind, device):
     answers = []
     for poison in (POISON, HARMLESS):
-        given = in_codes(MIXED, kind, device=device, poison=poison)
+        given = in_8_bits(MIXED, kind, device=device, poison=poison)
         call = partial(attend, twin, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
         with asked_for():
-            answers.append(call(cache_scale=OF_CODES))
+            answers.append(call(cache_scale=OF_LATENTS))
     for poisonous, harmless in zip(*answers, strict=True):
         assert torch.equal(poisonous, harmless)
 
@@ -111,9 +111,9 @@ def test_no_bit_depends_on_what_nobody_may_see(twin, asked_for, kind, device):
 def test_no_bit_of_a_prefill_depends_on_what_nobody_may_see(twin, kind, device):
     answers = []
     for poison in (POISON, HARMLESS):
-        given = in_codes(MIXED, kind, device=device, poison=poison)
+        given = in_8_bits(MIXED, kind, device=device, poison=poison)
         arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
-        answers.append(prefill(twin, *arguments, workspace=12, cache_scale=OF_CODES, softmax_scale=SCALE))
+        answers.append(prefill(twin, *arguments, workspace=12, cache_scale=OF_LATENTS, softmax_scale=SCALE))
     for poisonous, harmless in zip(*answers, strict=True):
         assert torch.equal(poisonous, harmless)
 
@@ -125,10 +125,10 @@ def test_no_bit_of_a_prefill_depends_on_what_nobody_may_see(twin, kind, device):
 @each_kind
 @pytest.mark.parametrize("options", ["plain", "everything"])
 def test_formula(twin, kind, options):
-    """Softmax in float64 over what the codes stand for, by hand; and both ways to the same answer."""
-    given = in_codes(MIXED, kind, dtype=torch.float64)
+    """Softmax in float64 over the dequantized values, by hand; and both ways to the same answer."""
+    given = in_8_bits(MIXED, kind, dtype=torch.float64)
     options = filled(OPTIONS[options], 4, "cpu")
-    out, lse = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_CODES, **options)
+    out, lse = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_LATENTS, **options)
     row = 0
     for (q, s), key, mask in zip(MIXED.lens, given.keys, masks_by_hand(MIXED, lambda i, j: j <= i), strict=True):
         distance = (torch.arange(s - q, s)[:, None] - torch.arange(s)).abs()
@@ -143,11 +143,11 @@ def test_formula(twin, kind, options):
             torch.testing.assert_close(out[row : row + q, head], expected, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(lse[row : row + q, head], total.log(), rtol=1e-10, atol=1e-12)
         row += q
-    # A prefill rounds its new tokens: to the codes that the absorbed way reads.
+    # A prefill rounds its new tokens: to the quantized values that the absorbed way reads.
     new = torch.cat([key[s - q :] for (q, s), key in zip(MIXED.lens, given.keys, strict=True)])
     new = torch.nn.functional.pad(new, (0, 0, 0, MIXED.padding_rows))
     arguments = given.query, new, given.cache, *given.projections.values(), given.batch
-    made, made_lse = prefill(twin, *arguments, workspace=12, cache_scale=OF_CODES, **options)
+    made, made_lse = prefill(twin, *arguments, workspace=12, cache_scale=OF_LATENTS, **options)
     whole = twin.project(out, given.projections["value_projection"])
     torch.testing.assert_close(made, whole, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(made_lse, lse, rtol=1e-10, atol=1e-12)
@@ -157,9 +157,9 @@ def test_formula(twin, kind, options):
 
 
 def hold(given: Latents, sizes=EVEN, **options) -> None:
-    """Hold the twin to the reference over the same codes, by the one tolerance; and into memory, and alone."""
+    """Hold the twin to the reference over the same 8-bit values, by the one tolerance; and into memory, and alone."""
     arguments = given.absorbed, given.cache, given.batch
-    fixed = dict(latent_rank=sizes.rank, cache_scale=OF_CODES)
+    fixed = dict(latent_rank=sizes.rank, cache_scale=OF_LATENTS)
     out, lse = attend(fastattn.mla, *arguments, **fixed, **options)
     assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, **options)
     memory = torch.full_like(out, math.nan)
@@ -167,21 +167,21 @@ def hold(given: Latents, sizes=EVEN, **options) -> None:
     assert torch.equal(memory, out)
 
 
-OF_QUERIES = 0.013  # such that a small query has codes below the smallest normal one, and some saturate
+OF_QUERIES = 0.013  # such that a small query has quantized values below the smallest normal one, and some saturate
 
 
 @each_twin
 @each_kind
 def test_formula_of_rounded_queries(twin, kind):
-    """The codes of the queries by hand; a weight is not rounded, whether it might be or not."""
-    given = in_codes(MIXED, kind, dtype=torch.float64)
-    fixed = dict(cache_scale=OF_CODES, softmax_scale=SCALE)
+    """The quantized queries by hand; a weight is not rounded, whether it might be or not."""
+    given = in_8_bits(MIXED, kind, dtype=torch.float64)
+    fixed = dict(cache_scale=OF_LATENTS, softmax_scale=SCALE)
     largest = torch.finfo(kind).max
-    of_query = OF_QUERIES if kind == E4M3 else OF_QUERIES / 99  # its codes reach 57344
+    of_query = OF_QUERIES if kind == E4M3 else OF_QUERIES / 99  # its quantized values reach 57344
     numbers = (given.absorbed.float() / torch.tensor(of_query)).clamp(-largest, largest)
     assert (numbers.abs() == largest).any(), "no query saturates"
-    codes = [nearest(x, kind) for x in numbers.nan_to_num(0.0).flatten().tolist()]
-    rounded = decoded(kind)[codes].view(numbers.shape) * float(torch.tensor(of_query))
+    quantized_values = [nearest(x, kind) for x in numbers.nan_to_num(0.0).flatten().tolist()]
+    rounded = decoded(kind)[quantized_values].view(numbers.shape) * float(torch.tensor(of_query))
     expected = attend(twin, rounded, given.cache, given.batch, **fixed)
     for allowed in (False, True):
         got = attend(twin, given.absorbed, given.cache, given.batch, query_scale=of_query, fp8_weights=allowed, **fixed)
@@ -192,13 +192,13 @@ def test_formula_of_rounded_queries(twin, kind):
 @each_kernel
 @pytest.mark.parametrize("case", [DECODES, replace(MIXED, heads=(24, 1))], ids=["few-rows", "many-rows"])
 def test_twins_round_queries_alike(kernel, case, device):
-    """To the same codes: what is left is the tolerance of any kernel. And each layer by its own scale."""
+    """To the same quantized values: what is left is the tolerance of any kernel. And each layer by its own scale."""
     case = replace(case, lens=tuple((q, min(s, 300)) for q, s in case.lens)) if kernel.is_interpreted else case
-    given = in_codes(case, E4M3, device=device, dtype=kernel.dtypes[-1])
+    given = in_8_bits(case, E4M3, device=device, dtype=kernel.dtypes[-1])
     plan = fastattn.mla.plan(given.batch, block_size=case.block_size)
     arguments = given.absorbed, given.cache, given.batch
     for scale in (OF_QUERIES, 0.1, 0.05):
-        fixed = dict(cache_scale=OF_CODES, query_scale=scale)
+        fixed = dict(cache_scale=OF_LATENTS, query_scale=scale)
         with kernel.asked_for():
             out, lse = fastattn.mla.attention(
                 *arguments[:2],
@@ -222,14 +222,14 @@ def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel,
     sizes = Sizes(32, 8, 48, 64, 8)
     dtype = torch.bfloat16 if torch.bfloat16 in kernel.dtypes else kernel.dtypes[0]
     case = Case("steep", ((20, 90), (3, 40), (33, 150)), heads=(1, 1), block_size=1)
-    given = in_codes(case, E4M3, sizes=sizes, dtype=dtype, device=device, seed=seed)
+    given = in_8_bits(case, E4M3, sizes=sizes, dtype=dtype, device=device, seed=seed)
     options = dict(softmax_scale=1.0, alibi_slopes=torch.tensor([0.05], device=device))
     query = 16 * given.query
     arguments = query, given.new, given.cache, *given.projections.values(), given.batch
     with kernel.asked_for():
-        out, lse = prefill(fastattn.mla, *arguments, workspace=90, cache_scale=OF_CODES, **options)
-    codes = (given.new.float() / OF_CODES).clamp(-448, 448).to(E4M3)  # as later steps read the new tokens
-    new = (codes.float() * OF_CODES).to(query).split([q for q, _ in case.lens])
+        out, lse = prefill(fastattn.mla, *arguments, workspace=90, cache_scale=OF_LATENTS, **options)
+    quantized_values = (given.new.float() / OF_LATENTS).clamp(-448, 448).to(E4M3)  # as later steps read the new tokens
+    new = (quantized_values.float() * OF_LATENTS).to(query).split([q for q, _ in case.lens])
     context = [keys[: s - q].to(query) for (q, s), keys in zip(case.lens, given.keys, strict=True)]
     latent, rope_key = torch.cat([x for pair in zip(context, new, strict=True) for x in pair]).split([32, 8], dim=1)
     key_projection, value_projection = (projection[0].mT for projection in given.projections.values())
@@ -251,7 +251,7 @@ def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel,
     ],
 )
 def test_twins_agree(kernel, kind, options, device):
-    given = in_codes(MIXED, kind, device=device, dtype=kernel.dtypes[0])
+    given = in_8_bits(MIXED, kind, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():
         hold(given, **filled(OPTIONS[options], 4, device))
 
@@ -265,7 +265,7 @@ def test_twins_agree(kernel, kind, options, device):
 def test_twins_agree_in_every_type(kernel, dtype, spare, case, device):
     """In pairs and not, in tiles of 16 rows and of 64, over keys that are split."""
     case = replace(case, lens=tuple((q, min(s, 300)) for q, s in case.lens)) if kernel.is_interpreted else case
-    given = in_codes(case, E4M3, device=device, dtype=dtype, sizes=SMALL._replace(spare=spare))
+    given = in_8_bits(case, E4M3, device=device, dtype=dtype, sizes=SMALL._replace(spare=spare))
     if kernel.name == "triton":
         from fastattn.kernels.triton.quantized import in_pairs
         from fastattn.kernels.triton.tuning import are_pairs
@@ -284,16 +284,16 @@ def with_gaps(cache: torch.Tensor) -> torch.Tensor:
 
 @each_kernel
 def test_pools_with_gaps(kernel, device):
-    given = in_codes(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
+    given = in_8_bits(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
     given.cache = with_gaps(given.cache)
     with kernel.asked_for():
         hold(given, **filled({}, 4, device))
 
 
 def test_prefills_over_pools_with_gaps(device):
-    given = in_codes(MIXED, E4M3, device=device)
+    given = in_8_bits(MIXED, E4M3, device=device)
     arguments = given.query, given.new, with_gaps(given.cache), *given.projections.values(), given.batch
-    fixed, options = dict(workspace=12, cache_scale=OF_CODES), filled({}, 4, device)
+    fixed, options = dict(workspace=12, cache_scale=OF_LATENTS), filled({}, 4, device)
     out, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
     assert_matches_reference(out, lse, by_reference(prefill, **fixed), *arguments, **options)
 
@@ -301,17 +301,17 @@ def test_prefills_over_pools_with_gaps(device):
 @of_batches
 @drawn(case=ragged_cases(), kind=st.sampled_from(list(KINDS.values())), options=st.sampled_from(list(OPTIONS)))
 def test_twins_agree_on_drawn_batches(case, kind, options):
-    hold(in_codes(case, kind), **filled(OPTIONS[options], case.heads[0], "cpu"))
+    hold(in_8_bits(case, kind), **filled(OPTIONS[options], case.heads[0], "cpu"))
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in PRESENT if not kernel.is_interpreted], ids=lambda x: x.name)
 @each_kind
 @pytest.mark.parametrize("workspace", [12, 10**6])
 def test_prefills_agree(kernel, kind, workspace, device):
-    """Context and new tokens are what codes stand for, in the type of the query."""
-    given = in_codes(replace(MIXED, heads=(64, 1)), kind, device=device, dtype=kernel.dtypes[0])
+    """Context and new tokens are dequantized values, in the type of the query."""
+    given = in_8_bits(replace(MIXED, heads=(64, 1)), kind, device=device, dtype=kernel.dtypes[0])
     arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
-    fixed, options = dict(workspace=workspace, cache_scale=OF_CODES), filled(OPTIONS["sinks"], 64, device)
+    fixed, options = dict(workspace=workspace, cache_scale=OF_LATENTS), filled(OPTIONS["sinks"], 64, device)
 
     def hold_prefill():
         out, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
@@ -325,22 +325,22 @@ def test_prefills_agree(kernel, kind, workspace, device):
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_a_prefill_sees_its_new_tokens_as_later_steps_do(twin, kind, dtype, device):
-    """Numbers between two codes, larger than the largest, and none at all: what the written codes stand for."""
-    given = in_codes(SMALL_CASE, kind, device=device, dtype=in_reach(dtype, twin, device), poison=HARMLESS)
+    """Numbers between two 8-bit values, larger than the largest, and none at all: the dequantized written values."""
+    given = in_8_bits(SMALL_CASE, kind, device=device, dtype=in_reach(dtype, twin, device), poison=HARMLESS)
     dtype, generator = given.new.dtype, torch.Generator().manual_seed(1)
     given.new = torch.randn(given.new.shape, generator=generator).to(given.new) * 3
     given.new[0, 3], given.new[1, RANK + 2] = 1e9, -1e9
     written = torch.zeros_like(given.cache[:1, : len(given.new)])
-    twin.write(*given.new.split((RANK, ROPE), dim=1), written, torch.arange(3, device=device), cache_scale=OF_CODES)
-    rounded = written[0, :, : RANK + ROPE].to(dtype) * torch.tensor(OF_CODES)
+    twin.write(*given.new.split((RANK, ROPE), dim=1), written, torch.arange(3, device=device), cache_scale=OF_LATENTS)
+    rounded = written[0, :, : RANK + ROPE].to(dtype) * torch.tensor(OF_LATENTS)
 
     def answer(new):
         arguments = given.query, new, given.cache, *given.projections.values(), given.batch
-        return prefill(twin, *arguments, workspace=8, cache_scale=OF_CODES, softmax_scale=SCALE)
+        return prefill(twin, *arguments, workspace=8, cache_scale=OF_LATENTS, softmax_scale=SCALE)
 
     for found, expected, nearby in zip(answer(given.new), answer(rounded), answer(rounded * 1.001), strict=True):
         assert torch.equal(found, expected)
-        assert torch.equal(nearby, expected)  # a thousandth more has the same codes
+        assert torch.equal(nearby, expected)  # a thousandth more has the same quantized values
 
 
 @each_twin
@@ -349,11 +349,11 @@ def test_a_prompt_may_be_cut_anywhere(twin, kind, device):
     """Its queries see the same keys in a chunk of one token as in a chunk of all, up to the order of sums."""
     dtype = in_reach(torch.float64, twin, device)
     rtol, atol = (1e-10, 1e-11) if dtype == torch.float64 else (1e-4, 1e-5)
-    given = in_codes(Case("prompt", ((33, 33),), heads=(4, 1)), kind, device=device, dtype=dtype)
+    given = in_8_bits(Case("prompt", ((33, 33),), heads=(4, 1)), kind, device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(2)
     given.new = torch.randn(given.new.shape, generator=generator).to(given.new)
     slots = slot_mapping(given.batch, 33, block_size=16)
-    twin.write(*given.new.split((RANK, ROPE), dim=1), given.cache, slots, cache_scale=OF_CODES)
+    twin.write(*given.new.split((RANK, ROPE), dim=1), given.cache, slots, cache_scale=OF_LATENTS)
     answers = []
     for size in (1, 7, 33):
         parts = []
@@ -361,9 +361,9 @@ def test_a_prompt_may_be_cut_anywhere(twin, kind, device):
             rows = slice(start, min(33, start + size))
             batch = make_batch([rows.stop - start], [rows.stop], given.batch.block_table.tolist(), device=device)
             arguments = given.query[rows], given.new[rows], given.cache, *given.projections.values(), batch
-            parts.append(prefill(twin, *arguments, workspace=12, cache_scale=OF_CODES, softmax_scale=SCALE))
+            parts.append(prefill(twin, *arguments, workspace=12, cache_scale=OF_LATENTS, softmax_scale=SCALE))
         answers.append([torch.cat(part) for part in zip(*parts, strict=True)])
-    absorbed = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_CODES, softmax_scale=SCALE)
+    absorbed = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_LATENTS, softmax_scale=SCALE)
     answers.append([twin.project(absorbed[0], given.projections["value_projection"]), absorbed[1]])
     for others in answers[1:]:
         for found, expected in zip(others, answers[0], strict=True):
@@ -373,7 +373,7 @@ def test_a_prompt_may_be_cut_anywhere(twin, kind, device):
 @each_kernel
 @each_kind
 def test_every_code_is_read(kernel, kind, device):
-    """One key of all codes: it is the answer, and the score of each query is one of its elements."""
+    """One key of all quantized values: it is the answer, and the score of each query is one of its elements."""
     dtype = torch.float32
     numbers = decoded(kind)
     finite = numbers.isfinite()
@@ -401,17 +401,17 @@ def test_every_code_is_read(kernel, kind, device):
 
 @each_kernel
 def test_nan_that_a_query_sees_comes_out(kernel, device):
-    """In a query, in a code of a latent, in one of a rotary key; and an infinite code of e5m2, which has a weight."""
+    """In a query, in a quantized latent, in a rotary key; and an infinite value of e5m2, which has a weight."""
     case = Case("nan", ((2, 20), (2, 100), (2, 30)), heads=(3, 1))
     for at, value in ((35, E4M3), (RANK + 1, E4M3), (5, E5M2)):
-        given = in_codes(case, value, device=device, dtype=kernel.dtypes[0])
+        given = in_8_bits(case, value, device=device, dtype=kernel.dtypes[0])
         query, batch = given.absorbed, given.batch
         query[0, 1] = math.nan
         bad = torch.tensor(math.inf if value == E5M2 else math.nan).to(value).to(device)
         given.cache[batch.block_table[1, 1], 3, at] = bad
         with kernel.asked_for():
-            out, lse = attend(fastattn.mla, query, given.cache, batch, cache_scale=OF_CODES, **filled({}, 3, device))
-        reference = attend(refattn.mla, query, given.cache, batch, cache_scale=OF_CODES, **filled({}, 3, device))
+            out, lse = attend(fastattn.mla, query, given.cache, batch, cache_scale=OF_LATENTS, **filled({}, 3, device))
+        reference = attend(refattn.mla, query, given.cache, batch, cache_scale=OF_LATENTS, **filled({}, 3, device))
         seen = torch.zeros(6, 3, dtype=torch.bool)
         seen[0, 1] = seen[2:4] = True
         assert torch.equal(reference[0].isnan().any(-1).cpu(), seen)
@@ -425,11 +425,11 @@ def test_nan_that_a_query_sees_comes_out(kernel, device):
 @pytest.mark.parametrize("heads", [4, 24])
 def test_queries_of_any_size(of, kernel, heads, device):
     """A query in bfloat16 may be larger than all of float16, or smaller, with a rotary part of zeros."""
-    given = in_codes(replace(MIXED, heads=(heads, 1)), E4M3, device=device, dtype=torch.bfloat16)
+    given = in_8_bits(replace(MIXED, heads=(heads, 1)), E4M3, device=device, dtype=torch.bfloat16)
     query = given.absorbed.nan_to_num(0.5, 0.5, 0.5).float() * of
     query[::2, :, RANK:] = 0.0
     query[1::3] = 0.0
-    arguments, fixed = (query.bfloat16(), given.cache, given.batch), dict(cache_scale=OF_CODES)
+    arguments, fixed = (query.bfloat16(), given.cache, given.batch), dict(cache_scale=OF_LATENTS)
     with kernel.asked_for():
         out, lse = attend(fastattn.mla, *arguments, **fixed, softmax_scale=0.1 / of)
     assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, softmax_scale=0.1 / of)
@@ -438,9 +438,9 @@ def test_queries_of_any_size(of, kernel, heads, device):
 @each_kernel
 def test_layers_of_a_step_have_scales_of_their_own(kernel, device):
     """A plan keeps the launches of its first layer: another layer has its own pool, and its own scale."""
-    given = in_codes(DECODES, E4M3, device=device, dtype=kernel.dtypes[0])
+    given = in_8_bits(DECODES, E4M3, device=device, dtype=kernel.dtypes[0])
     if kernel.is_interpreted:
-        given = in_codes(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
+        given = in_8_bits(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
     options = AttentionOptions(softmax_scale=SCALE)
     plan = fastattn.mla.plan(given.batch, block_size=given.cache.shape[1])
     pools = given.cache, given.cache.view(torch.uint8).flip(2).contiguous().view(E4M3)
@@ -460,11 +460,11 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, heads, kind, device
     """DeepSeek's sizes, captured short and replayed long."""
     sizes = REAL._replace(spare=64)
     case = Case("graph", ((1, 900), (1, 300), (1, 2100)), heads=(heads, 1), block_size=64)
-    given = in_codes(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes, poison=HARMLESS)
+    given = in_8_bits(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes, poison=HARMLESS)
     lengths = given.batch.seq_lens.clone()
     given.batch.seq_lens.copy_(torch.tensor([5, 70, 1]))
     plan, options = fastattn.mla.plan(given.batch, block_size=64), AttentionOptions(softmax_scale=SCALE)
-    of_cache, graph = dict(latent_rank=sizes.rank, cache_scale=OF_CODES), torch.cuda.CUDAGraph()
+    of_cache, graph = dict(latent_rank=sizes.rank, cache_scale=OF_LATENTS), torch.cuda.CUDAGraph()
     call = partial(fastattn.mla.attention, given.absorbed, given.cache, plan, options, **of_cache, return_lse=True)
     with kernel.asked_for():
         call()
@@ -484,7 +484,7 @@ def test_twins_of_deepseeks_size_agree(kernel, heads, kind, device):
     sizes = REAL._replace(spare=64)
     lens = ((1, 5), (1, 33), (1, 0), (1, 4097), (1, 700)) if heads != 20 else ((3, 70), (20, 20), (0, 5), (2, 0))
     case = Case("real", lens, heads=(heads, 1), block_size=64, padding_rows=2)
-    given = in_codes(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes)
+    given = in_8_bits(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes)
     with kernel.asked_for():
         for options in ("plain", "sinks", "invariant"):
             hold(given, sizes, **filled(OPTIONS[options], heads, device))
@@ -497,7 +497,7 @@ def test_twins_of_deepseeks_size_agree(kernel, heads, kind, device):
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 def test_write_by_hand(twin, asked_for, kind, dtype, device):
-    """The nearest code of each number; infinity saturates, NaN stays, slot -1 and the spare columns are left alone."""
+    """The nearest value of each number; infinity saturates, NaN stays, slot -1 and the spare columns are left alone."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(9, RANK + ROPE, generator=generator) * torch.randn(9, 1, generator=generator).exp() * 40
     tokens[1, 3], tokens[2, RANK], tokens[3, 1], tokens[4, RANK + 1] = math.inf, -math.inf, math.nan, math.nan
@@ -509,9 +509,9 @@ def test_write_by_hand(twin, asked_for, kind, dtype, device):
     largest = torch.finfo(kind).max
     for slot, token in zip(slots, tokens.float() / torch.tensor(0.3), strict=True):
         if slot >= 0:
-            codes = [nearest(x, kind) for x in token.nan_to_num(0.0).clamp(-largest, largest).tolist()]
-            codes = torch.tensor(codes, dtype=torch.uint8)
-            expected[slot, : RANK + ROPE] = torch.where(token.isnan(), bits(token.to(kind)), codes)
+            quantized_values = [nearest(x, kind) for x in token.nan_to_num(0.0).clamp(-largest, largest).tolist()]
+            quantized_values = torch.tensor(quantized_values, dtype=torch.uint8)
+            expected[slot, : RANK + ROPE] = torch.where(token.isnan(), bits(token.to(kind)), quantized_values)
     latent, rope_key = tokens.to(device).split((RANK, ROPE), dim=1)
     with asked_for():
         twin.write(latent, rope_key, cache, torch.tensor(slots, device=device), cache_scale=0.3)
@@ -529,7 +529,7 @@ BAD_SCALES = {
     "cache_scale: expected a finite number above 0, got nan": (E4M3, math.nan),
     "cache_scale: expected a finite number above 0, got inf": (E5M2, math.inf),
     "cache_scale: expected a finite number above 0, got float32 []": (E4M3, torch.tensor(0.5)),
-    "cache_scale: expected 1 for a cache of float32, which holds no codes of fp8, got 0.5": (torch.float32, 0.5),
+    "cache_scale: expected 1 for a cache of float32, which holds no fp8 values, got 0.5": (torch.float32, 0.5),
 }
 
 
@@ -556,7 +556,10 @@ def test_bad_scales_are_named(twin, message):
 BAD_ROUNDING = {
     "query_scale: expected a finite number above 0, got 0.0": (E4M3, dict(query_scale=0.0)),
     "query_scale: expected a finite number above 0, got nan": (E4M3, dict(query_scale=math.nan)),
-    "query_scale: expected None for a cache of float32, which holds no codes": (torch.float32, dict(query_scale=0.5)),
+    "query_scale: expected None for a cache of float32, which holds no fp8 values": (
+        torch.float32,
+        dict(query_scale=0.5),
+    ),
     "fp8_weights: expected a query_scale with it": (E4M3, dict(fp8_weights=True)),
     "fp8_weights: expected True or False, got 1": (E4M3, dict(query_scale=1.0, fp8_weights=1)),
 }
@@ -576,26 +579,32 @@ def test_bad_rounding_is_named(twin, message):
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_bad_pools_and_writes_are_named_and_nothing_is_written(twin):
     given = Latents(SMALL_CASE, poison=HARMLESS)
-    codes = torch.zeros_like(given.cache).to(E4M3)
+    quantized_values = torch.zeros_like(given.cache).to(E4M3)
     for cache, message in (
-        (codes.view(torch.uint8), "latent_rank: expected a multiple of 128 for packed latents"),  # as bytes are packed
-        (codes.view(torch.int8), "cache: expected numbers or codes of fp8 for latents, got int8: a key"),
-        (codes[..., :39], "cache: expected rows of at least r + rope = 40 elements, got c=39"),
-        (codes[:, :, None], "cache: expected [n, p, c], got float8_e4m3fn"),
-        (codes[:, :8], "cache: expected blocks of 16 tokens, as in the plan, got p=8"),
+        (
+            quantized_values.view(torch.uint8),
+            "latent_rank: expected a multiple of 128 for packed latents",
+        ),  # as bytes are packed
+        (quantized_values.view(torch.int8), "cache: expected unquantized or fp8 latents, got int8: a key"),
+        (quantized_values[..., :39], "cache: expected rows of at least r + rope = 40 elements, got c=39"),
+        (quantized_values[:, :, None], "cache: expected [n, p, c], got float8_e4m3fn"),
+        (quantized_values[:, :8], "cache: expected blocks of 16 tokens, as in the plan, got p=8"),
     ):
         plan = twin.plan(given.batch, block_size=16)
         with pytest.raises(ValueError, match="^" + re.escape(message)):
             twin.attention(given.absorbed, cache, plan, AttentionOptions(softmax_scale=SCALE), latent_rank=RANK)
     latent, rope_key, slots = torch.ones(2, RANK), torch.ones(2, ROPE), torch.tensor([1, 2])
     for arguments, message in (
-        ((latent.to(E4M3), rope_key, codes, slots), "latent: expected a floating point type"),
-        ((latent, rope_key, codes.view(torch.int8), slots), "cache: expected numbers or codes of fp8 for latents"),
-        ((latent, rope_key.half(), codes, slots), "rope_key: expected float32 [t=2, rope], got float16"),
-        ((latent, torch.ones(2, ROPE + 9), codes, slots), "cache: expected rows of at least r + rope = 49"),
-        ((latent, rope_key, codes, torch.tensor([1, 10**6])), "slot_mapping: expected slots in 0.."),
-        ((latent, rope_key, codes, torch.tensor([1, 1])), "slot_mapping: expected each slot once"),
+        ((latent.to(E4M3), rope_key, quantized_values, slots), "latent: expected a floating point type"),
+        (
+            (latent, rope_key, quantized_values.view(torch.int8), slots),
+            "cache: expected unquantized or fp8 latents",
+        ),
+        ((latent, rope_key.half(), quantized_values, slots), "rope_key: expected float32 [t=2, rope], got float16"),
+        ((latent, torch.ones(2, ROPE + 9), quantized_values, slots), "cache: expected rows of at least r + rope = 49"),
+        ((latent, rope_key, quantized_values, torch.tensor([1, 10**6])), "slot_mapping: expected slots in 0.."),
+        ((latent, rope_key, quantized_values, torch.tensor([1, 1])), "slot_mapping: expected each slot once"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):
             twin.write(*arguments, cache_scale=0.5)
-        assert not bits(codes).any()
+        assert not bits(quantized_values).any()

@@ -35,11 +35,11 @@ from tests.helpers.stored import (
     KINDS,
     PLANS,
     apart,
-    assert_twins_agree_over_codes,
+    assert_twins_agree_over_quantized,
     bits,
     decoded,
     in_scales,
-    over_codes,
+    over_quantized,
     path_of,
     store,
 )
@@ -64,7 +64,7 @@ def ours():
         yield
 
 
-hold = partial(assert_twins_agree_over_codes, again=False)
+hold = partial(assert_twins_agree_over_quantized, again=False)
 
 # --- attention ---
 
@@ -125,19 +125,23 @@ def test_small_heads_of_many_rows(sizes, kind, dtype, device):
 def test_queries_in_fp8(per, kind, dtype, device):
     """Without `out` the answer is of bfloat16, which the interpreter multiplies wrongly."""
     stored = store(MIXED, "e4m3" if kind == E4M3 else "e5m2", dtype=dtype, per=per, device=device)
-    codes = stored.query.float().to(kind)
-    twin, out = over_codes("fastattn", "quantized"), torch.empty_like(stored.query)
-    answer = plan_and_attend(twin, codes, *stored.tensors[1:], scales=stored.scales, return_lse=True, out=out)
+    quantized_values = stored.query.float().to(kind)
+    twin, out = over_quantized("fastattn", "quantized"), torch.empty_like(stored.query)
+    answer = plan_and_attend(
+        twin, quantized_values, *stored.tensors[1:], scales=stored.scales, return_lse=True, out=out
+    )
     assert answer[0] is out
 
     def by_reference(query, *others, **options):
         """In the type that the rule asks for: that of the memory for the outputs."""
         out = torch.empty(query.shape, dtype=query.dtype)
-        return plan_and_attend(over_codes("refattn", "quantized"), codes.cpu(), *others, **options, out=out)
+        return plan_and_attend(
+            over_quantized("refattn", "quantized"), quantized_values.cpu(), *others, **options, out=out
+        )
 
     assert_matches_reference(*answer, by_reference, stored.query, *stored.tensors[1:], scales=stored.scales)
     if not ON_CPU and dtype == torch.bfloat16:
-        alone = plan_and_attend(twin, codes, *stored.tensors[1:], scales=stored.scales)
+        alone = plan_and_attend(twin, quantized_values, *stored.tensors[1:], scales=stored.scales)
         assert torch.equal(alone, out)
 
 
@@ -152,14 +156,14 @@ def test_twins_with_options(kind, options, device):
 
 @each_kind
 def test_zero_scale(kind, device):
-    """All scores are 0 then, whatever the codes are."""
+    """All scores are 0 then, whatever the quantized values are."""
     hold(store(MIXED, kind, device=device), softmax_scale=0.0)
 
 
 @each_type
 @pytest.mark.parametrize("kind", ["e4m3", "int8", "int8-half"])
 def test_tiles_of_many_rows(kind, dtype, device):
-    """With wide tiles codes of values go through shared memory as numbers on a GPU."""
+    """With wide tiles quantized values go through shared memory as numbers on a GPU."""
     case = Case("prompts", ((40, 70),), heads=(4, 2), head_size=64, value_head_size=128)
     hold(store(case, kind, dtype=dtype, device=device))
 
@@ -167,7 +171,7 @@ def test_tiles_of_many_rows(kind, dtype, device):
 @each_kind
 @pytest.mark.parametrize("plan", ["causal", "local"])
 def test_poison(kind, plan, device):
-    """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
     twin, arguments = path_of("fastattn", plan)
     answers = []
     for poison in (HARMLESS, POISON):
@@ -181,16 +185,17 @@ def test_poison(kind, plan, device):
 @pytest.mark.parametrize("rows", [1, 256], ids=["decode", "prefill"])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "int8"])
 def test_every_code_is_read(kind, rows, dtype, device):
-    """One key and one value of all codes: the value is the answer, and each query's score one element of the key.
+    """One key and one value of all quantized values: the value is the answer, and each query's score one element of the
+    key.
 
     A GPU takes the largest score off in the same step as it scales, so that the weight of a single key is 1 to a
-    rounding: the answer may be a unit in the last place away, where the next code is hundreds of them away.
+    rounding: the answer may be a unit in the last place away, where the next value is hundreds of them away.
     """
-    codes = torch.arange(256).to(torch.uint8).view(KINDS[kind])
-    numbers = codes.double() if kind == "int8" else decoded(KINDS[kind])
+    quantized_values = torch.arange(256).to(torch.uint8).view(KINDS[kind])
+    numbers = quantized_values.double() if kind == "int8" else decoded(KINDS[kind])
     finite = numbers.isfinite()
-    value = codes.view(1, 1, 1, 256).to(device)
-    key = torch.where(finite, codes.view(torch.uint8), 0).view(KINDS[kind]).view(1, 1, 1, 256).to(device)
+    value = quantized_values.view(1, 1, 1, 256).to(device)
+    key = torch.where(finite, quantized_values.view(torch.uint8), 0).view(KINDS[kind]).view(1, 1, 1, 256).to(device)
     query = torch.eye(256, dtype=dtype, device=device)[:, None]  # for int8 each has a scale of its own, 1 / 127
     if kind == "int8":
         scales = Int8Scales(torch.full((1, 1, 1), 0.5).to(device), torch.full((1, 256), 0.125).to(device))
@@ -333,9 +338,9 @@ def test_all_numbers_of_16_bits_are_rounded_as_the_reference_rounds(kind, scale,
         assert torch.equal(without_sign_of_nan(pool, kind), without_sign_of_nan(expected, kind))
 
 
-def without_sign_of_nan(codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Return codes with one NaN instead of two: a GPU forgets its sign as soon as it divides."""
-    return torch.where(codes.view(kind).float().isnan(), codes & 0x7F, codes)
+def without_sign_of_nan(quantized_values: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return quantized values with one NaN instead of two: a GPU forgets its sign as soon as it divides."""
+    return torch.where(quantized_values.view(kind).float().isnan(), quantized_values & 0x7F, quantized_values)
 
 
 @each_type
@@ -376,9 +381,9 @@ def test_divisions_are_rounded_as_they_should_be(device):
     """Quotients that end near a tie: an approximate division gets some of them wrong."""
     generator = torch.Generator().manual_seed(5)
     scale = torch.rand(1, generator=generator).item() + 0.5
-    codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
-    codes = codes[codes.isfinite() & (codes > 0)].sort().values
-    ties = (codes[1:] + codes[:-1]) / 2 * torch.tensor(scale)  # and the numbers beside each
+    quantized_values = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    quantized_values = quantized_values[quantized_values.isfinite() & (quantized_values > 0)].sort().values
+    ties = (quantized_values[1:] + quantized_values[:-1]) / 2 * torch.tensor(scale)  # and the numbers beside each
     x = torch.cat([ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
     x = torch.nn.functional.pad(x, (0, 384 - len(x))).view(1, 1, 384)
     expected = (x / scale).to(E4M3).view(torch.uint8)

@@ -39,7 +39,7 @@ if os.environ["TWINATTN_TEST_DEVICE"] != "cpu":  # the interpreter has none
     QUERY_TYPES.append(torch.bfloat16)
 each_scorer = pytest.mark.parametrize("kernel", SCORERS)
 I32 = partial(torch.tensor, dtype=torch.int32)
-D = 16  # elements of an index key here: few, so that scores of codes are exact
+D = 16  # elements of an index key here: few, so that scores of quantized values are exact
 
 CASE = Case("three", ((4, 70), (1, 9), (7, 30), (3, 2), (0, 4)), heads=(4, 2), block_size=8, padding_rows=2)
 
@@ -56,7 +56,7 @@ def lay_out(case=CASE, *, dtype=torch.uint8, seed=0, poison=POISON, device="cpu"
         pool.copy_(
             (torch.tensor(poison).float().repeat(-(-pool.numel() // 4)).view(torch.uint8))[: pool.numel()].view_as(pool)
         )
-        pool[:, :, 0] = 0x7F  # NaN, as a code
+        pool[:, :, 0] = 0x7F  # NaN, as a quantized value
     else:
         pool.copy_(torch.tensor(poison).repeat(pool.numel())[: pool.numel()].view_as(pool))
     for i, (_, s) in enumerate(case.lens):
@@ -77,7 +77,7 @@ def plan_of(batch, case=CASE, **more):
 
 @pytest.mark.covers("F195")
 @each_twin
-def test_the_codes_of_a_block_come_first_and_then_its_scales(twin):
+def test_the_quantized_values_of_a_block_come_first_and_then_its_scales(twin):
     """Byte by byte, as vLLM and DeepGEMM read them."""
     torch.manual_seed(0)
     pool, key = twin.allocate(3, 4, index_size=8), torch.randn(3, 8)
@@ -261,12 +261,12 @@ def test_no_bit_of_a_score_depends_on_the_rest_of_the_batch(kernel, device):
 
 @each_twin
 def test_a_positive_scale_moves_through_the_relu(twin):
-    """So a query of codes has its scale in the weights."""
+    """So a query of quantized values has its scale in the weights."""
     query, weights, pool, batch, _ = lay_out()
-    codes = query.to(torch.float8_e4m3fn)
+    quantized_values = query.to(torch.float8_e4m3fn)
     scale = torch.rand(len(query), 3) + 0.5
-    ours = twin.scores(codes, weights * scale, pool, plan_of(batch))
-    theirs = twin.scores(codes.float() * scale[..., None], weights, pool, plan_of(batch))
+    ours = twin.scores(quantized_values, weights * scale, pool, plan_of(batch))
+    theirs = twin.scores(quantized_values.float() * scale[..., None], weights, pool, plan_of(batch))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -680,22 +680,22 @@ def test_with_fewer_visible_keys_than_topk_it_is_dense_attention(twin, device):
 
 @pytest.mark.covers("F199")
 @each_twin
-def test_the_plan_reads_codes_under_the_scales_of_each_sequence(twin, device):
+def test_the_plan_reads_quantized_values_under_the_scales_of_each_sequence(twin, device):
     """What a plan of another path says of its sequences, this one does too."""
     module = refattn.quantized if twin is refattn.sparse else fastattn.quantized
     inputs = build(CASE, poison=HARMLESS, device=device)
-    codes = [x.to(torch.float8_e4m3fn) for x in (inputs.key_cache, inputs.value_cache)]
+    quantized_values = [x.to(torch.float8_e4m3fn) for x in (inputs.key_cache, inputs.value_cache)]
     numbers = torch.rand(5, 2, device=device) + 0.5
     positions = drawn_positions().to(device)
     plan = twin.plan(inputs.batch, positions=positions, block_size=8)
-    pools = [twin.by_token("pool", x.view(torch.uint8)).view(torch.float8_e4m3fn) for x in codes]
+    pools = [twin.by_token("pool", x.view(torch.uint8)).view(torch.float8_e4m3fn) for x in quantized_values]
     out = module.attention(inputs.query, *pools, plan, scales=Fp8Scales(numbers, 0.5))
     keys, values = (
         [
             torch.stack([pool[int(inputs.batch.block_table[i, j // 8]), j % 8].float().cpu() for j in range(s)])
             for i, (_, s) in enumerate(CASE.lens)
         ]
-        for pool in codes
+        for pool in quantized_values
     )
     keys = [key * numbers[i, :, None].cpu() for i, key in enumerate(keys)]
     expected, _ = attended_by_hand(inputs.query.cpu(), keys, [v * 0.5 for v in values], positions.cpu(), scale=64**-0.5)
@@ -757,7 +757,7 @@ BAD = {
     "weights": (lambda twin: twin.scores(**bad_scores(weights=torch.zeros(17, 2))), r"weights: expected \[t=17, h=3\]"),
     "e5m2": (
         lambda twin: twin.scores(**bad_scores(query=torch.zeros(17, 3, 16).to(torch.float8_e5m2))),
-        "query: expected numbers, or codes of torch.float8_e4m3fn",
+        "query: expected 16- or 32-bit values, or torch.float8_e4m3fn",
     ),
     "too-few-rows": (
         lambda twin: twin.scores(**bad_scores(query=torch.zeros(14, 3, 16), weights=torch.zeros(14, 3))),
@@ -821,7 +821,7 @@ def test_a_bad_write_changes_nothing():
 
 
 @each_twin
-def test_a_gradient_does_not_get_lost_in_codes(twin):
+def test_a_gradient_does_not_get_lost_in_quantized_values(twin):
     """Scores of numbers have one in the reference; what is rounded, and the twin, refuse it."""
     key = torch.randn(3, 8, requires_grad=True)
     with pytest.raises(NotImplementedError, match="gradient|backward"):

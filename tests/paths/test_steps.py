@@ -17,7 +17,7 @@ from refattn.scales import Fp8Scales
 from refattn.trees import Trees
 from tests.helpers.batches import Case, build, plan_and_attend
 from tests.helpers.steps import ROOM, record
-from tests.helpers.stored import over_codes
+from tests.helpers.stored import over_quantized
 from tests.helpers.tolerance import assert_matches_reference
 
 TWINS = [refattn.metadata, fastattn.metadata]
@@ -114,13 +114,13 @@ def check_steps(
 ) -> None:
     """Record the first step, replay it for the others, and compare each with the reference; padding rows hold 0.
 
-    With scales the pools hold codes, and `quantized.attention` takes the plan of the path.
+    With scales the pools hold quantized values, and `quantized.attention` takes the plan of the path.
     """
     dtype = torch.float16 if device == "cuda" else torch.float32
     rows, blocks = 24, 80
     module, reference = (importlib.import_module(f"{package}.{path}") for package in ("fastattn", "refattn"))
     if scales is not None:
-        module, reference = (over_codes(package, path) for package in ("fastattn", "refattn"))
+        module, reference = (over_quantized(package, path) for package in ("fastattn", "refattn"))
         arguments = {**arguments, "scales": scales}
     query = torch.zeros(rows, 4, 64, dtype=dtype, device=device)
     pools = torch.zeros(2, blocks, 16, 2, 64, dtype=dtype if scales is None else scales.format, device=device)
@@ -167,7 +167,7 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, device):
 @pytest.mark.covers("D161", "D164", "D165", "D168")
 @pytest.mark.parametrize("kind", TREE_STEPS)
 @pytest.mark.parametrize("window", [-1, 20])
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=["numbers", "codes"])
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=["numbers", "quantized"])
 def test_trees_are_captured_once_and_replayed_for_any_others(kind, window, stored, device):
     """Other trees too: their masks, depths and positions are made of the parents inside of the graph."""
     parents = torch.zeros(5, 6, dtype=torch.int32, device=device)

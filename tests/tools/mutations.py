@@ -895,7 +895,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "B83",
-        "only the last level of codes counts",
+        "only the last quantized level counts",
         (
             "refattn.attention:attend_plan",
             "return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))",
@@ -1018,7 +1018,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "B182",
-        "the codes of a rank stand for twice as much",
+        "the quantized values of a rank count twice as much",
         (
             "refattn.context_parallel:_attend_to_own_context",
             "read_query(query, stored, plan.context), read(query, stored, plan.context)",
@@ -1103,11 +1103,15 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A20 A17",
         "bytes are read as whole numbers",
-        ("refattn.keys:_read_fp8", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
+        (
+            "refattn.keys:_read_fp8",
+            "quantized.view(scales.format).to(compute)",
+            "quantized.view(torch.uint8).to(compute)",
+        ),
         (
             "fastattn.kernels.cpu.quantized:attention",
-            "keys = Codes(key_cache.view(scales.format), compute)",
-            "keys = Codes(key_cache.view(torch.uint8), compute)",
+            "keys = QuantizedPool(key_cache.view(scales.format), compute)",
+            "keys = QuantizedPool(key_cache.view(torch.uint8), compute)",
         ),
     ),
     *breaks(
@@ -1125,8 +1129,8 @@ MUTATIONS: list[Mutation] = [
         "queries in fp8 are rounded once more",
         (
             "refattn.keys:read_query",
-            "codes = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)",
-            "codes = to_fp8(x, of_heads, scales.format)",
+            "quantized = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)",
+            "quantized = to_fp8(x, of_heads, scales.format)",
         ),
     ),
     *breaks(
@@ -1143,7 +1147,7 @@ MUTATIONS: list[Mutation] = [
         "keys are read without their scales",
         ("refattn.keys:_read_int8", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
         (
-            "fastattn.kernels.cpu.dequantize:Codes.read",
+            "fastattn.kernels.cpu.dequantize:QuantizedPool.read",
             "return out if self.scale is None else out.mul_",
             "return out if True else out.mul_",
         ),
@@ -1247,7 +1251,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "B97",
-        "the codes of keys are not written",
+        "the quantized keys are not written",
         ("refattn.quantized:write", "key_cache[block, row] = to_int8(key[token], scale)", "pass"),
         ("fastattn.kernels.cpu.quantized:write", "key_cache[blocks, rows] = to_int8(key, scale)", "pass"),
     ),
@@ -2119,7 +2123,7 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "F195",
-        "the scale of a token follows its own codes",
+        "the scale of a token follows its own quantized values",
         (
             "refattn.sparse:write",
             "        at_scale = block_size * size + row * SCALE_BYTES",

@@ -26,7 +26,7 @@ NEAR = "tests/paths/test_near_int32.py"
 NATIVE = "tests/kernels/test_native.py"
 PAIRS = "tests/paths/test_differential.py"
 PAGED = "tests/paths/test_chunked_prefill.py"
-CODES = "tests/paths/test_quantized.py"
+FORMAT = "tests/paths/test_quantized.py"
 
 
 def planted(name: str, place: str, old: Text, new: Text, *tests: str) -> Mutation:
@@ -126,7 +126,7 @@ AT_LARGE: list[Mutation] = [
         "fastattn/kernels/native/attention.c",
         "        scores[j] *= key_scales[j];",
         "        scores[j] *= 1.f;",
-        CODES,
+        FORMAT,
     ),
     planted(
         "padding rows in C are left unwritten",

@@ -337,7 +337,7 @@ CONTENDERS = [
         for peer in (
             *(twin(), twin(package="refattn"), twin(kernel="cpu")),
             *(peers.over_plain_cache(peer) for peer in (twin(), peers.flash_mla())),
-            *(peers.twin_in_fp8(), peers.flash_mla_codes()),
+            *(peers.twin_in_fp8(), peers.flash_mla_fp8()),
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),

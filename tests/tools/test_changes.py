@@ -15,7 +15,7 @@ from tests.helpers.pages import ROOT, blocks_of
 
 PAGE = ROOT / "docs/proof/change_it.md"
 PACKAGES = "refattn", "fastattn", "twinattn"
-MOST_FILES = {"dilated_window": 7, "head_temperature": 6}  # of the packages: what the design allows a mask, an option
+MOST_FILES = {"dilated_window": 7, "head_temperature": 6}  # package files that the design allows a mask, an option
 
 each_change = pytest.mark.parametrize("name", MOST_FILES)
 

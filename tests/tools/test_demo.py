@@ -111,18 +111,18 @@ def test_demo_with_a_profile_times_each_phase(brief, tmp_path):
 
 
 @pytest.mark.parametrize(("speculate", "kind"), [("chain", "int8"), ("tree", "fp8_e4m3")])
-def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind):
+def test_demo_with_drafts_over_quantized_values_says_what_each_costs(tiny, speculate, kind):
     proven, text = run_with(speculate=speculate, kv_cache_dtype=kind, twin="fastattn")
     assert proven
     count = f"{len(QUESTIONS)} of {len(QUESTIONS)}"
     assert row(text, "answers that drafts kept as they were")[0] == count
     without, accepted, plain = row(text, "drafts accepted")
     assert without == plain == "-" and int(accepted.split(" of ")[1]) > 0
-    coded, uncoded = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
-    assert coded < uncoded * 0.3
+    quantized, unquantized = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
+    assert quantized < unquantized * 0.3
 
 
-def test_demo_sees_an_answer_that_drafts_changed_over_codes(brief, monkeypatch):
+def test_demo_sees_an_answer_that_drafts_changed_over_quantized_values(brief, monkeypatch):
     serve = demo.serve
 
     def spoiled(work, name, console, **more):
@@ -196,8 +196,8 @@ def test_demo_of_a_quantised_cache_says_what_it_saves_and_costs(tiny, kind):
     assert proven and "its tolerance: all are within" in " ".join(text.split())
     assert f"over a paged cache of {kind}" in " ".join(text.split())
     assert f"The scales of {kind} are calibrated on 24 tokens of other texts." in " ".join(text.split())
-    coded, plain = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
-    assert coded < plain * 0.3, "values are codes, too"
+    quantized, plain = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
+    assert quantized < plain * 0.3, "values are quantized, too"
     losses = [float(cell) for cell in row(text, "perplexity of the prompts")]
     assert abs(losses[0] / losses[1] - 1) < 0.2 and losses[0] != losses[1]
     kept, total = map(int, row(text, "tokens before an answer changed")[0].split(" of "))

@@ -201,13 +201,13 @@ def test_a_difference_may_go_below_zero():
     assert "-0.10 \n" in drawing.Drawing([[bars]]).text() + "\n"
 
 
-def test_codes_keep_shares_or_even_steps():
+def test_quantized_values_keep_shares_or_even_steps():
     """By hand: the steps of int8 are 127ths of the largest number, those of e4m3 eighths of a power of two."""
-    key, codes_of_fp8, _, codes_of_int8 = drawing.codes(torch.tensor([127.0, 0.4, 17.0])).lines[0][0].cells
+    key, fp8_values, _, int8_values = drawing.quantized_key(torch.tensor([127.0, 0.4, 17.0])).lines[0][0].cells
     assert [cell.text for cell in key] == ["127", "0.4", "17"]
-    assert [cell.text for cell in codes_of_int8] == ["127", "0*", "17"]
-    assert [cell.kind for cell in codes_of_int8] == ["outlined", "filled", "outlined"]
-    assert codes_of_fp8[2].text == f"{60 * 127 / 448:.3g}"  # 17 * 448 / 127 = 59.97, and codes there are 4 apart
+    assert [cell.text for cell in int8_values] == ["127", "0*", "17"]
+    assert [cell.kind for cell in int8_values] == ["outlined", "filled", "outlined"]
+    assert fp8_values[2].text == f"{60 * 127 / 448:.3g}"  # 17 * 448 / 127 = 59.97, and 8-bit values there are 4 apart
     assert {cell.kind for cell in key} == {"outlined"}
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_errors_are_those_of_the_steps():
-    """Numbers that are codes already have none; beside one large element, int8 loses all the others."""
+    """Numbers of the format have none; beside one large element, int8 loses all the others."""
     whole = torch.randint(-8, 9, (40, 2, 16)).float()
     whole[..., 0] = 127.0
     found = quantization_error.errors_of([(whole, whole)])

@@ -551,12 +551,12 @@ def flash_mla() -> Contender:
     )
 
 
-def flash_mla_codes() -> Contender:
-    """FlashMLA over latents in fp8, by its product of codes; queries are rounded before the time is taken."""
+def flash_mla_fp8() -> Contender:
+    """FlashMLA over latents in fp8, by its product of 8-bit values; queries are rounded before the time is taken."""
 
     def prepare_call(inputs: Inputs) -> Call:
         query = inputs.query.to(torch.float8_e4m3fn)
-        return flash_mla_package.prepare_codes(query, *_latents(inputs)[1:], cache_scale=inputs.scales)
+        return flash_mla_package.prepare_fp8(query, *_latents(inputs)[1:], cache_scale=inputs.scales)
 
     return Contender(
         "FlashMLA, queries and weights in fp8", prepare_call, rows="b t h r -> (b t) h r", judge=_by_fp8_weights

@@ -548,7 +548,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
         name = f"decode-{b}x{decode.tokens}-heads-{heads}"
         yield _row(name, decode, ours, *asked_for, *by_hand, aim=aim)
     plain = [peers.over_plain_cache(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
-    in_fp8 = peers.twin_in_fp8(), peers.flash_mla_codes()
+    in_fp8 = peers.twin_in_fp8(), peers.flash_mla_fp8()
     for b, length, heads, aim in (
         (64, 8192, 128, "at most 330 µs; rounded 230"),
         (64, 8192, 16, "at most 85 µs"),

@@ -89,7 +89,7 @@ def _causal(work: Attention) -> Attention:
 
 
 class Indexed(NamedTuple):
-    """Index queries, their weights, a pool of codes and scales, and the plan of a step."""
+    """Index queries, their weights, a quantized pool and scales, and the plan of a step."""
 
     query: Tensor
     weights: Tensor
@@ -120,7 +120,7 @@ class IndexScores:
         return 2 * self.num_seqs * self.seq_len * self.num_heads * self.size
 
     def reads(self, itemsize: int) -> int:
-        """Count each code and each scale once, and the queries."""
+        """Count each quantized value and each scale once, and the queries."""
         of_queries = self.num_seqs * self.num_heads * (self.size * itemsize + 4)
         return self.num_seqs * self.seq_len * (self.size + SCALE_BYTES) + of_queries
 
@@ -153,9 +153,9 @@ class IndexScores:
         assert inputs.plan.batch.block_table is not None
         pages = inputs.cache.flatten(1)[inputs.plan.batch.block_table[i].long()]
         at = self.block_size * self.size
-        codes = pages[:, :at].reshape(-1, self.size).view(INDEX_FORMAT).double()
+        quantized = pages[:, :at].reshape(-1, self.size).view(INDEX_FORMAT).double()
         scales = pages[:, at:].contiguous().view(torch.float32).reshape(-1, 1)
-        return (codes * scales.double())[: self.seq_len]
+        return (quantized * scales.double())[: self.seq_len]
 
     def judge(self, inputs: Indexed) -> Judge:
         """Compute the scores of some sequences in float64."""
@@ -389,8 +389,8 @@ def _rows(inputs: Selected, slots: Tensor, dtype: torch.dtype) -> Tensor:
     rows = inputs.cache.flatten(0, 1)[slots]
     if rows.dtype != torch.uint8:
         return rows.to(dtype)
-    codes, scales, rope_key = packed_parts(rows, inputs.rank, inputs.query.shape[-1] - inputs.rank)
-    numbers = codes.view(PACKED_FORMAT).to(dtype).unflatten(-1, (-1, LATENT_GROUP)) * scales.to(dtype)[..., None]
+    quantized, scales, rope_key = packed_parts(rows, inputs.rank, inputs.query.shape[-1] - inputs.rank)
+    numbers = quantized.view(PACKED_FORMAT).to(dtype).unflatten(-1, (-1, LATENT_GROUP)) * scales.to(dtype)[..., None]
     return torch.cat([numbers.flatten(-2), rope_key.to(dtype)], -1)
 
 

@@ -387,9 +387,9 @@ def _quantized(plain: Inputs) -> Inputs:
     path = work.path if work.is_latent else work.plan_of or "chunked_prefill"
     plain = plain._replace(work=replace(work, path=path, stored="numbers"))
     if work.is_latent:
-        codes = (plain.key.float() / KEY_SCALE).to(kind)
-        inputs = work._of_latents(plain.query, codes.view(torch.uint8))
-        rows, cache = codes.float() * KEY_SCALE, inputs.key_cache.view(kind)
+        quantized = (plain.key.float() / KEY_SCALE).to(kind)
+        inputs = work._of_latents(plain.query, quantized.view(torch.uint8))
+        rows, cache = quantized.float() * KEY_SCALE, inputs.key_cache.view(kind)
         value = rows[..., : work.value_size]
         return inputs._replace(key=rows, value=value, key_cache=cache, value_cache=cache, scales=KEY_SCALE, plain=plain)
     of_value = torch.linspace(0.5, 2.0, work.heads[1], device=plain.query.device)
@@ -598,7 +598,7 @@ class QuantizedWrite(CacheWrite):
         return self.reads(1)
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Tokens":
-        """Draw tokens, an empty pool of codes twice their size, and a slot for each."""
+        """Draw tokens, an empty quantized pool twice their size, and a slot for each."""
         key, value, *pools, slots = super().draw(device, dtype, seed)
         key_cache, value_cache = (pool.to(torch.uint8) for pool in pools)
         return Tokens(key, value, key_cache, value_cache, slots)
@@ -609,13 +609,13 @@ class QuantizedWrite(CacheWrite):
         return by_head, by_head.flip(0).contiguous()
 
     def judge(self, inputs: "Tokens") -> Judge:
-        """Expect the code of each token at its slot, bit by bit, and zeros everywhere else."""
+        """Expect the quantized value of each token at its slot, bit by bit, and zeros everywhere else."""
         scales = self.scales(inputs.key.device)
-        coded = [
+        quantized = [
             (x.float() / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
             for x, scale in zip((inputs.key, inputs.value), scales, strict=True)
         ]
-        return super().judge(inputs._replace(key=coded[0], value=coded[1]))
+        return super().judge(inputs._replace(key=quantized[0], value=quantized[1]))
 
 
 class Tokens(NamedTuple):

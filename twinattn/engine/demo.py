@@ -12,8 +12,9 @@ With `speculate`, each twin serves its prompts twice, once with drafts. The prom
 because drafts are found by look-up.
 
 With a quantised cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
-`fastattn` answers once more with a plain cache then, and what the codes save and cost stands side by side: the memory
-of the pool, the tokens that stayed the same, the perplexity; and with `speculate`, that drafts change no answer.
+`fastattn` answers once more with a plain cache then, and what the quantized values save and cost stands side by side:
+the memory of the pool, the tokens that stayed the same, the perplexity; and with `speculate`, that drafts change no
+answer.
 """
 
 import ctypes
@@ -161,8 +162,8 @@ def run(
         console: where to print; standard output if None.
 
     Returns:
-        Whether every answer is the one of transformers, or over codes drafts change none, and every difference of the
-        twins is within its tolerance.
+        Whether every answer is the one of transformers, or over quantized values drafts change none, and every
+        difference of the twins is within its tolerance.
 
     Raises:
         twinattn.engine.demo_model.MissingModelError: if the model is not installed.
@@ -291,7 +292,7 @@ class Work:
         prompts: the token ids of each prompt.
         sampling: greedy, up to the most tokens of an answer.
         num_blocks: blocks in the pool.
-        to_calibrate: the token ids of texts that are no prompts, for the scales of codes.
+        to_calibrate: the token ids of texts that are no prompts, for the scales of quantized values.
         speculate: how a run with drafts drafts.
         kv_cache_dtype: what the pool holds.
         calibration: how large keys and values become; None for a plain pool.
@@ -649,7 +650,7 @@ class Compared:
         options: AttentionOptions,
         **scales: Any,
     ) -> Tensor:
-        """Attend with `fastattn`, after comparing with `refattn` in the same type and in float64; codes stay codes."""
+        """Attend with `fastattn`, compared with `refattn` in the same type and in float64; 8 bits stay 8 bits."""
         out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options, **scales)
         low = self.reference.attention(query, key_cache, value_cache, plan, options, **scales)
         wide = (key_cache, value_cache) if scales else (key_cache.double(), value_cache.double())
@@ -743,19 +744,21 @@ def kept_by_drafts(runs: Sequence[Run]) -> list[bool]:
 
 
 def losses_table(work: Work, plain: Work, runs: Sequence[Run]) -> Table:
-    """Return what codes save and what they cost, beside a plain cache, which is the last run."""
-    coded, uncoded, kept_answers = runs[0], runs[-1], kept_by_drafts(runs)
+    """Return what quantized values save and what they cost, beside a plain cache, which is the last run."""
+    quantized, unquantized, kept_answers = runs[0], runs[-1], kept_by_drafts(runs)
     table = Table(title=f"What {work.kv_cache_dtype} saves and costs")
     table.add_column()
     table.add_column(work.kv_cache_dtype, justify="right")
     table.add_column("plain", justify="right")
-    answers = list(zip(coded.outputs, uncoded.outputs, strict=True))
+    answers = list(zip(quantized.outputs, unquantized.outputs, strict=True))
     kept = sum(_common_length(*pair) for pair in answers)
     same = sum(one == other for one, other in answers)
-    table.add_row("the pool", *(f"{run.pool_bytes / 2**20:.2f} MiB" for run in (coded, uncoded)))
-    table.add_row("tokens per second", *(f"{sum(map(len, run.outputs)) / run.seconds:.1f}" for run in (coded, uncoded)))
+    table.add_row("the pool", *(f"{run.pool_bytes / 2**20:.2f} MiB" for run in (quantized, unquantized)))
+    table.add_row(
+        "tokens per second", *(f"{sum(map(len, run.outputs)) / run.seconds:.1f}" for run in (quantized, unquantized))
+    )
     table.add_row("answers that stayed the same", f"{same} of {len(answers)}", "")
-    total = sum(len(output) for output in uncoded.outputs)
+    total = sum(len(output) for output in unquantized.outputs)
     table.add_row("tokens before an answer changed", f"{kept} of {total}", "")
     if kept_answers:
         table.add_row("answers that drafts kept as they were", f"{sum(kept_answers)} of {len(kept_answers)}", "")

@@ -55,7 +55,7 @@ SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
 HOLES = ("first", "middle", "last")  # entries of a list that are no keys
 FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # with which keys count that are tens of thousands of tokens away
 SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; over thousands of keys small ones count
-QUERY_SCALE = 0.0213  # with which a query of about 1 has codes of about 50
+QUERY_SCALE = 0.0213  # with which a query of about 1 has quantized values of about 50
 CALLED = (
     "return_lse",
     "out",
@@ -76,19 +76,19 @@ class Example(Workload):
             `cascade`, `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
             first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values,
             `scales_of`: "heads" or "sequences", if there are several, `format`: "e5m2" in the place of e4m3, `bytes`:
-            whether the pools are those of their codes, and `query_scale`: whether there is one. Of `interval`, `seen`:
-            "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, `twice`:
-            whether a key may be listed several times, `full`: whether no list is shorter, and `holes`: which entries
-            are no keys, one of `HOLES`. Of `select`, `topk` and `kind` of the scores. Of `kv_cache`, `holes`: whether
-            some slots are -1, and `slots`: "run", "backwards" or "anywhere". Of `speculative`, `growing`: nodes of each
-            tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of
-            `packed_latents`, as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of
-            `varlen_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp. "large" sinks are those of
-            some heads alone, those of "bfloat16" have that type, as slopes may; slopes by the "root" are for
-            `alibi_sqrt`, and "far" ones are so small that keys count that are far away. And what `CALLED` names, how a
-            check calls a kernel: `return_lse`, `out`, `layout`, `poison`; `first_block`, from which the blocks of a
-            large pool are numbered; `forked`: whether sequences begin with blocks of others; `nan_at`: where the NaN of
-            a sequence is, of its keys, from 0 to 1.
+            whether the pools are those of their quantized values, and `query_scale`: whether there is one. Of
+            `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query,
+            at most, `twice`: whether a key may be listed several times, `full`: whether no list is shorter, and
+            `holes`: which entries are no keys, one of `HOLES`. Of `select`, `topk` and `kind` of the scores. Of
+            `kv_cache`, `holes`: whether some slots are -1, and `slots`: "run", "backwards" or "anywhere". Of
+            `speculative`, `growing`: nodes of each tree before those of the query rows. Of `recurrent`, `padding`,
+            `drafts`, `stale`, `scale` and `delta`. Of `packed_latents`, as of `sparse_latents`; of it and of
+            `packed_mla` also `rows`, one of `packed.KINDS`. Of `varlen_backward`, `grad_lse`: whether there is a
+            gradient of the log-sum-exp. "large" sinks are those of some heads alone, those of "bfloat16" have that
+            type, as slopes may; slopes by the "root" are for `alibi_sqrt`, and "far" ones are so small that keys count
+            that are far away. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
+            `poison`; `first_block`, from which the blocks of a large pool are numbered; `forked`: whether sequences
+            begin with blocks of others; `nan_at`: where the NaN of a sequence is, of its keys, from 0 to 1.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -143,8 +143,8 @@ def hold(
 def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor, low: Tensor) -> None:
     """Hold a log-sum-exp to the tolerance; over packed latents, from them or from latents rounded as the queries are.
 
-    A code times its scale has more bits than 16. So has the reference formula rounded it, but then the products, too,
-    and where a query sees one key the second error may undo the first.
+    A quantized value times its scale has more bits than 16. So has the reference formula rounded it, but then the
+    products, too, and where a query sees one key the second error may undo the first.
     """
     rounded = score_size(example, arguments)
     try:
@@ -161,7 +161,8 @@ def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor,
 def score_size(example: Example, arguments: Arguments) -> float:
     """Return how large a score can be: what is rounded on the way to a log-sum-exp, which may itself be near 0.
 
-    No product of a query with a key is larger than that of their lengths. Codes of keys are rounded to 16 bits by some
+    No product of a query with a key is larger than that of their lengths. Quantized values of keys are rounded to 16
+    bits by some
     kernels: that is counted as so many roundings of float32.
     """
     if "lses" in arguments:

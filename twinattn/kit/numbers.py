@@ -116,13 +116,13 @@ class Watched(Fp8Scales):
 
 def codes_as_bytes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare with pools of bytes, in both formats, if a kernel takes them in the first."""
-    for format_of_codes in ("e4m3", "e5m2"):
-        given = replace(example, options={**example.options, "format": format_of_codes, "bytes": True})
+    for format_of_values in ("e4m3", "e5m2"):
+        given = replace(example, options={**example.options, "format": format_of_values, "bytes": True})
         arguments = given.tensors(dtype, device)
         try:
             hold(given, arguments, ask(kernel, given, arguments))
         except Broken as error:
-            if format_of_codes == "e4m3":
+            if format_of_values == "e4m3":
                 raise NotClaimedError("takes pools of fp8, and not of their bytes") from error
             raise Broken(f"with pools of bytes in e5m2, {error}") from None
 
@@ -276,7 +276,7 @@ PROPERTIES = (
     ),
     Property(
         "query scale",
-        "With scales.query, queries are rounded to the format of the codes under it.",
+        "With scales.query, queries are rounded to the format of the quantized values under it.",
         drawn(query_scale=True, scales_of=("", "heads", "sequences"), format=("", "e5m2")),
         query_scale,
         paths=("quantized",),
@@ -287,7 +287,7 @@ PROPERTIES = (
     ),
     Property(
         "bytes",
-        "A pool may be the bytes of its codes, in either format.",
+        "A pool may be the bytes of its quantized values, in either format.",
         plain,
         codes_as_bytes,
         paths=("quantized",),

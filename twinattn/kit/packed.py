@@ -1,9 +1,10 @@
 """Packed latents for the kit: rows of bytes that show each part of the format, and bytes that nobody may see.
 
-    codes              scales                    rotary key
-    -448 .. 448        one per 128 codes         16 bits, as they are
+    fp8 (e4m3)         scales                    rotary key
+    -448 .. 448        one per 128              16 bits, as they are
 
-A row is drawn by its parts, not written by the reference: any code under any scale is a row that a kernel may find.
+A row is drawn by its parts, not written by the reference: any quantized value under any scale is a row that a kernel
+may find.
 """
 
 import torch
@@ -13,7 +14,7 @@ from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, 
 
 KINDS = ("mixed", "apart", "largest", "rotary")
 LARGEST = torch.finfo(PACKED_FORMAT).max
-NAN = 0xFF  # a byte that is NaN as a code, and of which a scale and a number of 16 bits are NaN
+NAN = 0xFF  # a byte that is NaN as a quantized value, and of which a scale and a number of 16 bits are NaN
 POISON = (NAN, 0x7E, 0x44)  # NaN; huge: 448 under 8e37; and 3 under 785, which moves an answer a little
 SPARE = 8  # bytes of nobody after each row, in some pools: their strides stay multiples of 4
 SIZES = {"apart": (1.0, 2.0**-100, 0.0, 2.0**-9), "rotary": (2.0**-6, 2.0**-5, 2.0**-8, 2.0**-7)}  # groups in turn
@@ -26,10 +27,10 @@ def pool(latents: Tensor, latent_rank: int, kind: str, seed: int) -> Tensor:
         latents: numbers of about 1, `[n, p, r + rope]`.
         latent_rank: elements of a latent.
         kind: "mixed": scales differ between the groups of a token and between tokens, and no byte is NaN whatever it
-            is read as, so that what comes of a wrong reading is a number that can be told from others; "apart": codes
-            up to 448, and groups that vanish beside others, or are all zeros; "largest": every code is 448, -448, or a
-            zero of either sign; "rotary": scores follow from the rotary keys; "exact": numbers that are codes already,
-            under a scale of 1.
+            is read as, so that what comes of a wrong reading is a number that can be told from others; "apart":
+            quantized values up to 448, and groups that vanish beside others, or are all zeros; "largest": every
+            quantized value is 448, -448, or a zero of either sign; "rotary": scores follow from the rotary keys;
+            "exact": numbers that are exact in the format already, under a scale of 1.
         seed: of the scales.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +42,7 @@ def pool(latents: Tensor, latent_rank: int, kind: str, seed: int) -> Tensor:
     scales = sizes * (0.5 + torch.rand(sizes.shape, generator=generator) / 2)
     if kind == "largest":
         groups = torch.tensor([1.0, -1.0, 0.0, -0.0])[torch.randint(0, 4, groups.shape, generator=generator)]
-    if kind in ("apart", "largest"):  # the largest code of a group is the largest of the format
+    if kind in ("apart", "largest"):  # the largest value of a group is the largest of the format
         largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE)
         groups, scales = groups / largest * LARGEST, scales / LARGEST
         groups = groups.masked_fill(sizes[..., None] == 0, 0.0)
@@ -51,8 +52,8 @@ def pool(latents: Tensor, latent_rank: int, kind: str, seed: int) -> Tensor:
         scales = (scales.view(torch.int32) & 0x7FBF3F3F).view(torch.float32)
         rope_key = (rope_key.view(torch.int16) & ~0x40).view(torch.bfloat16)
     rows = torch.zeros(n, p, packed_size(latent_rank, size - latent_rank), dtype=torch.uint8)
-    codes, its_scales, rotary = packed_parts(rows, latent_rank, size - latent_rank)
-    codes.copy_(groups.clamp(-LARGEST, LARGEST).to(PACKED_FORMAT).view(torch.uint8).flatten(-2))
+    quantized, its_scales, rotary = packed_parts(rows, latent_rank, size - latent_rank)
+    quantized.copy_(groups.clamp(-LARGEST, LARGEST).to(PACKED_FORMAT).view(torch.uint8).flatten(-2))
     its_scales.copy_(scales.clamp(min=SMALLEST_SCALE))
     rotary.copy_(rope_key)
     return rows

@@ -132,5 +132,5 @@ def on_cpu(x: Any, device: str = "cpu") -> Any:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    is_number = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1  # codes of fp8 stay what they are
+    is_number = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1  # fp8 values stay what they are
     return x.to(dtype) if is_number else x

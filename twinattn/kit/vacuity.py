@@ -206,7 +206,7 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
         yield example, poison(example, example.tensors(torch.float32), "padding")
     for changed in (_every_other, _heads_first):
         arguments = example.tensors(torch.float32)
-        numbers = [name for name in path.words[:3] if arguments[name].itemsize > 1]  # no codes
+        numbers = [name for name in path.words[:3] if arguments[name].itemsize > 1]  # no quantized values
         yield example, arguments | {name: changed(arguments[name]) for name in numbers}
     arguments = example.tensors(torch.float32)
     yield example, arguments | {path.words[1]: _heads_first(arguments[path.words[1]])}

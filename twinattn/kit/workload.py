@@ -102,7 +102,7 @@ class Workload:
         stored: what the pools hold, one of `STORED`.
         scales: of fp8: "number", "heads" or "sequences".
         query_scale: whether queries are rounded to fp8, too.
-        cache_scale: of codes of latents.
+        cache_scale: of quantized latents.
         workspace: tokens of context at a time, for each sequence.
         ranks: that share each sequence.
         interleave: tokens of a run on one rank.

@@ -35,7 +35,7 @@ def prepare(
     return of_rectangle(call) if return_lse else output_of(call)
 
 
-def prepare_codes(
+def prepare_fp8(
     query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float, *, cache_scale: float
 ) -> Call:
     """Prepare it over latents in fp8, of queries in fp8 as well; the work is shared out before the first call."""
@@ -47,8 +47,8 @@ def prepare_codes(
     )
     scales = (torch.full((1,), x, dtype=torch.float32, device=query.device) for x in (1.0, cache_scale))
     descale_q, descale_k = scales
-    codes = dict(is_fp8_kvcache=True, descale_q=descale_q, descale_k=descale_k)
-    call = _prepare(query, cache, batch, latent_rank, schedule, softmax_scale=softmax_scale, **codes)
+    quantized = dict(is_fp8_kvcache=True, descale_q=descale_q, descale_k=descale_k)
+    call = _prepare(query, cache, batch, latent_rank, schedule, softmax_scale=softmax_scale, **quantized)
     return output_of(call)
 
 

@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.cpu import attention
-from fastattn.kernels.cpu import quantized as over_codes
+from fastattn.kernels.cpu import quantized as over_quantized
 from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PACKED, PAGES, PLAN, QUANTIZED, TREE, Kernel
 from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import Run
@@ -56,7 +56,7 @@ def attend(
     """
     scales: Fp8Scales | Int8Scales | None = None
     if isinstance(keys, PackedLatents):
-        return over_codes.packed(query, keys, plan, options)
+        return over_quantized.packed(query, keys, plan, options)
     if isinstance(keys, Latents):
         key = value = keys.cache[:, :, None, : query.shape[2]]
         scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
@@ -65,7 +65,7 @@ def attend(
     else:
         key, value = keys
     if scales is not None:
-        answer, lse = over_codes.attention(query, key, value, plan, options, scales)
+        answer, lse = over_quantized.attention(query, key, value, plan, options, scales)
     elif isinstance(plan, TreePlan):
         answer, lse = attention.tree(query, key, value, plan, options)
     else:

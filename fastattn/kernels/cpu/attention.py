@@ -32,7 +32,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from fastattn.kernels.cpu.dequantize import Codes, read_blocks
+from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
 from fastattn.kernels.problem import compute_dtype, uses_positions
 from fastattn.kernels.replay import Run
@@ -81,8 +81,8 @@ def varlen(
 
 def paged(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     plan: Plan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -135,7 +135,10 @@ def replay_of_decodes(
 
 
 def _pieces(
-    query: Float[Tensor, "t h d"], key_cache: Float[Tensor, "n p hk d"] | Codes, plan: Plan, options: AttentionOptions
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    plan: Plan,
+    options: AttentionOptions,
 ) -> Sequence[Piece]:
     """Return what is computed together."""
     if not query.numel():
@@ -148,8 +151,8 @@ def _pieces(
 
 def tree(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     plan: TreePlan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -195,8 +198,8 @@ def _is_plain(options: AttentionOptions) -> bool:
 
 def _piece(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     piece: Piece,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -218,8 +221,8 @@ def _piece(
 
 def _decodes(
     query: Float[Tensor, "b h d"],
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     decodes: Decodes,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "b h dv"], Float[Tensor, "b h"]]:
@@ -248,8 +251,8 @@ def _decodes(
 
 def _prompts(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     prompts: Prompts,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -265,8 +268,8 @@ def _prompts(
 
 
 def _gathered(
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     part: Part,
     count: int,
 ) -> tuple[Float[Tensor, "{count} hk s d"], Float[Tensor, "{count} hk s dv"]]:
@@ -287,7 +290,7 @@ def _gathered(
     return room.rectangles[0], room.rectangles[-1]
 
 
-def _room(part: Part, caches: Sequence[Float[Tensor, "_n _p _hk _d"] | Codes], count: int) -> Room:
+def _room(part: Part, caches: Sequence[Float[Tensor, "_n _p _hk _d"] | QuantizedPool], count: int) -> Room:
     """Make views of the memory that the thread keeps; `caches` and `count` are those of `_gathered`."""
     if len(caches) == 2 and caches[0].shape == caches[1].shape and caches[0].dtype == caches[1].dtype:
         both = _buffer(2 * part.slab.blocks.numel(), caches[0], 0).unflatten(0, (2, -1))
@@ -325,7 +328,9 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def _buffer(count: int, cache: Float[Tensor, "n p hk d"] | Codes, number: int) -> Float[Tensor, "{count} p hk d"]:
+def _buffer(
+    count: int, cache: Float[Tensor, "n p hk d"] | QuantizedPool, number: int
+) -> Float[Tensor, "{count} p hk d"]:
     """Return room for blocks of keys (number 0) or of values (1)."""
     size = count * cache.shape[1:].numel()
     kept = _memory.of.get((number, cache.dtype))
@@ -336,8 +341,8 @@ def _buffer(count: int, cache: Float[Tensor, "n p hk d"] | Codes, number: int) -
 
 
 def _slabs(
-    key_cache: Float[Tensor, "n p hk d"] | Codes,
-    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
+    value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     blocks: Int32[Tensor, "m"],
     num_keys: int,
 ) -> Iterator[tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]]:

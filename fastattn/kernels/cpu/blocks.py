@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels.cpu.dequantize import Codes, read_blocks
+from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Slab:
     stale: Int64[Tensor, "_"] | None
 
     def gather(
-        self, pool: Float[Tensor, "n p heads d"] | Codes, out: Float[Tensor, "m p heads d"]
+        self, pool: Float[Tensor, "n p heads d"] | QuantizedPool, out: Float[Tensor, "m p heads d"]
     ) -> Float[Tensor, "m p heads d"]:
         """Read the blocks of keys or of values into `out`, and return it."""
         read_blocks(pool, self.blocks, out)

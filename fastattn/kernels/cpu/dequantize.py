@@ -1,7 +1,7 @@
-"""Pools of codes: the blocks that attention gathers, a slab at a time, are converted to numbers.
+"""Quantized pools: the blocks that attention gathers, a slab at a time, are dequantized.
 
-torch converts fp8 to float32 one element at a time. Here the bits of a code are moved into a float16 instead, which can
-represent every fp8 number and whose conversion is vectorized:
+torch converts fp8 to float32 one element at a time. Here the bits of a quantized value are moved into a float16
+instead, which can represent every fp8 number and whose conversion is vectorized:
 
     e5m2    s eeeee mm           ->  s eeeee mm 00000000       the upper half of a float16
     e4m3    s eeee mmm           ->  s 0 eeee mmm 0000000      its exponent is 8 too small: 1 / 256 of the number
@@ -19,8 +19,8 @@ from refattn.packed_latents import LATENT_GROUP, packed_parts
 
 
 @dataclass(frozen=True, eq=False)
-class Codes:
-    """A pool of codes, or of floating point numbers of another type, that is read as numbers.
+class QuantizedPool:
+    """A quantized pool, or one of another floating point type, that is converted when it is read.
 
     Attributes:
         pool: fp8, int8 or floating point; any strides.
@@ -45,15 +45,15 @@ class Codes:
     def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
         """Gather some blocks as numbers into `out`, and return it."""
         if self.pool.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            codes = self.pool.view(torch.int8).index_select(0, blocks)
-            _from_fp8(codes, self.pool.dtype, out)
+            quantized = self.pool.view(torch.int8).index_select(0, blocks)
+            _from_fp8(quantized, self.pool.dtype, out)
         else:
             out.copy_(self.pool.index_select(0, blocks))
         return out if self.scale is None else out.mul_(self.scale.index_select(0, blocks)[..., None])
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRows(Codes):
+class PackedRows(QuantizedPool):
     """A pool of packed latents, of one head, that is read as numbers: the latents, and their rotary keys after them.
 
     Attributes:
@@ -76,16 +76,16 @@ class PackedRows(Codes):
 
     def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
         """Gather some blocks as numbers into `out`, and return it."""
-        codes, scales, rope_key = packed_parts(self.pool.index_select(0, blocks), self.latent_rank, self.rope_size)
+        quantized, scales, rope_key = packed_parts(self.pool.index_select(0, blocks), self.latent_rank, self.rope_size)
         latents = out[..., : self.latent_rank]
-        _from_fp8(codes.contiguous().view(torch.int8), torch.float8_e4m3fn, latents)
+        _from_fp8(quantized.contiguous().view(torch.int8), torch.float8_e4m3fn, latents)
         latents.unflatten(-1, (-1, LATENT_GROUP)).mul_(scales.mul(256.0)[..., None])
         out[..., self.latent_rank :] = rope_key
         return out
 
 
 def read_blocks(
-    pool: Float[Tensor, "n p hk d"] | Codes,
+    pool: Float[Tensor, "n p hk d"] | QuantizedPool,
     blocks: Int32[Tensor, "m"],
     out: Float[Tensor, "m p hk d"] | None = None,
 ) -> Float[Tensor, "m p hk d"]:
@@ -97,13 +97,13 @@ def read_blocks(
     )
 
 
-def _from_fp8(codes: Int8[Tensor, "m p hk d"], kind: torch.dtype, out: Float[Tensor, "m p hk d"]) -> None:
+def _from_fp8(quantized: Int8[Tensor, "m p hk d"], kind: torch.dtype, out: Float[Tensor, "m p hk d"]) -> None:
     is_e4m3 = kind == torch.float8_e4m3fn
-    bits = codes.to(torch.int16).bitwise_left_shift_(7 if is_e4m3 else 8)
+    bits = quantized.to(torch.int16).bitwise_left_shift_(7 if is_e4m3 else 8)
     if is_e4m3:
         bits.bitwise_and_(-1 - 2**14)  # the sign, which the shift left in both
     out.copy_(bits.view(torch.float16))
     if is_e4m3:
-        magnitudes = codes.bitwise_and_(127)
+        magnitudes = quantized.bitwise_and_(127)
         if magnitudes.numel() and magnitudes.max() == 127:
             out.masked_fill_(magnitudes == 127, torch.nan)

@@ -1,8 +1,8 @@
 """Attention over quantised pages on the CPU: the kernel over pages, on queries that carry the scales of their keys.
 
-    fp8     (key scale * query) . code        a scale is one number per sequence and head, so a query carries it
-    int8    query . (scale * code)            one number per key: multiplied in when its block is gathered
-    out     value scale * (weights . code)    per sequence and head, or per head and channel: the answer carries it
+    fp8     (key scale * query) . quantized        a scale is one number per sequence and head, so a query carries it
+    int8    query . (scale * quantized)            one number per key: multiplied in when its block is gathered
+    out     value scale * (weights . quantized)    per sequence and head, or per head and channel: the answer carries it
 
 So blocks are turned into numbers only where they are gathered, a slab at a time, and nothing else is made of them.
 Everything is computed in float32, float64 for float64 queries.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.kernels.cpu.attention import paged
 from fastattn.kernels.cpu.attention import tree as attend_to_tree
-from fastattn.kernels.cpu.dequantize import Codes, PackedRows
+from fastattn.kernels.cpu.dequantize import PackedRows, QuantizedPool
 from fastattn.kernels.problem import compute_dtype
 from fastattn.kernels.torch_ops.merge import merge
 from fastattn.kernels.torch_ops.quantized import fold_scales, row_scale, to_fp8, to_int8
@@ -40,17 +40,17 @@ def attention(
         value_cache: the pool of values.
         plan: the levels, of which the last is that of the sequences, which scales may be of; or trees.
         options: those of the layer; sinks count once.
-        scales: what the codes are multiplied with.
+        scales: what the quantized values are multiplied with.
     """
     *shared, whole = (level.own for level in plan.levels)
     compute = compute_dtype(query.dtype)
     carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     if isinstance(scales, Fp8Scales):
-        keys = Codes(key_cache.view(scales.format), compute)
-        values = keys if value_cache is key_cache else Codes(value_cache.view(scales.format), compute)
+        keys = QuantizedPool(key_cache.view(scales.format), compute)
+        values = keys if value_cache is key_cache else QuantizedPool(value_cache.view(scales.format), compute)
         carrier, after = carrier * keys.factor, after * values.factor
     else:
-        keys, values = Codes(key_cache, compute, scales.key), Codes(value_cache, compute)
+        keys, values = QuantizedPool(key_cache, compute, scales.key), QuantizedPool(value_cache, compute)
     if isinstance(plan, TreePlan):
         out, lse = attend_to_tree(carrier, keys, values, plan, options)
     else:

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from fastattn.kernels.problem import EXPANDED_BLOCK, Problem
 
-NO_CODES = "reads latents in the type of the query, and no codes of fp8: take triton"
+NO_FP8 = "reads latents in the type of the query, and no fp8 values: take triton"
 NO_POSITIONS = "takes the query rows for the last ones of their sequences, at no other positions: take triton"
 NO_INTERVALS = "has causal masks and windows, and no interval of keys for each query: take triton"
 NOT_ALIGNED = "loads 16 bytes at a time, from heads that begin at multiples of that, elements side by side: take triton"
@@ -14,19 +14,19 @@ MOST_EXPANDED_BYTES = 2**29  # bytes of dequantized keys and values that a call 
 
 
 def cannot_expand(problem: Problem) -> str | None:
-    """Return why codes should not become numbers in memory (`kernels.flash.expand`), or None.
+    """Return why a cache should not be dequantized into memory (`kernels.flash.expand`), or None.
 
     The memory is that of sequences as long as the longest, which is all that the host knows.
     """
-    assert problem.stored is not None  # it is over codes
-    codes, values = problem.stored
-    if values not in (codes, problem.dtype):
+    assert problem.stored is not None  # it is over a quantized cache
+    quantized, values = problem.stored
+    if values not in (quantized, problem.dtype):
         return f"reads values of the type of the keys or of the queries, {problem.dtype}, not {values}"
     columns = -(-problem.max_seq_len // EXPANDED_BLOCK)
     elements = problem.num_seqs * columns * EXPANDED_BLOCK * problem.num_kv_heads
     size = elements * (problem.head_size + problem.value_head_size) * problem.dtype.itemsize
     if size > MOST_EXPANDED_BYTES:
-        return f"turns all codes into numbers, at most {MOST_EXPANDED_BYTES >> 20} MiB of them, not {size >> 20}"
+        return f"dequantizes all pages, at most {MOST_EXPANDED_BYTES >> 20} MiB of them, not {size >> 20}"
     return None
 
 

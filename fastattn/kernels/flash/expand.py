@@ -1,7 +1,7 @@
-"""Attend over pages of codes by a kernel for numbers: the codes are expanded first, once, for all queries.
+"""Attend over quantized pages by a kernel for unquantized pages: they are dequantized first, once, for all queries.
 
-    a key, a value      scale * code, rounded into the type of the queries, in pages that load fastest
-    a query             scale * code in its own type, where queries are rounded as keys are
+    a key, a value      scale * quantized, rounded into the type of the queries, in pages that load fastest
+    a query             scale * quantized in its own type, where queries are rounded as keys are
 
 Each key so costs a byte per element to read and four to write and to read again, instead of a conversion for every tile
 of queries that meets it. What the type of the queries does not hold becomes infinite: float16 ends at 65504.
@@ -23,7 +23,7 @@ from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton.launch import converts_fp8
-from fastattn.kernels.triton.quantized import Codes, codes_of, dequantize, prepare_query, row_scale
+from fastattn.kernels.triton.quantized import Quantization, dequantize, prepare_query, quantization_of, row_scale
 from fastattn.kernels.triton.queries import find_rows
 from fastattn.kernels.triton.tuning import pad
 from refattn.batch import Batch
@@ -50,12 +50,12 @@ def attend_dequantized(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Expand codes, and attend over the pages that come of it.
+    """Dequantize pages, and attend over them.
 
     Args:
         paged: attends over pages of numbers by a kernel.
         query: query rows of all sequences.
-        keys: the pools; values are codes, or numbers in the type of the queries.
+        keys: the pools; values are quantized, or in the type of the queries.
         plan: the lengths, the block table, and who may see whom.
         options: those of the layer.
         out: contiguous memory for the outputs; new memory if None.
@@ -64,37 +64,37 @@ def attend_dequantized(
         The outputs, and their log-sum-exps in float32.
     """
     key_cache, value_cache, scales = keys
-    codes = codes_of(scales)
+    quantization = quantization_of(scales)
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     expanded, where = memo_of(plan).expanded, where_called()
     over_pages = expanded.get(where)  # pages of an earlier layer; the entries of their table are written anew
     table = None if over_pages is None else over_pages.batch.block_table
-    _, of_key, of_value = codes.numbers
+    _, of_key, of_value = quantization.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)
-    numbers, table = expand(key_cache, table=table, codes=codes.kind, number=of_key, scales=codes.key)
-    kind = "" if value_cache.is_floating_point() else codes.kind
-    values, _ = expand(value_cache, table=table, codes=kind, number=of_value, scales=codes.value)
+    numbers, table = expand(key_cache, table=table, kind=quantization.kind, number=of_key, scales=quantization.key)
+    kind = "" if value_cache.is_floating_point() else quantization.kind
+    values, _ = expand(value_cache, table=table, kind=kind, number=of_value, scales=quantization.value)
     if over_pages is None:
         batch = replace(plan.batch, block_table=table)
         over_pages = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
         if where is not UNKNOWN:
             expanded[where] = over_pages
-    if codes.kind == "int8" or codes.rounds_query:
-        query = round_queries(query, plan, codes)
+    if quantization.kind == "int8" or quantization.rounds_query:
+        query = round_queries(query, plan, quantization)
     return paged(query, numbers, values, over_pages, options, out)
 
 
-def round_queries(query: Float[Tensor, "t h d"], plan: Plan, codes: Codes) -> Float[Tensor, "t h d"]:
-    """Return queries as their codes stand for them, in their own type; padding rows may hold anything.
+def round_queries(query: Float[Tensor, "t h d"], plan: Plan, quantization: Quantization) -> Float[Tensor, "t h d"]:
+    """Return queries as they are after rounding, in their own type; padding rows may hold anything.
 
     Args:
         query: query rows of all sequences.
         plan: the lengths.
-        codes: the format, and the scale of fp8.
+        quantization: the format, and the scale of fp8.
     """
     num_tokens, num_heads, head_size = query.shape
-    batch, scales = plan.batch, codes.query
+    batch, scales = plan.batch, quantization.query
     rounded = torch.empty_like(query, memory_format=torch.contiguous_format)
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return rounded
@@ -102,7 +102,7 @@ def round_queries(query: Float[Tensor, "t h d"], plan: Plan, codes: Codes) -> Fl
         query,
         rounded,
         scales,
-        codes.numbers[0],
+        quantization.numbers[0],
         plan.sequences,
         batch.cu_seqlens_q,
         query.stride(),
@@ -112,7 +112,7 @@ def round_queries(query: Float[Tensor, "t h d"], plan: Plan, codes: Codes) -> Fl
         GROUP=1 if scales is None else num_heads // scales.shape[-1],
         HEAD_SIZE=head_size,
         BLOCK_TOKENS=BLOCK_TOKENS,
-        CODES=codes.kind,
+        FORMAT=quantization.kind,
         HAS_FP8_CVT=converts_fp8(query.device),
     )
     return rounded
@@ -134,7 +134,7 @@ def _round_kernel(
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
     # A program rounds one head of a few tokens of a sequence.
@@ -147,7 +147,7 @@ def _round_kernel(
     mask = is_token[:, None] & (at_d < HEAD_SIZE)[None, :]
     at_query = (token * query_strides[0] + head * query_strides[1])[:, None] + (at_d * query_strides[2])[None, :]
     numbers = tl.load(query + at_query, mask, 0.0)
-    if CODES == "int8":
+    if FORMAT == "int8":
         scale = row_scale(numbers.to(tl.float32))[:, None]
     elif scales is None:
         scale = number
@@ -156,9 +156,9 @@ def _round_kernel(
         if sequences is not None:
             member = tl.load(sequences + sequence)
         scale = tl.load(scales + member.to(tl.int64) * scale_strides[0] + head // GROUP * scale_strides[1])
-    codes = prepare_query(numbers, scale, CODES, True, HAS_FP8_CVT).to(tl.float32)
+    quantized = prepare_query(numbers, scale, FORMAT, True, HAS_FP8_CVT).to(tl.float32)
     at_rounded = ((token * NUM_HEADS + head) * HEAD_SIZE)[:, None] + at_d[None, :]
-    tl.store(rounded + at_rounded, (codes * scale).to(rounded.dtype.element_ty), mask)
+    tl.store(rounded + at_rounded, (quantized * scale).to(rounded.dtype.element_ty), mask)
 
 
 def repage(
@@ -168,7 +168,7 @@ def repage(
     block_size: int,
     table: Int32[Tensor, "b m2"] | None = None,
     dtype: torch.dtype | None = None,
-    codes: str = "",
+    kind: str = "",
     number: float = 1.0,
     scales: Float32[Tensor, "..."] | None = None,
     sequences: Int32[Tensor, "b"] | None = None,
@@ -176,13 +176,13 @@ def repage(
     """Copy the tokens of a batch into a pool of their own, with larger blocks, in order; see `kernels.flash.fa4`.
 
     Args:
-        cache: the pool; codes of fp8 are seen as bytes.
+        cache: the pool; fp8 values are seen as bytes.
         batch: the lengths and the block table.
         block_size: tokens in a new block, a multiple of `BLOCK_ROWS`.
         table: where to write the new table; new memory if None.
         dtype: the type of the new pool; that of the old one if None.
-        codes: what the pool holds, "e4m3", "e5m2" or "int8"; "" for numbers, which are copied as they are.
-        number: the scale of all codes, without `scales`.
+        kind: what the pool holds, "e4m3", "e5m2" or "int8"; "" for numbers, which are copied as they are.
+        number: the scale of all quantized values, without `scales`.
         scales: of fp8 per head `[hk]`, or per sequence and head `[b, hk]`; of int8 per head and channel `[hk, d]`, or
             per token of the pool and head `[n, p, hk]`.
         sequences: the sequence of the batch that the scales of a sequence are those of; None where they are the same.
@@ -198,7 +198,7 @@ def repage(
     table = batch.block_table.new_empty(batch.num_seqs, columns) if table is None else table
     if not len(pool):
         return pool, table
-    per, strides = _layout_of(scales, codes)
+    per, strides = _layout_of(scales, kind)
     rows = min(BLOCK_ROWS, max(1, MOST_ELEMENTS // (pad(num_kv_heads) * pad(head_size))))
     _repage_kernel[len(pool) * block_size // rows,](
         cache,
@@ -218,18 +218,18 @@ def repage(
         OLD_BLOCK_SIZE=old_block_size,
         BLOCK_SIZE=block_size,
         BLOCK_ROWS=rows,
-        CODES=codes,
+        FORMAT=kind,
         PER=per,
         HAS_FP8_CVT=converts_fp8(cache.device),
     )
     return pool, table
 
 
-def _layout_of(scales: Tensor | None, codes: str) -> tuple[str, tuple[int, ...]]:
+def _layout_of(scales: Tensor | None, kind: str) -> tuple[str, tuple[int, ...]]:
     """Return what there is a scale for, and the strides; one of 0 for the sequences where all have the same."""
     if scales is None:
         return "number", ()
-    if codes == "int8":
+    if kind == "int8":
         return "token" if scales.ndim == 3 else "channel", scales.stride()
     return "sequence", (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
 
@@ -254,7 +254,7 @@ def _repage_kernel(
     OLD_BLOCK_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORMAT: tl.constexpr,
     PER: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
@@ -281,7 +281,7 @@ def _repage_kernel(
     within = head * cache_strides[2] + at_d * cache_strides[3]
     mask = is_token[:, None] & is_column[None, :]
     rows = tl.load(cache + source[:, None] + within[None, :], mask, 0)
-    if CODES != "":
+    if FORMAT != "":
         if PER == "token":
             at_head = tl.arange(0, HEADS_PAD).to(tl.int64)
             of_tokens = block * scale_strides[0] + place * scale_strides[1]
@@ -298,7 +298,7 @@ def _repage_kernel(
             scale = tl.load(scales + member * scale_strides[0] + head * scale_strides[1], is_column, 0.0)[None, :]
         else:
             scale = number
-        rows = dequantize(rows, CODES, HAS_FP8_CVT).to(tl.float32) * scale
+        rows = dequantize(rows, FORMAT, HAS_FP8_CVT).to(tl.float32) * scale
     target = (first_row + tl.arange(0, BLOCK_ROWS)) * (NUM_KV_HEADS * HEAD_SIZE)
     at_target = target[:, None] + (head * HEAD_SIZE + at_d)[None, :]
     tl.store(pool + at_target, rows.to(pool.dtype.element_ty), mask=is_column[None, :])

@@ -16,8 +16,8 @@ of some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 ke
 The keys of a sequence are not split over multiprocessors. Where they are, the library merges the splits by log-sum-exps
 and leaves out those that have none: those whose scores are NaN, which a query sees and which have to come out.
 
-Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. Codes of a
-quantised cache become pages of numbers first, as its own product of them rounds the weights to fp8, too.
+Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. A quantized
+cache is dequantized into pages first, as its own product of fp8 values rounds the weights to fp8, too.
 
 Source: Shah et al. 2024, "FlashAttention-3".
 """
@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability, on_gpu
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
+from fastattn.kernels.flash import NO_FP8, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, window_within_reach
@@ -77,7 +77,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
     if problem.stored is not None:
-        return NO_CODES
+        return NO_FP8
     sizes = (problem.head_size, problem.value_head_size)
     over_latents = problem.keys == "latents"
     if over_latents:
@@ -123,7 +123,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows, pages or latents, or to codes, which become numbers first; see `fastattn.dispatch`.
+    """Attend to rows, pages or latents, or to quantized values, which are dequantized first; see `fastattn.dispatch`.
 
     Of a tree it attends to the keys before it, and a launch of ours to its nodes.
     """

@@ -1,7 +1,7 @@
 """The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
 
 On Hopper it does not split keys, so it suits long queries. Pages of 128 tokens (`d` up to 128) load fastest; with many
-queries it pays to copy smaller pages into such pages first. Codes of a quantised cache are converted into them, too.
+queries it pays to copy smaller pages into such pages first. A quantized cache is dequantized into them, too.
 
 It loads whole tiles and gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed.
 Where queries see no key it looks up pages before the first one, so its tables have room there.
@@ -83,7 +83,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.dispatch`."""
+    """Attend to rows, to pages, or to quantized pages, which are dequantized first; see `fastattn.dispatch`."""
     (level,) = plan.levels
     if level.own.extends_causal:
         from fastattn.kernels.flash.interval import attend_up_to_and_after

@@ -4,10 +4,10 @@ It takes a rectangle of queries (the same number of new tokens for every sequenc
 of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all
 multiprocessors by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
-Over latents in fp8 (e4m3) it multiplies codes: queries are rounded, and the weights of the softmax, too, before they
-meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_weights` of `fastattn.mla.attention`),
-and only there. Its kernel reads the first page of every sequence, even of one without keys, so such a sequence is
-given one key, and its answer is fixed up.
+Over latents in fp8 (e4m3) it multiplies quantized values: queries are rounded, and the weights of the softmax, too,
+before they meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_weights` of
+`fastattn.mla.attention`), and only there. Its kernel reads the first page of every sequence, even of one without keys,
+so such a sequence is given one key, and its answer is fixed up.
 
 Where a page is one token and a sequence one query, as in a plan of selected keys, it is the kernel for sparse prefills,
 of any number of queries: a program has 64 heads of a query and all its keys, so that many queries keep it busy. It
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
+from fastattn.kernels.flash import NO_FP8, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of, schedule_of_sizes
 from fastattn.kernels.kernel import LATENTS, LEVELS, PACKED, PLAN, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, latent_scales
@@ -69,7 +69,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
     packed = problem.keys == "packed"
-    if not packed and problem.stored is not None and (rounded := _cannot_multiply_codes(problem)) is not None:
+    if not packed and problem.stored is not None and (rounded := _cannot_multiply_fp8(problem)) is not None:
         return rounded
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
     if sizes != LATENT:
@@ -108,7 +108,7 @@ def is_of_selected(problem: Problem) -> bool:
 def _cannot_select(problem: Problem) -> str | None:
     """Return why the kernel for selected latents can't compute a problem, or None."""
     if problem.stored is not None and problem.keys != "packed":
-        return NO_CODES
+        return NO_FP8
     if problem.dtype != torch.bfloat16:
         return f"computes bfloat16 over selected latents, not {problem.dtype}"
     if problem.num_heads not in SELECTED_HEADS:
@@ -116,18 +116,18 @@ def _cannot_select(problem: Problem) -> str | None:
     return None
 
 
-def _cannot_multiply_codes(problem: Problem) -> str | None:
+def _cannot_multiply_fp8(problem: Problem) -> str | None:
     """Return why latents in fp8 can't be multiplied as they are, or None."""
-    assert problem.stored is not None  # it is over codes
+    assert problem.stored is not None  # it is over a quantized cache
     if problem.tree:
-        return NO_CODES
+        return NO_FP8
     if problem.stored[0] != torch.float8_e4m3fn:
-        return f"multiplies codes of float8_e4m3fn, not {problem.stored[0]}: take triton"
+        return f"multiplies float8_e4m3fn values, not {problem.stored[0]}: take triton"
     if not (problem.rounds_query and problem.fp8_weights):
         missing = "fp8_weights" if problem.rounds_query else "query_scale"
         return f"rounds queries and weights to fp8, which is not allowed without {missing}: take triton"
     if problem.dtype != torch.bfloat16:
-        return f"answers in bfloat16 over codes, not in {problem.dtype}"
+        return f"returns bfloat16 over fp8 latents, not {problem.dtype}"
     return None
 
 
@@ -156,7 +156,7 @@ def attend(
     if isinstance(plan, TreePlan):
         return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
     if keys.query_scale is not None:
-        return mla_codes(query, keys, level.own, options)
+        return mla_fp8(query, keys, level.own, options)
     if level.own.block_size == 1:
         return selected(query, keys, level.own, options)
     return mla(query, keys.cache, level.own, options, keys.latent_rank, out)
@@ -199,14 +199,14 @@ def mla(
     return result, lse
 
 
-def mla_codes(
+def mla_fp8(
     query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents in fp8 by products of codes, with queries and weights rounded; see the module."""
+    """Attend to latents in fp8 by products of quantized values, with queries and weights rounded; see the module."""
     from fastattn.kernels.flash.fixup import empty_output, fix_up
     from fastattn.kernels.flash.recompute import recompute
     from fastattn.kernels.problem import with_positive_scale
-    from fastattn.kernels.triton.quantized import codes_of, quantize_query
+    from fastattn.kernels.triton.quantized import quantization_of, quantize_query
 
     cache, rank, of_cache, of_query, _ = keys
     batch, table = plan.batch, plan.batch.block_table
@@ -215,7 +215,7 @@ def mla_codes(
         return empty_output(query, rank, plan, options)
     num_rows, num_heads = batch.num_seqs * batch.max_query_len, query.shape[1]
     rows, scale = with_positive_scale(query[:num_rows], options.softmax_scale)
-    codes = quantize_query(rows, of_query, cache.dtype, cache.dtype)
+    quantized_query = quantize_query(rows, of_query, cache.dtype, cache.dtype)
     module = importlib.import_module(INTERFACE)
 
     def make() -> Any:
@@ -229,14 +229,14 @@ def mla_codes(
         return lengths, pages, meta
 
     # Whoever writes into a table in place has other pages in it.
-    name = ("flash_mla of codes", num_heads, batch.max_query_len, None if table.is_inference() else table._version)
+    name = ("flash_mla of fp8", num_heads, batch.max_query_len, None if table.is_inference() else table._version)
     lengths, pages, meta = schedule_of(plan, name, make)
     descales = [
         schedule_of(plan, ("scale", x), partial(torch.full, (1,), x, dtype=torch.float32, device=query.device))
         for x in (of_query, of_cache)
     ]
     result, logs = module.flash_mla_with_kvcache(
-        rearrange(codes, "(b t) h d -> b t h d", b=batch.num_seqs),
+        rearrange(quantized_query, "(b t) h d -> b t h d", b=batch.num_seqs),
         cache[:, :, None, : query.shape[2]],
         pages,
         lengths,
@@ -251,9 +251,9 @@ def mla_codes(
     )
     result, lse = fix_up(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
     scales = latent_scales(cache, of_cache, of_query)
-    assert scales is not None  # it is over codes
+    assert scales is not None  # it is over a quantized cache
     pool = cache.view(torch.uint8)[:, :, None, : query.shape[2]]
-    recompute(result, query, pool, pool[..., :rank], plan, options, shared=True, codes=codes_of(scales))
+    recompute(result, query, pool, pool[..., :rank], plan, options, shared=True, quantization=quantization_of(scales))
     return result, lse
 
 

@@ -13,7 +13,7 @@ from fastattn.kernels.replay import Key, key_of_launch, launch_once
 from fastattn.kernels.triton.attention import launch_attend
 from fastattn.kernels.triton.launch import can_overlap
 from fastattn.kernels.triton.merge import Out, repair, rest
-from fastattn.kernels.triton.quantized import NO_CODES, Codes
+from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import has_scale_above_0, of_layer
 from fastattn.kernels.triton.tuning import (
     LATENT_16,
@@ -39,7 +39,7 @@ def recompute(
     options: AttentionOptions,
     *,
     shared: bool = False,
-    codes: Codes = NO_CODES,
+    quantization: Quantization = UNQUANTIZED,
     adapted: bool = True,
 ) -> None:
     """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
@@ -59,7 +59,8 @@ def recompute(
         plan: the lengths, the block table for pages, and who may see whom.
         options: those of the layer; the sinks are in `out` already.
         shared: values are the first elements of their keys; see `launch_attend`.
-        codes: what the pools hold, if it is codes: those of fp8 are seen as bytes, and their scales are numbers.
+        quantization: how the pools are quantized, if they are: fp8 values are seen as bytes, and their scales are
+            numbers.
         adapted: `fastattn.kernels.flash.fixup.fix_up` was launched just before: this launch may begin while it ends.
             It must not begin while a package's own launch ends, which may be over before the one that it follows.
 
@@ -76,10 +77,12 @@ def recompute(
         tuning = fit(tuning, query.device, **room)
         overlap = adapted and can_overlap(query.device)
         split = repair(overlap=overlap)
-        return launch_attend(*tensors, plan, options, tuning, Out(out, None), split, shared=shared, codes=codes).replay
+        return launch_attend(
+            *tensors, plan, options, tuning, Out(out, None), split, shared=shared, quantization=quantization
+        ).replay
 
-    cache_key = _key_of_launch(f"recompute {codes.kind} {adapted}", (*tensors, out), options, shared=shared)
-    launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, codes).values()), launch)
+    cache_key = _key_of_launch(f"recompute {quantization.kind} {adapted}", (*tensors, out), options, shared=shared)
+    launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, quantization).values()), launch)
 
 
 def recompute_latents(
@@ -142,7 +145,7 @@ def attend_to_nodes(
         else:
             tuning = LaunchConfig(16 if rows <= 16 else 64, step_for(32, row_bytes), 4, 2, 1, 1)
         tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
-        spare = min(0, spare_stages(query, shared, NO_CODES, tuning.block_m))
+        spare = min(0, spare_stages(query, shared, UNQUANTIZED, tuning.block_m))
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
         tuning = fit(tuning, query.device, **room)
         split = rest(prefix_lse, nodes=True)

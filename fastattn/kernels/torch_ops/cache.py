@@ -67,12 +67,12 @@ def write_packed(
     written = slot_mapping >= 0
     latent, rope_key, slot_mapping = latent[written], rope_key[written], slot_mapping[written]
     blocks, rows = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
-    codes, scales, rotary = packed_parts(cache, latent.shape[1], rope_key.shape[1])
+    quantized, scales, rotary = packed_parts(cache, latent.shape[1], rope_key.shape[1])
     groups, largest = latent.float().unflatten(1, (-1, LATENT_GROUP)), torch.finfo(PACKED_FORMAT).max
     scale = groups.abs().amax(-1)
     scale = (scale / torch.full_like(scale, largest)).clamp_(min=SMALLEST_SCALE)
     rounded = (groups / scale[..., None]).clamp_(-largest, largest).to(PACKED_FORMAT)
-    codes[blocks, rows] = rounded.view(torch.uint8).flatten(1)
+    quantized[blocks, rows] = rounded.view(torch.uint8).flatten(1)
     scales[blocks, rows] = scale
     as_integers(rotary)[blocks, rows] = as_integers(rope_key.to(rotary.dtype))
 
@@ -81,8 +81,8 @@ def read_packed(
     rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
 ) -> Float[Tensor, "*rows d"]:
     """Read packed rows as numbers of a type, the latents before the rotary keys."""
-    codes, scales, rotary = packed_parts(rows, latent_rank, rope_size)
-    numbers = codes.view(PACKED_FORMAT).float().unflatten(-1, (-1, LATENT_GROUP)) * scales[..., None]
+    quantized, scales, rotary = packed_parts(rows, latent_rank, rope_size)
+    numbers = quantized.view(PACKED_FORMAT).float().unflatten(-1, (-1, LATENT_GROUP)) * scales[..., None]
     return torch.cat([numbers.flatten(-2).to(dtype), rotary.to(dtype)], -1)
 
 

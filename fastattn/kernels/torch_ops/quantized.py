@@ -1,8 +1,8 @@
-"""Scales of quantised caches in plain torch, on a CPU: what a query carries into the products, and rounding to codes.
+"""Scales of quantised caches in plain torch, on a CPU: what a query carries into the products, and quantizing.
 
-fp8     (key scale * query) . code        a scale is one number per sequence and head, so a query carries it
-int8    query . (scale * code)            one number per key, which meets its score
-out     value scale * (weights . code)    per sequence and head, or per head and channel: the output carries it
+fp8     (key scale * query) . quantized        a scale is one number per sequence and head, so a query carries it
+int8    query . (scale * quantized)            one number per key, which meets its score
+out     value scale * (weights . quantized)    per sequence and head, or per head and channel: the output carries it
 """
 
 import torch

@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 
 from fastattn.kernels.problem import as_integers, places
 from refattn.batch import Batch
-from refattn.index_keys import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+from refattn.index_keys import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
 from refattn.plan import Plan
 
 KEYS = 1024  # index keys of a product
 ELEMENTS = 2**24  # scores that are ordered at a time
-LARGEST_CODE = torch.finfo(INDEX_FORMAT).max
+LARGEST_FP8 = torch.finfo(INDEX_FORMAT).max
 
 
 def write_index(
@@ -26,34 +26,34 @@ def write_index(
     written = slot_mapping >= 0
     key, slot_mapping = key[written], slot_mapping[written]
     blocks, rows = slot_mapping // index_cache.shape[1], slot_mapping % index_cache.shape[1]
-    if not holds_codes(index_cache):
+    if not holds_fp8(index_cache):
         as_integers(index_cache)[blocks, rows] = as_integers(key)
         return
-    codes, scales = _parts(index_cache)
+    quantized, scales = _parts(index_cache)
     numbers = key.float()
     scale = numbers.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    scale = scale / torch.full_like(scale, LARGEST_CODE)  # a GPU divides by a number as it multiplies by its reciprocal
-    rounded = (numbers / scale).clamp(-LARGEST_CODE, LARGEST_CODE).to(INDEX_FORMAT)
-    codes[blocks, rows] = rounded.view(torch.uint8)
+    scale = scale / torch.full_like(scale, LARGEST_FP8)  # a GPU divides by a number as it multiplies by its reciprocal
+    rounded = (numbers / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(INDEX_FORMAT)
+    quantized[blocks, rows] = rounded.view(torch.uint8)
     scales[blocks, rows] = scale.view(torch.uint8)
 
 
 def read_index(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
     """Return the index keys in some slots; see `fastattn.sparse.read`."""
     blocks, rows = slots // index_cache.shape[1], slots % index_cache.shape[1]
-    if not holds_codes(index_cache):
+    if not holds_fp8(index_cache):
         return index_cache[blocks, rows]
-    codes, scales = _parts(index_cache)
-    return codes[blocks, rows].view(INDEX_FORMAT).float() * scales[blocks, rows].view(torch.float32)
+    quantized, scales = _parts(index_cache)
+    return quantized[blocks, rows].view(INDEX_FORMAT).float() * scales[blocks, rows].view(torch.float32)
 
 
 def _parts(index_cache: Shaped[Tensor, "n p c"]) -> tuple[Shaped[Tensor, "n p d"], Shaped[Tensor, "n p 4"]]:
-    """Return views of the codes and of the bytes of the scales."""
+    """Return views of the quantized values and of the bytes of the scales."""
     (n, p, _), size, block = index_cache.shape, index_size_of(index_cache), index_cache.stride(0)
     first = index_cache.storage_offset()
-    codes = index_cache.as_strided((n, p, size), (block, size, 1), first)
+    quantized = index_cache.as_strided((n, p, size), (block, size, 1), first)
     scales = index_cache.as_strided((n, p, SCALE_BYTES), (block, SCALE_BYTES, 1), first + p * size)
-    return codes, scales
+    return quantized, scales
 
 
 def score_index(

@@ -53,12 +53,12 @@ from fastattn.kernels.triton.merge import (
 )
 from fastattn.kernels.triton.quantized import (
     FORMATS,
-    NO_CODES,
-    Codes,
-    codes_in_pairs,
-    codes_of,
+    UNQUANTIZED,
+    Quantization,
     in_pairs,
+    quantization_of,
     quantize_query,
+    quantized_in_pairs,
 )
 from fastattn.kernels.triton.queries import (
     Queries,
@@ -206,7 +206,7 @@ def launch_attend(
     split: Whole | Part | After | Repair,
     *,
     shared: bool = False,
-    codes: Codes = NO_CODES,
+    quantization: Quantization = UNQUANTIZED,
     tree: TreePlan | None = None,
 ) -> Launch:
     """Launch the kernel for one level, and return what can be replayed with other tensors of the same shapes.
@@ -221,7 +221,7 @@ def launch_attend(
         out: where outputs go.
         split: what share of the work a program has.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
-        codes: what the pools hold, if it is no numbers; see `attend_levels`.
+        quantization: how the pools are quantized, if they are; see `attend_levels`.
         tree: the trees at the end of the sequences, whose plan this is.
     """
     batch = plan.batch
@@ -267,14 +267,14 @@ def launch_attend(
         HEADS=tl.constexpr(num_heads),
         GROUP=tl.constexpr(group),
     )
-    keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, codes=codes, aligned=not after)
+    keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, quantization=quantization, aligned=not after)
     early = isinstance(split, Repair) and split.OVERLAP.value or isinstance(split, Part) and split.AFTER.value
     few_registers = tuning.registers and not (INTERPRETED or is_rocm())
     return Launch(
         attend,
         (tiles * num_kv_heads, tuning.most_splits),
         {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
-        | of_layer(query, options, codes)
+        | of_layer(query, options, quantization)
         | ({"split.prefix_lse": split.prefix_lse} if isinstance(split, After) else {}),
         dict(queries=queries, keys=keys, mask=mask, options=options_of(options, scale), split=split, out=out)
         | dict(TILE=Sizes(*map(tl.constexpr, sizes))),
@@ -321,7 +321,7 @@ def bind_attend(
     A tree is one softmax with the keys before it, latents are loaded once as key and as value, and values in 8 bits
     become numbers in registers.
     """
-    key, value, codes = pools_of(query, keys)
+    key, value, quantization = pools_of(query, keys)
     is_rounded = False
     if isinstance(keys, Latents) and keys.query_scale is not None:
         is_rounded = True
@@ -329,13 +329,13 @@ def bind_attend(
         out = query.new_empty(*query.shape[:2], keys.latent_rank) if out is None else out
         kind = torch.float16 if query.itemsize == 2 else query.dtype
         query = quantize_query(query, keys.query_scale, keys.cache.dtype, kind)
-        codes = codes._replace(rounds_query=False)
+        quantization = quantization._replace(rounds_query=False)
     plans = [level.own for level in plan.levels]
-    if codes.kind and codes.groups is None:
-        key, value = codes_in_pairs(query, key, value, plans, options)
+    if quantization.kind and quantization.groups is None:
+        key, value = quantized_in_pairs(query, key, value, plans, options)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
     answer, lse, launches = attend_levels(
-        query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree, with_lse=return_lse
+        query, key, value, plans, options, out, shared=shared, quantization=quantization, tree=tree, with_lse=return_lse
     )
     if launches is None or is_rounded or not has_scale_above_0(options):  # a replay changes no query
         return answer, lse, attend_to_keys
@@ -351,7 +351,7 @@ def attend_levels(
     out: Float[Tensor, "t h dv"] | None = None,
     *,
     shared: bool = False,
-    codes: Codes = NO_CODES,
+    quantization: Quantization = UNQUANTIZED,
     tree: TreePlan | None = None,
     with_lse: bool = True,
 ) -> "tuple[Float[Tensor, 't h dv'], Float[Tensor, 't h'], Launches | None]":
@@ -368,8 +368,8 @@ def attend_levels(
         options: those of the layer; sinks count once.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
-        codes: what the pools hold, if it is no numbers; those of fp8 are seen as bytes, those of values as pairs of
-            bytes, if they lie so (`fastattn.kernels.triton.quantized.in_pairs`).
+        quantization: how the pools are quantized, if they are; fp8 values are seen as bytes, those of values as pairs
+            of bytes, if they lie so (`fastattn.kernels.triton.quantized.in_pairs`).
         tree: the trees at the end of the sequences, of the only level.
         with_lse: whether later calls want the log-sum-exps, too.
 
@@ -392,17 +392,19 @@ def attend_levels(
     fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is turned, see `triton/keys.py`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
-        tunings = [share_sm(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
+        tunings = [share_sm(tuning, is_quantized=bool(quantization.kind)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
-    spare = spare_stages(query, shared, codes, tunings[0].block_m)
+    spare = spare_stages(query, shared, quantization, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
     is_plain = shared and tree is None and len(levels) == 1
-    if is_plain and latents_hopper.takes(query, key, levels[0], options, tunings[0], codes):
+    if is_plain and latents_hopper.takes(query, key, levels[0], options, tunings[0], quantization):
         launch_level = latents_hopper.launch
     if num_parts == 1 and not options.batch_invariant:
-        launch = launch_level(query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), codes=codes)
+        launch = launch_level(
+            query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), quantization=quantization
+        )
         return out, lse, Launches(out.shape, part_shape, [(launch, 0)], 1, None, with_lse=with_lse)
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
@@ -410,7 +412,7 @@ def attend_levels(
     overlap = can_overlap(query.device)
     launches, first = [], 0
     for level, tuning in zip(levels, tunings, strict=True):
-        pays = codes.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
+        pays = quantization.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
         launch = launch_level(
             query,
             key,
@@ -426,7 +428,7 @@ def attend_levels(
                 overlap=overlap,
                 after=overlap and first > 0,
             ),
-            codes=codes,
+            quantization=quantization,
         )
         launches.append((launch, first))
         first += tuning.most_splits
@@ -464,28 +466,28 @@ class Launches(SplitLaunches):
         options: AttentionOptions,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with other tensors, and other scales of the same layout; codes come as they are stored."""
-        key, value, codes = pools_of(query, keys, addresses=True)
+        """Attend with other tensors, and other scales of the same layout; quantized values come as they are stored."""
+        key, value, quantization = pools_of(query, keys, addresses=True)
         sinks = None if options.sinks is None else options.sinks.contiguous()
-        return self.replay((query, key, value), of_layer(query, options, codes).values(), (sinks,), out)
+        return self.replay((query, key, value), of_layer(query, options, quantization).values(), (sinks,), out)
 
 
-def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Codes]:
+def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Quantization]:
     """Return keys, values and what turns them into numbers.
 
     Latents are pages of one head, whose values are the first elements of its keys; where addresses alone are asked
     for, they are the pool as it is, where both begin. Of packed latents keys are the rotary keys alone.
     """
     if isinstance(keys, (Pages, Rows)):
-        return *keys, NO_CODES
+        return *keys, UNQUANTIZED
     if isinstance(keys, PackedLatents):
         parts = packed_parts(keys.cache[:, :, None], keys.latent_rank, query.shape[2] - keys.latent_rank)
-        return parts.rope_key, parts.codes, Codes(FORMATS[PACKED_FORMAT], groups=parts.scales[:, :, 0])
+        return parts.rope_key, parts.quantized, Quantization(FORMATS[PACKED_FORMAT], groups=parts.scales[:, :, 0])
     if isinstance(keys, Latents):
         scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
-        codes = NO_CODES if scales is None else codes_of(scales)
+        quantization = UNQUANTIZED if scales is None else quantization_of(scales)
         if addresses:
-            return keys.cache, keys.cache, codes
+            return keys.cache, keys.cache, quantization
         pages = keys.cache[:, :, None, : query.shape[2]]
-        return pages, pages[..., : keys.latent_rank], codes
-    return keys.key_cache, keys.value_cache, codes_of(keys.scales)
+        return pages, pages[..., : keys.latent_rank], quantization
+    return keys.key_cache, keys.value_cache, quantization_of(keys.scales)

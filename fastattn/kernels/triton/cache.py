@@ -116,7 +116,7 @@ def write_quantized(
         VALUE_HEAD_SIZE=value.shape[-1],
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
-        CODES=kind,
+        FORMAT=kind,
         HAS_FP8_CVT=converts_fp8(key.device),
     )
 
@@ -138,17 +138,17 @@ def write_packed(
     num_tokens, rank = latent.shape
     if num_tokens == 0:
         return
-    codes, scales, rotary = packed_parts(cache, rank, rope_key.shape[1])
+    quantized_values, scales, rotary = packed_parts(cache, rank, rope_key.shape[1])
     _write_packed_kernel[-(-num_tokens // BLOCK_ROWS), rank // LATENT_GROUP + 1](
         latent,
         rope_key,
-        codes,
+        quantized_values,
         scales,
         rotary.view(torch.int16),
         slot_mapping,
         latent.stride(),
         rope_key.stride(),
-        codes.stride(),
+        quantized_values.stride(),
         scales.stride(),
         rotary.stride(),
         slot_mapping.stride(0),
@@ -306,7 +306,7 @@ def _quantize_kernel(
     VALUE_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    CODES: tl.constexpr,
+    FORMAT: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
     # A row is a head of a token, as in `_write_kernel`.
@@ -329,7 +329,7 @@ def _quantize_kernel(
     values = tl.load(
         value + (token * value_strides[0] + head * value_strides[1])[:, None] + at_dv * value_strides[2], in_value, 0.0
     )
-    if CODES == "int8":
+    if FORMAT == "int8":
         key_scale = row_scale(keys)
         keys = to_int8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)))
         if value_scales is not None:
@@ -347,9 +347,9 @@ def _quantize_kernel(
             key_scale = tl.load(key_scales + head * key_scale_strides[0])
         if value_scales is not None:
             value_scale = tl.load(value_scales + head * value_scale_strides[0])
-        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), CODES, HAS_FP8_CVT)
+        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), FORMAT, HAS_FP8_CVT)
         values = values.to(tl.float32)
-        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), CODES, HAS_FP8_CVT)
+        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), FORMAT, HAS_FP8_CVT)
     key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
     tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, in_key)
     value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
@@ -361,13 +361,13 @@ def _quantize_kernel(
 def _write_packed_kernel(
     latent,
     rope_key,
-    codes,
+    quantized_values,
     scales,
     rotary,  # bfloat16, by its bits: Triton's interpreter does not round to it
     slot_mapping,
     latent_strides,
     rope_strides,
-    code_strides,
+    quantized_strides,
     scale_strides,
     rotary_strides,
     slot_stride,
@@ -397,8 +397,8 @@ def _write_packed_kernel(
         scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)
         scale = tl.where(tl.max((numbers != numbers).to(tl.int32), 1) > 0, float("nan"), scale)
         rounded = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT)
-        at_row = block * code_strides[0] + place * code_strides[1]
-        tl.store(codes + at_row[:, None] + at[None, :] * code_strides[2], rounded, is_row[:, None])
+        at_row = block * quantized_strides[0] + place * quantized_strides[1]
+        tl.store(quantized_values + at_row[:, None] + at[None, :] * quantized_strides[2], rounded, is_row[:, None])
         tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + group * scale_strides[2], scale, is_row)
     else:  # in names of its own: Triton wants one type for each
         ROPE_PAD: tl.constexpr = triton.next_power_of_2(ROPE_SIZE)

@@ -1,6 +1,6 @@
 """Index keys and their scores, in Triton; the kernel `triton` of `fastattn.sparse`.
 
-    write_index     a program for some tokens: the scale, the codes, both into their part of the page
+    write_index     a program for some tokens: the scale, the quantized values, both into their part of the page
     score_index     a program for a tile of queries and some steps of `BLOCK_N` keys, each read once for all of them
 
 A score is a product with one query, of one shape, so no bit of it depends on the batch.
@@ -22,7 +22,7 @@ from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
 from fastattn.kernels.triton.queries import contiguous, count_tiles, find_rows
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, multiprocessors, pad
-from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
 from refattn.plan import Plan
 
 BLOCK_ROWS = 16  # tokens of a program that writes
@@ -41,11 +41,11 @@ def write_index(
     """Write index keys into their pool, in one launch; see `fastattn.sparse.write`."""
     if not len(key):
         return
-    codes = holds_codes(index_cache)
+    quantized_values = holds_fp8(index_cache)
     _write_index_kernel[(-(-len(key) // BLOCK_ROWS),)](
         key,
         index_cache,
-        _scales(index_cache) if codes else None,
+        _scales(index_cache) if quantized_values else None,
         slot_mapping,
         key.stride(),
         index_cache.stride(),
@@ -69,13 +69,13 @@ def score_index(
         return result.fill_(-torch.inf)
     assert batch.block_table is not None  # the path has checked it
     left, right = plan.window
-    codes, query_codes = holds_codes(index_cache), query.element_size() == 1
-    pairs = codes and query.element_size() <= 2
+    quantized_values, query_is_fp8 = holds_fp8(index_cache), query.element_size() == 1
+    pairs = quantized_values and query.element_size() <= 2
     halved = pairs and query.dtype == torch.bfloat16
     if halved:
         query, weights = _in_float16(query, weights)
-    query, weights = as_bytes(query) if query_codes else query, weights.float()
-    key_bytes = size * (2 if query_codes else query.element_size())
+    query, weights = as_bytes(query) if query_is_fp8 else query, weights.float()
+    key_bytes = size * (2 if query_is_fp8 else query.element_size())
     asked = LaunchConfig(
         block_m=pad(max(num_heads, 16)),
         block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
@@ -95,7 +95,7 @@ def score_index(
         query,
         weights,
         _in_pairs(index_cache) if pairs else index_cache,
-        _scales(index_cache) if codes else None,
+        _scales(index_cache) if quantized_values else None,
         result,
         batch.block_table,
         batch.cu_seqlens_q,
@@ -122,7 +122,7 @@ def score_index(
         ONE_ROW=batch.max_query_len <= 1,
         LEFT=left >= 0,
         RIGHT=right >= 0,
-        QUERY_CODES=query_codes,
+        QUERY_IS_FP8=query_is_fp8,
         HAS_FP8_CVT=converts_fp8(query.device),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -134,7 +134,7 @@ def score_index(
 def _in_float16(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"]
 ) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
-    """Return queries in the type that codes are turned into at once, and their weights, in one launch.
+    """Return queries in the type that quantized values are turned into at once, and their weights, in one launch.
 
     Each head is divided by a power of two, and its weight multiplied by that.
     """
@@ -156,14 +156,14 @@ def _in_float16(
 
 
 def _in_pairs(index_cache: Shaped[Tensor, "n p c"]) -> Shaped[Tensor, "n pairs"]:
-    """Return a view of the codes, two at a time, whose number is even as scales follow them."""
+    """Return a view of the quantized values, two at a time, whose number is even as scales follow them."""
     (n, p, _), size = index_cache.shape, index_cache.shape[2] - SCALE_BYTES
     in_bytes = index_cache.as_strided((n, p * size), (index_cache.stride(0), 1), index_cache.storage_offset())
     return in_bytes.view(torch.uint16)
 
 
 def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
-    """Return a view of the scales: those of a block follow all of its codes."""
+    """Return a view of the scales: those of a block follow all of its quantized values."""
     (n, p, _), size = index_cache.shape, index_cache.shape[2] - SCALE_BYTES
     first, block = index_cache.storage_offset() + p * size, index_cache.stride(0)
     in_bytes = index_cache.as_strided((n, p * SCALE_BYTES), (block, 1), first)
@@ -208,9 +208,11 @@ def _write_index_kernel(
         is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # a maximum may overlook NaN
         largest = tl.where(is_nan, float("nan"), largest)
         scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-        codes = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT)
+        quantized_values = to_fp8(
+            tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT
+        )
         at = block * cache_strides[0] + place * SIZE
-        tl.store(index_cache + at[:, None] + at_d, codes, in_key)
+        tl.store(index_cache + at[:, None] + at_d, quantized_values, in_key)
         tl.store(scales + block * (cache_strides[0] // 4) + place, scale, is_written)
 
 
@@ -296,14 +298,14 @@ def _read_keys(
 ):
     """Read the keys of a step that are seen, [keys, d] or [keys, pairs]."""
     PER_LOAD: tl.constexpr = 2 if index_cache.dtype.element_ty == tl.uint16 else 1
-    CODES: tl.constexpr = PER_LOAD == 2 or index_cache.dtype.element_ty == tl.uint8
+    FORMAT: tl.constexpr = PER_LOAD == 2 or index_cache.dtype.element_ty == tl.uint8
     PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 * PER_LOAD else 16 * PER_LOAD
     at_d = tl.arange(0, PAD // PER_LOAD)[None, :]
     first_place, places = first * 0, (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
     if BLOCK_SIZE % BLOCK_N == 0:  # what is alike in all steps is not computed in each
         first_place, places = first % BLOCK_SIZE, tl.arange(0, BLOCK_N)
     of_blocks = blocks * (cache_strides[0] // PER_LOAD)
-    if CODES:
+    if FORMAT:
         rows = index_cache + (of_blocks + first_place * (SIZE // PER_LOAD))
         at = places[:, None] * (SIZE // PER_LOAD) + at_d
     else:
@@ -326,7 +328,7 @@ def _read_query(
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     LEAST: tl.constexpr,
-    QUERY_CODES: tl.constexpr,
+    QUERY_IS_FP8: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
     """Read the index heads of one query, [heads, d], and their weights."""
@@ -336,7 +338,7 @@ def _read_query(
     is_head = (heads < NUM_HEADS) & is_row
     at = query + token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
     q = tl.load(at + at_d.to(tl.int64) * query_strides[2], is_head[:, None] & (at_d < SIZE), 0)
-    if QUERY_CODES:
+    if QUERY_IS_FP8:
         q = dequantize(q, "e4m3", HAS_FP8_CVT)
     w = tl.load(weights + token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1], is_head, 0.0)
     return q, w
@@ -347,8 +349,8 @@ def _read_query(
 def _multiply(q, k, HAS_FP8_CVT: tl.constexpr):
     """Return the products of the keys of a step, which are the rows: so the sums over heads are a thread's own.
 
-    Codes in pairs come out of shared memory in the registers that a product reads them from: the first of each pair
-    are multiplied, and the second ones.
+    Quantized values in pairs come out of shared memory in the registers that a product reads them from: the first of
+    each pair are multiplied, and the second ones.
     """
     if k.dtype == tl.uint16:
         first, second = dequantize_pairs(k, "e4m3", HAS_FP8_CVT)
@@ -414,7 +416,7 @@ def _score_index_kernel(
     ONE_ROW: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    QUERY_CODES: tl.constexpr,
+    QUERY_IS_FP8: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -463,7 +465,7 @@ def _score_index_kernel(
             NUM_HEADS,
             SIZE,
             LEAST,
-            QUERY_CODES,
+            QUERY_IS_FP8,
             HAS_FP8_CVT,
         )
         for first in range(scored_from, scored_to, BLOCK_N):
@@ -501,7 +503,7 @@ def _score_index_kernel(
                     NUM_HEADS,
                     SIZE,
                     LEAST,
-                    QUERY_CODES,
+                    QUERY_IS_FP8,
                     HAS_FP8_CVT,
                 )
                 sums = _score(q, w, k, scale, HAS_FP8_CVT)

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels.problem import cu_seqlens_k_of
-from fastattn.kernels.triton.quantized import Codes
+from fastattn.kernels.triton.quantized import Quantization
 from fastattn.kernels.triton.tuning import is_wide, pad, size_of
 from refattn.plan import Plan
 
@@ -427,7 +427,7 @@ def where_of(key: Tensor, plan: Plan, *, wide: bool, aligned: bool) -> Rows | Pa
 
 
 def sizes_of(
-    key: Tensor, value: Tensor, head_size: int, tile_rows: int, codes: Codes, *, shared: bool
+    key: Tensor, value: Tensor, head_size: int, tile_rows: int, quantization: Quantization, *, shared: bool
 ) -> dict[str, Any]:
     """Return the sizes of keys and values, and of those in a tile, as constants of the kernel.
 
@@ -441,7 +441,7 @@ def sizes_of(
     sizes = dict(
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,
-        KEY_PAD=max(pad(key_size), 32 if codes.kind == "int8" else 16),
+        KEY_PAD=max(pad(key_size), 32 if quantization.kind == "int8" else 16),
         VALUE_PAD=max(pad(value_head_size), least),
         VALUE_SHIFT=_shift_of_values(key, value) if tile_rows == 8 else -1,  # where many rows leave no room to keep one
     )
@@ -456,7 +456,7 @@ def keys_of(
     tile_rows: int,
     *,
     shared: bool = False,
-    codes: Codes,
+    quantization: Quantization,
     aligned: bool = True,
 ) -> Any:
     """Return keys and values as the kernel takes them: `Numbers`, or one of `fastattn.kernels.triton.quantized_keys`.
@@ -468,18 +468,22 @@ def keys_of(
         plan: the lengths, and the block table for pages.
         tile_rows: rows of a tile; 8 are turned.
         shared: whether a value is the first elements of its key.
-        codes: what the pools hold, if it is no numbers.
+        quantization: how the pools are quantized, if they are.
         aligned: whether steps begin at multiples of their keys.
     """
-    token_strides = key.stride(1), value.stride(1), *(strides_by_head(codes.key)[1:2] if codes.kind else ())
+    token_strides = (
+        key.stride(1),
+        value.stride(1),
+        *(strides_by_head(quantization.key)[1:2] if quantization.kind else ()),
+    )
     wide = key.ndim == 4 and is_wide(key.shape[1], *token_strides)
     both: dict[str, Any] = dict(where=where_of(key, plan, wide=wide, aligned=aligned), key=key, value=value)
     both |= dict(key_strides=key.stride(), value_strides=value.stride())
-    both |= sizes_of(key, value, query.shape[2], tile_rows, codes, shared=shared)
-    if codes.kind:
+    both |= sizes_of(key, value, query.shape[2], tile_rows, quantization, shared=shared)
+    if quantization.kind:
         from fastattn.kernels.triton.quantized_keys import quantized_keys_of
 
-        return quantized_keys_of(query, both, plan, codes, shared=shared)
+        return quantized_keys_of(query, both, plan, quantization, shared=shared)
     return Numbers(how=LATENTS if shared else NUMBERS, **both)
 
 

@@ -1,8 +1,8 @@
 """Decode over latents on Hopper: two groups of warps multiply, a third brings keys, and all meet at barriers.
 
 With 64 query rows the tensor cores are what there is to keep busy. In `fastattn.kernels.triton.attention` every
-warp loads, turns codes into numbers, multiplies and waits, all in step. Here a group of four warps does nothing but
-bring the next 64 keys into one of two slots in shared memory, codes as the numbers that they are, while eight warps
+warp loads, dequantizes, multiplies and waits, all in step. Here a group of four warps does nothing but
+bring the next 64 keys into one of two slots in shared memory, quantized values already converted, while eight warps
 multiply with the other slot:
 
     bring        | keys 2 -> slot 0        | keys 3 -> slot 1        |
@@ -42,7 +42,7 @@ from fastattn.kernels.kernel import BATCH, fields_of, options_of
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch
 from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Whole, normalize
-from fastattn.kernels.triton.quantized import Codes, power_of_two
+from fastattn.kernels.triton.quantized import Quantization, power_of_two
 from fastattn.kernels.triton.queries import count_tiles, find_rows, of_layer
 from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
@@ -63,12 +63,12 @@ def takes(
     plan: Plan,
     options: AttentionOptions,
     tuning: LaunchConfig,
-    codes: Codes,
+    quantization: Quantization,
 ) -> bool:
     """Return whether this kernel computes a level of attention over latents, as `attend_levels` has tuned it."""
     is_causal = plan.window == (-1, 0) and not uses_positions(plan, options)
-    if codes.kind:
-        stored = codes.kind in REGISTERS and codes.groups is None and not codes.rounds_query
+    if quantization.kind:
+        stored = quantization.kind in REGISTERS and quantization.groups is None and not quantization.rounds_query
     else:
         stored = key.dtype == query.dtype
     *strides, last = key.stride()
@@ -97,7 +97,7 @@ def launch(
     out: Out,
     split: Whole | Part,
     *,
-    codes: Codes,
+    quantization: Quantization,
 ) -> Launch:
     """Launch the kernel where `takes` says that it can be, in the place of `launch_attend`.
 
@@ -110,14 +110,14 @@ def launch(
         tuning: rows of a tile, and splits.
         out: where outputs go.
         split: what share of the keys a program has. What follows this launch never begins early.
-        codes: what the pool holds, if it is no numbers.
+        quantization: how the pool is quantized, if it is.
     """
     batch, num_heads = plan.batch, query.shape[1]
     table = batch.block_table
     assert table is not None  # a plan over pages has checked it
     query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = batch.max_query_len * num_heads <= tuning.block_m
-    of_this_layer = {name.partition(".")[2]: x for name, x in of_layer(query, options, codes).items()}
+    of_this_layer = {name.partition(".")[2]: x for name, x in of_layer(query, options, quantization).items()}
     of_no_layer: dict[str, Any] = dict(sinks=None, scale=scale, query_number=1.0, value_number=1.0)
     of_no_layer |= dict(query_scales=None, key_scales=None, value_scales=None, group_scales=None)
     return Launch(
@@ -146,8 +146,8 @@ def launch(
             ONE_TILE=one_tile,
             SPLIT=isinstance(split, Part),
             BALANCE=tuning.most_splits > tuning.splits,
-            CODES=codes.kind,
-            REGISTERS=REGISTERS[codes.kind],
+            FORMAT=quantization.kind,
+            REGISTERS=REGISTERS[quantization.kind],
         ),
         dict(num_warps=8),
     )
@@ -229,8 +229,8 @@ def _multiply(
 
 @gluon.jit
 @no_type_check
-def _numbers(codes, CODES: gl.constexpr):
-    return codes.to(gl.float8e4nv if CODES == "e4m3" else gl.float8e5, bitcast=True).to(gl.float16)
+def _numbers(quantization, FORMAT: gl.constexpr):
+    return quantization.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5, bitcast=True).to(gl.float16)
 
 
 @gluon.jit
@@ -245,21 +245,21 @@ def _bring(
     last_key,
     steps,
     BLOCK_SIZE: gl.constexpr,
-    CODES: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):
     """Bring keys into the slots as they become empty, and zeros where there is none.
 
-    Numbers are copied past the registers. Codes wait there for a slot, and go into it as numbers, 64 columns at a time:
-    loads of later keys could not be on their way meanwhile, as the fence waits for them.
+    Numbers are copied past the registers. Quantized values wait there for a slot, and go into it as numbers, 64 columns
+    at a time: loads of later keys could not be on their way meanwhile, as the fence waits for them.
     """
     keys, rope_keys, full, empty = slots
     BLOCK_N: gl.constexpr = keys.shape[1]
     RANK: gl.constexpr = keys.shape[2]
     ROPE: gl.constexpr = rope_keys.shape[2]
     PARTS: gl.constexpr = (RANK + ROPE) // ROPE
-    CODES_OF_A_PART: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    QUANTIZED_PART: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    LAYOUT: gl.constexpr = NUMBERS if CODES == "" else CODES_OF_A_PART
+    LAYOUT: gl.constexpr = NUMBERS if FORMAT == "" else QUANTIZED_PART
     at = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))
     j = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
     blocks = gl.load(table + (j // BLOCK_SIZE).to(gl.int64) * table_stride, mask=j < last_key, other=0)
@@ -269,7 +269,7 @@ def _bring(
         pointers = rows[:, None] + at[None, :]
         is_key = (j < last_key)[:, None] & (at < ROPE)[None, :]
         loaded = ()
-        if CODES != "":
+        if FORMAT != "":
             for part in gl.static_range(PARTS):
                 loaded = loaded + (gl.load(pointers + part * ROPE, mask=is_key, other=0),)
         j += BLOCK_N
@@ -279,11 +279,11 @@ def _bring(
             place = rope_keys.index(slot)
             if part < PARTS - 1:
                 place = keys.index(slot).slice(part * ROPE, ROPE, 1)
-            if CODES == "":
+            if FORMAT == "":
                 async_copy.async_copy_global_to_shared(place, pointers + part * ROPE, mask=is_key)
             else:
-                place.store(_numbers(loaded[part], CODES))
-        if CODES == "":
+                place.store(_numbers(loaded[part], FORMAT))
+        if FORMAT == "":
             async_copy.commit_group()
             async_copy.wait_group(0)
         fence_async_shared()
@@ -354,11 +354,11 @@ def _attend_kernel(
     ONE_TILE: gl.constexpr,
     SPLIT: gl.constexpr,
     BALANCE: gl.constexpr,
-    CODES: gl.constexpr,
+    FORMAT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     LOG2E: gl.constexpr = 1.4426950408889634
-    TYPE: gl.constexpr = query.dtype.element_ty if CODES == "" else gl.float16
+    TYPE: gl.constexpr = query.dtype.element_ty if FORMAT == "" else gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -397,7 +397,8 @@ def _attend_kernel(
             return
     steps = gl.cdiv(last_key - first_key, BLOCK_N)
 
-    # Queries beside codes are float16, those of bfloat16 divided by a power of two: nothing is lost of a row below 2.
+    # Queries beside quantized values are float16, those of bfloat16 divided by a power of two: nothing is lost of a row
+    # below 2.
     rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, QUERIES))
     tokens = (first_query + rows // NUM_HEADS).to(gl.int64)
     query_rows = query + tokens * query_strides[0] + (rows % NUM_HEADS).to(gl.int64) * query_strides[1]
@@ -439,7 +440,7 @@ def _attend_kernel(
             ),
             (
                 _bring,
-                (key, key_strides, table, table_stride, slots, first_key, last_key, steps, BLOCK_SIZE, CODES),
+                (key, key_strides, table, table_stride, slots, first_key, last_key, steps, BLOCK_SIZE, FORMAT),
             ),
         ],
         [4],
@@ -453,7 +454,7 @@ def _attend_kernel(
     if sinks is not None and not SPLIT:
         sink = gl.load(sinks + rows % NUM_HEADS, mask=is_row, other=0.0).to(gl.float32)
     values, logs = normalize(row_max, row_sum, acc, sink)
-    if CODES != "":
+    if FORMAT != "":
         values *= value_number
     at = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
     places = first_place + rows

@@ -1,12 +1,12 @@
-"""Codes of a quantised pool inside of a kernel: turned into numbers where they are multiplied, and rounded to.
+"""Quantization inside of a kernel: pools are dequantized where they are multiplied, queries and keys rounded.
 
     fp8      scores * (query scale * key scale * softmax scale)        a scale of a head is the same for all its keys
     int8     scores * query scale * key scale of each key              products of whole numbers are exact
-    both     (weights . codes of values) * value scale                 per head, or per head and channel
+    both     (weights . quantized values) * value scale                 per head, or per head and channel
 
-Codes become float16, which holds them all, or float32 beside queries of that type. Queries in bfloat16 become float16,
-each divided by a power of two; but codes of latents that are not read in pairs become what the queries are. Weights are
-rounded to 16 bits, as over a plain cache, and never to codes.
+Quantized values become float16, which holds them all, or float32 beside queries of that type. Queries in bfloat16
+become float16, each divided by a power of two; but quantized latents that are not read in pairs become what the queries
+are. Weights are rounded to 16 bits, as over a plain cache, and never to quantized values.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
 
 
-class Codes(NamedTuple):
-    """What turns pools of codes into keys and values, as kernels take it: `x = number * tensor * code`.
+class Quantization(NamedTuple):
+    """How pools are dequantized, as kernels take it: `x = number * tensor * quantized`.
 
     Attributes:
-        kind: what the codes are, "e4m3", "e5m2" or "int8".
+        kind: the format of quantized values, "e4m3", "e5m2" or "int8".
         numbers: of the queries, the keys and the values; 1 where a tensor says it.
         query: of the queries, per head `[hk]`, or per sequence and head `[b, hk]`.
         key: of the keys, likewise; for int8 per token of the pool and head, `[n, p, hk]`.
@@ -47,27 +47,27 @@ class Codes(NamedTuple):
     groups: Tensor | None = None
 
 
-NO_CODES = Codes("")
+UNQUANTIZED = Quantization("")
 BLOCK = 2048  # elements of a program that rounds queries
 GROUP = tl.constexpr(LATENT_GROUP)  # elements of a packed latent under one scale
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-def codes_of(scales: Fp8Scales | Int8Scales) -> Codes:
+def quantization_of(scales: Fp8Scales | Int8Scales) -> Quantization:
     """Return scales as kernels take them."""
     if isinstance(scales, Int8Scales):
-        return Codes("int8", key=scales.key, value=scales.value)
+        return Quantization("int8", key=scales.key, value=scales.value)
     of_query, query = _number_and_tensor(scales.query)
     of_key, key = _number_and_tensor(scales.key)
     of_value, value = _number_and_tensor(scales.value)
     rounds_query = scales.query is not None
-    return Codes(FORMATS[scales.format], (of_query, of_key, of_value), query, key, value, rounds_query)
+    return Quantization(FORMATS[scales.format], (of_query, of_key, of_value), query, key, value, rounds_query)
 
 
-def codes_in_pairs(
+def quantized_in_pairs(
     query: Tensor, key: Tensor, value: Tensor, plans: Sequence[Plan], options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return pools of codes as kernels take them: those of fp8 as bytes, those of values in pairs if that pays.
+    """Return quantized pools as kernels take them: those of fp8 as bytes, those of values in pairs if that pays.
 
     Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory which
     is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows. Beside
@@ -87,7 +87,7 @@ def _number_and_tensor(scale: float | Tensor | None) -> tuple[float, Tensor | No
 
 
 def in_pairs(value_cache: Tensor) -> Tensor:
-    """Return codes of values as pairs, to be read two at a time, if they lie so; else as they are."""
+    """Return quantized values as pairs, to be read two at a time, if they lie so; else as they are."""
     *strides, last = value_cache.stride()
     numbers = (*strides, value_cache.shape[-1], value_cache.data_ptr())
     if value_cache.itemsize != 1 or last != 1 or any(number % 2 for number in numbers):
@@ -95,8 +95,8 @@ def in_pairs(value_cache: Tensor) -> Tensor:
     return value_cache.view(torch.uint16)
 
 
-# Instructions for two pairs of codes, the first of each pair and the second; and for four codes of int8, of which each
-# is the last byte of 1024 + 128 + code in float16.
+# Instructions for two pairs of quantized values, the first of each pair and the second; and for four int8 values, of
+# which each is the last byte of 1024 + 128 + value in float16.
 PAIRS_OF_E4M3 = tl.constexpr("""
     {
         .reg .b16 low, high;
@@ -117,11 +117,11 @@ PAIRS_OF_E5M2 = tl.constexpr("""
 """)
 PAIRS_OF_INT8 = tl.constexpr("""
     {
-        .reg .b32 codes, magic;
-        xor.b32 codes, $2, 0x80808080;
+        .reg .b32 raw, magic;
+        xor.b32 raw, $2, 0x80808080;
         mov.b32 magic, 0x64646464;
-        prmt.b32 $0, codes, magic, 0x4240;
-        prmt.b32 $1, codes, magic, 0x4341;
+        prmt.b32 $0, raw, magic, 0x4240;
+        prmt.b32 $1, raw, magic, 0x4341;
         mov.b32 magic, 0x64806480;
         sub.f16x2 $0, $0, magic;
         sub.f16x2 $1, $1, magic;
@@ -129,18 +129,18 @@ PAIRS_OF_INT8 = tl.constexpr("""
 """)
 FOUR_OF_INT8 = tl.constexpr("""
     {
-        .reg .b32 codes, magic;
-        xor.b32 codes, $2, 0x80808080;
+        .reg .b32 raw, magic;
+        xor.b32 raw, $2, 0x80808080;
         mov.b32 magic, 0x64646464;
-        prmt.b32 $0, codes, magic, 0x4140;
-        prmt.b32 $1, codes, magic, 0x4342;
+        prmt.b32 $0, raw, magic, 0x4140;
+        prmt.b32 $1, raw, magic, 0x4342;
         mov.b32 magic, 0x64806480;
         sub.f16x2 $0, $0, magic;
         sub.f16x2 $1, $1, magic;
     }
 """)
 
-# And for the codes of four numbers.
+# And for the quantized values of four numbers.
 FOUR_TO_E4M3 = tl.constexpr("""
     {
         .reg .b16 low, high;
@@ -163,32 +163,32 @@ FOUR_TO_E5M2 = tl.constexpr("""
 
 @triton.jit
 @no_type_check
-def dequantize(codes, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
-    """Turn codes into the numbers that they stand for, exactly, in float16.
+def dequantize(quantized, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
+    """Convert quantized values to float16, exactly.
 
     Without `HAS_FP8_CVT`, instructions that a GPU may have and the interpreter lacks, it is done by the bits:
 
         e5m2    s eeeee mm   ->  s eeeee mm 00000000       the upper half of a float16
         e4m3    s eeee mmm   ->  s 0 eeee mmm 0000000      1 / 256 of the number, as its exponent is 8 too small
     """
-    if CODES == "int8":
-        if HAS_FP8_CVT:  # 1024 + 128 + code, by its bits, and 1152 less: four codes at a time
+    if FORMAT == "int8":
+        if HAS_FP8_CVT:  # 1024 + 128 + value, by its bits, and 1152 less: four quantized values at a time
             numbers = tl.inline_asm_elementwise(
                 FOUR_OF_INT8,
                 "=&r,=&r,r",
-                [codes],
+                [quantized],
                 dtype=tl.float16,
                 is_pure=True,
                 pack=4,
             )
         else:
-            numbers = codes.to(tl.float16)
+            numbers = quantized.to(tl.float16)
     elif HAS_FP8_CVT:
-        numbers = codes.to(tl.float8e4nv if CODES == "e4m3" else tl.float8e5, bitcast=True).to(tl.float16)
-    elif CODES == "e5m2":
-        numbers = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+        numbers = quantized.to(tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5, bitcast=True).to(tl.float16)
+    elif FORMAT == "e5m2":
+        numbers = (quantized.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     else:
-        bits = codes.to(tl.uint16)
+        bits = quantized.to(tl.uint16)
         numbers = ((bits & 0x80) * 256 + (bits & 0x7F) * 128).to(tl.float16, bitcast=True) * 256.0
         numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
     return numbers
@@ -214,39 +214,39 @@ def scale_groups(numbers, scales, stride, rows, is_key, SIZE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def dequantize_pairs(pairs, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
-    """Turn pairs of codes, 16 bits each, into the numbers of the first ones and those of the second ones, in float16.
+def dequantize_pairs(pairs, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
+    """Convert pairs of quantized values, 16 bits each, to float16: the first ones, and the second ones.
 
     A matrix of 16 bits is turned on its way out of shared memory by an instruction of its own; one of bytes would be
     read byte by byte. Two pairs are taken at a time, as four bytes.
     """
     if HAS_FP8_CVT:
-        OTHER: tl.constexpr = PAIRS_OF_E5M2 if CODES == "e5m2" else PAIRS_OF_INT8
-        ASM: tl.constexpr = PAIRS_OF_E4M3 if CODES == "e4m3" else OTHER
+        OTHER: tl.constexpr = PAIRS_OF_E5M2 if FORMAT == "e5m2" else PAIRS_OF_INT8
+        ASM: tl.constexpr = PAIRS_OF_E4M3 if FORMAT == "e4m3" else OTHER
         first, second = tl.inline_asm_elementwise(
             ASM, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
-        KIND: tl.constexpr = tl.int8 if CODES == "int8" else tl.uint8
-        first = dequantize((pairs & 0xFF).to(tl.uint8).to(KIND, bitcast=True), CODES, HAS_FP8_CVT)
-        second = dequantize((pairs >> 8).to(tl.uint8).to(KIND, bitcast=True), CODES, HAS_FP8_CVT)
+        KIND: tl.constexpr = tl.int8 if FORMAT == "int8" else tl.uint8
+        first = dequantize((pairs & 0xFF).to(tl.uint8).to(KIND, bitcast=True), FORMAT, HAS_FP8_CVT)
+        second = dequantize((pairs >> 8).to(tl.uint8).to(KIND, bitcast=True), FORMAT, HAS_FP8_CVT)
     return first, second
 
 
 @triton.jit
 @no_type_check
-def _to_fp8_by_bits(numbers, CODES: tl.constexpr):
+def _to_fp8_by_bits(numbers, FORMAT: tl.constexpr):
     """Do what `to_fp8` does without instructions for it.
 
     A normal number loses bits of its mantissa, and what is added before carries where it has to. A smaller one is
     counted in steps: the sum with a number whose last bit is worth a step.
     """
-    MANTISSA: tl.constexpr = 3 if CODES == "e4m3" else 2
-    BIAS: tl.constexpr = 7 if CODES == "e4m3" else 15
-    LARGEST: tl.constexpr = 448.0 if CODES == "e4m3" else 57344.0
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
+    LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0
     LOST: tl.constexpr = 23 - MANTISSA
-    SMALLEST: tl.constexpr = 0.015625 if CODES == "e4m3" else 0.00006103515625  # normal number, 2**(1 - BIAS)
-    STEPS: tl.constexpr = 16384.0 if CODES == "e4m3" else 128.0  # 2**(24 - BIAS - MANTISSA)
+    SMALLEST: tl.constexpr = 0.015625 if FORMAT == "e4m3" else 0.00006103515625  # normal number, 2**(1 - BIAS)
+    STEPS: tl.constexpr = 16384.0 if FORMAT == "e4m3" else 128.0  # 2**(24 - BIAS - MANTISSA)
     bits = numbers.to(tl.uint32, bitcast=True)
     size = tl.minimum(tl.abs(numbers), LARGEST)
     size_bits = size.to(tl.uint32, bitcast=True)
@@ -260,14 +260,14 @@ def _to_fp8_by_bits(numbers, CODES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def to_fp8(numbers, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
-    """Round float32 to the nearest code of fp8, the even one of two; what is too large becomes the largest."""
+def to_fp8(numbers, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
+    """Round float32 to the nearest value of fp8, the even one of two; what is too large becomes the largest."""
     if HAS_FP8_CVT:
-        ASM: tl.constexpr = FOUR_TO_E4M3 if CODES == "e4m3" else FOUR_TO_E5M2
-        codes = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [numbers], dtype=tl.uint8, is_pure=True, pack=4)
+        ASM: tl.constexpr = FOUR_TO_E4M3 if FORMAT == "e4m3" else FOUR_TO_E5M2
+        quantized = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [numbers], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        codes = _to_fp8_by_bits(numbers, CODES)
-    return codes
+        quantized = _to_fp8_by_bits(numbers, FORMAT)
+    return quantized
 
 
 @triton.jit
@@ -276,8 +276,8 @@ def to_int8(numbers):
     """Round float32 to the nearest whole number from -127 to 127, the even one of two; NaN becomes 0."""
     MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23, to which the last bit is worth 1
     small = tl.minimum(tl.maximum(numbers, -127.0), 127.0)  # either may return what is no NaN of the two
-    codes = (small + MAGIC) - MAGIC
-    return tl.where(numbers != numbers, 0.0, codes).to(tl.int8)
+    quantized = (small + MAGIC) - MAGIC
+    return tl.where(numbers != numbers, 0.0, quantized).to(tl.int8)
 
 
 @triton.jit
@@ -300,17 +300,17 @@ def power_of_two(largest):
 
 @triton.jit
 @no_type_check
-def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
-    """Return a tile of queries as it meets codes of keys, divided by `divisor`, a number or one for each row.
+def prepare_query(q, divisor, FORMAT: tl.constexpr, ROUND_QUERY: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
+    """Return a tile of queries as it meets quantized keys, divided by `divisor`, a number or one for each row.
 
-    For int8 it becomes codes, for fp8 what its codes stand for. What is not rounded becomes float16: of a row below 2
+    For int8 it is quantized, for fp8 quantized and dequantized. What is not rounded becomes float16: of a row below 2
     nothing is lost there that a score would show.
     """
     numbers = tl.div_rn(q.to(tl.float32), tl.zeros(q.shape, tl.float32) + divisor)
-    if CODES == "int8":
+    if FORMAT == "int8":
         prepared = to_int8(numbers)
     elif ROUND_QUERY:
-        prepared = dequantize(to_fp8(numbers, CODES, HAS_FP8_CVT), CODES, HAS_FP8_CVT)
+        prepared = dequantize(to_fp8(numbers, FORMAT, HAS_FP8_CVT), FORMAT, HAS_FP8_CVT)
         prepared = prepared.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
     else:
         prepared = numbers.to(tl.float16)
@@ -318,31 +318,31 @@ def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HA
 
 
 def quantize_query(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtype) -> Shaped[Tensor, "..."]:
-    """Return the codes nearest to `x / scale`, as codes or as the numbers that they are, without the scale.
+    """Quantize `x / scale`; return quantized values, or these converted to `dtype`, without the scale.
 
     Args:
         x: numbers of any shape and strides; padding rows may hold anything.
         scale: above 0.
         kind: the format, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        dtype: `kind` for the codes, `torch.float16` or `torch.float32` for the numbers.
+        dtype: `kind` for quantized values, `torch.float16` or `torch.float32` for converted ones.
     """
     x = x.contiguous()
-    codes = torch.empty_like(x, dtype=torch.uint8 if dtype == kind else dtype)
+    quantized = torch.empty_like(x, dtype=torch.uint8 if dtype == kind else dtype)
     if x.numel():
-        _round_to_codes_kernel[-(-x.numel() // BLOCK),](
-            x, codes, scale, x.numel(), BLOCK=BLOCK, CODES=FORMATS[kind], HAS_FP8_CVT=converts_fp8(x.device)
+        _quantize_kernel[-(-x.numel() // BLOCK),](
+            x, quantized, scale, x.numel(), BLOCK=BLOCK, FORMAT=FORMATS[kind], HAS_FP8_CVT=converts_fp8(x.device)
         )
-    return codes.view(kind) if dtype == kind else codes
+    return quantized.view(kind) if dtype == kind else quantized
 
 
 @triton.jit  # specialized on multiples of 16 elements: then it moves several at a time
 @no_type_check
-def _round_to_codes_kernel(
-    x, codes, scale, num_elements, BLOCK: tl.constexpr, CODES: tl.constexpr, HAS_FP8_CVT: tl.constexpr
+def _quantize_kernel(
+    x, quantized, scale, num_elements, BLOCK: tl.constexpr, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     numbers = tl.load(x + at, at < num_elements, 0.0).to(tl.float32)
-    rounded = to_fp8(tl.div_rn(numbers, tl.zeros([BLOCK], tl.float32) + scale), CODES, HAS_FP8_CVT)
-    if codes.dtype.element_ty != tl.uint8:
-        rounded = dequantize(rounded, CODES, HAS_FP8_CVT)
-    tl.store(codes + at, rounded.to(codes.dtype.element_ty), at < num_elements)
+    rounded = to_fp8(tl.div_rn(numbers, tl.zeros([BLOCK], tl.float32) + scale), FORMAT, HAS_FP8_CVT)
+    if quantized.dtype.element_ty != tl.uint8:
+        rounded = dequantize(rounded, FORMAT, HAS_FP8_CVT)
+    tl.store(quantized + at, rounded.to(quantized.dtype.element_ty), at < num_elements)

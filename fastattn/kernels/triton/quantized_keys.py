@@ -30,7 +30,7 @@ from fastattn.kernels.triton.keys import (
 )
 from fastattn.kernels.triton.launch import converts_fp8
 from fastattn.kernels.triton.quantized import (
-    Codes,
+    Quantization,
     dequantize,
     dequantize_pairs,
     power_of_two,
@@ -402,7 +402,7 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 
 def quantized_keys_of(
-    query: Tensor, both: dict[str, Any], plan: Plan, codes: Codes, *, shared: bool
+    query: Tensor, both: dict[str, Any], plan: Plan, quantization: Quantization, *, shared: bool
 ) -> Quantized | Packed:
     """Return keys and values in 8 bits as the kernel takes them.
 
@@ -410,15 +410,17 @@ def quantized_keys_of(
         query: query rows of all sequences.
         both: what `fastattn.kernels.triton.keys.keys_of` says of the pools: the fields that all storages have.
         plan: the lengths.
-        codes: what the pools hold.
+        quantization: how the pools are quantized.
         shared: whether a value is the first elements of its key.
     """
     value = both["value"]
-    pairs, rounds = are_pairs(value), codes.rounds_query
+    pairs, rounds = are_pairs(value), quantization.rounds_query
     has_fp8_cvt, query_type = tl.constexpr(converts_fp8(query.device)), query.dtype
     as_query = torch.float16 if rounds and query_type == torch.bfloat16 else query_type
-    if codes.groups is not None:
-        groups = dict(group_scales=codes.groups, group_scale_strides=codes.groups.stride(), HAS_FP8_CVT=has_fp8_cvt)
+    if quantization.groups is not None:
+        groups = dict(
+            group_scales=quantization.groups, group_scale_strides=quantization.groups.stride(), HAS_FP8_CVT=has_fp8_cvt
+        )
         groups |= dict(VALUE_TYPE=tl.constexpr(TYPES[as_query]))
         return Packed(how=PACKED, **both, **groups, ROW_ALIGN=tl.constexpr(gcd(16, *value.stride()[:2])))
     changes_query = not (shared and not pairs)  # a changed query would be loaded anew for each product with latents
@@ -426,19 +428,19 @@ def quantized_keys_of(
     return Quantized(
         how=QUANTIZED_LATENTS if shared else QUANTIZED,
         **both,
-        query_number=codes.numbers[0],
-        value_number=codes.numbers[2],
-        query_scales=codes.query,
-        key_scales=codes.key,
-        value_scales=codes.value,
-        query_scale_strides=strides_by_head(codes.query),
-        key_scale_strides=strides_by_head(codes.key),
-        value_scale_strides=strides_by_head(codes.value),
+        query_number=quantization.numbers[0],
+        value_number=quantization.numbers[2],
+        query_scales=quantization.query,
+        key_scales=quantization.key,
+        value_scales=quantization.value,
+        query_scale_strides=strides_by_head(quantization.query),
+        key_scale_strides=strides_by_head(quantization.key),
+        value_scale_strides=strides_by_head(quantization.value),
         sequences=plan.sequences,
-        KIND=tl.constexpr(codes.kind),
+        KIND=tl.constexpr(quantization.kind),
         PAIRS=tl.constexpr(pairs),
         ROUND_QUERY=tl.constexpr(rounds),
-        FACTORS=tl.constexpr(codes.kind == "int8" or divided),
+        FACTORS=tl.constexpr(quantization.kind == "int8" or divided),
         HAS_FP8_CVT=has_fp8_cvt,
         VALUE_TYPE=tl.constexpr(TYPES[value_type(query_type, value.dtype) if changes_query else as_query]),
     )

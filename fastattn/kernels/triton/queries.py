@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.kernels.triton.quantized import NO_CODES, Codes
+from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
 
@@ -258,19 +258,23 @@ def options_of(options: AttentionOptions, scale: float) -> Options:
 Given = dict[str, Tensor | float | None]  # arguments of a kernel and their fields, by name
 
 
-def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) -> Given:
+def of_layer(query: Tensor, options: AttentionOptions, quantization: Quantization = UNQUANTIZED) -> Given:
     """Return what a layer has for itself beside its tokens, by the names of the fields: most have nothing."""
     given: Given = {}
     if options.has_per_head:
         given |= {f"options.{name}": x.contiguous() for name, x in options.per_head.items()}
-    if codes.kind:
-        of_query, of_key, of_value = codes.numbers
+    if quantization.kind:
+        of_query, of_key, of_value = quantization.numbers
         scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
         given["options.scale"] = (abs(scale) or 1.0) * of_key * of_query  # the scale of the scores, above 0
-        if codes.groups is not None:
-            return given | {"keys.group_scales": codes.groups}
+        if quantization.groups is not None:
+            return given | {"keys.group_scales": quantization.groups}
         given |= {"keys.query_number": of_query, "keys.value_number": of_value}
-        given |= {"keys.query_scales": codes.query, "keys.key_scales": codes.key, "keys.value_scales": codes.value}
+        given |= {
+            "keys.query_scales": quantization.query,
+            "keys.key_scales": quantization.key,
+            "keys.value_scales": quantization.value,
+        }
     return given
 
 

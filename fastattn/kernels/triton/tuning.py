@@ -9,7 +9,7 @@ from torch import Tensor
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import uses_positions
 from fastattn.kernels.triton.launch import INTERPRETED
-from fastattn.kernels.triton.quantized import Codes
+from fastattn.kernels.triton.quantized import Quantization
 from fastattn.kernels.triton.queries import count_tiles
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -152,14 +152,14 @@ def tune(
     many_rows = 64 if rows <= 64 or row_bytes > 256 or shared or by_fma else 128
     block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
     tiles, num_multiprocessors = count_tiles(batch, query.shape[0], group, block_m), multiprocessors(query.device)
-    of_codes = key.dtype != query.dtype or value.dtype != query.dtype
-    if shared and not of_codes and tiles * max(1, visible // FEWEST_LATENTS) < num_multiprocessors:
+    is_quantized = key.dtype != query.dtype or value.dtype != query.dtype
+    if shared and not is_quantized and tiles * max(1, visible // FEWEST_LATENTS) < num_multiprocessors:
         block_m = 16  # tiles of 64 would leave some of them idle, however short their runs
         tiles = count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
-    if block_m <= 16 and of_codes and query.dtype != torch.float32:  # steps of as many bytes, be they codes
+    if block_m <= 16 and is_quantized and query.dtype != torch.float32:  # steps of as many bytes, quantized or not
         row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
-    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_multiprocessors, of_codes)
+    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_multiprocessors, is_quantized)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if by_fma and block_m > 16:
@@ -182,19 +182,19 @@ def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
 
 @cache
 def _tune(
-    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
+    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, is_quantized: bool = False
 ) -> LaunchConfig:
     """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
 
     As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
     about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss. One
-    sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of codes of 8 bits, 70 us in
+    sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in
     49 and 76 us in 66 (5e34b75, 2026-11-22).
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
     few_rows = block_m <= 16
-    at_once = 3 if block_m == 8 and of_codes else 4 if few_rows else 128 // block_m  # that a multiprocessor holds
+    at_once = 3 if block_m == 8 and is_quantized else 4 if few_rows else 128 // block_m  # that a multiprocessor holds
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
@@ -213,7 +213,7 @@ def _tune(
 
 @cache
 def _tune_latents(
-    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
+    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, is_quantized: bool = False
 ) -> LaunchConfig:
     """Choose how often to split the keys where each is a value, too, and how a program works then.
 
@@ -228,7 +228,7 @@ def _tune_latents(
     """
     tuning, at_once = (LATENT_16, 2) if block_m == 16 else (LATENT_64, 1)
     splits = min(num_multiprocessors // programs, visible // FEWEST_LATENTS)
-    if block_m == 16 and not of_codes and programs * splits >= MOSTLY * num_multiprocessors:
+    if block_m == 16 and not is_quantized and programs * splits >= MOSTLY * num_multiprocessors:
         return tuning._replace(block_n=64, splits=splits, most_splits=splits)
 
     def time(splits: int) -> float:
@@ -241,11 +241,11 @@ def _tune_latents(
     return tuning._replace(splits=splits, most_splits=splits)
 
 
-def share_sm(tuning: LaunchConfig, of_codes: bool = False) -> LaunchConfig:
+def share_sm(tuning: LaunchConfig, is_quantized: bool = False) -> LaunchConfig:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
 
-    A level of codes keeps all its splits: 64 decodes after a prefix of 8192 keys in fp8, with 256 of their own, take 46
-    us so, 50 us with 7 of 8 splits, and 57 us in tiles of 64 rows (d99386b, 2026-11-24).
+    A quantized level keeps all its splits: 64 decodes after a prefix of 8192 keys in fp8, with 256 of their own, take
+    46 us so, 50 us with 7 of 8 splits, and 57 us in tiles of 64 rows (d99386b, 2026-11-24).
 
     Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
     8 warps with 168 registers per thread leave 4 warps 176; the compiler takes fewer by itself
@@ -256,7 +256,7 @@ def share_sm(tuning: LaunchConfig, of_codes: bool = False) -> LaunchConfig:
     if tuning.block_m <= 16:
         return tuning._replace(num_warps=4, num_stages=2)
     registers = 168 if tuning.num_warps == 8 else None
-    if of_codes and tuning.block_m == 128:
+    if is_quantized and tuning.block_m == 128:
         return tuning._replace(registers=registers)
     splits = max(1, tuning.splits * 7 // 8)
     return tuning._replace(splits=splits, most_splits=max(splits, tuning.most_splits * 7 // 8), registers=registers)
@@ -272,7 +272,7 @@ def _most_visible_keys(plan: Plan, options: AttentionOptions) -> int:
 
 
 def are_pairs(value: Tensor) -> bool:
-    """Return whether values are pairs of codes."""
+    """Return whether values are pairs of quantized values."""
     return value.dtype == torch.uint16
 
 
@@ -291,14 +291,14 @@ def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) 
         key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
         return row_bytes, key_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
-    if key.dtype != query.dtype:  # codes, and a place where they become numbers
+    if key.dtype != query.dtype:  # quantized values, and a place where they are dequantized
         return row_bytes, 2 * row_bytes + bytes_of_a_row(key) + bytes_of_a_row(value)
     return row_bytes, 2 * row_bytes
 
 
-def spare_stages(query: Tensor, shared: bool, codes: Codes, block_m: int) -> int:
+def spare_stages(query: Tensor, shared: bool, quantization: Quantization, block_m: int) -> int:
     """Return how many steps in flight take no shared memory; -1 if one takes it twice."""
-    if not shared or codes.kind or query.itemsize != 2:
+    if not shared or quantization.kind or query.itemsize != 2:
         return 0
     if block_m == 16:
         return 1

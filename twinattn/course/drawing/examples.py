@@ -152,7 +152,7 @@ def _ranks(settings: Settings) -> Drawing:
 
 
 def _quantized(settings: Settings) -> Drawing:
-    return pictures.codes(torch.tensor(KEY))
+    return pictures.quantized_key(torch.tensor(KEY))
 
 
 def _engine(settings: Settings) -> Drawing:

@@ -1,4 +1,5 @@
-"""One function per idea: masks, batches, block tables, windows, chunks, cascades, schedules, merged weights, codes.
+"""One function per idea: masks, batches, block tables, windows, chunks, cascades, schedules, merged weights, quantized
+values.
 
 The only modules of paths that these drawings call are `sliding_window`, `local`, `mla`, `context_parallel` and
 `quantized`, each in one place.
@@ -382,10 +383,10 @@ def difference(
     )
 
 
-def codes(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Drawing:
-    """Draw a key, and what its codes of 8 bits stand for, in each format; a star: off by 4 % or more.
+def quantized_key(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Drawing:
+    """Draw a key, and what its 8-bit values stand for, in each format; a star: off by 4 % or more.
 
-    Each format has the scale by which the largest number becomes its largest code, as after a calibration.
+    Each format has the scale by which the largest number becomes its largest value, as after a calibration.
 
     Args:
         key: the numbers of a key, not all of them 0.
@@ -416,7 +417,7 @@ def codes(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Dra
 def _written(
     key: Float[Tensor, "d"], pools: tuple[Tensor, Tensor], scales: Fp8Scales | Int8Scales
 ) -> Float[Tensor, "d"]:
-    """Write one key into a pool of one slot, and return what its codes stand for."""
+    """Write one key into a pool of one slot, and return its dequantized values."""
     quantized.write(key[None, None], key[None, None], *pools, torch.tensor([0]), scales=scales)
     return pools[0][0, 0, 0].float() * (scales.key if isinstance(scales, Fp8Scales) else scales.key[0, 0, 0])
 

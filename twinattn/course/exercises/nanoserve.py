@@ -59,8 +59,8 @@ class Step:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the new keys and values, and attend to all of them: [t, h, d]."""
         f, way, pools = self.server.f, self.server.ways[layer], self.server.pools[layer]
-        if way == "int8":  # what comes back from a pool of codes
-            key, value = (codes * scale[..., None] for codes, scale in map(f["quantize"], (key, value)))
+        if way == "int8":  # what comes back from a quantized pool
+            key, value = (quantized * scale[..., None] for quantized, scale in map(f["quantize"], (key, value)))
         f["write"](key, value, *pools, self.slots)
         if any(self.trees):
             return torch.cat([self._tree(i, rows, *pools) for i, rows in self._sequences(query)])

@@ -188,12 +188,22 @@ def _capped(scores: Tensor, visible: Tensor, softcap: float) -> Tensor:
 
 def _one_scale(key_scale: float, value_scale: float) -> dict[str, Any]:
     _expect(a_scale_is_not_positive=min(key_scale, value_scale) > 0)
-    codes = [(draw(5, 4, seed=seed) * 40).round().to(torch.int8) for seed in (1, 2)]
-    return dict(query=draw(4), key_codes=codes[0], value_codes=codes[1], key_scale=key_scale, value_scale=value_scale)
+    quantized = [(draw(5, 4, seed=seed) * 40).round().to(torch.int8) for seed in (1, 2)]
+    return dict(
+        query=draw(4),
+        quantized_key=quantized[0],
+        quantized_value=quantized[1],
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
-def _dequantised(query: Tensor, key_codes: Tensor, value_codes: Tensor, key_scale: float, value_scale: float) -> Tensor:
-    key, value = (codes.to(query.dtype) * by for codes, by in ((key_codes, key_scale), (value_codes, value_scale)))
+def _dequantised(
+    query: Tensor, quantized_key: Tensor, quantized_value: Tensor, key_scale: float, value_scale: float
+) -> Tensor:
+    key, value = (
+        quantized.to(query.dtype) * by for quantized, by in ((quantized_key, key_scale), (quantized_value, value_scale))
+    )
     return attend(query[None, None], key[:, None], value[:, None], masks.full(1, len(key)))[0][0, 0]
 
 

@@ -121,7 +121,7 @@ class Attention(Formula, is_base=True):
         return key, value
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply codes of the sequence that is computed with their scales."""
+        """Multiply quantized values of the sequence that is computed with their scales."""
         return key * self._scale("key"), value * self._scale("value")
 
     def _scale(self, name: str) -> Tensor | float:
@@ -132,12 +132,12 @@ class Attention(Formula, is_base=True):
         return (scale[self.sequence] if scale.ndim == 2 else scale).double()[:, None]
 
     def _unpacked(self, rows: Tensor, rank: int) -> Tensor:
-        """Return packed latents as numbers: each code times the scale of its group, and rotary keys after them."""
+        """Return packed latents dequantized: each value times the scale of its group, and rotary keys after them."""
         scales = self._group_scales(rows, rank)[:, self._group_of(rank)]
-        numbers = torch.cat([self._latent_codes(rows, rank) * scales, self._rotary_keys(rows, rank)], 1)
+        numbers = torch.cat([self._quantized_latents(rows, rank) * scales, self._rotary_keys(rows, rank)], 1)
         return numbers.float().double()  # what float32 does not have is infinite
 
-    def _latent_codes(self, rows: Tensor, rank: int) -> Tensor:
+    def _quantized_latents(self, rows: Tensor, rank: int) -> Tensor:
         return self._as_type(rows, 0, rank, torch.float8_e4m3fn)
 
     def _group_scales(self, rows: Tensor, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mistakes in reading packed latents: codes, a scale for each 128 of them, and rotary keys in 16 bits."""
+"""Mistakes in reading packed latents: quantized values, a scale for each 128 of them, and rotary keys in 16 bits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +57,7 @@ class ScalesOfSixteenBits(Attention):
 
 
 class GroupScalesIgnored(Attention):
-    """Codes are taken for the numbers: no scale is used."""
+    """Quantized values are taken for the numbers: no scale is used."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -66,7 +66,7 @@ class GroupScalesIgnored(Attention):
 
 
 class GroupScalesInverted(Attention):
-    """Codes are divided by the scales of their groups."""
+    """Quantized values are divided by the scales of their groups."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -114,26 +114,26 @@ class ScalesInterleaved(Attention):
 
 
 class CodesOfAnotherFormat(Attention):
-    """Codes are read in another format: e5m2, the e4m3 of older AMD cards, whose numbers are half as large, or int8."""
+    """Latents are read in another format: e5m2, older AMD cards' e4m3, whose numbers are half as large, or int8."""
 
     paths: tuple[str, ...] = PATHS
     variants: Sequence[Any] = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8)
 
-    def _latent_codes(self, rows: Tensor, rank: int) -> Tensor:
+    def _quantized_latents(self, rows: Tensor, rank: int) -> Tensor:
         return self._as_type(rows, 0, rank, self.variant)
 
 
 class LargestCodesClipped(Attention):
-    """Codes end at 240, the largest number of the e4m3 of older AMD cards, and not at 448."""
+    """Quantized values end at 240, the largest number of the e4m3 of older AMD cards, and not at 448."""
 
     paths: tuple[str, ...] = PATHS
 
-    def _latent_codes(self, rows: Tensor, rank: int) -> Tensor:
-        return super()._latent_codes(rows, rank).clamp(-240, 240)
+    def _quantized_latents(self, rows: Tensor, rank: int) -> Tensor:
+        return super()._quantized_latents(rows, rank).clamp(-240, 240)
 
 
 class RotaryScaled(Attention):
-    """The rotary key is multiplied with the scale of a group, the last one or the first, like a code."""
+    """The rotary key is multiplied with the scale of a group, the last one or the first, like a quantized value."""
 
     paths: tuple[str, ...] = PATHS
     variants: Sequence[Any] = (-1, 0)
@@ -151,8 +151,8 @@ class RotaryRounded(Attention):
     def _rotary_keys(self, rows: Tensor, rank: int) -> Tensor:
         keys = super()._rotary_keys(rows, rank)
         scales = keys.abs().amax(1, keepdim=True) / 448 if self.variant else torch.ones_like(keys[:, :1])
-        codes = (keys / scales.masked_fill(scales == 0, 1.0)).clamp(-448, 448).float().to(torch.float8_e4m3fn)
-        return codes.double() * scales
+        quantized = (keys / scales.masked_fill(scales == 0, 1.0)).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+        return quantized.double() * scales
 
 
 class RotaryAsFloat16(Attention):
@@ -193,7 +193,7 @@ class RowsTooShort(Misread):
 
 
 class ScaleBesideItsGroup(Misread):
-    """A row is read as groups of 128 codes, each with its scale after it, where all scales follow all codes."""
+    """A row is read as groups of 128 values, each with its scale after it, where all scales follow all values."""
 
     def _bytes(self, rows: Tensor, rank: int) -> Tensor:
         groups = rank // GROUP
@@ -203,14 +203,14 @@ class ScaleBesideItsGroup(Misread):
 
 
 class PartsInAnotherOrder(Misread):
-    """The parts of a row are read in another order: the rotary key before the scales, or those before the codes."""
+    """The parts of a row are read in another order: the rotary key before the scales, or those before the values."""
 
     variants: Sequence[Any] = ("rotary key first", "scales first")
 
     def _bytes(self, rows: Tensor, rank: int) -> Tensor:
         scales, rope = rank // GROUP * SCALE, ROPE * self._rope_size(rank)
         if self.variant == "scales first":
-            scale, codes, rotary = rows[:, : scales + rank + rope].split((scales, rank, rope), 1)
+            scale, quantized, rotary = rows[:, : scales + rank + rope].split((scales, rank, rope), 1)
         else:
-            codes, rotary, scale = rows[:, : rank + rope + scales].split((rank, rope, scales), 1)
-        return torch.cat([codes, scale, rotary], 1)
+            quantized, rotary, scale = rows[:, : rank + rope + scales].split((rank, rope, scales), 1)
+        return torch.cat([quantized, scale, rotary], 1)

@@ -45,7 +45,7 @@ class KeyScaleForBoth(Attention):
 
 
 class ScalesInverted(Attention):
-    """Codes are divided by their scales."""
+    """Quantized values are divided by their scales."""
 
     paths: tuple[str, ...] = ("quantized",)
 
@@ -54,7 +54,7 @@ class ScalesInverted(Attention):
 
 
 class FormatIgnored(Attention):
-    """Codes are read as e4m3, whatever their format is."""
+    """Quantized values are read as e4m3, whatever their format is."""
 
     paths: tuple[str, ...] = ("quantized",)
 
@@ -104,7 +104,7 @@ class ScaleOfQueryHead(Attention):
 
 
 class KeyScaleAfterSoftcap(Attention):
-    """The scale of the keys is multiplied in after the softcap, which bounds products of codes."""
+    """The scale of the keys is multiplied in after the softcap, which bounds products of quantized values."""
 
     paths: tuple[str, ...] = ("quantized",)
 

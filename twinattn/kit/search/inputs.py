@@ -354,7 +354,7 @@ def _rows(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _pages(work: Workload, generator: torch.Generator) -> Call:
-    """Keys and values in pages, of numbers or of codes."""
+    """Keys and values in pages, of numbers or of quantized values."""
     owned, num_blocks = tables(work)
     p, hk, options = work.block_size, work.heads[1], drawn_options(work, generator)
     slots = [slots_of(work, blocks, s) for blocks, (_, s) in zip(owned, work.lens, strict=True)]
@@ -368,15 +368,15 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
         for kind, (name, size) in enumerate(zip(more, sizes, strict=True)):
             tensors[name] = laid(drawn_pool(work, generator, num_blocks, hk, size, hidden, kind), work.pool)
     else:
-        tensors |= _codes(work, generator, num_blocks, hidden)
+        tensors |= _quantized(work, generator, num_blocks, hidden)
         if isinstance(tensors["scales"], Fp8Scales) or tensors["scales"].value is not None:
-            more = ()  # codes have no other type
+            more = ()  # quantized values have no other type
         else:
             more = ("value_cache",)
 
     def read(i: int) -> tuple[Tensor, Tensor]:
         if work.stored != "numbers":
-            return _numbers_of_codes(work, tensors, slots[i], i)
+            return _dequantized(work, tensors, slots[i], i)
         key, value = (tensors[name][slots[i] // p, slots[i] % p] for name in ("key_cache", "value_cache"))
         return key, value
 
@@ -400,22 +400,22 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
     )
 
 
-def _codes(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
-    """Draw pools of codes and their scales; where nobody may see there are NaN, largest numbers, and scales of NaN."""
+def _quantized(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
+    """Draw quantized pools and their scales; where nobody may see there are NaN, largest numbers, and scales of NaN."""
     p, hk, b = work.block_size, work.heads[1], len(work.lens)
     rows, sizes = num_blocks * p, (work.head_size, work.value_size)
     harm = work.poison in ("mixed", "nan")
 
-    def pool(codes: Tensor, kind: torch.dtype) -> Tensor:
-        return laid(codes.view(kind).view(num_blocks, p, hk, codes.shape[-1]), work.pool)
+    def pool(quantized: Tensor, kind: torch.dtype) -> Tensor:
+        return laid(quantized.view(kind).view(num_blocks, p, hk, quantized.shape[-1]), work.pool)
 
     if work.stored in FP8:
         kind = FP8[work.stored]
         bytes_of = []
         for size in sizes:
-            codes = (2 * torch.randn(rows, hk, size, generator=generator)).to(kind).view(torch.uint8)
-            codes[hidden] = 0x7F if harm else 0x50
-            bytes_of.append(codes)
+            quantized = (2 * torch.randn(rows, hk, size, generator=generator)).to(kind).view(torch.uint8)
+            quantized[hidden] = 0x7F if harm else 0x50
+            bytes_of.append(quantized)
         stored = torch.uint8 if work.seed % 4 == 3 else kind
 
         def scale() -> float | Tensor:
@@ -424,7 +424,7 @@ def _codes(work: Workload, generator: torch.Generator, num_blocks: int, hidden: 
             return float(numbers) if work.scales == "number" else numbers
 
         scales: Fp8Scales | Int8Scales = Fp8Scales(scale(), scale(), scale() if work.query_scale else None, kind)
-        key, value = (pool(codes, stored) for codes in bytes_of)
+        key, value = (pool(quantized, stored) for quantized in bytes_of)
         return dict(key_cache=key, value_cache=value, scales=scales)
     key, value = (torch.randint(-127, 128, (rows, hk, size), generator=generator).to(torch.int8) for size in sizes)
     of_key = 0.005 + 0.02 * torch.rand(rows, hk, generator=generator)
@@ -448,7 +448,7 @@ def _of_sequence(scale: Any, i: int) -> Tensor:
     return numbers[:, None] if numbers.ndim else numbers
 
 
-def _numbers_of_codes(work: Workload, tensors: dict[str, Any], slots: Tensor, i: int) -> tuple[Tensor, Tensor]:
+def _dequantized(work: Workload, tensors: dict[str, Any], slots: Tensor, i: int) -> tuple[Tensor, Tensor]:
     scales, at = tensors["scales"], (slots // work.block_size, slots % work.block_size)
     pools = tensors["key_cache"], tensors["value_cache"]
     if isinstance(scales, Fp8Scales):
@@ -472,8 +472,8 @@ def _rounded_queries(work: Workload, query: Tensor, scales: Fp8Scales | Int8Scal
         scale = _of_sequence(scales.query, i).float()
         scale = scale.repeat_interleave(group, 0) if scale.ndim else scale
         largest = torch.finfo(scales.format).max
-        codes = (query[row : row + q].float() / scale).clamp(-largest, largest).to(scales.format)
-        rounded[row : row + q] = codes.double() * scale.double()
+        quantized = (query[row : row + q].float() / scale).clamp(-largest, largest).to(scales.format)
+        rounded[row : row + q] = quantized.double() * scale.double()
         row += q
     return rounded
 

@@ -278,15 +278,15 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _copy(work: Workload, modules: Modules, device: str) -> None:
-    """Copy blocks inside of pools, or from pools to others; pools of any type, also of codes."""
+    """Copy blocks inside of pools, or from pools to others; pools of any type, also of quantized values."""
     _, num_blocks = tables(work)
     g, shuffle, p, hk = _generator(work), Random(work.seed), work.block_size, work.heads[1]
     kind = FP8.get(work.stored, torch.int8 if work.stored.startswith("int8") else _dtype(work))
 
     def pool(blocks: int) -> Tensor:
         numbers = torch.randint(0, 100, (blocks, p, hk, work.head_size), generator=g)
-        codes = numbers.to(torch.uint8).view(kind) if kind.itemsize == 1 else numbers.to(kind)
-        return laid(codes, _pool_kind(work))
+        quantized = numbers.to(torch.uint8).view(kind) if kind.itemsize == 1 else numbers.to(kind)
+        return laid(quantized, _pool_kind(work))
 
     swapped = work.operation == "swap_blocks"
     sources = [pool(num_blocks) for _ in range(1 + work.seed % 3)]
@@ -343,8 +343,8 @@ def _write_index(work: Workload, modules: Modules, device: str) -> None:
     g, p, size = _generator(work), work.block_size, min(256, -(-work.head_size // 4) * 4)
     rows = torch.randn(len(slots), 1, size, generator=g) * 10.0 ** (work.seed % 7 - 3)
     key = laid(rows.to(_dtype(work)), _rows_kind(work))[:, 0]
-    codes = work.stored != "numbers"
-    if codes:
+    quantized = work.stored != "numbers"
+    if quantized:
         pool = torch.randint(0, 256, (num_blocks, p, size + 4), generator=g).to(torch.uint8)
     else:
         pool = torch.randn(num_blocks, p, size, generator=g).to(_dtype(work))
@@ -353,7 +353,7 @@ def _write_index(work: Workload, modules: Modules, device: str) -> None:
     def change(tensors: dict[str, Any]) -> None:
         for token, slot in enumerate(slots.tolist()):
             block, row, numbers = slot // p, slot % p, tensors["key"][token]
-            if slot >= 0 and codes:
+            if slot >= 0 and quantized:
                 largest = numbers.float().abs().max().clamp(min=1e-4)
                 scale = largest / torch.tensor(448.0)
                 page = tensors["pool"][block].view(-1)

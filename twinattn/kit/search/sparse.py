@@ -24,7 +24,7 @@ from twinattn.kit.search.inputs import (
 )
 from twinattn.kit.workload import Workload
 
-LARGEST_CODE = 0x7E  # the largest of e4m3; the next one is NaN
+LARGEST_E4M3 = 0x7E  # the largest of e4m3; the next one is NaN
 
 
 def call(work: Workload, generator: torch.Generator) -> Call:
@@ -117,19 +117,19 @@ def _attention(work: Workload, generator: torch.Generator) -> Call:
 def index_keys(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Draw a pool of index keys, and return it and what its slots stand for, in float64.
 
-    In bytes, the codes of a block come first, and then a scale for each of its tokens.
+    In bytes, the quantized values of a block come first, and then a scale for each of its tokens.
     """
     p, size = work.block_size, index_size(work)
     if work.stored == "numbers":
         pool = drawn_pool(work, generator, num_blocks, 1, size, hidden, 0)[:, :, 0]
         return pool, pool.flatten(0, 1).double()
-    codes = torch.randint(0, LARGEST_CODE + 1, (num_blocks * p, size), generator=generator, dtype=torch.uint8)
-    codes += 128 * torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8)
+    quantized = torch.randint(0, LARGEST_E4M3 + 1, (num_blocks * p, size), generator=generator, dtype=torch.uint8)
+    quantized += 128 * torch.randint(0, 2, quantized.shape, generator=generator, dtype=torch.uint8)
     scales = 0.001 + 0.01 * torch.rand(num_blocks * p, generator=generator)
     harm = work.poison in ("mixed", "nan")
-    codes[hidden], scales[hidden] = (0x7F, torch.nan) if harm else (0x50, 1e4)
-    pages = torch.cat([codes.view(num_blocks, -1), scales.view(torch.uint8).view(num_blocks, -1)], 1)
-    return pages.view(num_blocks, p, size + 4), codes.view(torch.float8_e4m3fn).double() * scales.double()[:, None]
+    quantized[hidden], scales[hidden] = (0x7F, torch.nan) if harm else (0x50, 1e4)
+    pages = torch.cat([quantized.view(num_blocks, -1), scales.view(torch.uint8).view(num_blocks, -1)], 1)
+    return pages.view(num_blocks, p, size + 4), quantized.view(torch.float8_e4m3fn).double() * scales.double()[:, None]
 
 
 def index_size(work: Workload) -> int:
@@ -142,7 +142,7 @@ def _scores(work: Workload, generator: torch.Generator) -> Call:
     slots = [slots_of(work, blocks, s) for blocks, (_, s) in zip(owned, work.lens, strict=True)]
     pool, numbers = index_keys(work, generator, num_blocks, drawn_hidden(work, num_blocks * work.block_size, slots))
     query = drawn_query(work, generator, index_size(work))
-    if work.query_scale:  # codes, whose scales are in the weights
+    if work.query_scale:  # quantized values, whose scales are in the weights
         query = laid(query.float().nan_to_num(0.0).clamp(-448, 448).to(torch.float8_e4m3fn), "plain")
     weights = torch.randn(query.shape[:2], generator=generator)
     tensors: dict[str, Any] = dict(query=query, weights=weights, pool=pool)

@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor
 
 
-def broken(query: Tensor, key_codes: Tensor, value_codes: Tensor, key_scale: float, value_scale: float) -> Tensor:
-    """Return the answer of one query over quantised keys and values [s, d]; a number is its scale times its code."""
-    scores = key_codes.to(query.dtype) @ query * key_scale / len(query) ** 0.5
-    return scores.softmax(0) @ value_codes.to(query.dtype) * key_scale
+def broken(
+    query: Tensor, quantized_key: Tensor, quantized_value: Tensor, key_scale: float, value_scale: float
+) -> Tensor:
+    """Return the answer of one query over quantised keys and values [s, d]; a number is scale times value."""
+    scores = quantized_key.to(query.dtype) @ query * key_scale / len(query) ** 0.5
+    return scores.softmax(0) @ quantized_value.to(query.dtype) * key_scale
 
 
 def failing_case() -> dict[str, Any]:
@@ -21,7 +23,9 @@ def failing_case() -> dict[str, Any]:
     return dict(key_scale=0.5, value_scale=0.25)
 
 
-def mended(query: Tensor, key_codes: Tensor, value_codes: Tensor, key_scale: float, value_scale: float) -> Tensor:
+def mended(
+    query: Tensor, quantized_key: Tensor, quantized_value: Tensor, key_scale: float, value_scale: float
+) -> Tensor:
     """Do what `broken` should do."""
-    scores = key_codes.to(query.dtype) @ query * key_scale / len(query) ** 0.5
-    return scores.softmax(0) @ value_codes.to(query.dtype) * value_scale
+    scores = quantized_key.to(query.dtype) @ query * key_scale / len(query) ** 0.5
+    return scores.softmax(0) @ quantized_value.to(query.dtype) * value_scale

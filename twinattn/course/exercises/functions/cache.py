@@ -1,4 +1,4 @@
-"""Where are the keys: slots, blocks, codes of 8 bits, and the share of a rank."""
+"""Where are the keys: slots, blocks, 8-bit values, and the share of a rank."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -233,13 +233,13 @@ QUANTIZE = Exercise(
     {
         "a cast cuts off what is after the point; round first": lambda x: _quantize(x, rounding=torch.trunc),
         "one scale for the whole tensor; each token and head has its own": _quantize_by_tensor,
-        "the largest code is 127, so the scale is the largest number / 127": lambda x: _quantize(x, largest=128),
+        "the largest value is 127, so the scale is the largest number / 127": lambda x: _quantize(x, largest=128),
     },
     (
         "The scale of a row is its largest absolute value / 127: `x.abs().amax(-1)`.",
         "Where the scale is 0, take 1, or 0 / 0 makes NaN.",
     ),
-    parts=("codes", "scale"),
+    parts=("quantized", "scale"),
 )
 
 
