@@ -12,7 +12,7 @@ Each makes .venv and installs what it needs the first time, and only then. The M
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036  # whatever Python somebody has gets here, and no environment is made of it
+if sys.version_info < (3, 11):  # noqa: UP036  # any Python gets here, and no environment is made of it
     sys.exit(
         "expected Python 3.11 or newer, got %d.%d (%s): name another one, as in `python3.12 run.py demo` or "  # noqa: UP031
         "`make PYTHON=python3.12 demo`" % (sys.version_info[0], sys.version_info[1], sys.executable)

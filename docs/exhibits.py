@@ -306,7 +306,7 @@ def requests_that_say_nothing() -> Picture:
 
 @exhibit("Ragged batches", "2470", "A sequence without keys")
 def a_sequence_without_keys() -> Picture:
-    """Request b has no key yet. Nobody writes its row, and it answers with what was in memory before: here NaN."""
+    """Request b has no key yet. Its row is never written, so the output is what was in memory before: here NaN."""
     return seen(empty.EmptyUnwritten, (1, 4), (1, 0), (2, 3))
 
 
@@ -375,7 +375,7 @@ def accepted_drafts_that_stay() -> Picture:
 @exhibit("Drafts and captured steps", "51848", "A step for one token each, given several")
 def a_step_for_one_token_each() -> Picture:
     """Request a verifies three drafts, b decodes. A step that was made for one token per request takes row 1 for b,
-    and rows 2 and 3 for nobody.
+    and rows 2 and 3 for no request.
     """
     return seen(RowsAreSequences, (3, 6), (1, 4))
 
@@ -391,7 +391,7 @@ class LengthsOfTheCapture(Attention, is_base=True):
 @exhibit("Drafts and captured steps", "19106", "Lengths of the day of the capture")
 def lengths_of_the_capture() -> Picture:
     """A step was captured when the requests had 4 and 2 tokens, and is replayed when they have 7 and 5. It goes on
-    with the old lengths, and nobody sees what was said since.
+    with the old lengths, and no query sees later tokens.
     """
     return seen(LengthsOfTheCapture, (1, 7), (1, 5), variant=(4, 2))
 
@@ -399,7 +399,7 @@ def lengths_of_the_capture() -> Picture:
 @exhibit("Drafts and captured steps", "32902", "A block taken for a slot", puzzle="block_or_slot")
 def a_block_taken_for_a_slot() -> Picture:
     """An entry of the block table is used as a slot, without multiplying it by the block size: request a reads four
-    tokens in a row from near the beginning of the pool, whoever they belong to.
+    tokens in a row from near the beginning of the pool, whatever request they belong to.
     """
     return seen(pages.BlockForSlot, (1, 6), (1, 7), seed=3)
 
@@ -410,7 +410,7 @@ def a_block_taken_for_a_slot() -> Picture:
 @exhibit("Pages", "43810", "Padding that writes", puzzle="padding")
 def padding_that_writes() -> Picture:
     """Two new tokens and two rows of padding, whose slot is −1. In Python that is the last slot of the pool, which
-    belongs to somebody.
+    belongs to a request.
     """
     slots = [2, 5, -1, -1]
     pool, new = torch.zeros(8, 4), torch.eye(4)
@@ -493,7 +493,7 @@ def tiles_that_round_differently() -> Picture:
 
 @exhibit("Quantised caches", "42580", "One scale for two", puzzle="one_scale")
 def one_scale_for_two() -> Picture:
-    """Values are multiplied by the scale of the keys. With scales of 1 nobody sees it."""
+    """Values are multiplied by the scale of the keys. With scales of 1 it does not show."""
     quantized = torch.tensor([[40], [80]], dtype=torch.int8)
     cells: list[list[list[float]]] = [[], []]
     for key_scale, value_scale in ((1.0, 1.0), (0.5, 0.01)):
@@ -552,7 +552,7 @@ def a_window_that_is_one_too_wide() -> Picture:
 
 @exhibit("Windows", "3385", "A window that shows nothing")
 def a_window_that_shows_nothing() -> Picture:
-    """A window of one token: each query sees itself. Off by one on the other side, nobody sees anything."""
+    """A window of one token: each query sees itself. Off by one on the other side, no query sees anything."""
     return seen(of_masks.WindowOneTooFew, (3, 5), path="sliding_window", window_size=(0, 0))
 
 
@@ -854,7 +854,7 @@ def folded(
 
 @exhibit("Layers that keep a state", "57720", "What the slot held before")
 def what_the_slot_held_before() -> Picture:
-    """Request b begins, with a prompt of one token, in a slot that somebody left. Its answer holds what was there."""
+    """Request b begins, with a prompt of one token, in a slot of another request. Its output holds what was there."""
     return folded(of_states.StateOfTheOneBefore, [(1, 4), (1, 1)], [2, 0], 3)
 
 
@@ -914,7 +914,7 @@ def rejected_drafts_that_stay() -> Picture:
 
 @exhibit("Layers that keep a state", "6681", "A prefix without its state", puzzle="kept_states")
 def a_prefix_without_its_state() -> Picture:
-    """The keys of a prefix are in the cache, so its tokens are skipped. Nobody kept the state after them, and the
+    """The keys of a prefix are in the cache, so its tokens are skipped. The state after them was not kept, and the
     layers that have one begin from nothing.
     """
     drawn = folded(of_states.StateForgotten, [(3, 11)], [0], 1)
@@ -956,7 +956,7 @@ def a_plan_that_was_frozen() -> Picture:
 @exhibit("CUDA graphs, and who else is in the batch", "38436", "Padding that overwrites the first slot")
 def padding_that_overwrites_the_first_slot() -> Picture:
     """A step of three rows is replayed with two requests. The slot of the third is −1; clamped to 0, it overwrites the
-    first token of somebody.
+    first token of another request.
     """
     slots = torch.tensor([6, 3, -1])
     cells = []

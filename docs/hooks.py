@@ -1,4 +1,4 @@
-"""What the site shows and nobody writes: pictures, tables of measurements, formulas, notebooks and source files.
+"""What the site generates: pictures, tables of measurements, formulas, notebooks and source files.
 
 In a page, a line that ends with a comment is replaced by what the function of that name in `INSERTS` returns. What
 stands before the comment is for those who read the page on a code host, which hides comments: a link, or a caption.
@@ -676,7 +676,7 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
 def prediction(question: dict[str, Any]) -> str:
     """Make the element that docs/assets/predict.js turns into a field; without a script, it shows nothing.
 
-    What is right is encoded, so that nobody reads it by accident.
+    What is right is encoded, so that it is not read by accident.
     """
     names = ("number", "says", "within", "mask")
     data = {name: question[name] for name in names if name in question} | {"right": question["right"]}

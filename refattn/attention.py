@@ -72,10 +72,10 @@ def attend(
     compute = compute_dtype(query.dtype)
     group = query.shape[1] // key.shape[1]
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    nobody_sees, sees_nothing = (rearrange(~visible.any(i), "rows -> rows 1 1") for i in (0, 1))
+    is_unseen, sees_nothing = (rearrange(~visible.any(i), "rows -> rows 1 1") for i in (0, 1))
     q = query.to(compute).masked_fill(sees_nothing, 0.0)  # such rows may hold anything, and 0 * NaN is NaN:
-    k = key.to(compute).masked_fill(nobody_sees, 0.0)  # in the outputs, and in the gradients of other rows
-    v = value.to(compute).masked_fill(nobody_sees, 0.0)
+    k = key.to(compute).masked_fill(is_unseen, 0.0)  # in the outputs, and in the gradients of other rows
+    v = value.to(compute).masked_fill(is_unseen, 0.0)
     k, v = (repeat(x, "s hk size -> s (hk g) size", g=group) for x in (k, v))
 
     scores = einsum(q * scale, k, "t h d, s h d -> h t s")

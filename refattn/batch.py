@@ -211,7 +211,7 @@ def check_contents(
 
     Returns:
         The query rows, the key rows and the blocks that there have to be at least; None where the tables are on a
-        device and nobody reads them.
+        device, where they are not read.
 
     Raises:
         ValueError: naming the table, what was expected and what came.

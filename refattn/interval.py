@@ -62,7 +62,7 @@ def plan(
 
     Raises:
         ValueError: naming the argument that does not fit; on a CPU also if an interval ends after its sequence. On a
-            device that is not read, and keys after the end of a sequence are seen by nobody.
+            device that is not read, and keys after the end of a sequence are seen by no query.
     """
     check_intervals(batch, first_visible, last_visible)
     if block_size is not None:

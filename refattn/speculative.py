@@ -285,7 +285,7 @@ def accept_sampled(
     uniforms: Float[Tensor, "t"],
     draft_probs: Float[Tensor, "t v"] | None = None,
 ) -> Accepted:
-    """Accept by rejection sampling: every token has the distribution of the model, whoever drafted it.
+    """Accept by rejection sampling: every token has the distribution of the model, whatever drafted it.
 
     After a node the model's distribution is `p`. Its children are tried in order; one with the token `x`, drawn from
     `q`, is accepted with the probability `min(1, p[x] / q[x])`. If it is not, what is left takes the place of `p`:

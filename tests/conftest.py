@@ -1,4 +1,4 @@
-"""Shapes are checked, memory that nobody wrote is NaN, and one option says which device everything runs on."""
+"""Shapes are checked, memory that was not written is NaN, and one option says which device everything runs on."""
 
 import gc
 import itertools
@@ -169,7 +169,7 @@ def pytest_xdist_node_collection_finished(node, ids):
 
 def pytest_collection_finish(session):
     session.config.stash[COLLECTED] = len(session.items)
-    gc.freeze()  # torch, transformers and the tests stay, and nobody has to look through them for garbage again
+    gc.freeze()  # torch, transformers and the tests stay, and garbage collection need not visit them again
     gc.enable()
 
 

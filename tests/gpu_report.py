@@ -121,7 +121,7 @@ def read(file: Path) -> Any:
 
 
 def anonymous(line: str, folder: str) -> str:
-    """Leave out of a line where things are on somebody's machine."""
+    """Leave out of a line where things are on the reporter's machine."""
     for place, name in ((folder, "OUT"), (str(ROOT), "."), (sys.prefix, "ENV"), (str(Path.home()), "~")):
         line = line.replace(place, name)
     return re.sub(r"\x1b\[[0-9;]*m", "", line)

@@ -96,7 +96,7 @@ def blocks_of(page: str) -> list[re.Match[str]]:
 
 
 class Newcomer:
-    """Somebody with Python, an empty folder and the README."""
+    """A user with Python, an empty folder and the README."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

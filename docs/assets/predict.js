@@ -2,7 +2,7 @@
 // stored answer before that unfolds, and remembered in this browser; the start page shows how far they are.
 //
 //   predictions.judge(question, guess)    [right parts, parts], as twinattn.course.exercises.predict.judge
-//   predictions.numbers(text)             the numbers in what somebody typed
+//   predictions.numbers(text)             the numbers in what was typed
 //
 // The first part computes and knows nothing of a page, so that the tests can run it.
 

@@ -367,8 +367,8 @@
       el("h4", {}, "Scheduled: ", el("span", { class: "numbers" }, `${rows.toLocaleString("en")} of ${count(state.budget, "token")}`)),
       el("div", { class: "filled", role: "img", "aria-label": step.scheduled.map(({ i, count: tokens }) => `${NAMES[i]} ${count(tokens, "token")}`).join(", ") },
         parts, state.budget > rows ? el("span", { class: "rest", style: `flex-grow: ${state.budget - rows}` }) : null),
-      queue("running, oldest first", step.running.map((each) => each.i), "nobody"),
-      queue("waiting, next first", step.waiting, "nobody"),
+      queue("running, oldest first", step.running.map((each) => each.i), "none"),
+      queue("waiting, next first", step.waiting, "none"),
     ]
   }
 
@@ -564,7 +564,7 @@
     const step = now()
     says.textContent = step ? sentence(step) : ""
     for (const [body, content] of panes) {
-      body.replaceChildren(...(step ? content().filter((child) => child !== null) : [el("p", {}, trace.requests.length ? "Every request is refused: the pool is too small for it." : "Nobody asks. Drop a request onto the timeline.")]))
+      body.replaceChildren(...(step ? content().filter((child) => child !== null) : [el("p", {}, trace.requests.length ? "Every request is refused: the pool is too small for it." : "No request yet. Drop a request onto the timeline.")]))
     }
   }
 

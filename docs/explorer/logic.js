@@ -183,7 +183,7 @@ var explorer = (() => {
 
   // --- what a plan makes of it ---
 
-  /** Return the sequences that attention runs over: requests, requests without blocks that nobody sees, or chunks. */
+  /** Return the sequences that attention runs over: requests, requests without blocks that no query sees, or chunks. */
   function sequences(s, allTables) {
     return s.lens.flatMap(([queries, keys], request) => {
       const blocks = allTables[request]
@@ -257,7 +257,7 @@ var explorer = (() => {
     }).map((x) => Math.round(10 * x) / 10)
   }
 
-  // What lies in a slot is a key and a value, whoever reads it.
+  // What lies in a slot is a key and a value, for every reader.
   const keyAt = (slot) => numbers(2 * slot, TOY.keys)
   const valueAt = (slot) => numbers(2 * slot + 1, TOY.values)
   const queryAt = (request, i) => numbers(1e6 + MOST.queries * request + i, TOY.keys)

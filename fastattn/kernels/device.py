@@ -38,7 +38,7 @@ def package_version(package: str) -> str | None:
     """Return the version of a package, as it is installed or as the module itself says; None if there is none."""
     try:
         return version(package)
-    except PackageNotFoundError:  # a build that nobody installed may still be found and imported
+    except PackageNotFoundError:  # a build that is not installed may still be found and imported
         module = package.replace("-", "_")
         return None if cannot_import(module, package) else getattr(sys.modules[module], "__version__", None)
 

@@ -108,12 +108,12 @@ def test_several_requests_begin_with_one_state_in_a_captured_decode(qwen, captur
 
 @pytest.mark.covers("R202")
 def test_padding_rows_read_and_write_no_slot(qwen, captured):
-    """Five requests are eight rows: the slots of nobody hold what they held, NaN, and slot 0 is one of them."""
+    """Five requests are eight rows: unused slots hold what they held, NaN, and slot 0 is one of them."""
     engine = captured(qwen, num_kept_states=0)
     pool = engine.scheduler.states
     lengths = [SamplingParams(max_tokens=count, stop_token_ids=()) for count in (7, 5, 5, 3, 7)]
     requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, lengths, strict=True)]
-    pool._free.move_to_end(0)  # nobody needs it
+    pool._free.move_to_end(0)  # it is not needed
     used = set()
     while engine.running or engine.waiting:
         engine.step()
@@ -166,7 +166,7 @@ def test_a_request_that_ends_leaves_the_slots_of_its_next_decode(qwen, captured)
 
 @pytest.mark.covers("R209")
 def test_slots_of_a_decode_ahead():
-    """The pool alone: three slots in turns, a state at the end of a block, and a decode that nobody reads."""
+    """The pool alone: three slots in turns, a state at the end of a block, and a decode that is not read."""
     pool = StatePool(1, 1, block_size=4, ahead=True)
     assert pool.num_slots == 4
     contents = [BlockContent(None, (1,), 1), BlockContent(None, (2,), 2)]

@@ -125,7 +125,7 @@ def test_every_kind_of_layer(kind, ahead, device):
 
 
 def test_a_stop_token_ends_a_request_whose_next_token_is_under_way(llama, ahead):
-    """Its row is computed for nothing, and read by nobody; its blocks go to others at once."""
+    """Its row is computed for nothing, and never read; its blocks go to others at once."""
     plain = outputs(make_engine(llama), PROMPTS)
     stop = next(token for token in plain[4][1:-1] if token not in plain[1])
     stopping = SamplingParams(max_tokens=9, stop_token_ids=(stop,))
@@ -148,20 +148,20 @@ def test_who_is_aborted_or_added_while_a_decode_is_under_way(llama, ahead):
     third = engine.add(PROMPTS[4], SamplingParams(max_tokens=9))  # takes the blocks that the row under way writes to
     engine.step()
     assert engine._under_way is not None and third.status == "running" and not third.output_ids
-    assert engine.runner.ahead == [[1, len(PROMPTS[4])]], "it starts beside a token that nobody has read"
+    assert engine.runner.ahead == [[1, len(PROMPTS[4])]], "it starts beside a token that has not been read"
     while engine.running or engine.waiting:
         engine.step()
     assert (first.output_ids, third.output_ids) == (alone[1], alone[4])
     assert second.output_ids == alone[2][: len(second.output_ids)] and second.finish_reason == "abort"
     assert_nothing_is_held(engine)
-    assert outputs(engine, PROMPTS) == alone, "and a decode that nobody waits for is forgotten"
+    assert outputs(engine, PROMPTS) == alone, "and a decode that no request waits for is forgotten"
 
 
 def test_a_waiting_request_starts_where_another_ends(llama, ahead):
     engine = ahead(llama, max_num_seqs=2)
     assert outputs(engine, PROMPTS, LONG) == outputs(make_engine(llama), PROMPTS, LONG)
     ahead_of = [rows for rows in engine.runner.rows if rows.sources.max() >= 0]
-    assert ahead_of, "while two run and nobody else may, the next decode does not depend on who waits"
+    assert ahead_of, "while two run and no other request may, the next decode does not depend on who waits"
 
 
 def test_too_few_blocks_for_two_tokens(llama, ahead):
@@ -270,7 +270,7 @@ def test_a_step_that_cannot_be_read_is_computed_again_whatever_is_under_way(kind
         while engine.running or engine.waiting:
             before = len(failed)
             engine.step()
-            assert len(failed) == before or engine._under_way is None, "it took tokens that nobody could read"
+            assert len(failed) == before or engine._under_way is None, "it took tokens that could not be read"
         assert [request.output_ids for request in requests] == expected and failed
         assert_nothing_is_held(engine)
 
@@ -353,7 +353,7 @@ def test_decodes_that_share_a_prefix_are_launched_ahead(llama, ahead, monkeypatc
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_rows_of_the_next_decode_are_those_of_its_requests(llama, block_size, monkeypatch, ahead):
-    """What follows from the rows before equals what is made anew from the requests, but for the token nobody knows."""
+    """What follows from the rows before equals what is made anew from the requests, but for the unknown token."""
     engine, found = ahead(llama, block_size=block_size, num_blocks=150), []
     replay = engine.runner._replay
 

@@ -142,7 +142,7 @@ def first_step(engine, model):
 @pytest.mark.covers("D128")
 @pytest.mark.parametrize("twin", TWINS)
 def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch):
-    """And nobody's answer is computed in a cascade, which depends on who else begins with the same blocks."""
+    """And no output is computed in a cascade, which depends on who else begins with the same blocks."""
     path = importlib.import_module(f"{twin}.chunked_prefill")
     attention, seen = path.attention, []
 
@@ -255,7 +255,7 @@ def test_the_youngest_is_preempted_and_its_answer_stays(llama):
 
 
 def test_the_tokens_of_a_step():
-    """A chunk of a prompt, whose logits nobody wants, a decode, and a decode with drafts, all of which have logits."""
+    """A chunk of a prompt, whose logits are unwanted, a decode, and a decode with drafts, all of which have logits."""
     chunk = Request([1, 2, 3, 4, 5], 5, GREEDY, num_computed_tokens=1, blocks=[3, 0])
     decode = Request([7, 8], 1, GREEDY, num_computed_tokens=1, blocks=[2])
     drafted = Request([9], 1, GREEDY, blocks=[1], draft=Draft((4, 6), (-1, 0, 1)))
@@ -534,7 +534,7 @@ def test_forgotten_blocks_are_not_found_and_their_users_keep_them():
     allocator.remember(blocks[1], parent, (3, 4))
     allocator.share(blocks)
     allocator.forget(blocks[:1])
-    assert allocator.find([1, 2, 3, 4]) == [], "nobody knows what the second block continues"
+    assert allocator.find([1, 2, 3, 4]) == [], "it is not known what the second block continues"
     assert [allocator.users[block] for block in blocks] == [2, 2]
     again = allocator.allocate(1)
     allocator.remember(again[0], None, (1, 2))
@@ -610,7 +610,7 @@ def test_the_default_device_changes_nothing(kind, branches, twin, device):
 
 @pytest.mark.parametrize("kind", ["plain", "latents", "differential"])
 def test_autocast_is_refused_and_changes_nothing(llama, kind, device):
-    """It would store keys of one type and values of another, or multiply latents in a type that nobody chose."""
+    """It would store keys of one type and values of another, or multiply latents in a type that was not chosen."""
     model = llama if kind == "plain" else make_model(*MODELS[kind], device)
     expected = outputs(make_engine(model), PROMPTS[:2])
     engine = make_engine(model)

@@ -1,4 +1,4 @@
-"""One bad request changes nobody else's answer, and an exception anywhere leaves an engine that goes on.
+"""One bad request changes no other request's output, and an exception anywhere leaves an engine that goes on.
 
 Whatever goes wrong, each request gets the answer that it gets alone, or it is one that something went wrong with, and
 then it says so; and every block is free or counted for those who use it.
@@ -41,7 +41,7 @@ from tests.helpers.tiny_models import SIZES, make_llama, make_model
 from twinattn.engine import BlockPool, CudaGraphs, Engine, Event, Request, SamplingParams, fast_sampling, sampling
 
 TWINS = ("refattn", "fastattn")
-NAN = 96  # a token whose embedding is NaN, and so are the keys, values and logits of whoever sees it
+NAN = 96  # a token whose embedding is NaN, and so are the keys, values and logits of every query that sees it
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 7, [*SYSTEM, 50], [*SYSTEM, 40, 41, 42]]
 BAD = [*SYSTEM, NAN, 41]
@@ -112,7 +112,7 @@ def assert_the_books_are_right(engine):
 
 
 def assert_the_window_pool_is_right(engine, pool):
-    """Check that who runs holds what its next token sees, that nobody else holds a block, and that none is lost."""
+    """Check that requests hold what their next token sees, that no block is held twice, and that none is lost."""
     assert {request for request, blocks in pool.held.items() if blocks} <= set(engine.running)
     users = Counter(block for blocks in pool.held.values() for block in blocks)
     assert pool.users == [users[block] for block in range(len(pool.users))]
@@ -184,7 +184,7 @@ def test_what_a_bad_request_leaves_in_the_pool_is_not_read(kind, twin, device):
 
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])
-def test_what_anybody_left_in_the_pool_is_not_read(llama, alone, twin, rubbish):
+def test_what_others_left_in_the_pool_is_not_read(llama, alone, twin, rubbish):
     engine = make_engine(llama, twin, num_blocks=12, max_num_batched_tokens=11)
     for key_cache, value_cache in engine.caches:
         key_cache.fill_(rubbish)
@@ -205,7 +205,7 @@ def test_blocks_of_a_failed_request_are_not_found(llama, alone):
     second = engine.add(PROMPTS[3], WARM)
     finish(engine)
     assert [first.output_ids, second.output_ids] == [alone[1], alone[3]]
-    assert engine.counters.cached_blocks == 2, "nobody found what the bad one had used"
+    assert engine.counters.cached_blocks == 2, "no request found what the bad one had used"
     assert_nothing_is_held(engine)
 
 
@@ -511,7 +511,7 @@ def test_a_step_has_no_comprehension():
     assert not [node for node in ast.walk(step) if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp)]
 
 
-# Streams that nobody reads to the end, and requests that somebody ends in a step.
+# Streams that are not read to the end, and requests that are aborted during a step.
 
 
 @pytest.mark.parametrize("reads", [0, 1, 7])
@@ -761,13 +761,13 @@ def faulty_engine_class(base, faults):
             due = [r for r, count in scheduled.items() if count == r.num_pending]
             if sum(scheduled.values()) == len(due):  # a decode, whose rows are the longest first
                 due.sort(key=lambda request: -len(request.tokens))
-            return self._blaming_nobody(super()._launch, scheduled, rows=due)
+            return self._blaming_no_request(super()._launch, scheduled, rows=due)
 
         def _launch_next(self, before):
-            return self._blaming_nobody(super()._launch_next, before)
+            return self._blaming_no_request(super()._launch_next, before)
 
-        def _blaming_nobody(self, launch, step, rows=()):
-            """Nobody fails with a launch: its step is computed without one then. Tokens that are NaN fail it."""
+        def _blaming_no_request(self, launch, step, rows=()):
+            """No request fails with a launch: its step is computed without one then. Tokens that are NaN fail it."""
             faults.current, faults.rows = (), rows
             return launch(step)
 
@@ -878,7 +878,7 @@ class EngineMachine(RuleBasedStateMachine):
         finally:
             self.faults.plan()
             for request in self.faults.blamed:
-                assert request.finish_reason == "error" and request.error, "somebody has to be told"
+                assert request.finish_reason == "error" and request.error, "a failure has to be reported"
 
     def remember_those_of(self, stream):
         self.aborted.update(request for request in stream.requests if request.status != "finished")
@@ -930,7 +930,7 @@ class EngineMachine(RuleBasedStateMachine):
         computed = self.engine.counters.computed_tokens - computed
         assert computed <= self.engine.max_num_batched_tokens
         if fault is None and live:
-            assert computed or any(request.error for request in live), "somebody goes on"
+            assert computed or any(request.error for request in live), "a request goes on"
 
     @precondition(lambda self: self.live())
     @rule(i=st.integers(0, 9))
@@ -958,7 +958,7 @@ class EngineMachine(RuleBasedStateMachine):
     def read(self, i, fault):
         stream = self.streams[i % len(self.streams)]
         event = self.attempt(fault, lambda: next(stream.events, None), stream.requests)
-        if stream not in self.streams:  # somebody left it in the middle of the step
+        if stream not in self.streams:  # it was left in the middle of the step
             self.remember_those_of(stream)
         if event is not None:
             stream.got[event.request].append(event)

@@ -216,7 +216,7 @@ def test_the_changes_are_of_verified_families():
     assert set(CHANGES) | set(LATENT) <= set(VERIFIED) and sorted(set(VERIFIED)) == list(VERIFIED)
 
 
-# What the engine knows that it would get wrong, it refuses when it is built, whoever trusts the model.
+# What the engine knows that it would get wrong, it refuses when it is built, even if the model is trusted.
 
 REFUSED = {
     # Served, the first logits of these were off by 0.5 to 4 where the logits themselves are about 1.
@@ -304,7 +304,7 @@ def llama(device):
     return make_llama(device)
 
 
-def test_a_family_that_nobody_has_compared(llama, monkeypatch):
+def test_a_family_that_has_not_been_compared(llama, monkeypatch):
     monkeypatch.setattr(type(llama.config), "model_type", "llama9")
     with pytest.raises(ValueError, match=r"model: expected one of a family .*, got llama9.* trust_model=True.*llama"):
         Engine(llama, num_blocks=8)
@@ -353,7 +353,7 @@ DROPOUTS = {
 
 @pytest.mark.parametrize("family", DROPOUTS)
 def test_a_model_in_training(device, family):
-    """Its dropout would answer at random; the engine takes it out of training, and sees it if somebody puts it back."""
+    """Its dropout would answer at random; the engine takes it out of training, and notices if it is put back."""
     model = make_family(family, device, **DROPOUTS[family]).train()
     engine = Engine(model, num_blocks=8, block_size=4)
     assert engine.generate([[1, 2, 3]], ONE)[0].error is None
@@ -387,8 +387,8 @@ ROPES = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_nobody_gets_other_positions_from_a_longer_request_in_the_batch(name, monkeypatch, device):
-    """Past a length these types change their frequencies for the whole batch, so nobody gets there."""
+def test_no_request_gets_other_positions_from_a_longer_request_in_the_batch(name, monkeypatch, device):
+    """Past a length these types change their frequencies for the whole batch, so no request gets there."""
     family, changes, rope, length = ROPES[name]
     model = make_family(family, device, rope_parameters=rope, **changes)
     expected = eager_logits(model)
@@ -399,7 +399,7 @@ def test_nobody_gets_other_positions_from_a_longer_request_in_the_batch(name, mo
     torch.testing.assert_close(engine_logits(model, monkeypatch), expected, rtol=0, atol=2e-5 * float(expected.std()))
 
 
-def test_rotary_positions_that_nobody_knows(llama, monkeypatch):
+def test_unknown_rotary_positions(llama, monkeypatch):
     monkeypatch.setattr(llama.config, "rope_parameters", dict(rope_type="spiral", rope_theta=1e4))
     with pytest.raises(ValueError, match="whose rotary positions are of type spiral"):
         Engine(llama, num_blocks=8)

@@ -162,7 +162,7 @@ def test_the_least_recently_used_state_goes_first():
     *old, new = ([BlockContent(None, (i,), i)] for i in range(4))
     for contents in (*old, old[0]):  # the first one is used again
         pool.release(run(pool, 6, contents))
-    assert [pool.usable(contents) for contents in (*old, new)] == [1, 1, 1, 0], "more than two, as nobody runs"
+    assert [pool.usable(contents) for contents in (*old, new)] == [1, 1, 1, 0], "more than two, as no request runs"
     pool.release(run(pool, 6, new))
     assert [pool.usable(contents) for contents in (*old, new)] == [1, 0, 1, 1]
     pool.reset()
@@ -327,7 +327,7 @@ def test_what_is_refused(qwen, name):
         make_engine(qwen, **options)
 
 
-def test_layers_with_a_state_that_nobody_knows(device):
+def test_layers_with_an_unknown_state(device):
     model = make_family("jamba", device, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
     with pytest.raises(
         ValueError, match="model: expected layers that keep a state to be of Qwen.*, got another in layer 0"

@@ -220,7 +220,7 @@ def test_hooks_are_called(when, llama, calls):
 
 
 def test_a_layer_takes_what_it_is_given(device):
-    """What a layer has normed for the next one is not used if somebody changes its output in between."""
+    """What a layer has normed for the next one is not used if its output is changed in between."""
     model = fuse(tiny("llama", device))
     hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out.add_(1))
     changed = logits(model)

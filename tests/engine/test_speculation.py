@@ -80,7 +80,7 @@ def llama(request):
 @pytest.mark.covers("D152")
 @pytest.mark.parametrize(("kind", "temperature", "twin"), every_pair(KINDS, [0.0, 1.2], TWINS))
 def test_answers_are_those_without_drafts(llama, twin, kind, temperature):
-    """Greedy ones, and drawn ones too: a token has its random number, whoever drafted it."""
+    """Greedy ones, and drawn ones too: a token has its random number, whatever drafted it."""
     sampling = [
         SamplingParams(max_tokens=10, temperature=temperature, top_p=0.9, seed=i) for i in range(len(REPEATING))
     ]

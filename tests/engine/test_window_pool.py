@@ -158,7 +158,7 @@ def test_a_pool_that_is_full_says_so():
     assert list(pool.window_block) == before
     pool.release("a")
     pool.release("a")  # nothing is given back twice
-    pool.release("nobody")
+    pool.release("unknown")
     assert sorted(pool.free) == [0, 1, 2]
     pool.hold("b", 4, 4, [7, 8])
 
@@ -202,7 +202,7 @@ def test_what_came_back_can_be_shared_until_it_is_used_again():
     assert [pool.usable([5, 6, 7][:count]) for count in range(4)] == [0, 1, 2, 3]
     pool.hold("b", 2, 2, [8])  # takes the block that came back first
     assert pool.window_block[8] == where[0]
-    assert pool.usable([5, 6, 7]) == 3, "nobody at position 6 sees the first one"
+    assert pool.usable([5, 6, 7]) == 3, "no query at position 6 sees the first one"
     assert pool.usable([5, 6]) == pool.usable([5]) == 0, "but at position 4 and at 2"
     pool.share("c", [5, 6, 7])
     assert [pool.window_block[block] for block in (5, 6, 7)] == [-1, *where[1:]]

@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def recomputed(self) -> bool:
-        """Whether it multiplies whole tiles, keys that nobody sees by 0, and ours repairs what NaN has spoilt there."""
+        """Whether it multiplies whole tiles, unseen keys by 0, and ours repairs what NaN has spoilt there."""
         return self.name in ("fa2", "fa3", "fa4", "flash_mla")
 
     @property

@@ -1,4 +1,4 @@
-"""Batches over latents, for the tests of `mla`: pools with garbage where nobody may look, new tokens, projections."""
+"""Batches over latents, for the tests of `mla`: pools with garbage where no query may look, new tokens, projections."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from tests.helpers.batches import POISON, Case, build, poisoned
 from tests.helpers.stored import decoded
 
 RANK, ROPE, NOPE, VALUE = 32, 8, 16, 24  # elements of a latent, of a rotary key, of the rest of a key, of a value
-SPARE = 3  # columns of the pool that nobody uses
+SPARE = 3  # unused columns of the pool
 SCALE = (NOPE + ROPE) ** -0.5
 OPTIONS = {
     "plain": {},
@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 class Sizes(NamedTuple):
-    """Elements of a latent, a rotary key, the rest of a key, a value, and columns of the pool that nobody uses."""
+    """Elements of a latent, a rotary key, the rest of a key, a value, and unused columns of the pool."""
 
     rank: int = RANK
     rope: int = ROPE
@@ -39,7 +39,7 @@ SMALL, REAL = Sizes(), Sizes(512, 64, 128, 128, 8)  # DeepSeek's: FlashAttention
 
 
 class Latents:
-    """A case as latents: the pool with poison in all that nobody may see, the new tokens, and the projections."""
+    """A case as latents: the pool with poison in all that no query may see, the new tokens, and the projections."""
 
     def __init__(self, case: Case, *, dtype=torch.float32, device="cpu", seed=0, poison=POISON, sizes=SMALL):
         heads, rank, rope, nope, value, spare = case.heads[0], *sizes

@@ -33,7 +33,7 @@ TILE_END = "end = min(tile + TILE, s, begin + SPLIT)"
 WHOLE_BLOCKS = "end = min(tile + TILE, -(-s // p) * p, begin + SPLIT)"
 HIDE = "scores = scores.masked_fill(~see, -torch.inf)"
 ALIBI = "if alibi_slopes is not None:"
-VALUES_OF_NOBODY = "v = v.masked_fill(~see.any(0)[:, None, None], 0.0)"
+UNSEEN_VALUES = "v = v.masked_fill(~see.any(0)[:, None, None], 0.0)"
 
 PLANTED = [
     # who may see whom
@@ -213,7 +213,7 @@ PLANTED = [
         "paged",
         "softcap-unmasks",
         "softcap",
-        (HIDE, VALUES_OF_NOBODY),
+        (HIDE, UNSEEN_VALUES),
         (
             "scores = scores.masked_fill(~see, -softcap if softcap else -torch.inf)",
             "v = v if softcap else v.masked_fill(~see.any(0)[:, None, None], 0.0)",
@@ -371,22 +371,22 @@ PLANTED = [
     ),
     ("paged", "empty-lse", "empty rows", "torch.where(empty, -torch.inf,", "torch.where(empty, 0.0,"),
     ("paged", "empty-unwritten", "empty rows", "if n == 0:", "if n == 0 or s == 0:"),
-    # memory that nobody may see
+    # memory that no query may see
     (
         "paged",
         "past-the-end",
         "mask",
-        (TILES, TILE_END, VALUES_OF_NOBODY),
-        (TILES_OF_BLOCKS, WHOLE_BLOCKS, "see = see | (j >= s)\n                " + VALUES_OF_NOBODY),
+        (TILES, TILE_END, UNSEEN_VALUES),
+        (TILES_OF_BLOCKS, WHOLE_BLOCKS, "see = see | (j >= s)\n                " + UNSEEN_VALUES),
     ),
     (
         "paged",
         "zero-times-nan",
         "tail",
-        (TILES, TILE_END, HIDE, VALUES_OF_NOBODY),
+        (TILES, TILE_END, HIDE, UNSEEN_VALUES),
         (TILES_OF_BLOCKS, WHOLE_BLOCKS, "see = see & (j < s)\n                " + HIDE, "pass"),
     ),
-    ("sliding_window", "hidden-times-nan", "outside the window", VALUES_OF_NOBODY, "pass"),
+    ("sliding_window", "hidden-times-nan", "outside the window", UNSEEN_VALUES, "pass"),
     ("paged", "padding-unwritten", "padding", "out[int(cu_seqlens_q[-1]) :] = 0", "pass"),
     ("paged", "nan-hidden", "nan", "out[first:last] = answer.", "out[first:last] = answer.nan_to_num(0.0)."),
     # cascade

@@ -21,7 +21,7 @@ from twinattn.kit.call import OPTIONS
 
 
 def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tensor, Tensor]:
-    """Lay a rank's share of every context into a pool of its own; all other memory holds what nobody's blocks held.
+    """Lay a rank's share of every context into a pool of its own; all other memory holds what unowned blocks held.
 
     The new tokens are nowhere in it. What the rank has follows from counting here, not from the path.
     """
@@ -31,7 +31,7 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
         for blocks, length in zip(batch.block_table.tolist(), batch.seq_lens.tolist(), strict=True)
         for block in blocks[: -(-length // p)]
     }
-    nobodys = cache[min(set(range(n)) - used)]  # a block, of poison
+    unowned = cache[min(set(range(n)) - used)]  # a block, of poison
     shares = []
     for blocks, seq_len, context in zip(
         batch.block_table, batch.seq_lens.tolist(), batch.context_lens.tolist(), strict=True
@@ -41,7 +41,7 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
     needed = [-(-len(share) // p) + 1 for share in shares]  # and one for new tokens
     free = list(range(sum(needed) + 2))
     random.Random(seed).shuffle(free)
-    pool = nobodys.expand(len(free), *nobodys.shape).clone()
+    pool = unowned.expand(len(free), *unowned.shape).clone()
     table = torch.full((len(shares), max(needed) + 1), -1, dtype=torch.int32)
     for i, share in enumerate(shares):
         for column in range(needed[i]):

@@ -25,6 +25,6 @@ SHARED = {
     "heads-first": (Case("c", ((1, 40), (2, 50), (1, 33)), layout="HND", heads=(6, 2)), [(0, 3, 32)]),
     "narrow-values": (Case("c", ((1, 40), (2, 50)), head_size=96, value_head_size=64), [(0, 2, 32)]),
     "group-of-one": (Case("c", ((1, 40), (2, 50)), heads=(2, 2)), [(0, 1, 32), (1, 2, 48)]),
-    "nobody-shares": (Case("c", ((1, 40), (2, 50)), heads=(2, 1)), []),
+    "nothing-shared": (Case("c", ((1, 40), (2, 50)), heads=(2, 1)), []),
     "many-rows-short-prefix": (Case("c", tuple((3, 19 + i) for i in range(12)), heads=(4, 2)), [(0, 12, 16)]),
 }

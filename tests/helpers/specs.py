@@ -60,7 +60,7 @@ SPECS = [
     ),
     PathSpec("varlen", is_causal, paged=False, bad_arguments=BAD_OPTIONS | BAD_WINDOW),
     PathSpec("varlen", lambda i, j: True, dict(causal=False), paged=False),
-    PathSpec(  # where nobody shares: who shares what is an argument of each batch, and has its tests with the path
+    PathSpec(  # without shared prefixes: these are an argument of each batch, and tested with the path
         "cascade",
         is_causal,
         dict(prefixes=()),

@@ -68,7 +68,7 @@ def numbers_of(quantized: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Stored:
-    """A case in a quantised pool, with garbage where nobody may look, and what its sequences read there, in float64."""
+    """A case in a quantised pool, with garbage where no query may look, and what its sequences read, in float64."""
 
     query: torch.Tensor
     key_cache: torch.Tensor

@@ -152,7 +152,7 @@ def test_a_bias_of_the_scores_is_added(name, twin, device):
         mask = visible = ((j <= i) & (j != 1) & (i != 4))[None, None].expand(2, 1, 5, 8)
         key[:, :, 1] = value[:, :, 1] = torch.nan
     else:
-        bias[1, ..., 5:] = bias[0, 2, 3] = -torch.inf  # keys that nobody sees, and all keys of a query in one head
+        bias[1, ..., 5:] = bias[0, 2, 3] = -torch.inf  # keys that no query sees, and all keys of a query in one head
         mask, bias = bias, bias + draw(1, 4, 1, 8).to(device)
         given = dict(position_bias=draw(1, 4, 1, 8).to(device))
     out, _ = integration._attention(integration.TWINS[twin], module, query, key, value, mask, scaling=0.3, **given)
@@ -316,7 +316,7 @@ MASKS = {
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_as_rows_is_the_mask(name, padding, device):
-    """The plan of a mask shows each query what the mask does; what nobody sees may hold anything."""
+    """The plan of a mask shows each query what the mask does; what no query sees may hold anything."""
     rule, sizes = MASKS[name]
     sizes = dict(batch_size=2, q_length=13, kv_length=13, q_offset=0, kv_offset=0) | sizes
     mask = torch.ones(2, sizes["kv_length"] + sizes["kv_offset"], dtype=torch.bool)
@@ -438,7 +438,7 @@ def test_a_model_is_refused_what_the_twins_do_not_do():
     model.set_attn_implementation("fastattn")
     with pytest.raises(NotImplementedError, match="dropout: "):
         model.train()(TOKENS)
-    logits = model.eval()(TOKENS).logits  # parameters want gradients, and nobody asks for them
+    logits = model.eval()(TOKENS).logits  # parameters want gradients, which are not asked for
     with pytest.raises(NotImplementedError, match="backward: the twins have no gradients"):
         logits.sum().backward()
     with pytest.raises((NotImplementedError, ValueError), match="attentions"):

@@ -108,7 +108,7 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
 
 
 def fp8_pool(inputs, layout, kind):
-    """Lay keys and values side by side as vLLM does, as bytes; what nobody may see holds any bytes, NaN, too."""
+    """Lay keys and values side by side as vLLM does, as bytes; what no query may see holds any bytes, NaN, too."""
     pool = vllm_pool(inputs, layout).float()
     return pool.clamp(-3e4, 3e4).to(kind).view(torch.uint8)
 
@@ -468,7 +468,7 @@ def test_metadata_that_would_be_ignored_is_refused(backend, name):
 
 
 def test_a_field_of_a_later_vllm_is_refused_until_it_is_known(backend):
-    """What it stands for, nobody here knows."""
+    """What it stands for is not known here."""
     later = dataclasses.make_dataclass(
         "Later", [("tree_mask", object, None)], bases=(vllm_doubles.CommonAttentionMetadata,)
     )

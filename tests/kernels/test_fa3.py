@@ -408,7 +408,7 @@ def verify(inputs, **options) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("name", ["plain", "negative-scale", "softcap", "sinks"])
 def test_it_reads_what_is_before_a_tree_and_ours_takes_in_its_answer(name, block_size, vllm, device):
-    """Without a mask, and the sinks once; poison lies past each end, and in the pages of whoever has no tree."""
+    """Without a mask, and the sinks once; poison lies past each end, and in the pages of sequences without a tree."""
     options = dict(sinks=torch.linspace(-2.0, 120.0, 4, device=device)) if name == "sinks" else OPTIONS[name]
     case = Case("trees", TREE_LENS, heads=(4, 2), block_size=block_size, padding_rows=3)
     inputs = build(case, device=device, dtype=torch.float16)

@@ -205,7 +205,7 @@ def fa3_library(device):
 
 
 def latents(case: Case) -> tuple[torch.Tensor, torch.Tensor, Batch]:
-    """Lay a case out as queries, a pool with columns that nobody uses, and a batch, with poison all around."""
+    """Lay a case out as queries, a pool with unused columns, and a batch, with poison all around."""
     inputs = build(replace(case, head_size=RANK + ROPE, value_head_size=1), dtype=torch.float16)
     n, p = inputs.key_cache.shape[:2]
     unused = poisoned(n * p, 1, SPARE).view(n, p, SPARE).half()
@@ -319,7 +319,7 @@ def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_
 @pytest.mark.parametrize("options", [{}, dict(softmax_scale=-0.05), dict(sinks=True)], ids=["plain", "scale", "sinks"])
 @pytest.mark.parametrize(("padding_rows", "topk"), [(0, 128), (3, 130)], ids=["all-rows", "padding"])
 def test_selected_latents_agree_with_the_reference(padding_rows, topk, options, flash_mla_package):
-    """Some positions of each sequence, none, one twice, -1 between others; NaN in all latents that nobody selects."""
+    """Some positions of each sequence, none, one twice, -1 between others; NaN in all latents that no query selects."""
     case = Case("", ((3, 70), (1, 33), (2, 260)), heads=(64, 1), block_size=64, padding_rows=padding_rows)
     query, cache, batch = latents(case)
     options = filled(options, 64)
@@ -349,7 +349,7 @@ def test_selected_latents_agree_with_the_reference(padding_rows, topk, options, 
     ("heads", "padding_rows", "options"), [(64, 2, {}), (64, 0, OPTIONS["negative-scale"]), (128, 2, OPTIONS["sinks"])]
 )
 def test_packed_latents_agree_with_the_reference(heads, padding_rows, options, flash_mla_package):
-    """Lists with -1, an empty one, garbage past each end, poison in every row that nobody has selected."""
+    """Lists with -1, an empty one, garbage past each end, poison in every row that no query has selected."""
     case = Case("packed", ((3, 70), (2, 33), (1, 130)), heads=(heads, 1), block_size=24, padding_rows=padding_rows)
     query, cache, batch = latents(case)
     options, (n, p) = filled(options, heads), cache.shape[:2]

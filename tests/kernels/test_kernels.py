@@ -164,7 +164,7 @@ def test_which_kernel_is_chosen(names, described, chosen, monkeypatch):
     ],
     ids=[
         *("function-goes-first", "function-of-the-first", "function-refused", "then-the-first-that-can"),
-        *("nobody-has-the-function", "asked-for-without-the-function", "asked-for-with-the-function"),
+        *("no-kernel-has-the-function", "asked-for-without-the-function", "asked-for-with-the-function"),
     ],
 )
 def test_who_subtracts(names, described, asked, fused, chosen, monkeypatch):
@@ -175,7 +175,7 @@ def test_who_subtracts(names, described, asked, fused, chosen, monkeypatch):
     assert order._choose(ON_GPU, asked).name == chosen
 
 
-def test_nobody_can(monkeypatch):
+def test_no_kernel_can(monkeypatch):
     of_kernels(monkeypatch, "ab", a=["has no time"], b=["has no mind"])
     with pytest.raises(NotImplementedError, match="no kernel computes attention to rows: a: has no time; b: has no"):
         order.choose(ON_GPU)
@@ -584,7 +584,7 @@ def test_a_split_differential_of_an_odd_head_size(splits, asked, device, monkeyp
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_differential_reads_nothing_that_nobody_may_see(splits, device, monkeypatch):
+def test_differential_reads_nothing_that_no_query_may_see(splits, device, monkeypatch):
     tuning = triton_differential.LaunchConfig(16, 16, 4, 2, splits, splits)
     monkeypatch.setattr(triton_differential, "tune", lambda *_: tuning)
     _, (query, cache, batch) = in_pairs(((2, 70), (1, 41)), device)
@@ -665,7 +665,7 @@ ASKED = {
 @pytest.mark.covers("E174")
 @pytest.mark.usefixtures("hopper")
 def test_values_of_another_size_are_computed_or_refused_by_name():
-    """Keys of 192 and values of 128, as of latents: rows can be padded, a pool is not; and somebody has both sizes."""
+    """Keys of 192 and values of 128, as of latents: rows can be padded, a pool is not; one kernel has both sizes."""
     problem = ON_GPU._replace(head_size=192, value_head_size=128)
     for name in ("fa2", "torch_flash", "fa4", "fa3", "triton"):
         assert order.unsupported_reason(name, problem) is None

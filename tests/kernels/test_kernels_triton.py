@@ -239,7 +239,7 @@ def test_few_latents_have_tiles_of_few_rows(seqs, heads, keys, rows, monkeypatch
     assert chosen.block_m == rows
 
 
-NOBODY = torch.zeros(2).int()
+NO_KEY = torch.zeros(2).int()
 LATENTS = {  # whether the kernel takes them, and what they are but 128 heads of 576 numbers in bfloat16, causal
     "numbers": (True, {}),
     "quantized": (True, dict(quantization=Quantization("e4m3"), stored=torch.uint8, row=640)),
@@ -256,8 +256,8 @@ LATENTS = {  # whether the kernel takes them, and what they are but 128 heads of
     "a-window": (False, dict(plan=dict(window_size=(8, 0)))),
     "later-keys": (False, dict(plan=dict(causal=False, window_size=(-1, 2**31 - 1)))),
     "all-keys": (False, dict(plan=dict(causal=False))),
-    "intervals": (False, dict(plan=dict(causal=False, first_visible=NOBODY, last_visible=NOBODY))),
-    "positions": (False, dict(plan=dict(positions=NOBODY))),
+    "intervals": (False, dict(plan=dict(causal=False, first_visible=NO_KEY, last_visible=NO_KEY))),
+    "positions": (False, dict(plan=dict(positions=NO_KEY))),
     "softcap": (False, dict(options=AttentionOptions(softcap=5.0))),
     "alibi": (False, dict(options=AttentionOptions(alibi_slopes=torch.ones(128)))),
     "another-gpu": (False, dict(capability=(10, 0))),
@@ -652,7 +652,7 @@ def test_slopes_and_sinks_of_any_type_and_stride(kind, device):
             torch.testing.assert_close(one, other)
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 def spoil(inputs, first_seen, with_what):
@@ -685,7 +685,7 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize(("options", "first_seen", "launch"), HIDDEN.values(), ids=HIDDEN)
-def test_what_nobody_may_see_is_not_read(options, first_seen, launch, device):
+def test_what_no_query_may_see_is_not_read(options, first_seen, launch, device):
     """A weight of 0 does not undo NaN; and before a window the table may lead nowhere."""
     case = Case("hidden", ((1, 300), (4, 75), (20, 55), (7, 2)), heads=(2, 1))
     inputs = build(case, device=device)
@@ -868,7 +868,7 @@ def on(device, options):
 
 
 def attend_alone(inputs, options, rows, seq_len, sequence, device):
-    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, with nobody else in the batch."""
+    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, alone in the batch."""
     first, last = rows
     batch = Batch(
         torch.tensor([0, last - first], dtype=torch.int32, device=device),

@@ -18,7 +18,7 @@ ROW = re.compile(r"\b(\w+/[\w*-]+)")
 
 
 def some_problems():
-    """List problems of all kinds, some of which nobody asks for."""
+    """List problems of all kinds, some of which no caller asks for."""
     for device, operation in itertools.product(("cpu", "mps", "cuda"), ("attend", "merge")):
         heads = 4 if operation == "attend" else 0
         yield Problem(operation, torch.device(device), torch.bfloat16, keys="pages", num_heads=heads, num_kv_heads=2)

@@ -554,7 +554,7 @@ def test_decodes_on_a_cpu_are_replayed_with_the_tensors_of_another_layer(name, r
     arguments = dict(block_size=16)
     if "window" in name:
         path, arguments = sliding_window, dict(window_size=(20, 0), block_size=16)
-    for _, *pools in layers:  # blocks that nobody owns, and slots past the last key
+    for _, *pools in layers:  # blocks that no sequence owns, and slots past the last key
         for pool in pools:
             pool[[i for i in range(20) if i not in sum(tables, [])]] = torch.nan
             for seq_len, blocks in zip(lens, tables, strict=True):

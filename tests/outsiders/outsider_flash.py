@@ -136,9 +136,9 @@ def softmax_of(
     query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scale: float, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend in one piece, `[t, h, d]` to `[s, hk, d]` under a mask `[t, s]`; float32 output and log-sum-exp."""
-    hk, nobody = key.shape[1], ~sees.any(0)[:, None, None]
+    hk, unseen = key.shape[1], ~sees.any(0)[:, None, None]
     q = query.float().unflatten(1, (hk, -1))
-    k, v = (x.float().masked_fill(nobody, 0.0) for x in (key, value))
+    k, v = (x.float().masked_fill(unseen, 0.0) for x in (key, value))
     x = torch.einsum("tkgd,skd->kgts", q * scale, k).flatten(0, 1).masked_fill(~sees, -inf)
     lse = x.logsumexp(-1)
     lse = lse if sinks is None else torch.logaddexp(lse, sinks.float()[:, None])

@@ -1210,7 +1210,7 @@ def test_windows_as_wide_as_an_int32_counts(package, path, window):
 
 
 @each_twin
-def test_a_block_table_may_hold_any_int32_where_nobody_looks(package):
+def test_a_block_table_may_hold_any_int32_where_it_is_not_read(package):
     batch = function_of(package, "metadata.make_batch")([1], [4], [[3, -(2**31), MOST]])
     assert batch.block_table.tolist() == [[3, -(2**31), MOST]]
 

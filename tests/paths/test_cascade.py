@@ -63,7 +63,7 @@ class Step:
 
 
 def share(query, key_cache, value_cache, batch, prefixes) -> Step:
-    """Give the members of each prefix the blocks of its first sequence, and put NaN into those that nobody has then."""
+    """Give the members of each prefix the blocks of its first sequence, and put NaN into the others."""
     block_size, table = key_cache.shape[1], batch.block_table.clone()
     before = set(used_blocks(batch, block_size))
     for first, last, end in prefixes:
@@ -425,7 +425,7 @@ def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkey
 
 def test_levels_are_planned_without_asking_the_device():
     """Tensors without contents are enough, so nothing waits for them."""
-    for name in ("prefills-and-decodes", "three-levels", "nobody-shares"):
+    for name in ("prefills-and-decodes", "three-levels", "nothing-shared"):
         step = lay_out(SHARED[name])
         batch = step.tensors[3]
         tables = ("cu_seqlens_q", "seq_lens", "block_table")
@@ -443,7 +443,7 @@ def test_levels_are_planned_without_asking_the_device():
 
 
 def test_a_window_without_a_shared_level(device):
-    step = lay_out(SHARED["nobody-shares"], device=device)
+    step = lay_out(SHARED["nothing-shared"], device=device)
     assert_twins_agree("cascade", *step.tensors, prefixes=step.prefixes, window_size=(20, 0))
 
 

@@ -383,7 +383,7 @@ def answer_by_hand(query, keys, values, batch, *, positions, window, options, re
     ("options", "over", "kernel"), every_pair_on_cpu(POSITIONS, ["pages", "rows"], PRESENT), ids=str
 )
 def test_queries_at_any_positions(over, options, kernel, device):
-    """With NaN where nobody looks; on a CPU between two windows, too, which no path asks of a kernel."""
+    """With NaN where no query looks; on a CPU between two windows, too, which no path asks of a kernel."""
     filled = per_head(POSITIONS[options], GROUPS, device)
     mask = dict(causal=filled.pop("causal", True), window_size=filled.pop("window_size", (-1, -1)))
     options = AttentionOptions(**filled)
@@ -568,7 +568,7 @@ PROMPTS = {
     every_pair_on_cpu(PROMPTS, [1, 2**9, 2**20], ["plain", "window", "alibi", "sinks", "softcap", "scale"]),
 )
 def test_short_prompts_in_one_call(lens, most, options, monkeypatch):
-    """Shorter ones are padded with rows, whose answers nobody sees, and with keys that lie behind their last query."""
+    """Shorter ones are padded with rows, whose outputs are dropped, and with keys that lie behind their last query."""
     monkeypatch.setattr(cpu, "BUFFER", most)
     case = Case("prompts", PROMPTS[lens], heads=(4, 2), padding_rows=2)
     assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(OPTIONS[options], case, "cpu"))
@@ -621,10 +621,10 @@ def test_no_heads_and_no_queries_have_an_empty_answer(over):
     """ATen's call would divide by the number of heads."""
     inputs = build(Case("none", ((2, 5), (1, 20))))
     query, *stores, batch = inputs.tensors if over == "pages" else inputs.rows
-    nobody = dataclasses.replace(batch, cu_seqlens_q=torch.zeros_like(batch.cu_seqlens_q), num_tokens=0)
+    empty = dataclasses.replace(batch, cu_seqlens_q=torch.zeros_like(batch.cu_seqlens_q), num_tokens=0)
     attention = cpu.paged if over == "pages" else cpu.varlen
     block_size = stores[0].shape[1] if over == "pages" else None
-    for rows, those in ((query[:, :0], batch), (query[:0], nobody)):
+    for rows, those in ((query[:, :0], batch), (query[:0], empty)):
         out, lse = attention(rows, *stores, Plan(those, block_size), AttentionOptions())
         assert out.shape == (*rows.shape[:2], 64) and lse.shape == rows.shape[:2]
 
@@ -685,7 +685,7 @@ LONG_PROMPTS = dict(lens=((8192, 8192),) * 2, heads=(32, 8), head_size=128, bloc
         (dict(lens=((8192, 2**17),) * 2), False),
         (dict(lens=()), False),
     ],
-    ids=["long", "window", "large-pages", "large-heads", "few-queries", "many-keys", "nobody"],
+    ids=["long", "window", "large-pages", "large-heads", "few-queries", "many-keys", "no-query"],
 )
 def test_pages_are_copied_where_it_pays(change, copies):
     """From sizes alone; tensors on `meta` have no contents to read."""

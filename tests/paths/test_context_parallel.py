@@ -602,7 +602,7 @@ def test_any_cut_into_ranks_is_the_whole(num_ranks, package, options, per_channe
     assert not out[29].any(), "padding"
     for pool in pools:
         torch.testing.assert_close(pool[[2, 1, 0]], whole[[2, 1, 0]], rtol=1e-10, atol=1e-11)
-        assert torch.equal(pool[1], states[1]) and pool[6].isnan().all(), "nobody has a new token there"
+        assert torch.equal(pool[1], states[1]) and pool[6].isnan().all(), "no rank has a new token there"
     kept = torch.stack([pool[3:6] for pool in pools])  # by the rank with the last token of the block
     assert (kept.isfinite().flatten(2).all(-1).sum(0) == 1).all()
     torch.testing.assert_close(kept.nan_to_num().sum(0), whole[3:6], rtol=1e-10, atol=1e-11)

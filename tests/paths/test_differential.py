@@ -735,7 +735,7 @@ def test_twins_agree_over_quantized_values_by_default(dtype, device):
 
 
 @each_twin
-def test_no_bit_depends_on_quantized_values_that_nobody_may_see(twin, device):
+def test_no_bit_depends_on_quantized_values_that_no_query_may_see(twin, device):
     answers = []
     for poison in (POISON, HARMLESS):
         arguments, scales, *_ = eight_bit(MIXED_QUANTIZED, "e5m2", device=device, poison=poison)

@@ -25,7 +25,7 @@ from tests.helpers.batches import POISON, Case, Paged, build, plan_and_attend
 from tests.helpers.ranks import attend_on_all
 from tests.helpers.stored import KINDS, store
 
-# A chunk with context, a decode, keys nobody asks for, rows that see nothing, a whole prompt; NaN and inf around them.
+# A chunk with context, a decode, keys without queries, rows that see nothing, a whole prompt; NaN and inf around them.
 CASE = Case("small", ((3, 14), (1, 13), (0, 3), (3, 1)), heads=(4, 2), head_size=6, block_size=4, padding_rows=2)
 PARENTS = [[-1, 0, 0, 1], [-1], []]  # trees of the sequences that have no more queries than keys
 LATENT, ROPE, NOPE, VALUE = 4, 2, 3, 5  # elements of a latent, of a rotary key, of the rest of a key, of a value
@@ -233,7 +233,7 @@ def gradients_of(call: Call, tensors: dict[str, Tensor], fixed: dict[str, Any]) 
 @each_options
 @each_call
 def test_gradients_of_the_reference_are_those_of_finite_differences(name, options):
-    """Of outputs and log-sum-exps alike; memory that nobody owns holds NaN, inf, -inf and 1e4."""
+    """Of outputs and log-sum-exps alike; memory that no sequence owns holds NaN, inf, -inf and 1e4."""
     call = CALLS[name]
     tensors, fixed = filled(call, options)
     names = list(tensors)
@@ -248,7 +248,7 @@ def test_gradients_of_the_reference_are_those_of_finite_differences(name, option
 
 @each_options
 @each_call
-def test_what_nobody_sees_does_not_reach_a_gradient(name, options):
+def test_what_no_query_sees_does_not_reach_a_gradient(name, options):
     """Rows of zero gradient, be they keys outside all windows or queries that see nothing, hold NaN and inf in turn."""
     call = CALLS[name]
     tensors, fixed = filled(call, options)

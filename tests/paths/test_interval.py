@@ -286,7 +286,7 @@ def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_
         assert_twins_agree("interval", *inputs.tensors, **Intervals(first, last)._asdict())
 
 
-# --- what nobody sees, and nothing to see ---
+# --- what no query sees, and nothing to see ---
 
 
 @pytest.mark.covers("F193")

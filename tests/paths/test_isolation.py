@@ -1,6 +1,6 @@
 """What one request cannot do to another: its memory, its NaN, and the way in which its tensors lie.
 
-A cache outlives the request that wrote it. So no bit of an answer may depend on what nobody may see, and what is wrong
+A cache outlives the request that wrote it. So no bit of an answer may depend on hidden memory, and what is wrong
 with one sequence stays with it. But NaN that a query does see comes out: nothing hides a broken model.
 """
 
@@ -22,7 +22,7 @@ from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.strides import STRIDES
 from tests.helpers.tolerance import assert_close, assert_matches_reference, assert_twins_agree
 
-# Decodes that end in the middle of a block, at its end and after one token of it; keys of somebody who does not ask.
+# Decodes that end in the middle of a block, at its end and after one token of it; keys of a sequence without queries.
 CASE = Case(
     "isolated",
     ((1, 5), (1, 33), (20, 37), (0, 7), (1, 48), (1, 41), (3, 3)),
@@ -159,7 +159,7 @@ def shared_by(twin: Twin, batch: Batch) -> list[Prefix]:
     return prefixes
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def shared_by(twin: Twin, batch: Batch) -> list[Prefix]:
         if twin.name != INTERPRETED or name not in SLOW
     ],
 )
-def test_no_bit_depends_on_what_nobody_may_see(name, twin, device):
+def test_no_bit_depends_on_what_no_query_may_see(name, twin, device):
     """In turn NaN, both infinities and 1e4, which moves an answer a little: the weight of such a key has to be 0.
 
     What NaN has spoilt in the answer of a kernel that multiplies by that weight is computed again, to the tolerance.
@@ -289,7 +289,7 @@ def test_tensors_of_any_strides(change, path, kernel, device):
         kernel.check(assert_twins_agree, path, *arguments, **options)
 
 
-# --- nobody to answer ---
+# --- no queries ---
 
 
 @pytest.mark.covers("A34", "B60", "D187")

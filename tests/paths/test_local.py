@@ -301,8 +301,8 @@ def test_a_batch_without_queries_has_no_virtual_sequence_with_some(twin, chunk_s
     batch = refattn.metadata.make_batch([0, 0], [5, 0], [list(range(5)), []], device=device)
     virtual = twin.plan(batch, chunk_size=chunk_size, block_size=1).batch
     assert not virtual.query_lens.any()
-    nobody = refattn.metadata.make_batch([], [], [], device=device)
-    assert twin.plan(replace(nobody, max_seq_len=9), chunk_size=chunk_size, block_size=1).batch.num_seqs == 0
+    empty = refattn.metadata.make_batch([], [], [], device=device)
+    assert twin.plan(replace(empty, max_seq_len=9), chunk_size=chunk_size, block_size=1).batch.num_seqs == 0
 
 
 @each_twin

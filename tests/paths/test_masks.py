@@ -137,7 +137,7 @@ def test_each_kernel_takes_slopes_of_any_type(kernel, path, device):
         kernel.check(assert_right)
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30], ids=str)

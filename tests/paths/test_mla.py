@@ -109,13 +109,13 @@ def test_every_query_sees_the_latents_up_to_its_position(twin, case, device):
         row += q
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 @each_twin
 @pytest.mark.parametrize("case", PREFILLS, ids=str)
-def test_no_bit_depends_on_what_nobody_may_see(twin, case, device):
-    """Blocks and slots of others, columns that nobody uses, rows of padding."""
+def test_no_bit_depends_on_what_no_query_may_see(twin, case, device):
+    """Blocks and slots of others, unused columns, rows of padding."""
     answers = []
     for poison in (POISON, HARMLESS):
         given = Latents(case, device=device, poison=poison)

@@ -1,4 +1,4 @@
-"""Drafted trees over latents, quantized or not: who sees whom, what nobody sees, the formula, and every kernel."""
+"""Drafted trees over latents, quantized or not: who sees whom, what no query sees, the formula, and every kernel."""
 
 import importlib
 import math
@@ -115,14 +115,14 @@ def test_a_node_sees_the_latents_of_its_branch(package, asked_for, name, window,
         row += q
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 @each_reader
 @pytest.mark.parametrize(("name", "window"), [("verification", LEFT), ("tips", -1), ("two-words", -1)])
 @each_store
 def test_no_bit_depends_on_what_no_row_sees(package, asked_for, name, window, kind, device):
-    """Blocks and slots of others, keys before a window, columns that nobody uses, and nodes of no tip's branch."""
+    """Blocks and slots of others, keys before a window, unused columns, and nodes of no tip's branch."""
     answers = []
     for poison in (POISON, HARMLESS):
         _, tensors, fixed = lay_out(name, kind, window=window, poison=poison, device=device)

@@ -38,7 +38,7 @@ from twinattn.kit.tolerance import on_cpu
 RANK, ROPE = 256, 8  # two groups
 SIZES = Sizes(RANK, ROPE, 16, 24, 0)
 SCALE = 24**-0.5
-SPARE = 8  # bytes of a row that nobody uses
+SPARE = 8  # unused bytes of a row
 BYTES = packed_size(RANK, ROPE) + SPARE
 MIXED = Case("mixed", ((4, 6), (1, 33), (10, 21), (0, 9), (5, 5)), heads=(4, 1), padding_rows=2)
 KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
@@ -54,7 +54,7 @@ NAN, ZERO = 0xFF, 0  # bytes: NaN as a quantized value, as a scale and as a numb
 
 
 def laid_out(case=MIXED, *, dtype=torch.float32, device="cpu", poison=NAN, sizes=SIZES, block_size=None):
-    """Return a case with its pool packed, and all bytes that nobody may see poisoned."""
+    """Return a case with its pool packed, and all bytes that no query may see poisoned."""
     case = case if block_size is None else replace(case, block_size=block_size)
     given = Latents(case, dtype=dtype, sizes=sizes)
     rank, rope = sizes.rank, sizes.rope
@@ -161,7 +161,7 @@ def test_blocks_are_copied_as_bytes(kernel, device):
     assert torch.equal(given.cpu(), pool[[0, 4, 3, 3, 4, 0]])
 
 
-# --- the formula, and memory that nobody may see ---
+# --- the formula, and memory that no query may see ---
 
 
 @pytest.mark.covers("F214")
@@ -199,7 +199,7 @@ def positions_of(case, k=12, device="cpu"):
 
 @pytest.mark.covers("F214")
 @each_reader
-def test_no_bit_depends_on_what_nobody_may_see(package, asked_for, device):
+def test_no_bit_depends_on_what_no_query_may_see(package, asked_for, device):
     """Blocks of others, rows past the end, spare bytes, and under a selection every row that is not in it."""
     positions, answers = positions_of(MIXED, device=device), []
     for poison in (NAN, ZERO):

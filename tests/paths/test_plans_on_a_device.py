@@ -1,4 +1,4 @@
-"""Plans of batches on a device, where nobody reads what tensors hold: what a plan needs besides has to be said.
+"""Plans of batches on a device, where tensors are not read: what a plan needs besides has to be said.
 
 A tensor on the device "meta" holds nothing, so it stands for one on a GPU.
 """
@@ -63,7 +63,7 @@ def test_a_window_over_keys_of_others_needs_the_number_of_tokens(path, arguments
 NEED_NONE = {
     "cascade": ("cascade", dict(prefixes=SHARED, block_size=16)),
     "cascade-wide": ("cascade", dict(prefixes=SHARED, block_size=16, window_size=(69, 0))),
-    "cascade-of-nobody": ("cascade", dict(prefixes=(), block_size=16, window_size=(3, 0))),
+    "empty-cascade": ("cascade", dict(prefixes=(), block_size=16, window_size=(3, 0))),
     "context_parallel": ("context_parallel", dict(shard=Shard(0, 2), block_size=16)),
     "context_parallel-wide": ("context_parallel", dict(shard=Shard(0, 2), block_size=16, window_size=(69, 0))),
     "chunked_prefill": ("chunked_prefill", dict(block_size=16, window_size=(3, 2), causal=False)),

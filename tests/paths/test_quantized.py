@@ -85,7 +85,7 @@ def only_on_cpu(device):
         pytest.skip("what a GPU computes is shown in test_quantized_triton.py")
 
 
-# --- who sees whom, and memory that nobody may see ---
+# --- who sees whom, and memory that no query may see ---
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_mask(package, case, kind, plan):
 
 @pytest.mark.parametrize(("package", "case", "pair"), every_pair(["refattn", "fastattn"], ODD, PAIRS), ids=str)
 def test_poison(package, case, pair):
-    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that no sequence owns change no bit."""
     plan, kind = pair
     mixed, arguments = path_of(package, plan)
     answers = []
@@ -468,7 +468,7 @@ def test_write_by_hand(twin, kind, layout, spread):
                 stored = key_cache[block, row, head], value_cache[block, row, head]
                 if t is None:
                     for one, old in zip(stored, before, strict=True):
-                        assert torch.equal(bits(one), bits(old[block, row, head])), "written where nobody asked"
+                        assert torch.equal(bits(one), bits(old[block, row, head])), "written where no slot points"
                     assert not isinstance(scales, Int8Scales) or scales.key[block, row, head] == -7
                     continue
                 x, y = key[t, head].numpy(), value[t, head].numpy()

@@ -65,7 +65,7 @@ class Step:
         return masks_by_hand(self.case, lambda i, j: j <= i and (left < 0 or i - left <= j))
 
     def store(self, kind: str, *, left: int = -1, poison=POISON, **options: Any) -> Stored:
-        """Lay the step out in 8 bits: a prefix has the blocks of its first sequence; what nobody sees is spoilt."""
+        """Lay the step out in 8 bits: a prefix has the blocks of its first sequence; what no query sees is spoilt."""
         per = options.pop("per", "head" if self.path == "cascade" else "sequence")
         stored = store(self.case, kind, poison=poison, per=per, **options)
         stored.batch = self.share(stored.batch, stored.keys, stored.values)
@@ -163,7 +163,7 @@ def asked_for(who: Kernel | None) -> tuple[str, Any]:
     return ("refattn", nullcontext()) if who is None else ("fastattn", who.asked_for())
 
 
-# --- who sees whom, and memory that nobody may see ---
+# --- who sees whom, and memory that no query may see ---
 
 
 @each_who
@@ -199,7 +199,7 @@ def test_mask(who, step, kind, device):
     ],
 )
 def test_poison(who, step, kind, left, device):
-    """NaN in blocks that nobody owns, past sequences, before windows, and in nodes of no row's branch."""
+    """NaN in blocks that no sequence owns, past sequences, before windows, and in nodes of no row's branch."""
     package, context = asked_for(who)
     options = dict(dtype=torch.float32 if who is None else who.dtypes[0], left=left, device=device)
     with context:

@@ -219,7 +219,7 @@ def test_prompts_of_several_pages(kind, kernel, device):
     [*(("causal", kind) for kind in KINDS), ("untrimmed-window", "e4m3"), ("local", "int8")],
 )
 def test_poison(kind, plan, kernel, device):
-    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that no sequence owns change no bit."""
     twin, arguments = path_of("fastattn", plan)
     answers = []
 

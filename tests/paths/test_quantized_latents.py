@@ -63,7 +63,7 @@ def in_reach(dtype, twin, device):
     return torch.float32 if dtype == torch.float64 and twin is fastattn.mla and device != "cpu" else dtype
 
 
-# --- the mask, and memory that nobody may see ---
+# --- the mask, and memory that no query may see ---
 
 
 @each_reader
@@ -95,7 +95,7 @@ def test_every_query_sees_the_quantized_values_up_to_its_position(twin, asked_fo
 
 @each_reader
 @each_kind
-def test_no_bit_depends_on_what_nobody_may_see(twin, asked_for, kind, device):
+def test_no_bit_depends_on_what_no_query_may_see(twin, asked_for, kind, device):
     answers = []
     for poison in (POISON, HARMLESS):
         given = in_8_bits(MIXED, kind, device=device, poison=poison)
@@ -108,7 +108,7 @@ def test_no_bit_depends_on_what_nobody_may_see(twin, asked_for, kind, device):
 
 @each_twin
 @each_kind
-def test_no_bit_of_a_prefill_depends_on_what_nobody_may_see(twin, kind, device):
+def test_no_bit_of_a_prefill_depends_on_what_no_query_may_see(twin, kind, device):
     answers = []
     for poison in (POISON, HARMLESS):
         given = in_8_bits(MIXED, kind, device=device, poison=poison)

@@ -171,7 +171,7 @@ def test_tiles_of_many_rows(kind, dtype, device):
 @each_kind
 @pytest.mark.parametrize("plan", ["causal", "local"])
 def test_poison(kind, plan, device):
-    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that no sequence owns change no bit."""
     twin, arguments = path_of("fastattn", plan)
     answers = []
     for poison in (HARMLESS, POISON):

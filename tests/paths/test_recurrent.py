@@ -204,18 +204,18 @@ def test_gradients_of_the_reference_and_no_backward_pass_of_the_twin():
         fastattn.recurrent.attention(*inputs, moved(states.float(), DEVICE), plan)
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 def poisoned(kernel, poison):
     """Return the outputs and the states of a step in which all that may not be read holds poison."""
     batch = lengths((11, 3, 0, 1, 20), (0, 5, 9, 0, 30))  # then two rows of padding
     step = draw(37, h=1, hv=2)
-    nobody = [*range(11, 14), 35, 36]  # sequence 1 is padding
+    padding = [*range(11, 14), 35, 36]  # sequence 1 is padding
     for x in step:
-        x[nobody] = poison
+        x[padding] = poison
     inputs = torch.randn(37, 7, generator=torch.Generator().manual_seed(3))
-    inputs[nobody] = poison
+    inputs[padding] = poison
     states, last = draw_states(8, 2), torch.randn(8, 3, 7, generator=torch.Generator().manual_seed(4))
     free = [0, 2, 3, 4, 6, 7]
     states[free], last[free] = poison, poison  # 6 and 4 belong to sequences that have no state yet
@@ -232,7 +232,7 @@ def poisoned(kernel, poison):
 
 @pytest.mark.covers("R201", "R202")
 @each_computer
-def test_memory_that_nobody_may_see_changes_no_bit(kernel):
+def test_memory_that_no_query_may_see_changes_no_bit(kernel):
     """Free slots, slots of sequences that begin, padding rows and sequences, and entries that the step does not use.
 
     vLLM 57720: a prompt of one token was computed from what the slot held before. vLLM 37728: the entries of a finished
@@ -433,7 +433,7 @@ def test_rejected_drafts_are_rolled_back(kernel):
         for drafted, plain in zip(going_on, then, strict=True):
             torch.testing.assert_close(drafted, plain)
         for pool, other in zip(pools, alone, strict=True):
-            assert torch.equal(pool[[4, 7]], other[[4, 7]]), "a slot of nobody was written"
+            assert torch.equal(pool[[4, 7]], other[[4, 7]]), "an unused slot was written"
             torch.testing.assert_close(pool[[3, 6]], other[[2, 0]])
 
 
@@ -442,7 +442,7 @@ def test_rejected_drafts_are_rolled_back(kernel):
 def test_a_checkpoint_at_a_blocks_end_is_where_another_request_begins(kernel):
     """Blocks are those of the sequence, not of the step; nothing is kept between them.
 
-    modular 6681: a prefix hit skipped tokens whose state nobody had. vLLM 53142: the column was that of blocks of
+    modular 6681: a prefix hit skipped tokens whose state was not kept. vLLM 53142: the column was that of blocks of
     another size.
     """
     step, inputs, weight = draw(45, h=1, hv=2), torch.randn(45, 5), torch.randn(5, 4)

@@ -82,7 +82,7 @@ def evict(inputs: Paged, left: int, *, block_size: int, stale: float = STALE) ->
     shuffle = random.Random(0)
     contexts = inputs.batch.context_lens.tolist()
     for i, (context, seq_len) in enumerate(zip(contexts, inputs.batch.seq_lens.tolist(), strict=True)):
-        if context == seq_len:  # no new tokens: nobody looks
+        if context == seq_len:  # no new tokens: no query looks
             continue
         for j in range(max(0, context - left)):
             block = int(inputs.batch.block_table[i, j // block_size])
@@ -282,8 +282,8 @@ def test_a_batch_trimmed_once_serves_every_layer(twin, case, device):
 
 @each_twin
 def test_a_batch_without_sequences_has_nothing_to_trim(twin, device):
-    nobody = replace(refattn.metadata.make_batch([], [], [], device=device), max_query_len=3, max_seq_len=90)
-    assert twin.plan(nobody, window_size=(7, 0), block_size=16).batch.num_seqs == 0
+    empty = replace(refattn.metadata.make_batch([], [], [], device=device), max_query_len=3, max_seq_len=90)
+    assert twin.plan(empty, window_size=(7, 0), block_size=16).batch.num_seqs == 0
 
 
 @pytest.mark.covers("B68", "D139")

@@ -45,7 +45,7 @@ CASE = Case("three", ((4, 70), (1, 9), (7, 30), (3, 2), (0, 4)), heads=(4, 2), b
 
 
 def lay_out(case=CASE, *, dtype=torch.uint8, seed=0, poison=POISON, device="cpu", size=D):
-    """Return index queries, weights, a pool with poison where nobody looks, the batch, and the keys by sequence."""
+    """Return index queries, weights, a pool with poison where no query looks, the batch, and the keys by sequence."""
     torch.manual_seed(seed)
     inputs = build(case, seed=seed, device=device)
     batch, p = inputs.batch, case.block_size
@@ -156,7 +156,7 @@ def test_scores_are_the_formula_in_float64(twin, dtype):
 @each_scorer
 @pytest.mark.parametrize("query_dtype", QUERY_TYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
-def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dtype, device):
+def test_scores_agree_and_need_nothing_that_no_query_sees(kernel, query_dtype, dtype, device):
     """Blocks of others, slots after the last key, entries after the last block: NaN and garbage change no bit."""
     answers = []
     for poison in (HARMLESS, POISON):
@@ -224,7 +224,7 @@ def test_scores_under_other_masks(kernel, mask, device):
     ids=str,
 )
 def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, device):
-    """As with long contexts: steps that nobody sees before and after those that are scored, and fewer at the end.
+    """As with long contexts: steps without visible keys before and after those that are scored, and fewer at the end.
 
     A step has keys of several blocks, or of one.
     """
@@ -550,7 +550,7 @@ def test_without_sequences_or_blocks_no_key_is_found(kernel, device):
 
 
 @each_selector
-def test_a_position_that_a_sequence_does_not_have_is_followed_by_nobody(kernel, monkeypatch, device):
+def test_a_position_that_a_sequence_does_not_have_is_followed_by_no_query(kernel, monkeypatch, device):
     """On a device nothing is read; there it is none."""
     batch = build(CASE, device=device).batch
     monkeypatch.setattr(fastattn.sparse, "check_selected", lambda batch, positions, block_size: batch.block_table)

@@ -266,7 +266,7 @@ def seen_by(trees, queries):
     ("kernel", "queries", "window"), every_pair_on_cpu([None, *PRESENT], [2, 200], [-1, 0, 4]), ids=str
 )
 def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
-    """Slots of rejected drafts, blocks nobody owns, keys before a window, nodes among them; other branches."""
+    """Slots of rejected drafts, blocks no sequence owns, keys before a window, nodes among them; other branches."""
     trees = [(-1, 0, 0, 1, 2, 2), draw_tree(66, 5), (-1,), (-1, -1, 0, 1, 1)]
     case = case_of(trees, contexts=(7, 30, 0, 16), queries=queries, heads=(4, 2))
     twin = refattn.speculative if kernel is None else fastattn.speculative
@@ -642,7 +642,7 @@ def test_the_next_token_has_the_distribution_of_the_model(parents, drawn):
         for token in tokens:
             chance *= float(Q[0, token]) if drawn else 1 / 3**children
         if not drawn and tokens != tuple(range(children)):
-            continue  # any choice of drafts will do, as nobody drew them
+            continue  # any choice of drafts will do, as they were not sampled
         drafts = torch.tensor([0, *tokens]).repeat(len(numbers))
         target = P[0].expand(len(drafts), 3)
         accepted = fastattn.speculative.accept_sampled(

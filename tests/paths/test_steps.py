@@ -159,7 +159,7 @@ def check_steps(
 @pytest.mark.covers("B64", "B69", "D163", "D166", "D168", "D162")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_captured_once_and_replayed_for_any_other(kind, device):
-    """With shorter and longer sequences, more of them and fewer; NaN in every slot that is nobody's."""
+    """With shorter and longer sequences, more of them and fewer; NaN in every unused slot."""
     path, arguments, steps = KINDS[kind]
     check_steps(path, steps, arguments, device)
 

@@ -2108,7 +2108,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "refattn.attention:attend",
-            "    v = value.to(compute).masked_fill(nobody_sees, 0.0)",
+            "    v = value.to(compute).masked_fill(is_unseen, 0.0)",
             "    v = value.to(compute)",
         ),
     ),

@@ -523,7 +523,7 @@ AT_LARGE: list[Mutation] = [
     planted(
         "what a failed request wrote is found",
         "twinattn.engine.engine:Engine._commit",
-        "            self.pool.forget(request.blocks)  # nobody can say what they hold\n",
+        "            self.pool.forget(request.blocks)  # their contents are not known\n",
         "",
         FAULTS,
     ),
@@ -690,7 +690,7 @@ AT_LARGE: list[Mutation] = [
         AHEAD,
     ),
     planted(
-        "a graph is given the columns of somebody who left",
+        "a graph is given the columns of a request that left",
         "twinattn.engine.cuda_graphs:_Inputs.fill",
         "= len(rows.requests), min(rows.block_table.shape[1], self.block_table.shape[1])",
         "= rows.block_table.shape",
@@ -902,7 +902,7 @@ AT_LARGE: list[Mutation] = [
         VLLM,
     ),
     planted(
-        "what vLLM sets and nobody knows is passed over",
+        "an unknown setting of vLLM is passed over",
         "twinattn.integrations.vllm:check_step",
         "if value is not None and (isinstance(value, Tensor) or",
         "if False and (isinstance(value, Tensor) or",

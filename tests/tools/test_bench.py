@@ -1,4 +1,4 @@
-"""The benchmark counts the least work right, gives no speed to a wrong answer, and survives whoever fails."""
+"""The benchmark counts the least work right, gives no speed to a wrong answer, and survives failing contenders."""
 
 import csv
 import functools
@@ -163,7 +163,7 @@ def test_pages_hold_the_rows(work):
                 assert torch.equal(kv_cache.gather(cache, batch.block_table[i], end - begin), rows_[begin:end])
     table = inputs.batch.block_table
     assert (table[:, : work.shared // 4] == table[0, : work.shared // 4]).all()
-    assert len(inputs.key_cache) == len({*table.flatten().tolist()} | {0}), "a block that nobody owns"
+    assert len(inputs.key_cache) == len({*table.flatten().tolist()} | {0}), "a block that no sequence owns"
 
 
 @each_work
@@ -247,7 +247,7 @@ def test_the_judge_of_a_cache_write_sees_every_element():
     kv_cache.write(*inputs)
     judge(None)
     with pytest.raises(WrongAnswerError, match="key_cache: 512 elements"):
-        judge(None)  # nobody has written it again
+        judge(None)  # it was not written again
     kv_cache.write(*inputs)
     inputs.value_cache[3, 1, 1, 7] += 1e-3
     with pytest.raises(WrongAnswerError, match="value_cache: 1 elements"):
@@ -678,7 +678,7 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     assert "over rows only" in features and "not hand softcap on" in " ".join(features.replace("│", " ").split())
 
 
-def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatch, tmp_path):
+def test_a_package_that_is_not_installed_has_the_version_that_it_says(monkeypatch, tmp_path):
     (tmp_path / "built_by_hand.py").write_text('__version__ = "2.8.3.post2"')
     monkeypatch.syspath_prepend(tmp_path)
     assert "built_by_hand" not in sys.modules

@@ -361,5 +361,5 @@ def test_the_command_says_what_passes(tmp_path, capsys, monkeypatch):
     assert command.main(["vacuous", f"{tmp_path / 'mine.py'}::check", PATH]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith(f"2 of 2 mistakes in {PATH} pass") and "one-head-of-group" in shown and "2 of 2" in shown
-    assert command.main(["vacuous", f"{tmp_path / 'mine.py'}::nobody", PATH]) == 2
-    assert "has no function 'nobody'" in capsys.readouterr().err
+    assert command.main(["vacuous", f"{tmp_path / 'mine.py'}::missing", PATH]) == 2
+    assert "has no function 'missing'" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def neutral(default):
     return kernel
 
 
-def test_an_option_that_nobody_asks_for_is_said():
+def test_an_option_that_is_not_asked_for_is_said():
     """Defaults differ: that of `causal` is False in some libraries, and True in others."""
     for default in (True, False):
         report = check(neutral(default), "varlen", examples=2, only=["mask", "answer"], **FLOAT32)

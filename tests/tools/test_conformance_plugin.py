@@ -1,4 +1,4 @@
-"""The fixture `prove`, in a repository of somebody else."""
+"""The fixture `prove`, in another repository."""
 
 import tomllib
 from importlib import import_module

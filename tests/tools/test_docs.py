@@ -222,7 +222,7 @@ def test_a_box_says_where_an_exercise_runs(is_here, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     hooks = importlib.import_module("hooks")
     monkeypatch.setattr(hooks.pyodide, "is_here", lambda: is_here)
-    monkeypatch.setattr(hooks.address, "repository", lambda: "https://github.com/Somebody/twins")
+    monkeypatch.setattr(hooks.address, "repository", lambda: "https://github.com/Owner/twins")
     slot, attend = (hooks.written(hooks.EXERCISES[number - 1], "../") for number in (1, 6))
     assert ('data-name="slot"' in slot) == is_here and "data-name" not in attend
     assert "It needs PyTorch" in attend and "`make exercises ARGS=6`" in attend and "Hint 3 of 3" in attend
@@ -324,7 +324,7 @@ def test_every_row_behind_its_best_peer_has_its_reason(monkeypatch):
         behind.table()
 
 
-def test_a_report_of_somebodys_gpu_is_shown(monkeypatch, tmp_path):
+def test_a_report_of_a_users_gpu_is_shown(monkeypatch, tmp_path):
     """Each part by what it found, or where it found nothing by how it ended."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     hooks = importlib.import_module("hooks")
@@ -524,23 +524,21 @@ def test_what_a_page_says_where_the_site_has_an_address(monkeypatch):
     """All of it is made of the repository's; a description is text, and a notebook has a way to Colab."""
     monkeypatch.syspath_prepend(ROOT / "docs")
     finding = importlib.import_module("finding")
-    monkeypatch.setattr(finding.address, "repository", lambda: "https://github.com/Somebody/twins")
+    monkeypatch.setattr(finding.address, "repository", lambda: "https://github.com/Owner/twins")
     config = SimpleNamespace(site_name="twinattn", site_description="It.", site_url="", extra={})
-    assert finding.on_config(config).site_url == "https://somebody.github.io/twins/"
-    assert config.repo_url == "https://github.com/Somebody/twins" and config.repo_name == "Somebody/twins"
+    assert finding.on_config(config).site_url == "https://owner.github.io/twins/"
+    assert config.repo_url == "https://github.com/Owner/twins" and config.repo_name == "Owner/twins"
     page = SimpleNamespace(meta={}, title="Merge", canonical_url=f"{config.site_url}m.html")
     page.file = SimpleNamespace(src_uri="notebooks/03_merge.md")
     markdown = finding.on_page_markdown("# M\n\n> *A* [b](c.md)\n> `d` <x>\n\ne", page=page, config=config, files=None)
     assert page.meta["description"] == "A b d"
-    assert markdown.startswith(
-        "# M\n\n[Open in Colab](https://colab.research.google.com/github/Somebody/twins/blob/main/"
-    )
+    assert markdown.startswith("# M\n\n[Open in Colab](https://colab.research.google.com/github/Owner/twins/blob/main/")
     tags = finding.on_post_page("<head></head>", page=page, config=config)
-    assert 'og:image" content="https://somebody.github.io/twins/assets/preview.png"' in tags
-    assert 'og:url" content="https://somebody.github.io/twins/m.html"' in tags
+    assert 'og:image" content="https://owner.github.io/twins/assets/preview.png"' in tags
+    assert 'og:url" content="https://owner.github.io/twins/m.html"' in tags
     config.site_url += "dev"  # as mike has it
     tags = finding.on_post_page("<head></head>", page=page, config=config)
-    assert 'og:image" content="https://somebody.github.io/twins/dev/assets/preview.png"' in tags
+    assert 'og:image" content="https://owner.github.io/twins/dev/assets/preview.png"' in tags
     finding.SEEN.setdefault("top", set())
     wrong = '<head><script id="__config">{"base": "/twins/dev"}</script><a href="/twins/dev/paths/a.html"></a>'
     assert 'href="./paths/a.html"' in finding.on_post_template(wrong, template_name="404.html", config=config)

@@ -320,7 +320,7 @@ def test_the_command_prints_and_writes(name, tmp_path, capsys):
     assert output.read_text() == drawing.example(name)._repr_svg_()
 
 
-def test_the_command_writes_nothing_that_nobody_asked_for(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_nothing_that_was_not_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["window", "--window", "2"])
     assert not list(tmp_path.iterdir())

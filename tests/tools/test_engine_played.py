@@ -166,7 +166,7 @@ def test_what_is_refused_is_what_the_engine_refuses(played):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_loop_is_that_of_the_engine(evaluate, seed):
-    """A model in the loop, whose tokens nobody knew before: the same counters, step for step."""
+    """A model in the loop, whose tokens were not known before: the same counters, step for step."""
     settings = draw(seed) | {"blocks": 24, "block": 3, "seqs": 3, "budget": 7}
     settings["requests"] = [[0, *rest] for _, *rest in settings["requests"]]
     replay = Replay(settings)
@@ -337,5 +337,5 @@ def test_nonsense_in_an_address_becomes_legal_settings(evaluate, hash):
 def test_a_trace_that_never_ends_is_cut(evaluate):
     trace = evaluate("engine.play(given[0])", {"requests": [[0, 5000, 3, 0]], "budget": 1, "blocks": 512})
     assert trace["isCut"] and len(trace["steps"]) == 1000
-    nobody = evaluate("engine.play(given[0])", {"requests": []})
-    assert nobody["steps"] == [] and not nobody["isCut"]
+    empty = evaluate("engine.play(given[0])", {"requests": []})
+    assert empty["steps"] == [] and not empty["isCut"]

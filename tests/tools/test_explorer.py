@@ -285,7 +285,7 @@ def test_answers_merge(explorer, drawn):
 
 
 def pool_of(explorer: Engine, settings: dict[str, Any], shown: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pool as the explorer fills it: what lies in a slot is a key and a value; NaN where nobody wrote."""
+    """Return the pool as the explorer fills it: a slot holds a key and a value; NaN where nothing is."""
     count, block = shown["pool"], settings["block"]
     written = torch.zeros(count * block, dtype=torch.bool)
     for blocks, (_, seq_len) in zip(shown["tables"], settings["lens"], strict=True):

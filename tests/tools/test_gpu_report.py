@@ -1,4 +1,4 @@
-"""The report of somebody's GPU: what its parts are asked, what it keeps of one that fails, and that it names nobody."""
+"""The report of a user's GPU: what its parts are asked, what it keeps of one that fails, and no names."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def test_what_a_part_leaves(stand_in, tmp_path):
-    """A part that fails keeps what it has written, and its last lines, without a name of somebody's folder."""
+    """A part that fails keeps what it has written, and its last lines, without the name of a user's folder."""
     commands = {"tests": stand_in("fails"), "bench": stand_in("folder"), "kit": stand_in("crashes")}
     out = tmp_path / "report.json"
     gpu_report.assemble(HEAD, commands, out, limit=30.0)

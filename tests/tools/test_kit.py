@@ -1,4 +1,4 @@
-"""The kit that proves anybody's kernel: it finds planted mistakes, names them, and leaves right kernels alone."""
+"""The kit that proves any kernel: it finds planted mistakes, names them, and leaves right kernels alone."""
 
 import dataclasses
 import json
@@ -160,7 +160,7 @@ def test_who_rounds_packed_latents_once_and_sums_in_float32_is_right():
     assert not report.failures, as_text(report)
 
 
-def test_a_kernel_of_one_kind_of_layer_is_asked_for_that_kind_and_keeps_states_that_nobody_moved():
+def test_a_kernel_of_one_kind_of_layer_is_asked_for_that_kind_and_keeps_states_that_were_not_moved():
     asked = set()
 
     def prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale):
@@ -535,8 +535,8 @@ def test_the_command(stranger, capsys):
 
 
 def test_the_command_says_what_cannot_be_called(stranger, capsys):
-    assert command.main(["stranger:nobody", "--path=merge"]) == 2
-    assert "stranger has no nobody" in capsys.readouterr().err
+    assert command.main(["stranger:missing", "--path=merge"]) == 2
+    assert "stranger has no missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["mps", "meta", "cuda:99", "no device"])

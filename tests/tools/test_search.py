@@ -71,7 +71,7 @@ def paged_by_hand(paged):
 
     def attention(query, key_cache, value_cache, plan, options=AttentionOptions(), *, return_lse=False, out=None):
         if options.alibi_sqrt:
-            raise NotImplementedError("no kernel computes ALiBi by the root of the distance, as nobody wrote it")
+            raise NotImplementedError("no kernel computes ALiBi by the root of the distance, as it was not written")
         b = plan.batch
         return paged(
             *(query, key_cache, value_cache, b.cu_seqlens_q, b.seq_lens, b.block_table, b.max_query_len, b.max_seq_len),
@@ -175,7 +175,7 @@ def the_scale_of_another_sequence():
     return "quantized", changed("quantized", attention=attention)
 
 
-def memory_of_nobody_times_0():
+def unseen_memory_times_0():
     def attention(query, cache, plan, options, **more):
         answer = REFERENCE["mla"].attention(query, cache, plan, options, **more)
         (answer[0] if more.get("return_lse") else answer).add_(0 * cache.float().sum())
@@ -364,7 +364,7 @@ MISTAKES = [
     a_table_that_is_read_past_its_end,
     a_sink_for_each_level,
     the_scale_of_another_sequence,
-    memory_of_nobody_times_0,
+    unseen_memory_times_0,
     no_merge_of_an_empty_part,
     a_plan_that_remembers_its_first_values,
     an_output_that_is_written_with_what_is_around_it,

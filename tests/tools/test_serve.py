@@ -89,7 +89,7 @@ def server(llama, tokenizer):
 
 @pytest.fixture(scope="module")
 def alone(llama, tokenizer):
-    """An engine that nobody else uses."""
+    """An engine of its own."""
     return make_engine(llama, "fastattn", tokenizer=tokenizer, num_blocks=600, max_num_batched_tokens=256)
 
 
@@ -277,7 +277,7 @@ def test_a_stop_text_ends_the_request(server, alone, streams):
         assert answer.usage.completion_tokens == end
     assert (text, reason) == (whole.text[: end - 3], "stop")
     until(lambda: not server.engine.running)
-    assert server.engine.counters.steps - steps == end, "no step is made for what nobody will see"
+    assert server.engine.counters.steps - steps == end, "no step is made for tokens that will not be read"
 
 
 def test_what_might_have_been_a_stop_text_is_not_lost(server, alone):
@@ -292,7 +292,7 @@ def test_what_might_have_been_a_stop_text_is_not_lost(server, alone):
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_client_that_hangs_up_frees_its_blocks(llama, tokenizer, alone, streams):
-    """And whoever is served beside it goes on."""
+    """And requests served beside it go on."""
     engine = make_engine(llama, "fastattn", tokenizer=tokenizer, num_blocks=600)
     long = dict(model="tiny", prompt=PROMPT, max_tokens=1900, temperature=0)
     (expected,) = alone.generate(["Another one"], SamplingParams(max_tokens=30, **DRAWN))

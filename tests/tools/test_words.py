@@ -1,4 +1,4 @@
-"""How comments of the packages begin: each says what it is about, so that a reader need not look for its noun."""
+"""How the packages speak: a comment names its subject, and who does something is said by name."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("refattn", "fastattn", "twinattn")
 WITHOUT_A_NOUN = re.compile(r"#\s+(?:of|whose|which)\b", re.IGNORECASE)
+WITHOUT_A_NAME = re.compile(r"\b(?:nobody|somebody|anybody|whoever)\b", re.IGNORECASE)
+A_STORY = "nobody here dares|Nobody minds"  # texts of the demo
 
 
 def without_a_noun(source: str) -> list[str]:
@@ -24,6 +26,14 @@ def test_no_comment_begins_without_its_noun():
         for file in sorted((ROOT / package).rglob("*.py")):
             found = without_a_noun(file.read_text())
             assert not found, f"{file.relative_to(ROOT)}: name the subject in {found}"
+
+
+def test_who_does_something_has_a_name():
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            found = [line for line in file.read_text().splitlines() if WITHOUT_A_NAME.search(line)]
+            found = [line for line in found if not re.search(A_STORY, line)]
+            assert not found, f"{file.relative_to(ROOT)}: name who it is, or leave it out, in {found}"
 
 
 def test_such_a_comment_is_found():

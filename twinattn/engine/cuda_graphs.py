@@ -428,7 +428,7 @@ def _slots_len(server: Engine) -> int:
 def _plan_states(step: "_Decode | _Step", slots: Int32[Tensor, "rows slots"]) -> StateParts:
     """Plan the layers that keep a state on the device, from the slots of each row.
 
-    Decodes and prefills have a plan each, over all rows: nobody knows yet which rows are which.
+    Decodes and prefills have a plan each, over all rows: which rows are which is not known yet.
     """
     pool = step.server.scheduler.states
     if pool is None:

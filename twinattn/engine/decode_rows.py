@@ -111,7 +111,7 @@ def _states_of(
     if states is None:
         return torch.empty(len(slots), 0, dtype=torch.int32), []
     known = [one for one in slots if one is not None]
-    assert len(known) == len(slots)  # whoever decodes has them, and whoever decodes ahead has those, too
+    assert len(known) == len(slots)  # every request that decodes, ahead or not, has a slot
     rows, copies = rows_of(known, [1] * len(known), states)
     return _int32(rows), copies
 

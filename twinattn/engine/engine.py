@@ -24,7 +24,7 @@ for the host no more:
     device             | 7                   | 8                   | 9                   | ...
 
 Step 8 takes the tokens of step 7 on the device, and those of prompts from the host. It is what the scheduler would
-choose if step 7 ended nobody early (`Scheduler.schedule_ahead`, which also says when it has to wait for step 7). A
+choose if step 7 ended no request early (`Scheduler.schedule_ahead`, which also says when it has to wait for step 7). A
 request that step 7 turns out to end is in step 8 for nothing: its row is not read.
 
 With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
@@ -525,7 +525,7 @@ class Engine:
     def _events_of(
         self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> Generator[Any, None, None]:
-        """Queue some prompts, yield the list of their requests, then every token, whoever makes the steps."""
+        """Queue some prompts, yield the list of their requests, then every token, whichever thread makes the steps."""
         requests: list[Request] = []
         try:
             requests = self._add_all(prompts, sampling)
@@ -562,7 +562,7 @@ class Engine:
                 raise
 
     def _next_pass(self) -> tuple[dict[Request, int], UnderWay | None]:
-        """Return what comes now: the step that is under way, if anybody is left in it, or what the scheduler says."""
+        """Return the step that is under way if a request is left in it, else schedule the next one."""
         under_way, self._under_way = self._under_way, None
         scheduled = {} if under_way is None else _going_on(under_way)
         if scheduled:
@@ -1100,14 +1100,14 @@ class Engine:
         request.draft = None
         if failure and failure[0].error is not None:
             request.error = failure[0].error
-            self.pool.forget(request.blocks)  # nobody can say what they hold
+            self.pool.forget(request.blocks)  # their contents are not known
             self.scheduler.finish(request, "error")
         elif tokens and reason:
             self.scheduler.finish(request, reason)
 
 
 def _check_autocast(model: Any) -> None:
-    """Check that nobody changes the types of a model's keys and values, which are stored in the model's own type.
+    """Check that no code changes the types of a model's keys and values, which are stored in the model's own type.
 
     Raises:
         NotImplementedError: under `torch.autocast` for the model's device.

@@ -179,7 +179,7 @@ class EngineThread:
                     return
                 job()
         finally:
-            while not self._jobs.empty():  # nobody waits for ever
+            while not self._jobs.empty():  # no caller waits for ever
                 job = self._jobs.get()
                 if job is not None:
                     job()
@@ -227,7 +227,7 @@ class EngineThread:
         start, before = time.perf_counter(), replace(self.engine.counters)
         try:
             events = self.engine.step()
-        except Exception as error:  # whatever a model raises: nobody may be left waiting, and the thread goes on
+        except Exception as error:  # whatever a model raises: no caller may be left waiting, and the thread goes on
             logger.exception("a step failed, and with it every request under way")
             return [*self._fail_all(f"{type(error).__name__}: {error}")]
         now = time.perf_counter()
@@ -237,7 +237,7 @@ class EngineThread:
         for request in dict.fromkeys(event.request for event in events):
             answer = self._answers.get(request)
             if answer is None:
-                continue  # added to the engine by somebody else
+                continue  # added to the engine by another caller
             text, token_ids, stops = "", list[int](), False
             for event in (event for event in events if event.request is request):
                 if (

@@ -585,7 +585,7 @@ class Layer:
 
         Args:
             twin: the package that computes.
-            batch: the lengths and blocks of the step; of a window pool, where a block that nobody sees is -1.
+            batch: the lengths and blocks of the step; of a window pool, where a block that no query sees is -1.
             spans: the first and the last token of each, by sequence; -1 for none.
             num_tokens: query rows.
             block_size: tokens in a block.

@@ -158,8 +158,8 @@ class StepTokens:
         requests: whose they are.
         due: those whose last token is among them, and who get a next one.
         spans: of each request; None if no new token is in one.
-        chosen: of a step that is launched ahead, the tokens of the step before it, on the device. Nobody else knows
-            them yet, so its `input_ids` say -1 for the first of them, -2 for the second, and so on. None where all
+        chosen: of a step that is launched ahead, the tokens of the step before it, on the device. The host does not
+            know them yet, so its `input_ids` say -1 for the first of them, -2 for the second, and so on. None where all
             tokens are known.
     """
 
@@ -215,7 +215,7 @@ class StepTokens:
 
 
 def fill_in(input_ids: Tensor, chosen: Int64[Tensor, "rows"]) -> Tensor:
-    """Put the tokens of the step before where `StepTokens` says so; 0 for one that there is not, and nobody reads."""
+    """Scatter the previous step's tokens into `input_ids` where `StepTokens` says so; 0 for one that is missing."""
     row = (-1 - input_ids).clamp(min=0).long()
     return chosen[row].clamp(min=0).where(input_ids < 0, input_ids)
 

@@ -139,7 +139,7 @@ class Scheduler:
         They are those that `schedule` will choose if each request of that step gets its tokens and none ends early; one
         that has all its tokens then is left out. Nothing is chosen where that step has to be read first: where blocks
         are short, where a request that waits begins like one under way, whose blocks it will find, or has spans, and
-        where window pools, which hold the blocks of both steps, have room for one. Nobody is preempted, and what was
+        where window pools, which hold the blocks of both steps, have room for one. None is preempted, and what was
         allocated before any of that turned out stays allocated: its turn comes.
 
         Args:

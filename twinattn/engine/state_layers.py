@@ -7,7 +7,7 @@ and so one plan per step:
     prefills                their states are copied first to where they will be: both are one slot there
     a shared state          likewise, in decodes, too: a plan gives no slot to two sequences
 
-Decodes and prefills have a plan each, over their own rows. In a captured step nobody knows before which rows these are:
+Decodes and prefills have a plan each, over their own rows. In a captured step these rows are not known beforehand:
 there each plan has all rows, those of the others as padding, whose outputs are 0, and the outputs of both are added.
 """
 

@@ -84,7 +84,7 @@ class StatePool:
 
     @property
     def free(self) -> list[int]:
-        """The slots that nobody uses, the next one to be used first; those of kept states are among them."""
+        """The unused slots, the next one to be used first; those of kept states are among them."""
         return list(self._free)
 
     def reset(self) -> None:
@@ -164,7 +164,7 @@ class StatePool:
         """Take note of what came of a step: how many tokens `request.num_computed_tokens` says are computed.
 
         The state after the last of them is the request's from now on, and the other slots of the step are free again.
-        So are those of a step that was launched ahead: nobody reads what it computes.
+        So are those of a step that was launched ahead: its output is not read.
         """
         slots = self.slots[request]
         if slots.ahead is not None:
@@ -194,7 +194,7 @@ class StatePool:
                 self._release(slots.start)
 
     def _drop(self, ahead: Slots) -> None:
-        """Free the slots of a step that nobody reads."""
+        """Free the slots of a step whose output is not read."""
         for slot in ahead.targets:
             self._release(slot)
         if ahead.checkpoint is not None:
@@ -218,7 +218,7 @@ class StatePool:
         return slot
 
     def _forget(self, slot: int) -> None:
-        """Let a slot no longer be found; if nobody uses it, it is the next one that is taken."""
+        """Forget what a slot holds; if it is unused, it is the next one that is taken."""
         content = self._contents.pop(slot, None)
         if content is not None:
             del self.kept[content]

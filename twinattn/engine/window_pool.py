@@ -59,7 +59,7 @@ class WindowPool:
     def reset(self) -> None:
         """Free all blocks, and discard their contents."""
         self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(self.num_blocks), -1)  # and whose keys are there
-        self._kept: dict[int, int] = {}  # full blocks that nobody holds here, but whose keys still are, and where
+        self._kept: dict[int, int] = {}  # by full block that is no longer held: the block that still has its keys
         self.users = [0] * len(self.window_block)  # sequences that hold it: a shared prefix has several
         self.held: dict[Hashable, set[int]] = {}  # full blocks of each sequence that have one here for it
         self.window_block[:] = array("i", [-1]) * len(self.window_block)

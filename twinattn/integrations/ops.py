@@ -408,7 +408,7 @@ def _plan_of(number: Tensor) -> AnyPlan | StatePlan:
     """Return the plan that was prepared under a number.
 
     Raises:
-        RuntimeError: if nobody holds it any more.
+        RuntimeError: if it has been freed.
     """
     prepared = _prepared.get(int(number))
     if prepared is None:

@@ -406,9 +406,9 @@ def _attend_biased(
         name = "softcap" if options.softcap else "s_aux"
         raise NotImplementedError(f'{name}: expected none beside a bias of the scores; "refattn" computes both')
     visible = bias > -torch.inf
-    nobody_sees = ~visible.any(2).any(1)[:, None, :, None]  # [b, 1, kv, 1]: they may hold anything, and 0 * NaN is NaN
+    is_unseen = ~visible.any(2).any(1)[:, None, :, None]  # [b, 1, kv, 1]: they may hold anything, and 0 * NaN is NaN
     low = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype).masked_fill(~visible, -torch.inf)
-    key, value = (x.masked_fill(nobody_sees, 0.0) for x in (key, value))
+    key, value = (x.masked_fill(is_unseen, 0.0) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
     out = scaled_dot_product_attention(query, key, value, low, scale=options.softmax_scale, enable_gqa=grouped)
     out = out.masked_fill(~visible.any(-1, keepdim=True), 0.0)

@@ -11,7 +11,7 @@ scheduler, its block pool and its tensor parallelism stay as they are; what is c
 
 vLLM keeps keys and values side by side, `[n, hk, p, 2 d]` in any order of memory; a view of each, `[n, p, hk, d]`, is a
 pool as the paths know it. An fp8 pool is one of bytes, with one scale for all keys of a layer and one for all values:
-tensors of one number, which nobody reads on the host.
+tensors of one number, which the host never reads.
 
 What is declared here is what a validation of vLLM lets through; anything else it refuses by name before it loads a
 model. On a CPU it does not validate; there, the layer and the builder refuse.

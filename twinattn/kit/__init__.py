@@ -18,7 +18,7 @@ the search for failing batches needs the extra `conformance`.
     mistakes     known mistakes, by which a failure is named        search           random workloads of every path
     tolerance    the one tolerance                                  report, field    what came of it
     gradients    what a backward is asked, and its right answer     backward         what gradients promise
-    vacuity      somebody's test, run against the known mistakes    testing, plugin  for pytest
+    vacuity      a user's test, run against the known mistakes    testing, plugin  for pytest
     packed       rows of bytes for latents                          states           slots of layers that keep a state
     state_checks what such layers promise
     operations   what is beside attention: writes, moves, metadata, drafts, ranks

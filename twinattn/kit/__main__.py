@@ -168,7 +168,7 @@ def _check_options(asked: argparse.Namespace) -> None:
 
 
 def _vacuous(arguments: list[str]) -> int:
-    """Show which known mistakes somebody's check lets pass."""
+    """Show which known mistakes a user's check lets pass."""
     parser = argparse.ArgumentParser(
         prog="twinattn prove vacuous",
         description="Run a check of yours against kernels with known mistakes: which of them does it let pass?",

@@ -45,7 +45,7 @@ IN_PAGES = dict(key="key_cache", value="value_cache")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A kernel that somebody ships.
+    """A kernel of a published package.
 
     Attributes:
         name: by which it is asked for.

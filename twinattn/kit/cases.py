@@ -12,7 +12,7 @@ from refattn.batch import Batch
 from twinattn.kit.workload import Workload
 
 STALE = 1e4  # a large number moves an answer a little
-POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # what memory that nobody may see holds, in turn
+POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # what memory that no query may see holds, in turn
 FINITE_POISON = (STALE, -STALE)  # what stays out of an answer even where it is multiplied by 0
 HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with those over poison
 GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
@@ -110,9 +110,9 @@ def build(
     values: list[Tensor] | None = None,
     poison: Sequence[float] = POISON,
 ) -> Paged:
-    """Lay a case out in a shuffled pool, with poison in all memory that nobody may see.
+    """Lay a case out in a shuffled pool, with poison in all memory that no query may see.
 
-    That is blocks that nobody owns, slots past each sequence's end, and rows past the last sequence. The numbers are
+    That is free blocks, slots past each sequence's end, and rows past the last sequence. The numbers are
     drawn on the CPU, so that every device tests the same ones; they do not depend on the poison.
     """
     generator, shuffle = torch.Generator().manual_seed(seed), random.Random(seed)

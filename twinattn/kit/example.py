@@ -192,7 +192,7 @@ class Example(Workload):
         return [node - 1 if deep and chosen.random() < 0.9 else parent for node, parent in enumerate(drawn)]
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Arguments:
-        """Make the arguments of the path; memory that nobody may see holds harmless numbers.
+        """Make the arguments of the path; memory that no query may see holds harmless numbers.
 
         Args:
             dtype: of queries, keys and values.
@@ -307,11 +307,11 @@ def moved(arguments: Arguments, device: str) -> Arguments:
     return arguments if device == "cpu" else on_cpu(arguments, device)
 
 
-# --- memory that nobody may see ---
+# --- memory that no query may see ---
 
 
 def region(example: Example, name: str, arguments: Arguments) -> Tensor:
-    """Return a mask over the slots of the pool `[n, p]`, of what nobody may see.
+    """Return a mask over the slots of the pool `[n, p]`, of what no query may see.
 
     Args:
         example: whose batch it is.
@@ -334,7 +334,7 @@ def region(example: Example, name: str, arguments: Arguments) -> Tensor:
 
 
 def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
-    """Return the arguments with NaN, infinities and huge numbers in a part of the memory that nobody may see.
+    """Return the arguments with NaN, infinities and huge numbers in a part of the memory that no query may see.
 
     Args:
         example: whose arguments they are.
@@ -385,7 +385,7 @@ def _with_gaps(x: Tensor) -> Tensor:
 
 
 def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Lay the batch out in a shuffled pool; spare entries of the table name a block that nobody owns."""
+    """Lay the batch out in a shuffled pool; spare entries of the table name a block that no sequence owns."""
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
     batch = replace(drawn.batch, num_tokens=example.num_tokens)
     options = _options(example)
@@ -429,7 +429,7 @@ def _with_gradients(example: Example, dtype: torch.dtype, changed: Mapping[str, 
 
 
 def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Put latents into the pool, with some columns after them that nobody uses."""
+    """Put latents into the pool, with some unused columns after them."""
     rank = example.value_size
     case = replace(example, heads=(example.heads[0], 1), value_head_size=0)
     keys = changed.get("values")

@@ -301,7 +301,7 @@ class Kernel:
         raise TypeError(f"expected an output, or an output and its log-sum-exp, got {type(came).__name__}")
 
     def asked(self, example: Example, arguments: Arguments) -> Arguments:
-        """Make what the parameters name out of the arguments of a path; an option that nobody asks for is neutral."""
+        """Make what the parameters name out of the arguments of a path; an option that is not asked for is neutral."""
         path, words, asked = PATHS[self.path], self.words(), dict[str, Any]()
         for name, parameter in self.parameters.items():
             if name in arguments:

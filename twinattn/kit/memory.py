@@ -1,4 +1,4 @@
-"""Where tensors lie: strides, offsets, memory for the output, and what nobody may read or write."""
+"""Where tensors lie: strides, offsets, memory for the output, and what may not be read or written."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from twinattn.kit.property import ATTENDS, Broken, Check, Draw, NotClaimedError,
 
 
 def poisoned(name: str) -> Check:
-    """Return a check of answers over poison in a part of the memory that nobody may see: they are those without it."""
+    """Return a check of answers over poison in a part of the hidden memory: they are those without it."""
 
     def check(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
         arguments = example.tensors(dtype, device)

@@ -135,7 +135,7 @@ def attend(
         meets = (seen.visible.double() @ odd.double() > 0).repeat_interleave(h // hk, 0)
         out = out.masked_fill(meets, torch.nan)
     spoilt_keys = ~(key.isfinite().flatten(1).all(1) & value.isfinite().flatten(1).all(1))
-    tainted = spoilt_keys & seen.visible.any(0)  # what nobody sees taints nobody
+    tainted = spoilt_keys & seen.visible.any(0)  # unseen keys taint no output
     sees = (seen.visible & tainted).any(1)
     free = ~sees if tainted.any() else torch.zeros_like(sees)
     return Answer(out.transpose(0, 1), (top + total.log()).T, free)

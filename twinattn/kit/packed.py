@@ -1,4 +1,4 @@
-"""Packed latents for the kit: rows of bytes that show each part of the format, and bytes that nobody may see.
+"""Packed latents for the kit: rows of bytes that show each part of the format, and bytes that no query may see.
 
     fp8 (e4m3)         scales                    rotary key
     -448 .. 448        one per 128              16 bits, as they are
@@ -16,7 +16,7 @@ KINDS = ("mixed", "apart", "largest", "rotary")
 LARGEST = torch.finfo(PACKED_FORMAT).max
 NAN = 0xFF  # a byte that is NaN as a quantized value, and of which a scale and a number of 16 bits are NaN
 POISON = (NAN, 0x7E, 0x44)  # NaN; huge: 448 under 8e37; and 3 under 785, which moves an answer a little
-SPARE = 8  # bytes of nobody after each row, in some pools: their strides stay multiples of 4
+SPARE = 8  # unused bytes after each row, in some pools: their strides stay multiples of 4
 SIZES = {"apart": (1.0, 2.0**-100, 0.0, 2.0**-9), "rotary": (2.0**-6, 2.0**-5, 2.0**-8, 2.0**-7)}  # groups in turn
 
 
@@ -66,12 +66,12 @@ def poisoned(rows: Tensor) -> Tensor:
 
 
 def wider(cache: Tensor, spare: int) -> Tensor:
-    """Return a pool whose rows have so many bytes of nobody at their end, as a row of latents may."""
+    """Return a pool whose rows have so many unused bytes at their end, as a row of latents may."""
     return torch.nn.functional.pad(cache, (0, spare), value=NAN)
 
 
 def with_gaps(cache: Tensor, spare: int) -> Tensor:
-    """Lay a pool out with so many bytes of nobody after each row, and rows of nobody after each page."""
+    """Lay a pool out with so many unused bytes after each row, and unused rows after each page."""
     n, p, c = cache.shape
     memory = torch.full((n, 2 * p, c + spare), NAN, dtype=torch.uint8, device=cache.device)
     view = memory[:, :p, :c]

@@ -80,7 +80,7 @@ class PathSpec:
         dtype: torch.dtype = torch.float32,
         recomputed: bool = False,
     ) -> None:
-        """Change what lies in memory that nobody may see, and expect the same bits.
+        """Change what lies in memory that no query may see, and expect the same bits.
 
         Args:
             package: the one whose path is called.
@@ -105,7 +105,7 @@ class PathSpec:
                 if not torch.equal(one, other):
                     changed = (one != other).nonzero()
                     where = changed[0].tolist() if len(changed) else "NaN"
-                    raise AssertionError(f"{name}: changed at {where} with memory that nobody may see")
+                    raise AssertionError(f"{name}: changed at {where} with memory that no query may see")
 
     def _tensors(self, inputs: Paged) -> tuple[Tensor, Tensor, Tensor, Batch]:
         return inputs.tensors if self.paged else inputs.rows
@@ -121,7 +121,7 @@ class PathSpec:
         row, scale = 0, case.head_size**-0.5
         for key, value, mask in zip(inputs.keys, inputs.values, masks_by_hand(case, self.sees), strict=True):
             rows = slice(row, row + len(mask))
-            seen = Sight(mask, torch.zeros_like(mask))  # without slopes nobody asks for distances
+            seen = Sight(mask, torch.zeros_like(mask))  # without slopes no distances are needed
             expected = oracle.attend(inputs.query[rows], key, value, seen, scale=scale)
             torch.testing.assert_close(out[rows], expected.out, rtol=1e-11, atol=1e-12)
             torch.testing.assert_close(lse[rows], expected.lse, rtol=1e-11, atol=1e-12)

@@ -26,7 +26,7 @@ LONGEST_TILE = 256  # tokens that a kernel takes at a time
 
 
 def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into slots that nobody may read: free ones, and those of sequences that begin."""
+    """Put NaN into slots that no sequence may read: free ones, and those of sequences that begin."""
     arguments = example.tensors(dtype, device)
     used = {slot for (q, _), slot in zip(example.lens, arguments["state_indices"].tolist(), strict=True) if q}
     known = arguments["has_initial_state"].tolist()
@@ -102,7 +102,7 @@ OTHER_LENGTHS.add(cut)
 PROPERTIES = (
     Property(
         "free slots",
-        "Slots of nobody, and of sequences that begin, may hold anything; the first are not written.",
+        "Unused slots, and those of sequences that begin, may hold anything; the first are not written.",
         plain,
         free_slots,
         paths=("recurrent",),

@@ -1,4 +1,4 @@
-"""Is a test vacuous? Run somebody's own comparison against the mistakes that the kit knows, and see which it lets pass.
+"""Is a test vacuous? Run a user's own comparison against the mistakes that the kit knows, and see which it lets pass.
 
     def check(attention):                            # your test: takes a kernel, and fails if it is wrong
         q, k, v, cu_seqlens = ...

@@ -86,7 +86,7 @@ class Workload:
         rows: how queries lie in memory, one of `ROWS`.
         table: how the block table lies in memory, one of `TABLES`.
         out: where the output goes, one of `OUTS`.
-        poison: what memory holds that nobody may see, one of `POISON`.
+        poison: what memory holds that no query may see, one of `POISON`.
         nan_at: a NaN that queries do see, in a key or in a value.
         says_num_tokens: whether the batch says how many query rows it has.
         says_num_keys: whether it says how many keys it has.

@@ -139,7 +139,7 @@ def with_room_before(table: Int32[Tensor, "b m"], max_query_len: int) -> Int32[T
 
     Where `q` queries have `s < q` keys, the first tile of queries ends before the first key, and the kernel begins with
     the page of tile `ceil((m + s - q) / n) - 1 < 0` for tiles of `m` rows and `n` keys. Of the first sequence that is
-    memory before the table, which may be nobody's: an illegal access. The page that it finds has no weight.
+    memory before the table, which may not be allocated: an illegal access. The page that it finds has no weight.
 
     Args:
         table: the block table.

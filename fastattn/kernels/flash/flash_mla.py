@@ -228,7 +228,7 @@ def mla_fp8(
         )
         return lengths, pages, meta
 
-    # Whoever writes into a table in place has other pages in it.
+    # A table that is written in place has other pages in it.
     name = ("flash_mla of fp8", num_heads, batch.max_query_len, None if table.is_inference() else table._version)
     lengths, pages, meta = schedule_of(plan, name, make)
     descales = [

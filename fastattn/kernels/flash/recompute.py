@@ -42,7 +42,7 @@ def recompute(
     quantization: Quantization = UNQUANTIZED,
     adapted: bool = True,
 ) -> None:
-    """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
+    """Compute again, in place, what another kernel answered with NaN because it multiplied memory that no query sees.
 
     A kernel that loads whole tiles gives a weight of 0 to values past a sequence's end, before a window, or of the
     next sequence: harmless while they are finite, but 0 times NaN is NaN. The log-sum-exp does not suffer, as the

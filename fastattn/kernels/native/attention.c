@@ -590,7 +590,7 @@ void attend(Call *call) {
         call->failure = 2;
         return;
     }
-    memcpy(first_rows, call->first_rows, lengths + sizeof(int32_t)); /* they are checked: nobody may change them now */
+    memcpy(first_rows, call->first_rows, lengths + sizeof(int32_t)); /* they are checked, and must not change now */
     memcpy(seq_lens, call->seq_lens, lengths);
     call->first_rows = first_rows;
     call->seq_lens = seq_lens;

@@ -430,7 +430,7 @@ def _attend_kernel(
     factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (scale * LOG2E)
     table = block_table + sequence.to(gl.int64) * table_row_stride
     slots = keys, rope_keys, full, empty
-    # Triton 3.6 stores the arguments of the third group where `factor` was exchanged, and waits for nobody to read it.
+    # Triton 3.6 stores the arguments of the third group where `factor` was exchanged, and waits for no reader.
     tl.debug_barrier()
     acc, row_max, row_sum = gl.warp_specialize(
         [

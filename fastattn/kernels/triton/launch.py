@@ -113,7 +113,7 @@ class SplitLaunches:
 
     Partial outputs and their log-sum-exps share one allocation, as several take the CPU longer:
 
-        partial outputs [parts, t, h, dv] | their log-sum-exps [parts, t, h] | log-sum-exps [t, h] that nobody reads
+        partial outputs [parts, t, h, dv] | their log-sum-exps [parts, t, h] | log-sum-exps [t, h] that are never read
 
     Args:
         shape: of the output.

@@ -1,6 +1,6 @@
 """13 · A block taken for a slot.
 
-A kernel that was written for blocks of one token reads somebody else's keys in a server with blocks of 16.
+A kernel that was written for blocks of one token reads another request's keys in a server with blocks of 16.
 
 Reported: SGLang 32902: https://github.com/sgl-project/sglang/issues/32902
 """

@@ -31,7 +31,7 @@ COMMAND = "twinattn exercises"
 
 
 def to_type(arguments: str, file: Path) -> str:
-    """Return the command with some arguments for a file, as somebody types it who runs this by make or by itself."""
+    """Return the command with some arguments for a file, as a user types it, by make or by itself."""
     folder = file.parent.parent if file.parent.name == "puzzles" else file.parent
     if folder != learner.FOLDER and "MAKELEVEL" not in os.environ:
         arguments += f" --folder {folder}"
@@ -40,7 +40,7 @@ def to_type(arguments: str, file: Path) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """An exercise, with the file that somebody writes it in."""
+    """An exercise, with the user's file."""
 
     number: str
     exercise: Exercise
@@ -81,13 +81,13 @@ class Task:
                 if function is None:
                     return Outcome("wrong", reason=f"{self.file.name} has no function {self.name}")
                 return check(self.exercise, function, self.file)
-        except Exception as error:  # noqa: BLE001  # somebody's file may raise anything
+        except Exception as error:  # noqa: BLE001  # the user's file may raise anything
             return Outcome("to do") if is_to_do(error) else Outcome("wrong", reason=describe(error, self.file))
 
 
 @dataclass(frozen=True)
 class PuzzleTask:
-    """A puzzle, with the file that somebody solves it in."""
+    """A puzzle, with the user's file."""
 
     number: str
     puzzle: Puzzle
@@ -127,7 +127,7 @@ class PuzzleTask:
             if not isinstance(case, dict) or sorted(case) != sorted(expected):
                 return Outcome("wrong", reason=f"failing_case: expected a dict of {', '.join(expected)}; got {case}")
             tried = check(self.puzzle.exercise("broken", [case]), module.broken, self.file)
-        except Exception as error:  # noqa: BLE001  # somebody's file may raise anything
+        except Exception as error:  # noqa: BLE001  # the user's file may raise anything
             return Outcome("to do") if is_to_do(error) else Outcome("wrong", reason=describe(error, self.file))
         if tried.state == "done":
             reason = (

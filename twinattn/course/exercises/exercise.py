@@ -1,4 +1,4 @@
-"""What an exercise is, and what comes of running somebody's function on it.
+"""What an exercise is, and what comes of running a user's function on it.
 
 An exercise is a function to write. It has a reference of the same signature, trials (arguments, from the worked example
 to odd ones), and mistakes: what people write instead, each a function of the same signature. The first trial whose
@@ -98,7 +98,7 @@ class Outcome:
         trials: how many trials there were, up to the first that went wrong.
         trial: the one that went wrong.
         reason: what is wrong with its answer.
-        mistake: what is probably the cause; empty if nobody knows.
+        mistake: what is probably the cause; empty if not known.
         got: the answer, by parts.
         expected: the reference's.
     """
@@ -205,7 +205,7 @@ def check(exercise: Exercise, function: Function, file: Path | None = None) -> O
 
     Args:
         exercise: what it should be.
-        function: somebody's.
+        function: the user's.
         file: where it stands, to say in which line an exception came from.
     """
     number = 0
@@ -214,7 +214,7 @@ def check(exercise: Exercise, function: Function, file: Path | None = None) -> O
         try:
             got = answer_of(exercise, trial, function, trial.arguments)
             compare(got, *_both(exercise, trial, exercise.reference))
-        except Exception as error:  # noqa: BLE001  # somebody's code may raise anything
+        except Exception as error:  # noqa: BLE001  # the user's code may raise anything
             if is_to_do(error):
                 return Outcome("to do")
             _, expected = _both(exercise, trial, exercise.reference)
@@ -235,7 +235,7 @@ def is_to_do(error: BaseException | None) -> bool:
 
 
 def describe(error: BaseException, file: Path | None) -> str:
-    """Return in words what was raised, and in which line of somebody's file, also within Triton's interpreter."""
+    """Return in words what was raised, and in which line of the user's file, also within Triton's interpreter."""
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -354,7 +354,7 @@ def compare(got: Mapping[str, Any], expected: Mapping[str, Any], low: Mapping[st
             raise WrongAnswerError(
                 f"{name}: a number at {hidden.nonzero()[0].tolist()}, where NaN went in; it has to come out, too"
             )
-        both = want.isnan()  # memory that nobody wrote may hold it
+        both = want.isnan()  # unwritten memory may hold it
         try:
             assert_close(mine[~both], expected[name][~both], want[~both], name=name)
         except AssertionError as error:
@@ -416,7 +416,7 @@ def _agrees(exercise: Exercise, trial: Trial, known: Function, other: Function) 
     """Return whether another function answers as a known one."""
     try:
         answer = answer_of(exercise, trial, other, trial.arguments)
-    except Exception:  # noqa: BLE001  # somebody's code may raise anything, and so may a mistake
+    except Exception:  # noqa: BLE001  # the user's code may raise anything, and so may a mistake
         return False
     return _is_like(exercise, trial, known, answer)
 

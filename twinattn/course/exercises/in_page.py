@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-YOURS = "your code"  # the name of what somebody wrote, in tracebacks
+YOURS = "your code"  # the name of the user's code, in tracebacks
 ALONE = "answer"  # the name of an answer that has no parts
 CLOSE = 1e-6  # relative to the largest element: about what float32 can tell
 LONGEST = 100  # characters of a value that are shown
@@ -51,7 +51,7 @@ class WrongAnswerError(Exception):
 
 
 def run(source: str, exercise: str) -> str:
-    """Check what somebody wrote.
+    """Check the user's code.
 
     Args:
         source: the text of a file with the function.
@@ -71,7 +71,7 @@ def _run(source: str, exercise: Mapping[str, Any]) -> dict[str, Any]:
     written: dict[str, Any] = {"__name__": YOURS}
     try:
         exec(compile(source, YOURS, "exec"), written)
-    except Exception as error:  # noqa: BLE001  # somebody's code may raise anything
+    except Exception as error:  # noqa: BLE001  # the user's code may raise anything
         return {"state": "wrong", "trials": 0, "reason": describe(error, source)}
     function = written.get(exercise["name"])
     if function is None:
@@ -203,7 +203,7 @@ def _alike(one: Answer | None, other: Answer) -> bool:
 
 
 def describe(error: BaseException, source: str) -> str:
-    """Return in words what was raised, and in which line of somebody's text."""
+    """Return in words what was raised, and in which line of the user's text."""
     lines = source.splitlines()
     if isinstance(error, SyntaxError) and error.filename == YOURS:
         return f"line {error.lineno}, `{(error.text or '').strip()}`: {type(error).__name__}: {error.msg}"

@@ -92,7 +92,7 @@ class Step:
         lens = [torch.tensor(each, dtype=torch.int32) for each in ([0, *accumulate(query_lens)], seq_lens)]
         prefix = f["shared_prefix"](query_lens, seq_lens, tables, size) if way == "cascade" and len(tables) > 1 else 0
         if prefix:
-            table[1:, : prefix // size] = -1  # nobody needs them twice
+            table[1:, : prefix // size] = -1  # they are not needed twice
             return f["cascade"](query, key_cache, value_cache, *lens, table, prefix)
         return f["paged_attention"](query, key_cache, value_cache, *lens, table)
 

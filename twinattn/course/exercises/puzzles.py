@@ -313,7 +313,7 @@ PUZZLES = (
         lambda query_lens: [i for i, length in enumerate(query_lens) for _ in range(length)],
         _silent_rows,
         [dict(query_lens=lens) for lens in ([], [1, 1], [0, 1, 0, 1], [1, 0, 1], [3, 0, 1], [0, 0])],
-        ("When is row i not sequence i, though nobody has two new tokens?",),
+        ("When is row i not sequence i, though no sequence has two new tokens?",),
     ),
     Puzzle(
         "stale_memory",

@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def progress_bar(done: int, total: int, width: int = 24) -> Text:
-    """Draw how far somebody is."""
+    """Draw the user's progress."""
     filled = ceil(width * done / total) if total else 0
     return Text.assemble(("█" * filled, "green"), ("░" * (width - filled), "dim"), f" {done} of {total}")
 

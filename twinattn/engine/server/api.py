@@ -48,7 +48,7 @@ class Api:
                 Route("/metrics", self.metrics),
                 Route("/health", self.health),
             ],
-            exception_handlers={HTTPException: _http_error, ClientDisconnect: _nobody},
+            exception_handlers={HTTPException: _http_error, ClientDisconnect: _hung_up},
             lifespan=self._lifespan,
         )
 
@@ -205,5 +205,5 @@ async def _http_error(_: Request, error: Exception) -> Response:
     return _error(error.status_code, error.detail)
 
 
-async def _nobody(_: Request, __: Exception) -> Response:
-    return Response()  # the client hung up before its request had come; nobody reads this
+async def _hung_up(_: Request, __: Exception) -> Response:
+    return Response()  # the client hung up before its request had come; this is not read

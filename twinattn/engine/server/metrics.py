@@ -60,7 +60,7 @@ class Metrics:
 
 
 class EngineMetrics(Collector):
-    """Reads the numbers of an engine when somebody asks; they may be from the middle of a step."""
+    """Reads the numbers of an engine when asked; they may be from the middle of a step."""
 
     def __init__(self, thread: EngineThread) -> None:
         self.thread = thread

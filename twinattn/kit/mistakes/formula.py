@@ -300,7 +300,7 @@ class Attention(Formula, is_base=True):
         return 0.0 if self.sinks is None else (self.sinks.double()[:, None, None] - peak).exp()
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        """Return the weighted sum of values; those that nobody sees stay out."""
+        """Return the weighted sum of values; those that no query sees stay out."""
         value = value.masked_fill(~visible.any(0)[:, None, None], 0.0)
         return self._weighted(weights, value)
 

@@ -23,7 +23,7 @@ from twinattn.kit.workload import LARGEST, Workload
 
 Modules = Callable[[str], Any]  # from a path's name to its module, of either twin
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SPARE = 3  # columns of a pool of latents that nobody uses
+SPARE = 3  # unused columns of a pool of latents
 LAMBDA, LAMBDA_INIT, NORM_EPS = 0.35, 0.8, 1e-5
 
 
@@ -221,7 +221,7 @@ def drawn_hidden(work: Workload, num_slots: int, slots: list[Tensor]) -> Tensor:
 def drawn_pool(
     work: Workload, generator: torch.Generator, num_blocks: int, heads: int, size: int, hidden: Tensor, kind: int
 ) -> Tensor:
-    """Draw a pool of numbers `[n, p, heads, size]`, poisoned where nobody may see."""
+    """Draw a pool of numbers `[n, p, heads, size]`, poisoned where no query may see."""
     rows = torch.randn(num_blocks * work.block_size, heads, size, generator=generator)
     rows[hidden] = poisoned(int(hidden.sum()), heads, size, _poison(work), first=kind)
     seen = (~hidden).nonzero().flatten()
@@ -401,7 +401,7 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _quantized(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
-    """Draw quantized pools and their scales; where nobody may see there are NaN, largest numbers, and scales of NaN."""
+    """Draw quantized pools and their scales; hidden slots hold NaN, largest numbers, and scales of NaN."""
     p, hk, b = work.block_size, work.heads[1], len(work.lens)
     rows, sizes = num_blocks * p, (work.head_size, work.value_size)
     harm = work.poison in ("mixed", "nan")

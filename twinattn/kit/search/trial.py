@@ -113,7 +113,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether somebody has to look."""
+        """Whether it has to be looked at."""
         return self.kind in FAULTS
 
 

@@ -184,7 +184,7 @@ def step_of(case: Case, *, prefix_len: int | None = None, **values: Any) -> dict
     arguments = dict(query=query, key_cache=key_cache, value_cache=value_cache)
     if prefix_len is not None:
         columns = prefix_len // case.block_size
-        for i in range(1, len(table)):  # the content too, so that nobody can tell by it who read what
+        for i in range(1, len(table)):  # the content too, so that it does not tell which block was read
             key_cache[table[i, :columns].long()] = key_cache[table[0, :columns].long()]
             value_cache[table[i, :columns].long()] = value_cache[table[0, :columns].long()]
         table[1:, :columns] = -1
