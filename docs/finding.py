@@ -99,7 +99,7 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
 
 
 def on_post_template(output_content: str, *, template_name: str, config: MkDocsConfig) -> str:
-    """Let the page of wrong addresses find its style and its links wherever the site is."""
+    """Make the style and the links of the 404 page work wherever the site is."""
     if template_name != "404.html":
         return output_content
     root = re.sub(r"^https?://[^/]+", "", where(config) or "/")

@@ -300,7 +300,7 @@ def _by_a_kernel(
 
 
 def _bind(kernel: Kernel, operation: str, *arguments: Any, return_lse: bool | None) -> tuple[Tensor, Tensor, Bound]:
-    """Let a kernel compute attention, and return beside the outputs what computes it again with other tensors."""
+    """Compute attention by a kernel; return the outputs, and what computes it again with other tensors."""
     where = None if return_lse is None else kernel.functions.get(f"bind_{operation}")
     if where is None:
         module, name = find(kernel.functions[operation])

@@ -31,7 +31,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let the reference compute in some type inside a `with` block, to see by how much a formula errs in it."""
+    """Override the reference's compute type inside a `with` block, to measure the rounding of a formula."""
     token = _compute_dtype.set(dtype)
     try:
         yield
@@ -40,7 +40,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function compute in the types that it chooses, inside `torch.autocast` as outside.
+    """Run a function without `torch.autocast`, in the types that it chooses.
 
     Autocast would have matrix products rounded to bfloat16 or float16, whatever the function asks for, and it raises
     for fp8.

@@ -100,7 +100,7 @@ class ChecksOfSomeCalls(type(jaxtyping.config)):
 
 
 def where_shapes_are(jaxtyped):
-    """Let jaxtyping leave alone the functions that have no shape: its checks of those take a quarter of the engine."""
+    """Keep jaxtyping from functions without a shape: its checks of those take a quarter of the engine's time."""
 
     def decorator(**options):
         check = jaxtyped(**options)
@@ -209,7 +209,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
-    """Let `torch.empty` give NaN, so that what is read before it is written shows."""
+    """Fill `torch.empty` with NaN, so that what is read before it is written shows."""
     torch.set_deterministic_debug_mode("warn")
     yield
     torch.set_deterministic_debug_mode("default")
@@ -217,7 +217,7 @@ def unwritten_memory_is_nan():
 
 @pytest.fixture(autouse=True)
 def forget_choices():
-    """Let each test choose kernels anew: a choice is kept, and some tests change what it depends on.
+    """Forget the kernels chosen before each test: a choice is kept, and some tests change what it depends on.
 
     A test that does so after it has chosen calls what this gives.
     """

@@ -51,7 +51,7 @@ class Recorder:
         self.results, self.failed = results, set()
 
     def pytest_configure(self, config: Any) -> None:
-        """Let Hypothesis look for a failure, and not for the smallest one."""
+        """Make Hypothesis look for any failure, not for the smallest one."""
         from hypothesis import Phase, settings
 
         phases = (Phase.explicit, Phase.generate)

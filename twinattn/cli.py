@@ -46,7 +46,7 @@ def demo(
         Path | None, typer.Option(help="Show where the time of a step goes, and draw some steps into this file (.svg).")
     ] = None,
 ) -> None:
-    """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
+    """Answer prompts with a real model through both twins, and compare their words with transformers' own."""
     from twinattn.engine import demo as module  # late: `--help` does not need torch
     from twinattn.engine.demo_model import MissingModelError
 

@@ -60,7 +60,7 @@ def cannot_interpret() -> str | None:
 
 
 def _fix_masks() -> None:
-    """Let a comparison of two scalars be a mask in Triton's interpreter, as it is where kernels are compiled.
+    """Make a comparison of two scalars a mask in Triton's interpreter, as it is where kernels are compiled.
 
     There, `mask & (a < b)` has the integer type of `a`: the result of a comparison keeps the type of its operands, and
     is spread over a block in that. The interpreter of Triton 3.9 refuses such a mask, which those before it take.

@@ -669,7 +669,7 @@ def tokenizer():
 
 
 def scripted(monkeypatch, texts):
-    """Let the model say these bytes to the requests, in order."""
+    """Make the model answer the requests with these bytes, in order."""
     scripts = {}
 
     def choose(logits, requests, **_):

@@ -213,7 +213,7 @@ def test_blocks_of_a_failed_request_are_not_found(llama, alone):
 
 
 def raising_over(model, token, error, *, only_with_others=False):
-    """Let the model raise over every batch with a token in it."""
+    """Make the model raise over every batch with a token in it."""
 
     def check(_module, arguments):
         if (arguments[0] == token).any() and (not only_with_others or arguments[0].shape[1] > 1):
@@ -708,7 +708,7 @@ class Faults:
         return logits
 
     def passed(self, site, requests=None):
-        """Let it go wrong if it is to."""
+        """Raise if this step is to fail."""
         requests = self.current if requests is None else requests
         if not self.is_due(site, requests):
             return

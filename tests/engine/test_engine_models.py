@@ -45,7 +45,7 @@ ONE = SamplingParams(max_tokens=1)
 
 
 def set_implementation(model, name):
-    """Let a model compute its attention by itself again."""
+    """Give a model its own attention back."""
     model.set_attn_implementation(name)
     model.config._attn_implementation = name  # set_attn_implementation leaves it in models outside of the interface
 

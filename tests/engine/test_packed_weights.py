@@ -27,7 +27,7 @@ def layers():
 
 @pytest.fixture
 def no_own_code(monkeypatch):
-    """Let layers that are not packed fail."""
+    """Make layers fail that are not packed."""
 
     def refuse(*_):
         raise OwnCodeError

@@ -105,7 +105,7 @@ def unfinished():
 
 
 def cut_short(backend=None, stages=None, options=None, language=None, capability=None):
-    """Let the compiler end where shared memory is laid out; a hook of Triton's."""
+    """Stop the compiler where shared memory is laid out; a hook of Triton's."""
     if backend is None:
         return "", ""
     whole = stages["llir"]

@@ -40,7 +40,7 @@ FA3_SCHEDULE = """
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `flash_attn`, `flash_attn.cute`, `flashinfer`, `flash_mla`, `fla` and `attn_gym` be these."""
+    """Replace `flash_attn`, `flash_attn.cute`, `flashinfer`, `flash_mla`, `fla` and `attn_gym` by these."""
     fa2, fa4, flashinfer = (ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flashinfer"))
     flashinfer_mla, flash_mla = ModuleType("flashinfer.mla"), ModuleType("flash_mla")
     fa2.__path__ = flashinfer.__path__ = []
@@ -283,7 +283,7 @@ def flash_mla_with_kvcache(
 
 @contextmanager
 def fa3_library() -> Iterator[None]:
-    """Let the operators of FlashAttention-3 in vLLM's library be these, under their own schemas."""
+    """Replace FlashAttention-3's operators in vLLM's library by these, under their own schemas."""
     library = torch.library.Library(FA3, "DEF")
     library.define(f"fwd({FA3_FORWARD}) -> Tensor[]")
     library.define(f"get_scheduler_metadata({FA3_SCHEDULE}) -> Tensor")

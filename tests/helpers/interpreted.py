@@ -20,7 +20,7 @@ def quicken() -> None:
 
 
 def _patch_functions_once() -> None:
-    """Let a kernel, and each function that it calls, patch Triton's language once, and not at each launch or call.
+    """Patch Triton's language once per kernel and function that it calls, and not at each launch or call.
 
     The interpreter does so each time, which takes a third of its own, and takes a kernel's patches back. Here they
     stay: nothing but kernels uses the language.
@@ -44,7 +44,7 @@ def _patch_functions_once() -> None:
 
 
 def _call_without_detours() -> None:
-    """Let an operation of the language be called by what patches it, and not by two functions between them."""
+    """Call an operation of the language from its patch, without two functions between them."""
 
     def patch(obj, name, member, builder, scope):
         operation = getattr(member, "__wrapped__", member)
@@ -194,7 +194,7 @@ def _run_in_one_piece_of_stack() -> None:
 
 
 def add_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let products of matrices be sums in the order of their terms, wherever a row stands and whatever else is there.
+    """Compute matrix products as sums in the order of their terms, wherever a row stands and whatever else is there.
 
     NumPy leaves them to BLAS, whose order depends on the processor and, on many, on a row's place in the matrix. One
     product of 16- or 32-bit numbers is exact in float64; one sum after the other rounds alike everywhere.

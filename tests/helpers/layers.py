@@ -78,7 +78,7 @@ def lay_out(name, seed=0, dtype=torch.float16, device="cpu"):
 
 
 def shared(batch, case):
-    """Let the first two sequences of a cascade share their first block."""
+    """Make the first two sequences of a cascade share their first block."""
     if case is not SHARED:
         return batch
     table = batch.block_table.clone()

@@ -58,7 +58,7 @@ def assert_all_free(engine):
 
 
 def run(pool, length, contents=(), prompt=None):
-    """Let a request of some tokens compute them in one step, and return it."""
+    """Add a request, compute its tokens in one step, and return it."""
     tokens = list(range(length))
     request = Request(tokens, length if prompt is None else prompt, GREEDY)
     begin = pool.usable(contents)

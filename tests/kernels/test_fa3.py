@@ -219,7 +219,7 @@ def described(asked: dict) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered():
-    """Let each test find out anew what is here."""
+    """Forget before each test which packages were found."""
     remembered = (fa3._cannot_load, fa3._refusal, devices.cannot_import)
     for function in remembered:
         function.cache_clear()

@@ -62,7 +62,7 @@ def read(page: Path, first: str) -> dict[str, dict[str, str]]:
 
 
 def have(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages: tuple[str, ...]) -> None:
-    """Let there be a GPU, and some packages."""
+    """Pretend that there is a GPU, and some packages."""
 
     def unless_there(name):
         return lambda *asked, **options: None if name in packages else f"there is no {name}"

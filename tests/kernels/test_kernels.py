@@ -70,7 +70,7 @@ by_pages, by_rows = partial(plan_and_attend, refattn.chunked_prefill), partial(p
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Let there be a Hopper with all packages, for what only asks."""
+    """Pretend that there is a Hopper with all packages, for code that only asks."""
     for module in (triton, fa4, fa3, flash_mla, fa2):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "cannot_import", lambda name, package, *names: None, raising=False)
@@ -121,7 +121,7 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
 
 
 def of_kernels(monkeypatch, names, **described):
-    """Let these be the kernels, asked in an order: each with a reason or None, and functions besides `attend`."""
+    """Replace the kernels by these, in this order: each with a reason or None, and functions besides `attend`."""
     kernels = {}
     for name, (reason, *operations) in described.items():
         functions = {operation: f"kernels.{name}:{operation}" for operation in operations}

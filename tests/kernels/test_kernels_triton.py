@@ -848,7 +848,7 @@ def test_what_is_nan_rightly_stays_so(device):
 
 @pytest.fixture
 def fixed_products(device, monkeypatch):
-    """Let bits be those of the kernel: on a CPU the interpreter's own products change with a row's place."""
+    """Make bits those of the kernel: on a CPU the interpreter's own products change with a row's place."""
     if device == "cpu":
         interpreted.add_products_in_order(monkeypatch)
 

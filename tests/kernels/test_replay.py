@@ -45,7 +45,7 @@ def nothing_is_chosen():
 
 
 def nothing_is_checked():
-    """Let a check fail that every call of attention makes."""
+    """Make a check fail that every call of attention makes."""
     return mock.patch("refattn.checks_of_calls.check_query", side_effect=AssertionError("a query was checked"))
 
 
@@ -385,7 +385,7 @@ def test_a_thread_may_meet_a_schedule_half_made(name):
     expected = [call(plan=plan_of(name, batch)) for call in (first, other)]
 
     def answers_if_stopped(at, plan, threads):
-        """Let the other call run before the line with this number; return no answer of it if there are fewer."""
+        """Run the other call before the line with this number; return None if there are fewer."""
         lines, found = set(), []
 
         def trace(frame, event, _):

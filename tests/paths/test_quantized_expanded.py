@@ -58,7 +58,7 @@ each_scaled = pytest.mark.parametrize(("kind", "per"), SCALED, ids=["-".join(pai
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
-    """Let flash-attn-4 compute on a CPU; what it refuses there is what cannot be expanded."""
+    """Make flash-attn-4 compute on a CPU; what it refuses there is what cannot be expanded."""
     if ON_CPU:
         monkeypatch.setattr(importlib.import_module(repage.__module__), "BLOCK_ROWS", 64)  # for fewer programs
         monkeypatch.setattr(

@@ -393,7 +393,7 @@ CONTENDERS = [
 
 @pytest.fixture
 def fa3_library():
-    """Let a double of FlashAttention-3 be there, and be found."""
+    """Install a double of FlashAttention-3."""
     fa3._cannot_load.cache_clear()
     with gpu_package_doubles.fa3_library():
         yield
@@ -554,7 +554,7 @@ ROWS = [row for row in ROWS if not (isinstance(row.work, States) and row.work.nu
 
 @pytest.fixture
 def forked_ranks(monkeypatch):
-    """Let the processes of the ranks be forks of one that has imported PyTorch, once for all, as in their own tests."""
+    """Fork the processes of the ranks from one that has imported PyTorch, as in their own tests."""
     multiprocessing.set_forkserver_preload([ranks.__name__])
     monkeypatch.setattr(ranks, "spawn", partial(start_processes, start_method="forkserver"))
 

@@ -35,7 +35,7 @@ def one_thread():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Let the demo serve a tiny model that is there at once."""
+    """Make the demo serve a tiny model that is there at once."""
     model = make_llama(vocab_size=257, eos_token_id=256)
     prompts = [list(question.encode()) for question in QUESTIONS]
     other = [list(b"A text apart."), list(b"And 1 more!")]
@@ -47,7 +47,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def brief(tiny, monkeypatch):
-    """Let its answers be of three tokens, where it does not matter what they say."""
+    """Limit its answers to three tokens, where their text does not matter."""
     work = dataclasses.replace(demo.prepare(), sampling=SamplingParams(max_tokens=3))
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
 
@@ -239,7 +239,7 @@ def test_demo_sees_wrong_words(brief, monkeypatch):
 
 @pytest.fixture
 def broken(brief):
-    """Let the model fail over one prompt of the demo, and over no other."""
+    """Make the model fail over one prompt of the demo, and over no other."""
 
     def refuse(module, arguments):
         if (arguments[0] == ord("C")).any():

@@ -70,7 +70,7 @@ def run_module(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Let a kernel be checked, and a path be searched, in this process; each would start one that imports PyTorch."""
+    """Check a kernel and search a path in this process; each would start one that imports PyTorch."""
 
     class Process:
         def __init__(self, command: list[str], **_: Any) -> None:

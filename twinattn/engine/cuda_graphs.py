@@ -79,7 +79,7 @@ class Shape(NamedTuple):
 def _on_gpu_of_model(
     method: Callable[Concatenate["CudaGraphs", Engine, P], T],
 ) -> Callable[Concatenate["CudaGraphs", Engine, P], T]:
-    """Let a runner work on the GPU of its engine's model, whichever one is current."""
+    """Run a runner's method on the GPU of its engine's model, whichever one is current."""
 
     @wraps(method)
     def call(runner: "CudaGraphs", engine: Engine, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -573,7 +573,7 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Let Python's garbage wait: a graph of another engine in it would be freed, which no capture survives."""
+    """Pause garbage collection: it could free a graph of another engine, which no capture survives."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -416,7 +416,7 @@ def serve(
 
 @contextmanager
 def weights_packed(work: Work, name: str) -> Iterator[None]:
-    """Let `fastattn` have the weights of linear layers laid out for a CPU's products, as long as it serves."""
+    """Pack the weights of linear layers for a CPU's products while `fastattn` serves."""
     if not (name.startswith("fastattn") and work.model.device.type == "cpu" and can_pack()):
         yield
         return

@@ -33,7 +33,7 @@ def model_file() -> Path:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Let transformers draw no progress bars in a `with` block; what it says otherwise is said."""
+    """Turn off transformers' progress bars in a `with` block; other messages stay."""
     from transformers.utils import logging
 
     are_shown = logging.is_progress_bar_enabled()

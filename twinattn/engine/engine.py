@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 def _cpu_by_default(function: Callable[P, T]) -> Callable[P, T]:
-    """Let tensors be made on the CPU where no device is named, whatever `torch.set_default_device` says."""
+    """Make tensors on the CPU where no device is named, whatever `torch.set_default_device` says."""
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
@@ -578,7 +578,7 @@ class Engine:
         return self._decodes_first(scheduled) if splits else scheduled
 
     def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, int]:
-        """Let decodes take along what may follow their tokens, as far as step, pool and answer have room."""
+        """Add drafts to decodes, as far as step, pool and output have room."""
         if self.speculation is None:
             return scheduled
         room = self.max_num_batched_tokens - sum(scheduled.values())

@@ -238,7 +238,7 @@ class _Fused:
 
     @contextmanager
     def stand_ins(self) -> Iterator[list[Any]]:
-        """Let others stand in for what the module calls during a proof, and list what they are called with."""
+        """Replace what the module calls during a proof, and record the arguments of the calls."""
         yield []
 
 

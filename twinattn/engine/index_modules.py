@@ -66,7 +66,7 @@ def unknown(model: Any) -> str | None:
 
 
 def replace_indexers(model: Any, under_way: Callable[[], tuple[Any, Any] | None]) -> None:
-    """Let the indexers of a model call the engine that runs it; without one they are what they were.
+    """Make the indexers of a model call the engine that runs it; without one they are what they were.
 
     Args:
         model: the model.

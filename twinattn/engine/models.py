@@ -168,7 +168,7 @@ _UNDER_WAY: ContextVar[tuple[Any, Any] | None] = ContextVar("_UNDER_WAY", defaul
 
 
 def replace_attention(model: Any) -> None:
-    """Let the layers of a model call `paged_attention`, or what is in `REPLACED`.
+    """Make the layers of a model call `paged_attention`, or what is in `REPLACED`.
 
     Raises:
         ValueError: if the code of the model does not let its attention be replaced.
@@ -237,7 +237,7 @@ def paged_attention(
     engine: Any = None,
     **step: Any,
 ) -> tuple[Float[Tensor, "1 t h dout"], None]:
-    """Let the engine that runs the model compute the attention of a layer; transformers calls this instead of its own.
+    """Compute a layer's attention by the engine that runs the model; transformers calls this instead of its own.
 
     Raises:
         ValueError: if no engine runs the model, or the model has a mask of its own.

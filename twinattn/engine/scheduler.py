@@ -222,7 +222,7 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, cached: list[int]) -> bool:
-        """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
+        """Start a request after its cached prefix, if there are blocks for all its tokens so far."""
         unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
         if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
             return False
@@ -271,7 +271,7 @@ class Scheduler:
         self._advance(request, count)
 
     def _advance(self, request: Request, count: int) -> None:
-        """Let more tokens of a request have their keys in the pool, and its blocks be found that are full now."""
+        """Count more tokens of a request as computed, and register its blocks that are full now."""
         request.num_computed_tokens += count
         for i in range(len(request.contents), request.num_computed_tokens // self.block_size):
             tokens = block_key(request.tokens, i * self.block_size, self.block_size, request.spans)

@@ -181,7 +181,7 @@ def state_layers(model: Any) -> dict[int, StateLayer]:
 
 
 def replace_states(model: Any) -> None:
-    """Let the layers of a model that keep a state call the engine that runs it; without one they are what they were."""
+    """Make the layers of a model that keep a state call the engine; without one they are what they were."""
     for module in model.modules():
         kind = kind_of(module)
         if kind is not None:

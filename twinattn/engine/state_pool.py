@@ -101,7 +101,7 @@ class StatePool:
         return max((count for count, content in enumerate(contents, 1) if content in self.kept), default=0)
 
     def share(self, request: Request, contents: Sequence[BlockContent]) -> None:
-        """Let a new request begin after some blocks, as many as are `usable`: it reads the state after the last one."""
+        """Start a new request after some blocks, as many as are `usable`: it reads the state after the last one."""
         slots = self.slots[request] = Slots(len(contents) * self.block_size)
         if contents:
             slots.start = self.kept[contents[-1]]
@@ -202,7 +202,7 @@ class StatePool:
             self._pending -= 1
 
     def _keep(self, request: Request, block: int, slot: int) -> None:
-        """Let a state be found that a request has at the end of a block, unless there is another one."""
+        """Register a request's state at the end of a block for prefix caching, unless there is one."""
         content, slots = request.contents[block], self.slots[request]
         if content not in self.kept:
             self.kept[content], self._contents[slot] = slot, content

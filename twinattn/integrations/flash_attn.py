@@ -77,7 +77,7 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def install(twin: str = "fastattn") -> None:
-    """Let `import flash_attn` find this module, for the rest of the process; to do so again may change the twin.
+    """Make `import flash_attn` find this module, for the rest of the process; a second call may change the twin.
 
     Args:
         twin: which twin computes, "fastattn" or "refattn"; also for the functions of this module.

@@ -94,7 +94,7 @@ def register() -> None:
 
 
 def use_in_generate_batch(model: Any, name: str) -> None:
-    """Let a model compute with a twin in `generate_batch`, the continuous batching of transformers.
+    """Make a model compute with a twin in `generate_batch`, the continuous batching of transformers.
 
     `model.set_attn_implementation(...)` gives it another attention again. There, transformers would look for a kernel
     of that name to download, so here the name is set in the configuration.
@@ -135,7 +135,7 @@ def _generate_batch(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
 
 
 def _refusing_twins(check: Callable[..., str]) -> Callable[..., str]:
-    """Let transformers' check of an implementation refuse the twins for a model that would not call them."""
+    """Make transformers' check of an implementation refuse the twins for a model that would not call them."""
 
     @wraps(check)
     def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:

@@ -590,7 +590,7 @@ def _options(example: Example) -> Arguments:
 
 
 def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch, Arguments]:
-    """Let the sequences of each prefix have the first blocks of its first one."""
+    """Give the sequences of each prefix the first blocks of its first one."""
     options.pop("shared", None)
     assert batch.block_table is not None
     table, prefixes = batch.block_table.clone(), example.shared_prefixes()
@@ -600,7 +600,7 @@ def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch,
 
 
 def _forked(example: Example, batch: Batch) -> Batch:
-    """Let sequences begin with full blocks of earlier ones, as after a fork: some, or as many as both have."""
+    """Make sequences begin with full blocks of earlier ones, as after a fork: some, or as many as both have."""
     if not example.options.get("forked"):
         return batch
     assert batch.block_table is not None

@@ -376,7 +376,7 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """Let `torch.empty` give NaN, so that what is returned before it is written shows."""
+    """Fill `torch.empty` with NaN, so that what is returned before it is written shows."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does so, and imports Inductor: seconds
     try:

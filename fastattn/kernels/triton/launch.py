@@ -477,7 +477,7 @@ def _cuda() -> Any | None:
 
 
 def _enter_context(driver: Any, device: int) -> None:
-    """Let this thread launch on a GPU: make the context that PyTorch has there the current one, if there is none.
+    """Make PyTorch's context of a GPU current in this thread, if it has none, so that it can launch there.
 
     The CUDA runtime does so with its first call in a thread; the driver does not.
     """

@@ -264,7 +264,7 @@ class Part(NamedTuple):
 @triton.jit
 @no_type_check
 def let_next_begin(split):
-    """Let the reduction be put in place; it waits for our results itself."""
+    """Allow an early launch of the reduction; it waits for our results itself."""
     if split.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -263,7 +263,7 @@ def show_next(console: Console, task: Task | PuzzleTask | None) -> None:
 
 
 def serve(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:
-    """Let a real model answer with the functions that are right."""
+    """Answer with a real model and the functions that are right."""
     from twinattn.course.exercises import serve as module
 
     done = [task for task in tasks if isinstance(task, Task) and task.check().state == "done"]

@@ -130,7 +130,7 @@ class Step:
         return out[None]
 
     def _latent(self, i: int, query: Tensor, *pools: Tensor) -> Tensor:
-        """Let the keys and values of all KV heads be the latent; the matrices of a head only pick out its own."""
+        """Use the latent as keys and values of all KV heads; the matrices of a head only pick out its own."""
         key, value = self._keys(i, *pools)
         hk, d = key.shape[1:]
         latent = torch.cat([key.flatten(1), value.flatten(1)], 1)
@@ -162,7 +162,7 @@ class Step:
         return out
 
     def _tree(self, i: int, query: Tensor, *pools: Tensor) -> Tensor:
-        """Let each guess see the context, its ancestors and itself."""
+        """Show each guess the context, its ancestors and itself."""
         mask = self._mask(i)
         if self.trees[i]:
             mask[:, -len(query) :] = self.server.f["tree_mask"](self.trees[i])

@@ -1,4 +1,4 @@
-"""Let a real model answer with a learner's own functions, in the server of `nanoserve`, beside transformers' answers.
+"""Answer with a real model and a learner's own functions, in the server of `nanoserve`, beside transformers' answers.
 
 It serves two questions four times, so that each of the 23 functions computes something:
 

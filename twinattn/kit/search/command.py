@@ -87,7 +87,7 @@ def _asking(name: str | None) -> Iterator[list[str]]:
 
 @contextmanager
 def _noting_choices() -> Iterator[None]:
-    """Let the chooser say which kernels it chooses."""
+    """Note which kernels are chosen."""
     from fastattn.kernels import order
 
     def noting(choose: Any) -> Any:

@@ -285,7 +285,7 @@ def _drafting(random: Random, work: Workload) -> Workload:
 
 
 def _sharing(random: Random, work: Workload) -> Workload:
-    """Let neighbouring sequences share their first blocks, some of them more than others."""
+    """Make neighbouring sequences share their first blocks, some of them more than others."""
     p, b = work.block_size, len(work.lens)
     prefixes: list[tuple[int, int, int]] = []
 

@@ -324,7 +324,7 @@ def cast(call: Call, dtype: torch.dtype) -> dict[str, Any]:
 
 @contextmanager
 def _without_shortcuts() -> Iterator[None]:
-    """Let matrix products of a GPU compute in the types that they are asked for, and add up in float32."""
+    """Make matrix products of a GPU compute in the types that they are asked for, and add up in float32."""
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     products = torch.backends.cuda.matmul
     before = {name: getattr(products, name) for name in names}

@@ -204,7 +204,7 @@ def _chunks_with_whole_tables(block_tables: list[list[int]], block_size: int, **
 
 
 def _chunks_filled(**arguments: Any) -> Any:
-    """Let a piece have all tokens of its chunk, also those that are not there yet."""
+    """Give a piece all tokens of its chunk, also those that are not there yet."""
     queries, lens, tables = virtual_batches(**arguments)
     return queries, [arguments["chunk_size"]] * len(lens), tables
 
