@@ -467,10 +467,10 @@ def offsets_of_32_bits() -> Picture:
     return texts([f"block {block}" for block in blocks], *cells, "begins at")
 
 
-# --- quantised caches ---
+# --- quantized caches ---
 
 
-@exhibit("Quantised caches", "54035", "Tiles that round differently")
+@exhibit("Quantized caches", "54035", "Tiles that round differently")
 def tiles_that_round_differently() -> Picture:
     """The weights of a tile of keys are rounded to fp8, relative to the largest score so far. A decode takes tiles of
     two keys here, and a prefill of four: other roundings, and another answer to the same question.
@@ -491,7 +491,7 @@ def tiles_that_round_differently() -> Picture:
     return texts(["decode", "prefill"], [attended(4)] * 2, [attended(2), attended(4)], "output")
 
 
-@exhibit("Quantised caches", "42580", "One scale for two", puzzle="one_scale")
+@exhibit("Quantized caches", "42580", "One scale for two", puzzle="one_scale")
 def one_scale_for_two() -> Picture:
     """Values are multiplied by the scale of the keys. With scales of 1 it does not show."""
     quantized = torch.tensor([[40], [80]], dtype=torch.int8)
@@ -502,7 +502,7 @@ def one_scale_for_two() -> Picture:
     return texts(["scales 1, 1", "scales 0.5, 0.01"], *cells, "output")
 
 
-@exhibit("Quantised caches", "37785", "Scales of the wrong request")
+@exhibit("Quantized caches", "37785", "Scales of the wrong request")
 def scales_of_the_wrong_request() -> Picture:
     """Local attention cuts requests into virtual sequences: here a into two, b into none, c into three. Each should
     have the scale of its request; instead, number i has scale i.
@@ -515,7 +515,7 @@ def scales_of_the_wrong_request() -> Picture:
     return texts(["scale of"], [owners], [by_number], *titles)
 
 
-@exhibit("Quantised caches", "49716", "Scales in padded pages")
+@exhibit("Quantized caches", "49716", "Scales in padded pages")
 def scales_in_padded_pages() -> Picture:
     """Four scales per block, and two elements of padding behind them. Read as if there were none, block 1 begins in
     the padding of block 0.
@@ -527,7 +527,7 @@ def scales_in_padded_pages() -> Picture:
     return texts([f"block {i}" for i in range(3)], *cells, *[f"row {i}" for i in range(4)])
 
 
-@exhibit("Quantised caches", "51091", "A guest that overwrites")
+@exhibit("Quantized caches", "51091", "A guest that overwrites")
 def a_guest_that_overwrites() -> Picture:
     """Layer 2 reads the keys of layer 0 and has none of its own. If it writes, both read what it wrote."""
     cells = []

@@ -177,7 +177,7 @@ def parts(text: str) -> str:
 
 
 def spellings(text: str) -> str:
-    """Return the other spelling of words in a text, `quantized` of `quantised`, less those that are words of it."""
+    """Return the other spelling of words in a text, `quantised` of `quantized`, less those that are words of it."""
     words = set(re.findall(r"[a-z]+", re.sub(r"<[^>]+>", " ", text).lower()))
     other = {"s": "z", "z": "s"}
     found = {f"{match[1]}{other[match[2]]}{match[3]}" for match in map(IZE.fullmatch, words) if match}

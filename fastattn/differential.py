@@ -42,7 +42,7 @@ def attention(
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
     Arguments, results and errors are those of `refattn.differential.attention`. Rows are read as pages of one row, and
-    an fp8 cache by four calls of a kernel for quantised pages, two for each softmax. Our Triton kernel subtracts and
+    an fp8 cache by four calls of a kernel for quantized pages, two for each softmax. Our Triton kernel subtracts and
     norms by itself, by the root mean square: with another `norm` there are four calls on a GPU. None is replayed then.
 
     Raises:

@@ -21,9 +21,9 @@ Everything else that a path asks of a kernel is one `run(operation, ...)`. The o
     merge            outs, lses                                             combine partial outputs
     add_sinks        out, lse, sinks                                        give sinks their share of an output
     write            key, value, key_cache, value_cache, slot_mapping       write new tokens into the pool
-    write_quantized  ... and scales                                         quantise and write them
+    write_quantized  ... and scales                                         quantize and write them
     write_packed     latent, rope_key, cache, slot_mapping                  write latents into packed rows
-    read_packed      rows, latent_rank, rope_size, dtype                    dequantise such rows
+    read_packed      rows, latent_rank, rope_size, dtype                    dequantize such rows
     copy_blocks      cache, pairs                                           copy blocks inside a pool
     compact          cache, batch, trees, accepted, block_size              move accepted nodes to the front of trees
     slot_mapping     batch, num_tokens, block_size                          where each new token is written

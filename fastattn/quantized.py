@@ -1,4 +1,4 @@
-"""Attention over a quantised cache by the fastest kernel; the twin of `refattn.quantized`."""
+"""Attention over a quantized cache by the fastest kernel; the twin of `refattn.quantized`."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from the new tokens of each sequence to its tokens in a quantised cache; the twin of `refattn.quantized`.
+    """Attend from the new tokens of each sequence to its tokens in a quantized cache; the twin of `refattn.quantized`.
 
     Arguments, results and errors are those of `refattn.quantized.attention`. A query in fp8 is converted to the type of
     the outputs, which loses nothing, and its scale is multiplied into that of the keys: any kernel computes it.
@@ -66,7 +66,7 @@ def write(
     *,
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantise new tokens and write them into the pool, all at once; the twin of `refattn.quantized.write`.
+    """Quantize new tokens and write them into the pool, all at once; the twin of `refattn.quantized.write`.
 
     Arguments and errors are those of `refattn.quantized.write`.
     """

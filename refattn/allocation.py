@@ -135,7 +135,7 @@ def allocate_pairs(
         block_size: tokens in a block, `p`.
         num_kv_heads: key heads, `hk`, an even number.
         head_size: elements of a key and of a value, `d`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantised cache.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantized cache.
         device: where the pool is.
 
     Returns:

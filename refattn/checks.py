@@ -211,7 +211,7 @@ def check(sizes: dict[str, int] | None = None, /, **tensors: Declared) -> dict[s
     computed in, or the name of a tensor before it, of the same type; or a type comes after them. `or None` at the end
     lets a tensor be missing. A dimension may be a number, or a sum as `b+1` whose size is given.
 
-    No tensor may be sparse, nested or quantised by torch. One of integers is no negated view: kernels read tables where
+    No tensor may be sparse, nested or quantized by torch. One of integers is no negated view: kernels read tables where
     they are, anew in each launch, so a copy would not do.
 
     Args:
@@ -363,7 +363,7 @@ def is_int(value: object) -> bool:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Return whether a tensor is neither sparse nor nested nor quantised by torch, and no negated view of a table."""
+    """Return whether a tensor is neither sparse nor nested nor quantized by torch, and no negated view of a table."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_neg()

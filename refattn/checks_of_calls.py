@@ -182,7 +182,7 @@ def check_context_parallel(
 ) -> slice:
     """Check a call on a rank: its query heads `[t, h, d]`, new keys `[t, hk, d]`, its caches `[n, p, hk, d]`.
 
-    With scales the caches hold quantised values, and new keys and values are as the query.
+    With scales the caches hold quantized values, and new keys and values are as the query.
 
     Returns:
         The key heads that the rank's query heads read.

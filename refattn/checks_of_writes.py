@@ -112,7 +112,7 @@ def check_quantized_slots(
     slot_mapping: Tensor,
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Check a quantising write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
+    """Check a quantizing write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
@@ -186,7 +186,7 @@ def check_latent_slots(
 def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Tensor) -> None:
     """Check new keys and values `[t, hk, d]` of differential attention, before either half of them is written.
 
-    With scales the cache holds quantised values, and tokens have any floating point type.
+    With scales the cache holds quantized values, and tokens have any floating point type.
 
     Raises:
         ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.

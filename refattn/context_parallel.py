@@ -114,7 +114,7 @@ def attention(
         group: the ranks; `plan.shard` is this one's.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
-        scales: those of quantised caches, as in `quantized.attention`; int8 keys have those of the rank's own pool. The
+        scales: those of quantized caches, as in `quantized.attention`; int8 keys have those of the rank's own pool. The
             new tokens among themselves are taken as they come. None: the caches are in the type of the query.
 
     Returns:

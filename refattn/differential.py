@@ -234,7 +234,7 @@ def write(
         value: the new values, in the same pairs.
         cache: the pool, changed in place.
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
-        scales: those of an fp8 cache, into which tokens of any floating point type are quantised as `quantized.write`
+        scales: those of an fp8 cache, into which tokens of any floating point type are quantized as `quantized.write`
             does; none per sequence. None: tokens have the type of the cache.
 
     Raises:

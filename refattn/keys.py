@@ -141,7 +141,7 @@ class Pages(NamedTuple):
 
 
 class QuantizedPages(NamedTuple):
-    """Quantised keys and values in the blocks of a pool: a number is `scale * quantized`.
+    """Quantized keys and values in the blocks of a pool: a number is `scale * quantized`.
 
     Attributes:
         key_cache: the pool of keys: fp8, as its own type or as bytes, or int8.
@@ -166,7 +166,7 @@ class QuantizedPages(NamedTuple):
         out: Tensor | None,
         return_lse: bool,
     ) -> None:
-        """Check a call over quantised pages: as over pages, and that the scales fit them.
+        """Check a call over quantized pages: as over pages, and that the scales fit them.
 
         A query in fp8 has a scale, and its outputs the type of `out`, or bfloat16.
 
@@ -384,7 +384,7 @@ class Pairs(NamedTuple):
         tensors, call = (cache[0, 0], cache[0, 1]), (its_options, None, return_lse)
         if over_rows:
             if scales is not None:
-                raise ValueError("scales: expected None over rows, which are not quantised, got Fp8Scales")
+                raise ValueError("scales: expected None over rows, which are not quantized, got Fp8Scales")
             Rows(*tensors).check(query[:, ::2], own, *call, name="cache")
             return
         Pages(*tensors).check(query[:, ::2], plan, *call, pool="cache", types=(kind, kind))
@@ -445,7 +445,7 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Se
 
 
 def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Float[Tensor, "t h d"]:
-    """Return the queries as they meet the keys: quantized where quantised keys ask for that, else as they are.
+    """Return the queries as they meet the keys: quantized where quantized keys ask for that, else as they are.
 
     Args:
         query: query rows of all sequences.

@@ -1,4 +1,4 @@
-"""Attention over a quantised cache: keys and values of 8 bits each, and the scales that turn them back into numbers.
+"""Attention over a quantized cache: keys and values of 8 bits each, and the scales that turn them back into numbers.
 
     write        quantized = round(x / scale), within the range of the format
     attention    x' = scale * quantized, then attention over x' as usual
@@ -77,7 +77,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from the new tokens of each sequence to its tokens in a quantised cache, the new ones included.
+    """Attend from the new tokens of each sequence to its tokens in a quantized cache, the new ones included.
 
         key'[j]   = key scale * quantized key[j]          value'[j] = value scale * quantized value[j]
         query'    = query scale * quantized query         for int8, and for fp8 if there is a scale for it
@@ -86,7 +86,7 @@ def attention(
     Write the new keys and values first (`write`).
 
     Args:
-        query: new tokens of all sequences; rows after the last sequence are padding. Not quantised, or already fp8 of
+        query: new tokens of all sequences; rows after the last sequence are padding. Not quantized, or already fp8 of
             the format of the cache, under `scales.query`: no kernel rounds it again.
         key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
         value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
@@ -119,7 +119,7 @@ def write(
     *,
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantise new tokens and write them into the pool, in place, with the scales that are worked out for them.
+    """Quantize new tokens and write them into the pool, in place, with the scales that are worked out for them.
 
         fp8     quantized = cast(clamp(x / scale, -largest, largest))
         int8    quantized = clamp(round(x / scale), -127, 127)         scale of a key = max |x| / 127, or 1 if that is 0

@@ -197,7 +197,7 @@ def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
 
 
 def stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:
-    """Return the type that a quantised cache of pairs has to have."""
+    """Return the type that a quantized cache of pairs has to have."""
     if not isinstance(scales, Fp8Scales):
         raise ValueError(f"scales: expected Fp8Scales for a cache of pairs, got {describe(scales)}")
     return stored_types(cache, cache, scales)[0]

@@ -88,7 +88,7 @@ RULES = (
         "not measured: one launch of ours takes the place of several of PyTorch",
     ),
     Rule(
-        "quantised pages, where a key meets many queries",
+        "quantized pages, where a key meets many queries",
         lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
         ("fa4", "fa3", "triton"),
         f"""{H200}, quantized/prefill-2x8192-fp8: quantized values are expanded into memory once, for a kernel that
@@ -97,7 +97,7 @@ RULES = (
         they meet the values, which costs more than the one tolerance lets pass.""",
     ),
     Rule(
-        "quantised pages",
+        "quantized pages",
         lambda problem: problem.keys == "quantized",
         ("triton",),
         f"""{H200}, quantized/decode-64x8192-fp8: ours dequantizes in registers, for each tile of queries

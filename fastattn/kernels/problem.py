@@ -118,7 +118,7 @@ class Problem(NamedTuple):
         return f"attention to {NAMES.get(self.keys, self.keys)}{under}"
 
 
-NAMES = {"quantized": "quantised pages", "packed": "packed latents"}
+NAMES = {"quantized": "quantized pages", "packed": "packed latents"}
 STORAGES = {
     Rows: "rows",
     Pages: "pages",
@@ -290,12 +290,12 @@ def expanded(problem: Problem) -> Problem:
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types of keys and values in a quantised cache, which may be kept as bytes."""
+    """Return the types of keys and values in a quantized cache, which may be kept as bytes."""
     return (scales.format, scales.format) if isinstance(scales, Fp8Scales) else (torch.int8, value.dtype)
 
 
 def latent_scales(cache: Tensor, cache_scale: float, query_scale: float | None = None) -> Fp8Scales | None:
-    """Return the scales of a pool of latents: one number for keys and for values; None if it is not quantised."""
+    """Return the scales of a pool of latents: one number for keys and for values; None if it is not quantized."""
     return Fp8Scales(cache_scale, cache_scale, query_scale, cache.dtype) if cache.dtype in FP8_FORMATS else None
 
 

@@ -55,7 +55,7 @@ class Memo:
         schedules: how a package divides the work; each with the versions of the lengths that it was made from.
         cu_seqlens_k: where the keys of each sequence begin in rows.
         cpu_schedule: how the CPU kernel divides the work.
-        expanded: the plans over the pages into which quantised values are expanded, by stream or capture.
+        expanded: the plans over the pages into which quantized values are expanded, by stream or capture.
         after: of intervals that extend a causal mask, the position after that of each query row.
         parts: of such intervals, the plan of the causal mask, and that of the keys after each query, likewise.
         pages: on a CPU, the plan over rows as one over pages of one row each, by the number of rows.
@@ -140,7 +140,7 @@ def layouts_of(values: Iterable[object]) -> tuple[int, Key | None]:
     It is None, too, where a tensor is not what its memory holds.
 
     Scales differ from layer to layer, and so does lambda: of a positive number there is its type only. But 1 stands for
-    itself, as it is the only scale of a pool that is not quantised.
+    itself, as it is the only scale of a pool that is not quantized.
     """
     bits = 0
     layouts: list[object] = []

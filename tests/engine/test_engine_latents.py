@@ -261,7 +261,7 @@ def test_weights_may_change(twin, device):
 
 
 def test_what_makes_keys_and_values_has_to_be_one_matrix(device):
-    """Whatever else it does, as an adapter or a quantised type would, is in no view of its weight."""
+    """Whatever else it does, as an adapter or a quantized type would, is in no view of its weight."""
 
     class Adapted(torch.nn.Linear):
         """A Linear that does more."""

@@ -1,4 +1,4 @@
-"""Quantised caches in the engine: what both twins answer, calibration, the memory, and who is refused."""
+"""Quantized caches in the engine: what both twins answer, calibration, the memory, and who is refused."""
 
 import copy
 import importlib
@@ -52,7 +52,7 @@ each_way_once = pytest.mark.parametrize(
     [(*way, PACKAGES[i % 2]) for i, way in enumerate(WAYS)],
     ids=[f"{name}-{PACKAGES[i % 2]}" for i, name in enumerate(IDS)],
 )
-# Each kind of layer over fp8 and over int8, each way with some of them, as layers and ways of quantising are written
+# Each kind of layer over fp8 and over int8, each way with some of them, as layers and ways of quantizing are written
 # apart; every way is compared in every call by `test_twins_agree_in_every_layer_and_step`.
 LAYERS_AND_WAYS = {
     "llama": (WAYS[0], WAYS[4]),

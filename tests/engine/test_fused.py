@@ -97,7 +97,7 @@ def test_it_can_be_undone(llama, calls):
 
 
 def test_the_engine_has_all_it_had(device):
-    """Windows, trees of drafts, quantised pools, CUDA graphs on a GPU: attention is called with what it needs."""
+    """Windows, trees of drafts, quantized pools, CUDA graphs on a GPU: attention is called with what it needs."""
     model = tiny("qwen3", device)
     options = dict(speculation=NGram(max_branches=2), kv_cache_dtype="fp8_e4m3", max_num_batched_tokens=5)
     options |= dict(max_num_seqs=2)
@@ -243,13 +243,13 @@ def add_lora(model):
     model.model.layers[0].self_attn.v_proj = other
 
 
-class Quantised(torch.Tensor):
+class Quantized(torch.Tensor):
     """A weight that is multiplied in its own way."""
 
 
-def quantise(model):
+def quantize(model):
     linear = model.model.layers[0].mlp.gate_proj
-    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised), requires_grad=False)
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantized), requires_grad=False)
 
 
 def parametrize(model):
@@ -277,7 +277,7 @@ def take_gelu(model):
 
 CHANGED = {  # what is changed, and the part that is left alone
     add_lora: "self_attn",
-    quantise: "mlp",
+    quantize: "mlp",
     parametrize: "mlp",
     tie: "self_attn",
     replace_forward: "mlp",

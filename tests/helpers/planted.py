@@ -513,7 +513,7 @@ PLANTED = [
         "cache[..., :latent_rank].unsqueeze(2)",
         "cache[..., query.shape[-1] - latent_rank : query.shape[-1]].unsqueeze(2)",
     ),
-    # quantised caches
+    # quantized caches
     (
         "quantized",
         "key-scale-ignored",

@@ -54,7 +54,7 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
 def prepare_rank(package: str, group: Group, tensors: tuple, *, interleave: int, **options) -> Callable[[], Any]:
     """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads.
 
-    Of `quantized`, pools of a quantised key and value for each of the whole, the contexts are dealt out; new tokens are
+    Of `quantized`, pools of a quantized key and value for each of the whole, the contexts are dealt out; new tokens are
     of the tensors.
     """
     query, key_cache, value_cache, batch = tensors

@@ -1,4 +1,4 @@
-"""Batches in a quantised pool, and quantized values as the numbers that they stand for, by arithmetic of its own."""
+"""Batches in a quantized pool, and quantized values as the numbers that they stand for, by arithmetic of its own."""
 
 import importlib
 import math
@@ -68,7 +68,7 @@ def numbers_of(quantized: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Stored:
-    """A case in a quantised pool, with garbage where no query may look, and what its sequences read, in float64."""
+    """A case in a quantized pool, with garbage where no query may look, and what its sequences read, in float64."""
 
     query: torch.Tensor
     key_cache: torch.Tensor

@@ -141,7 +141,7 @@ def calls():
 
 
 def quantized_caches(num_blocks):
-    """Yield scales, and pools to write to, of each kind of quantised cache."""
+    """Yield scales, and pools to write to, of each kind of quantized cache."""
     key, value, token_scales = quantized.allocate_int8(num_blocks, P, 2, 16)
     yield Int8Scales(token_scales, torch.rand(2, 16) + 0.1), (key, value)
     for scales in (Fp8Scales(0.5, 0.25, 0.75), Fp8Scales(torch.rand(2) + 0.1, 0.5)):

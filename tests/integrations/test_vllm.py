@@ -44,11 +44,11 @@ def vllm_pool(inputs, layout):
     return pool.transpose(1, 2) if layout == "LBNHC" else pool.transpose(1, 2).contiguous()
 
 
-def forward(impl, layer, query, key, value, pool, step, output, **quantised):
+def forward(impl, layer, query, key, value, pool, step, output, **quantized):
     """Attend as vLLM's layer does."""
     tensors = dict(query=query, key=key, value=value, kv_cache=pool)
     call = partial(vllm_doubles.call, impl, "AttentionImpl.forward", layer=layer, attn_metadata=step, output=output)
-    return call(**tensors, **quantised)
+    return call(**tensors, **quantized)
 
 
 def update(impl, layer, key, value, pool, slots):

@@ -29,7 +29,7 @@ NOT_REACHED = {
     "topk_tokens": "likewise",
     "seq_lens": "only where a context is split over ranks",
     "query_start_loc": "likewise",
-    "prefill.chunked_context": "only where vLLM quantises the output of a prefill backend of its own",
+    "prefill.chunked_context": "only where vLLM quantizes the output of a prefill backend of its own",
 }
 each_version = pytest.mark.parametrize("version", TABLE)
 

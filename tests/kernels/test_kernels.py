@@ -295,10 +295,10 @@ def test_quantized_values_are_expanded_or_refused_where_it_is_asked_for():
                 ("ALiBi", dict(alibi=True)),
                 ("take triton", dict(batch_invariant=True)),
             ):
-                with pytest.raises(NotImplementedError, match=f"quantised pages: {name}: .*{reason}"):
+                with pytest.raises(NotImplementedError, match=f"quantized pages: {name}: .*{reason}"):
                     order.choose(QUANTIZED._replace(**change))
     for name in ("fa2", "torch_flash", "flash_mla"):
-        assert order.unsupported_reason(name, QUANTIZED) == "does not compute attention to quantised pages"
+        assert order.unsupported_reason(name, QUANTIZED) == "does not compute attention to quantized pages"
 
 
 # --- what goes with attention ---

@@ -191,7 +191,7 @@ def test_a_tensor_without_memory_is_refused_by_name(kind, device):
         kv_cache.write(new, new, *(x.clone() for x in pools), slots)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "quantised"])
+@pytest.mark.parametrize("kind", ["sparse", "quantized"])
 @each_twin
 def test_a_tensor_of_another_kind_is_refused_by_name(kind, package):
     path = importlib.import_module(f"{package}.kv_cache")

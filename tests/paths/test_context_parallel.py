@@ -225,7 +225,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(package):
         assert torch.equal(one, other[:3])
 
 
-# --- quantised caches ---
+# --- quantized caches ---
 
 CODED = Case("coded", ((4, 6), (1, 70), (10, 33), (9, 9), (1, 1), (1, 2)), heads=(4, 2), padding_rows=2)
 

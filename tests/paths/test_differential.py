@@ -750,7 +750,7 @@ def test_no_bit_depends_on_quantized_values_that_no_query_may_see(twin, device):
 @each_twin
 @each_format
 @each_per
-def test_a_write_quantises_each_head_under_its_scale(twin, kind, per, device):
+def test_a_write_quantizes_each_head_under_its_scale(twin, kind, per, device):
     key, value = (torch.randn(6, 6, 8, dtype=torch.bfloat16, device=device) * 3 for _ in range(2))
     of_key, of_value = (in_scales(6, seed=i).to(device) if per == "head" else 0.5 + 0.3 * i for i in (1, 2))
     cache = twin.allocate(3, 4, 6, 8, dtype=KINDS[kind], device=device)

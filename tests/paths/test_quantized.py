@@ -1,4 +1,4 @@
-"""Quantised caches: the bytes that are written, what is read of them, and who may see whom as in any other cache."""
+"""Quantized caches: the bytes that are written, what is read of them, and who may see whom as in any other cache."""
 
 import importlib
 import itertools
@@ -168,7 +168,7 @@ def with_query_in_fp8(stored: Stored) -> tuple[torch.Tensor, Stored]:
     ids=str,
 )
 def test_queries_in_fp8_are_what_they_are_rounded_to(package, kind, per, plan):
-    """By hand in float64; the layer has quantised them, and nothing rounds them again."""
+    """By hand in float64; the layer has quantized them, and nothing rounds them again."""
     name = next(name for name, dtype in KINDS.items() if dtype == kind)
     stored = store(FP8_QUERIES, name, dtype=torch.float64, per=per)
     quantized_values, numbers = with_query_in_fp8(stored)
@@ -189,7 +189,7 @@ def test_queries_in_fp8_are_what_they_are_rounded_to(package, kind, per, plan):
 @pytest.mark.covers("B180")
 @each_package
 @pytest.mark.parametrize("per", ["number", "head"])
-def test_a_layer_quantises_queries_as_attention_does(package, per):
+def test_a_layer_quantizes_queries_as_attention_does(package, per):
     """Under a plan of any path: quantized values made outside give what numbers give that are rounded inside."""
     stored = store(FP8_QUERIES, "e4m3", per=per)
     of_heads = torch.as_tensor(stored.scales.query).expand(3).repeat_interleave(2)[:, None]
@@ -584,7 +584,7 @@ def test_values_are_calibrated_per_channel(twin):
     assert torch.equal(twin.value_scales([values[1]]), torch.ones(2, 6))
 
 
-# --- what quantisation adds ---
+# --- what quantization adds ---
 
 
 def test_the_error_of_each_format_is_that_of_its_steps():

@@ -1,4 +1,4 @@
-"""Quantised caches by kernels for numbers: their quantized values are expanded into memory before they attend.
+"""Quantized caches by kernels for numbers: their quantized values are expanded into memory before they attend.
 
 Where there is no GPU, Triton's interpreter expands, and the kernel for plain pages on a CPU stands in for
 flash-attn-4's.

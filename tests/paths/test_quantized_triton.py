@@ -1,4 +1,4 @@
-"""Quantised caches by our Triton kernels, interpreted on a CPU and compiled on a GPU."""
+"""Quantized caches by our Triton kernels, interpreted on a CPU and compiled on a GPU."""
 
 import math
 import os

@@ -154,7 +154,7 @@ def test_what_is_read_or_returned_lies_in_no_pool_that_is_written_to(package, ca
 
 @each_package
 @pytest.mark.parametrize("name", ["key", "value", "scales.key", "scales.value"])
-def test_no_tensor_of_a_quantising_write_lies_in_a_pool(package, name):
+def test_no_tensor_of_a_quantizing_write_lies_in_a_pool(package, name):
     arguments = legal_calls(package)["quantized.write"]()
     memory = torch.rand(100).view(torch.int8)
     arguments["key_cache"] = torch.zeros(5, 4, 2, 8, dtype=torch.int8)

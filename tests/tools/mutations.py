@@ -1059,7 +1059,7 @@ MUTATIONS: list[Mutation] = [
             "(block * block_size + (local + 1) % block_size).masked_fill(elsewhere, -1)",
         ),
     ),
-    # --- quantised caches ---
+    # --- quantized caches ---
     *breaks(
         "A18",
         "keys are read under the scale of values",

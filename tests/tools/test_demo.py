@@ -191,7 +191,7 @@ def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
-def test_demo_of_a_quantised_cache_says_what_it_saves_and_costs(tiny, kind):
+def test_demo_of_a_quantized_cache_says_what_it_saves_and_costs(tiny, kind):
     proven, text = run(kv_cache_dtype=kind)
     assert proven and "its tolerance: all are within" in " ".join(text.split())
     assert f"over a paged cache of {kind}" in " ".join(text.split())

@@ -127,7 +127,7 @@ def _prefill_call(work: Attention, inputs: Inputs, mla: Any) -> Call:
 
 
 def over_plain_cache(contender: Contender) -> Contender:
-    """Another contender, over a plain cache of what was quantised: twice the bytes."""
+    """Another contender, over a plain cache of what was quantized: twice the bytes."""
     return replace(
         contender,
         name=f"{contender.name}, plain cache",
@@ -521,7 +521,7 @@ def flashinfer_quantized() -> Contender:
 
 
 def quantized_write_twin(package: str = "fastattn") -> Contender:
-    """Our quantising write."""
+    """Our quantizing write."""
 
     def prepare_call(inputs: Tokens) -> Call:
         by_head = QuantizedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)

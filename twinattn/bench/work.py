@@ -340,13 +340,13 @@ class Inputs(NamedTuple):
     Attributes:
         work: whose they are.
         query: `[t, h, d]`.
-        key: of a quantised cache the numbers that it stands for; latents `[s, 1, d]`.
+        key: of a quantized cache the numbers that it stands for; latents `[s, 1, d]`.
         value: likewise.
         key_cache: pages `[n, p, hk, d]`, of latents `[n, p, d]`.
         value_cache: likewise; of latents the same.
         batch: with the block table.
-        scales: of a quantised cache; one number of latents.
-        plain: what was quantised.
+        scales: of a quantized cache; one number of latents.
+        plain: what was quantized.
         projections: what makes a key and a value of a latent, `[h, size, r]`.
     """
 

@@ -1,4 +1,4 @@
-"""Calibration: how large the keys and values of a model become, so that a quantised cache gets scales that fit.
+"""Calibration: how large the keys and values of a model become, so that a quantized cache gets scales that fit.
 
     amax[h, c]         the largest |x| that any token of the prompts has in KV head h and channel c
     scale of fp8       max over c of amax[h, c] / largest number         one per head, of keys and of values

@@ -11,7 +11,7 @@ On a CPU, `fastattn` serves with packed weights (`twinattn.engine.pack`); nothin
 With `speculate`, each twin serves its prompts twice, once with drafts. The prompts then ask for texts to be repeated,
 because drafts are found by look-up.
 
-With a quantised cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
+With a quantized cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
 `fastattn` answers once more with a plain cache then, and what the quantized values save and cost stands side by side:
 the memory of the pool, the tokens that stayed the same, the perplexity; and with `speculate`, that drafts change no
 answer.

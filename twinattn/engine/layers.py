@@ -240,7 +240,7 @@ class QuantizedStorage:
         return pools, Int8Scales(key_scales, self.value_scale if isinstance(self.value_scale, Tensor) else None)
 
     def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
-        """Quantise new tokens and write them into the pool."""
+        """Quantize new tokens and write them into the pool."""
         pools, scales = self.pools_and_scales(cache)
         twin.quantized.write(key, value, *pools, slot_mapping, scales=scales)
 
@@ -530,7 +530,7 @@ class Layer:
         return [x for x in vars(self.storage).values() if isinstance(x, Tensor)]
 
     def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None = None) -> "Layer":
-        """Return this layer, which is quantised, with scales on a device by the largest magnitudes."""
+        """Return this layer, which is quantized, with scales on a device by the largest magnitudes."""
         assert not isinstance(self.storage, PagedStorage)  # unquantized pages have no scales
         return replace(self, storage=self.storage.calibrated(twin, amax, device, ranges))
 
@@ -634,11 +634,11 @@ class Layer:
         return torch.cat(outs)
 
 
-# --- quantisation ---
+# --- quantization ---
 
 
 def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
-    """Return layers with pools of a type: those given for "auto", else quantised ones.
+    """Return layers with pools of a type: those given for "auto", else quantized ones.
 
     Raises:
         ValueError: if there is no such type, or no packed rows of a layer's sizes.
@@ -682,7 +682,7 @@ def _pack(storage: Storage) -> Storage:
 def set_scales(
     layers: Sequence[Layer], calibration: Sequence[Amax], twin: Twin, owners: Sequence[int], device: torch.device
 ) -> list[Layer]:
-    """Return quantised layers with the scales that a calibration asks for.
+    """Return quantized layers with the scales that a calibration asks for.
 
     Args:
         layers: from `quantize`.
@@ -724,5 +724,5 @@ def _fp8_scales(
 
 def _largest_numbers(dtype: torch.dtype | None) -> Ranges:
     """Return the largest number of a format of fp8, for keys and for values."""
-    assert dtype is not None  # the layer is quantised
+    assert dtype is not None  # the layer is quantized
     return (torch.finfo(dtype).max,) * 2

@@ -238,7 +238,7 @@ def quantized(
     scales: Fp8Scales | Int8Scales,
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of quantised values; the operator of `fastattn.quantized.attention`."""
+    """Attend over pages of quantized values; the operator of `fastattn.quantized.attention`."""
     return _attend("quantized", (query, key_cache, value_cache), plan, options, return_lse, *_scales_lists(scales))
 
 
@@ -337,7 +337,7 @@ def write_quantized(
     *,
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantise new tokens and write them into the pool; the operator of `fastattn.quantized.write`."""
+    """Quantize new tokens and write them into the pool; the operator of `fastattn.quantized.write`."""
     tensors, numbers, kind = _scales_lists(scales)
     token_scales = None
     if isinstance(scales, Int8Scales):  # written to, so an argument of its own

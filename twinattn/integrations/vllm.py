@@ -286,20 +286,20 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
 
         Args:
             layer: has the scales of an fp8 pool.
-            query: of the new tokens `[t, h, d]`, and of padding; not quantised, as this backend does not ask for that.
+            query: of the new tokens `[t, h, d]`, and of padding; not quantized, as this backend does not ask for that.
             key: of the tokens `[t, hk, d]`, for an encoder; not used by a decoder, whose keys are in the pool.
             value: likewise.
             kv_cache: the pool, `[n, hk, p, 2 d]`.
             attn_metadata: of the step; None while vLLM measures memory.
             output: where the answer goes, `[t, h, d]`.
-            output_scale: of a quantised answer, which this backend does not declare.
+            output_scale: of a quantized answer, which this backend does not declare.
             output_block_scale: likewise.
 
         Raises:
-            NotImplementedError: for a quantised answer.
+            NotImplementedError: for a quantized answer.
         """
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("output_scale: expected none, as this backend does not quantise its answer")
+            raise NotImplementedError("output_scale: expected none, as this backend does not quantize its answer")
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens

@@ -163,7 +163,7 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         self.projections = dict(key_projection=keys.permute(1, 2, 0), value_projection=values.permute(1, 2, 0))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Return that vLLM must not fuse a quantisation of the output with this attention."""
+        """Return that vLLM must not fuse a quantization of the output with this attention."""
         return False
 
     def do_kv_cache_update(
@@ -184,7 +184,7 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
             kv_cache: the pool, `[n, p, c]`; empty while vLLM measures memory.
             slot_mapping: where each token goes, `[t]`; -1 for padding.
             kv_cache_dtype: that of the layer.
-            k_scale: not used, as the pool is not quantised.
+            k_scale: not used, as the pool is not quantized.
             skip_scale: not used, likewise.
         """
         if kv_cache.numel():
@@ -209,15 +209,15 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
             k_pe: their rotary keys `[t, 1, rope]`.
             kv_c_and_k_pe_cache: the pool, `[n, p, c]`.
             attn_metadata: of the step.
-            k_scale: not used, as the pool is not quantised.
+            k_scale: not used, as the pool is not quantized.
             output: where the answer goes, `[t, h * dv]`.
-            output_scale: of a quantised answer, which this backend does not declare.
+            output_scale: of a quantized answer, which this backend does not declare.
 
         Raises:
-            NotImplementedError: for a quantised answer.
+            NotImplementedError: for a quantized answer.
         """
         if output_scale is not None:
-            raise NotImplementedError("output_scale: expected none, as this backend does not quantise its answer")
+            raise NotImplementedError("output_scale: expected none, as this backend does not quantize its answer")
         plan, out = attn_metadata.prefill, output.view(-1, self.num_heads, self.v_head_dim)
         assert plan is not None
         mla.prefill(

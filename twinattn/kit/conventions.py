@@ -34,7 +34,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
         STATES: ("strides", "last stride", "far rows", "offsets"),
         "varlen_backward": ("strides", "last stride", "strides of the gradient", "far rows"),
     },
-    "A quantised key or value?": {
+    "A quantized key or value?": {
         "quantized": ("answer", "scales", "scales per head", "scales per sequence", "format", "bytes", "query scale")
     },
     "Slot `-1`?": {
@@ -52,7 +52,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
 }
 
 NOT_ASKED = {  # and why
-    "A quantised latent?": "no path of the kit has latents of fp8 under one scale",
+    "A quantized latent?": "no path of the kit has latents of fp8 under one scale",
     "Tables of a plan?": "a strided table is refused when a plan is made, before there is a kernel",
     "Keys of a sequence on several ranks?": "no path of the kit has ranks",
 }

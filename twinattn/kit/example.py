@@ -464,7 +464,7 @@ def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 
 def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Quantise the pools under a scale of keys and one of values, or under as many as there are heads or sequences."""
+    """Quantize the pools under a scale of keys and one of values, or under as many as there are heads or sequences."""
     arguments = _paged(example, dtype, changed)
     key, value = arguments.pop("scales", SCALES)
     kind = torch.float8_e5m2 if arguments.pop("format", "") == "e5m2" else torch.float8_e4m3fn

@@ -49,7 +49,7 @@ def attend(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to any storage, to quantised pages in several levels, too; see `fastattn.dispatch`.
+    """Attend to any storage, to quantized pages in several levels, too; see `fastattn.dispatch`.
 
     Values of latents are their keys, so that they are gathered once and of one size; what their rotary part adds is cut
     off.

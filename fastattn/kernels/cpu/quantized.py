@@ -1,4 +1,4 @@
-"""Attention over quantised pages on the CPU: the kernel over pages, on queries that carry the scales of their keys.
+"""Attention over quantized pages on the CPU: the kernel over pages, on queries that carry the scales of their keys.
 
     fp8     (key scale * query) . quantized        a scale is one number per sequence and head, so a query carries it
     int8    query . (scale * quantized)            one number per key: multiplied in when its block is gathered
@@ -32,10 +32,10 @@ def attention(
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.dispatch`.
+    """Attend over quantized pages, of fp8 also where values are the keys; see `fastattn.dispatch`.
 
     Args:
-        query: query rows of all sequences, not quantised.
+        query: query rows of all sequences, not quantized.
         key_cache: the pool of keys.
         value_cache: the pool of values.
         plan: the levels, of which the last is that of the sequences, which scales may be of; or trees.
@@ -82,7 +82,7 @@ def write(
     slot_mapping: Int64[Tensor, "t"],
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantise new tokens and write them into the pool; see `fastattn.quantized.write`."""
+    """Quantize new tokens and write them into the pool; see `fastattn.quantized.write`."""
     real = slot_mapping >= 0
     if not real.all():
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]

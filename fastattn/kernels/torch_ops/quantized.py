@@ -1,4 +1,4 @@
-"""Scales of quantised caches in plain torch, on a CPU: what a query carries into the products, and quantizing.
+"""Scales of quantized caches in plain torch, on a CPU: what a query carries into the products, and quantizing.
 
 fp8     (key scale * query) . quantized        a scale is one number per sequence and head, so a query carries it
 int8    query . (scale * quantized)            one number per key, which meets its score
@@ -20,7 +20,7 @@ def fold_scales(
     """Round queries as the scales say, and multiply them with the scales of keys that are the same for all keys.
 
     Args:
-        query: query rows of all sequences, not quantised.
+        query: query rows of all sequences, not quantized.
         scales: those of the cache.
         plan: the sequences, which scales may be of.
         group: query heads for each KV head.

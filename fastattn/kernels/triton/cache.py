@@ -79,7 +79,7 @@ def write_quantized(
     slot_mapping: Int64[Tensor, "t"],
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantise new keys and values and write them into the pool, in place; see `fastattn.quantized.write`.
+    """Quantize new keys and values and write them into the pool, in place; see `fastattn.quantized.write`.
 
     Args:
         key: the new keys; any strides, as all tensors here.

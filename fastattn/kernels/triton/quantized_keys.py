@@ -1,4 +1,4 @@
-"""Where the keys are, in a kernel: quantised keys and values, in 8 bits; see `fastattn.kernels.triton.keys`.
+"""Where the keys are, in a kernel: quantized keys and values, in 8 bits; see `fastattn.kernels.triton.keys`.
 
 fp8      scores * (query scale * key scale * softmax scale)          a scale of a head is the same for all its keys
 int8     scores * query scale * key scale of each key                products of whole numbers are exact
@@ -129,7 +129,7 @@ def scale_of_head(keys, scales, strides, tile):
 @triton.jit
 @no_type_check
 def quantized_query(keys, queries, tile, TILE):
-    """Load a tile of queries, as it meets quantised keys."""
+    """Load a tile of queries, as it meets quantized keys."""
     q = query_tile(queries, tile, 0, keys.HEAD_SIZE, keys.KEY_PAD)
     factors = 0
     if keys.FACTORS:
@@ -262,7 +262,7 @@ def finish_quantized(keys, values, tile):
     return values
 
 
-# --- quantised latents ---
+# --- quantized latents ---
 
 
 class QuantizedLatentQuery(NamedTuple):
@@ -277,7 +277,7 @@ class QuantizedLatentQuery(NamedTuple):
 @triton.jit
 @no_type_check
 def quantized_latent_query(keys, queries, tile, TILE):
-    """Load both tiles of queries, as they meet quantised latents."""
+    """Load both tiles of queries, as they meet quantized latents."""
     tl.static_assert(TILE.KEYS_AXIS == 1)
     RANK: tl.constexpr = keys.VALUE_HEAD_SIZE
     latent = query_tile(queries, tile, 0, RANK, keys.VALUE_PAD)

@@ -198,7 +198,7 @@ def _one_scale(key_scale: float, value_scale: float) -> dict[str, Any]:
     )
 
 
-def _dequantised(
+def _dequantized(
     query: Tensor, quantized_key: Tensor, quantized_value: Tensor, key_scale: float, value_scale: float
 ) -> Tensor:
     key, value = (
@@ -365,7 +365,7 @@ PUZZLES = (
     ),
     Puzzle(
         "one_scale",
-        _dequantised,
+        _dequantized,
         _one_scale,
         _grid(key_scale=[0.01, 0.5, 1.0], value_scale=[0.01, 0.25, 1.0]),
         ("Which scales hide it?",),

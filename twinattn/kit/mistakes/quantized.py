@@ -1,4 +1,4 @@
-"""Mistakes in the scales of a quantised cache."""
+"""Mistakes in the scales of a quantized cache."""
 
 import torch
 from torch import Tensor

@@ -90,7 +90,7 @@ def draw_index(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def index_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the quantised values of a pool of bytes, `[n, p, d]`, and their scales, `[n, p, 1]`."""
+    """Return the quantized values of a pool of bytes, `[n, p, d]`, and their scales, `[n, p, 1]`."""
     n, p, c = pool.shape
     pages = pool.reshape(n, p * c)
     values = pages[:, : p * (c - 4)].reshape(n, p, c - 4).view(torch.float8_e4m3fn).float()

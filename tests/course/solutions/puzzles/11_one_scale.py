@@ -13,7 +13,7 @@ from torch import Tensor
 def broken(
     query: Tensor, quantized_key: Tensor, quantized_value: Tensor, key_scale: float, value_scale: float
 ) -> Tensor:
-    """Return the answer of one query over quantised keys and values [s, d]; a number is scale times value."""
+    """Return the answer of one query over quantized keys and values [s, d]; a number is scale times value."""
     scores = quantized_key.to(query.dtype) @ query * key_scale / len(query) ** 0.5
     return scores.softmax(0) @ quantized_value.to(query.dtype) * key_scale
 
