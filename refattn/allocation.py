@@ -41,7 +41,7 @@ def allocate_pages(
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         head_size: elements of a key, `d`.
         value_head_size: elements of a value, `dv`; as `head_size` if None.
         layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
@@ -92,7 +92,7 @@ def allocate_int8(
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         head_size: elements of a key, `d`.
         value_head_size: elements of a value, `dv`; as `head_size` if None.
         layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
@@ -133,7 +133,7 @@ def allocate_pairs(
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`, an even number.
+        num_kv_heads: KV heads, `hk`, an even number.
         head_size: elements of a key and of a value, `d`.
         dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantized cache.
         device: where the pool is.

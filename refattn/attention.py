@@ -54,7 +54,7 @@ def attend(
 
     Args:
         query: the new tokens, one row per token.
-        key: the keys of one sequence; query head `h` reads key head `h // g`, with `g = h // hk` heads per group.
+        key: the keys of one sequence; query head `h` reads KV head `h // g`, with `g = h // hk` heads per group.
         value: the values that belong to the keys; their head size may differ from that of the keys.
         visible: the mask, true where query `t` may see key `s`.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.

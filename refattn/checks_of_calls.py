@@ -185,7 +185,7 @@ def check_context_parallel(
     With scales the caches hold quantized values, and new keys and values are as the query.
 
     Returns:
-        The key heads that the rank's query heads read.
+        The KV heads that the rank's query heads read.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -211,7 +211,7 @@ def check_context_parallel(
     per_key = heads // hk if hk and heads % hk == 0 else 0
     if not per_key or (h % per_key and per_key % h):
         raise ValueError(
-            f"query: expected heads of each of {group.size} ranks that read whole key heads of hk={hk}, or a part of "
+            f"query: expected heads of each of {group.size} ranks that read whole KV heads of hk={hk}, or a part of "
             f"one, got h={h}"
         )
     first = group.rank * h // per_key

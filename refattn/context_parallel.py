@@ -100,12 +100,12 @@ def attention(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend with the heads of this rank to all tokens of each sequence, wherever their keys are.
 
-    The heads of the ranks, one after the other, are those of the model; each rank has all `hk` key heads of its tokens.
+    The heads of the ranks, one after the other, are those of the model; each rank has all `hk` KV heads of its tokens.
     The new tokens need not be in the caches: their rows are here.
 
     Args:
         query: new tokens of all sequences, the heads of this rank; rows after the last sequence are padding.
-        key: keys of the new tokens, all key heads.
+        key: keys of the new tokens, all KV heads.
         value: values of the new tokens.
         key_cache: the rank's own pool of keys; any strides.
         value_cache: the rank's own pool of values.

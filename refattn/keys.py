@@ -192,7 +192,7 @@ class QuantizedPages(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Latents with their rotary keys: one key head for all query heads, whose value is the latent.
+    """Latents with their rotary keys: one KV head for all query heads, whose value is the latent.
 
     Attributes:
         cache: the pool; a row is a latent, its rotary key, and what is never read. Unquantized or fp8 values.

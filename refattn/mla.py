@@ -11,7 +11,7 @@ Two ways to the same answer:
     attention   apply the matrix to the query: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is; the output
                 is a latent, too, which `project` turns into the head's output: nothing is computed per key
 
-The second has one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
+The second has one KV head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
 
 A pool may hold fp8 values instead of unquantized ones, `x = cache_scale * quantized`, under one scale for a layer: a
 latent is key and value at once, and lies in a row with its rotary key. Then a write quantizes, as that of

@@ -146,7 +146,7 @@ def check_scales(
 ) -> None:
     """Check scales against pools, and those of fp8 against a number of sequences, if it is known.
 
-    There are `hk` key heads, or as many as in the pool if that is None.
+    There are `hk` KV heads, or as many as in the pool if that is None.
     """
     n, p, heads, _ = key_cache.shape
     hk = heads if hk is None else hk

@@ -102,6 +102,6 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a CUDA device."""
+def num_sms(device: torch.device) -> int:
+    """Return the number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,7 +3,7 @@
 The first rule whose condition holds decides. It names kernels from the one to take first to the last resort; those
 that cannot compute a problem are skipped, and `explain(problem)` says why.
 
-On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over multiprocessors (SMs); the others give a
+On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over SMs; the others give a
 tile of queries to one SM, with all its keys. With few tiles most of the card stays idle; with few rows a tile is mostly
 padding. And where there is little to compute it is the CPU that takes time, half as much for a prefill of ours as for
 one of flash-attn-4.
@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from fastattn.kernels.device import num_multiprocessors
+from fastattn.kernels.device import num_sms
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, asked_of
 
@@ -38,8 +38,8 @@ NAMES = tuple(MODULES)
 
 FA3_PAGE = 128  # tokens in a page, of which prompts go to FlashAttention-3 first
 ROWS_TO_EXPAND = 512  # rows that meet a key, on average, from which on it is dequantized into memory; an estimate
-FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
-SELECTED_FULL = 0.24  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first
+FULL = 0.8  # tiles per SM, from which on FlashAttention-3 itself splits no keys
+SELECTED_FULL = 0.24  # tiles of 64 heads per SM, from which on FlashMLA goes first
 FEW_OPERATIONS = 8e9  # at most, so that the products are over before the host has launched others
 
 asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
@@ -118,7 +118,7 @@ RULES = (
     ),
     Rule(
         "selected latents of many queries",
-        lambda p: _are_selected(p) and p.num_seqs * p.num_heads >= 64 * SELECTED_FULL * num_multiprocessors(p.device),
+        lambda p: _are_selected(p) and p.num_seqs * p.num_heads >= 64 * SELECTED_FULL * num_sms(p.device),
         ("flash_mla", "triton", "fa3"),
         """not measured in a result file: FlashMLA splits none. 16 queries of 128 heads over 2048 each take it 59 us and
         ours 64, 64 of them 80 and 140, 8 of them 57 and 39 (9621fe0, 2026-11-23).""",
@@ -241,19 +241,19 @@ def _pays_to_split(problem: Problem) -> bool:
     if 2 * scores * (problem.head_size + problem.value_head_size) <= FEW_OPERATIONS:
         return True
     tiles = problem.num_seqs * problem.num_kv_heads * -(-rows // 128)
-    room = 2 if rows <= 64 else 2.5  # multiprocessors for each tile, from which on splitting the keys pays
-    return tiles * room <= num_multiprocessors(problem.device)
+    room = 2 if rows <= 64 else 2.5  # SMs for each tile, from which on splitting the keys pays
+    return tiles * room <= num_sms(problem.device)
 
 
 def _fills_sms(problem: Problem) -> bool:
-    """Return whether a kernel that splits no keys keeps most multiprocessors at work, each for about as long."""
+    """Return whether a kernel that splits no keys keeps most SMs at work, each for about as long."""
     rows = 64 if problem.keys == "latents" else 128  # rows of a tile
     tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
-    return problem.even and tiles >= FULL * num_multiprocessors(problem.device)
+    return problem.even and tiles >= FULL * num_sms(problem.device)
 
 
 def _rows(problem: Problem) -> int:
-    """Return the most rows of the products with one key head of a sequence."""
+    """Return the most rows of the products with one KV head of a sequence."""
     return problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
 
 

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
         levels: levels of a cascade that are one call.
         tree: drafted trees say who may see whom.
         num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         head_size: elements of a query and a key, `d`.
         value_head_size: elements of a value, `dv`.
         block_size: tokens in a block of the cache; None without a cache.

@@ -55,8 +55,8 @@ def test_the_estimate_is_what_an_h200_took(count, shared, own, row):
 def test_the_estimate_by_hand():
     """Two levels on a machine of 3 workers with tiles of 8 rows and 10 keys.
 
-    Shared: 5 queries of 2 heads a key head are 10 rows, 2 tiles of rows; 40 keys are 4; with 2 key heads 16 tiles, 6
-    waves. Own: each of the 5 queries has 1 tile of rows and, for 25 keys, 3 of keys; with 2 key heads 30, 10 waves.
+    Shared: 5 queries of 2 heads a KV head are 10 rows, 2 tiles of rows; 40 keys are 4; with 2 KV heads 16 tiles, 6
+    waves. Own: each of the 5 queries has 1 tile of rows and, for 25 keys, 3 of keys; with 2 KV heads 30, 10 waves.
     A tile reads 2 * 10 * 4 * 2 = 160 bytes and computes 4 * 8 * 10 * 4 = 1280 operations, on a third of the machine.
     """
     machine = Machine(3, 1.0, 100.0, 7.0, 8, 10)

@@ -848,7 +848,7 @@ def test_a_pool_without_memory(llama, twin, monkeypatch):
 
 
 BAD_MODELS = {
-    "key heads": (dict(num_key_value_heads=4), "num_attention_heads to be a multiple of 4 key heads, got 6"),
+    "KV heads": (dict(num_key_value_heads=4), "num_attention_heads to be a multiple of 4 KV heads, got 6"),
     "heads": (dict(head_dim=None, num_attention_heads=7, num_key_value_heads=7), "hidden_size .* 7 heads, got 48"),
 }
 

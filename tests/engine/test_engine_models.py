@@ -80,8 +80,8 @@ def engine_logits(model, monkeypatch, twin="refattn", **options):
 VARIANTS = {  # other ways in which a family of the list computes its attention, and the code that is right there
     "falcon with ALiBi": ("falcon", dict(alibi=True), "sdpa"),  # its eager code adds the bias twice
     "falcon with ALiBi and groups": ("falcon", dict(alibi=True) | CHANGES["falcon"], "sdpa"),
-    "falcon with one key head": ("falcon", dict(multi_query=True), "eager"),
-    "falcon with all key heads": ("falcon", dict(multi_query=False), "eager"),
+    "falcon with one KV head": ("falcon", dict(multi_query=True), "eager"),
+    "falcon with all KV heads": ("falcon", dict(multi_query=False), "eager"),
     "mpt with a clip and a scale": ("mpt", dict(attn_config=dict(clip_qkv=0.5, softmax_scale=0.4)), "eager"),
     **{
         f"{family} with {what}": (family, LATENT_SIZES | changes, "eager")

@@ -214,7 +214,7 @@ def launch_all(gpu, largest):
     Driver.gpu = gpu
     devices.is_rocm = lambda: gpu.target.backend == "hip"
     devices.capability = lambda device: gpu.capability
-    devices.num_multiprocessors = lambda device: 100
+    devices.num_sms = lambda device: 100
     devices.shared_memory = lambda device: gpu.shared_memory
     nvidia.llvm, amd.llvm = Translator(nvidia.llvm), Translator(amd.llvm)
     knobs.runtime.add_stages_inspection_hook = cut_short

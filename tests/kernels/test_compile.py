@@ -93,7 +93,7 @@ def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(tile, "INTERPRETED", False)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    asked = (devices.capability, devices.shared_memory, devices.is_rocm, devices.num_multiprocessors)
+    asked = (devices.capability, devices.shared_memory, devices.is_rocm, devices.num_sms)
     for question in asked:
         question.cache_clear()
     try:

@@ -611,7 +611,7 @@ def test_it_computes_what_it_says(hopper):
 @pytest.mark.covers("A14")
 def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     """And before FlashAttention-2; what short queries ask goes to our own kernel, which has split its keys."""
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
     names = order.priorities(usual())
     assert names.index("fa4") < names.index("fa3") < names.index("fa2") < names.index("triton")
     names = order.priorities(usual(block_size=128))

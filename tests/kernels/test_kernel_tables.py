@@ -69,7 +69,7 @@ def have(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages:
 
     for module in (triton, fa4, fa3, flash_mla, fa2):
         monkeypatch.setattr(module, "capability", lambda device: capability)
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
     for module, asks in (
         (fa2, "cannot_import"),
         (fa4, "cannot_import"),

@@ -74,7 +74,7 @@ def hopper(monkeypatch):
     for module in (triton, fa4, fa3, flash_mla, fa2):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "cannot_import", lambda name, package, *names: None, raising=False)
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     for module in (fa3, flash_mla):
         monkeypatch.setattr(module, "_cannot_load", lambda: None)
@@ -818,7 +818,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     without = [p for p in sys.path if not any(Path(p, package).exists() for package in packages)]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *without])
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     monkeypatch.setattr(fa3, "_find_library", lambda: None)
     monkeypatch.setattr(fa3, "LIBRARY", "_no_such_library")  # a test before may have loaded it into this process

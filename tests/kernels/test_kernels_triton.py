@@ -103,7 +103,7 @@ def launched_as(**changes):
     ],
 )
 def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
     problem = Problem(
         "attend",
         torch.device("cuda"),
@@ -205,7 +205,7 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
 @pytest.mark.parametrize(
     ("tune", "programs", "visible", "expected"),
     [
-        ("_tune", 8, 131072, (33, 4)),  # one sequence: two programs for each multiprocessor
+        ("_tune", 8, 131072, (33, 4)),  # one sequence: two programs per SM
         ("_tune", 64, 8192, (8, 2)),  # eight of them: four
         ("_tune_quantized", 8, 131072, (49, 4)),  # and three over quantized values
         ("_tune_quantized", 64, 8192, (6, 4)),
@@ -217,7 +217,7 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
     ],
 )
 def test_splits_that_were_measured(tune, programs, visible, expected):
-    """On an H200 of 132 multiprocessors, with as few rows as can be: how many splits, and the warps of a program."""
+    """On an H200 of 132 SMs, with as few rows as can be: how many splits, and the warps of a program."""
     if tune == "_tune_latents":
         chosen = triton_tuning._tune_latents(16, 1152, programs, visible, 132)
     else:
@@ -231,8 +231,8 @@ def test_splits_that_were_measured(tune, programs, visible, expected):
     [(1, 128, 2048, 16), (2, 128, 1024, 16), (4, 128, 2048, 64), (1, 128, 8192, 64), (1, 16, 2048, 16)],
 )
 def test_few_latents_have_tiles_of_few_rows(seqs, heads, keys, rows, monkeypatch):
-    """Where tiles of 64 rows and steps of 64 keys are fewer programs than there are multiprocessors."""
-    monkeypatch.setattr(triton_tuning, "multiprocessors", lambda device: 132)
+    """Where tiles of 64 rows and steps of 64 keys are fewer programs than there are SMs."""
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 132)
     query, pool = torch.empty(seqs, heads, 576, dtype=torch.float16), torch.empty(1, 64, 1, 576, dtype=torch.float16)
     plan = refattn.mla.plan(make_batch([1] * seqs, [keys] * seqs, [[0] * (keys // 64)] * seqs), block_size=64)
     chosen = triton_tuning.tune(query, pool, pool[..., :512], plan, AttentionOptions(), 1152, shared=True)

@@ -55,7 +55,7 @@ def some_problems():
 @pytest.fixture
 def idle(monkeypatch):
     """Return the names of the rules that decide none of some problems."""
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
 
     def find(rules: tuple[Rule, ...]) -> set[str]:
         monkeypatch.setattr(order, "RULES", rules)

@@ -452,7 +452,7 @@ def test_a_scale_that_is_hardly_a_number_and_a_large_one(scale):
     assert_twins_agree("chunked_prefill", *inputs.tensors, softmax_scale=scale)
 
 
-LAYERS = [  # query heads over two key heads, and what else a layer fixes
+LAYERS = [  # query heads over two KV heads, and what else a layer fixes
     *((2, {}), (6, {}), (2, dict(softcap=2.0)), (2, {}), (6, dict(alibi_slopes=True)), (2, dict(batch_invariant=True))),
     *((2, dict(softcap=2.0, alibi_slopes=True)), (6, dict(sinks=True)), (2, {})),
 ]

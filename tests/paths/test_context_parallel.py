@@ -159,7 +159,7 @@ def test_a_group_that_is_not_that_of_the_plan_is_named(package):
     with pytest.raises(ValueError, match="plan: expected a ContextParallelPlan, got refattn.plan.Plan"):
         path.attention(*rows, plan.context, group=simulate_ranks(2, lambda group: group)[1])
     three, pool = torch.zeros(1, 3, 8), torch.zeros(2, 4, 3, 8)  # 6 heads in pairs, and a pair on two ranks
-    with pytest.raises(ValueError, match="query: expected heads of each of 2 ranks that read whole key heads of hk=3"):
+    with pytest.raises(ValueError, match="query: expected heads of each of 2 ranks that read whole KV heads of hk=3"):
         path.attention(three, three, three, pool, pool, plan, group=_Alone(1, 2))
 
 

@@ -232,7 +232,7 @@ def test_a_program_scores_several_steps_of_keys(lens, mask, page, monkeypatch, d
 
     monkeypatch.setattr(triton_sparse, "BLOCK_N", 16)
     monkeypatch.setattr(triton_sparse, "STEPS", 3)
-    monkeypatch.setattr(triton_sparse, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(triton_sparse, "sms_of", lambda device: 1)
     case, answers = Case("steps", lens, heads=(4, 2), block_size=page, padding_rows=2), []
     for poison in (HARMLESS, POISON):
         query, weights, pool, batch, _ = lay_out(case, poison=poison, device=device)

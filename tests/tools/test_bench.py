@@ -657,7 +657,7 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # two of a kind; one is shown
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(order, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(order, "num_sms", lambda device: 132)
     for module in (fa2, fa4):
         monkeypatch.setattr(
             module, "cannot_import", lambda name, package, *names: f"the package {package} can't be imported"

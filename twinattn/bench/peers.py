@@ -207,7 +207,7 @@ def aten_cpu(*, grouped: bool = False) -> Contender:
     """ATen's FlashAttention for CPU, called bare: with its causal mask, or with none for single queries.
 
     Args:
-        grouped: hand over the query heads that share a key head as rows of one product (single queries only).
+        grouped: hand over the query heads that share a KV head as rows of one product (single queries only).
     """
 
     def prepare(inputs: Inputs) -> Call:
@@ -229,7 +229,7 @@ def aten_cpu_gathered() -> Contender:
         assert table is not None
         b = len(table)
         query = rearrange(inputs.query, "(b t) h d -> b h t d", b=b).contiguous()
-        alone = query.shape[2] == 1  # then the query heads that share a key head are rows of one product
+        alone = query.shape[2] == 1  # then the query heads that share a KV head are rows of one product
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=inputs.key.shape[1]) if alone else query
 
         def call() -> Tensor:

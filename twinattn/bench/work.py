@@ -541,7 +541,7 @@ class CacheWrite:
 
     Attributes:
         num_tokens: tokens to write.
-        num_kv_heads: key heads.
+        num_kv_heads: KV heads.
         head_size: elements of a key and of a value.
         block_size: tokens in a block.
     """

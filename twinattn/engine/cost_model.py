@@ -17,7 +17,7 @@ class Machine:
     """What the cost model knows about the hardware.
 
     Attributes:
-        workers: tiles that are computed at the same time (streaming multiprocessors, cores).
+        workers: tiles that are computed at the same time (SMs, cores).
         bytes_per_second: memory read by all workers together, on long sequences.
         flops_per_second: operations by all workers together, on full tiles.
         launch_seconds: what one more launch costs before anything is computed.

@@ -9,7 +9,7 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
     states         the slots that a step reads, writes and keeps are in buffers, too, and those of padding rows are -1;
                    each request of a decode reads one slot and writes another, ahead a third one
-    their order    the longest sequence first: the GPU ends with short ones then, on all of its multiprocessors
+    their order    the longest sequence first: the GPU ends with short ones then, on all of its SMs
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the graph reads, filled
                    anew for each step; plans are derived from them on the device, once per step
     capacity       a power of two; a step with a longer sequence is captured anew, for twice the length

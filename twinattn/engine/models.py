@@ -530,7 +530,7 @@ def _storage(config: Any, batch_invariant: bool) -> Storage:
         num_kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
     if heads % num_kv_heads:
         raise ValueError(
-            f"model: expected num_attention_heads to be a multiple of {num_kv_heads} key heads, got {heads}"
+            f"model: expected num_attention_heads to be a multiple of {num_kv_heads} KV heads, got {heads}"
         )
     head_size = getattr(config, "head_dim", None)
     if head_size is None and width % heads:

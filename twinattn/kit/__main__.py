@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--strict", action="store_true", help="fail if the kernel refuses more than half of the batches of a property"
     )
     for option, name, says in (
-        ("--heads", "heads", "numbers of query heads and key heads, as 32/8"),
+        ("--heads", "heads", "numbers of query heads and KV heads, as 32/8"),
         ("--head-size", "head_sizes", "elements of a head, as 80, or of a key and a value, as 576/512"),
         ("--block-size", "block_sizes", "tokens in a block"),
     ):

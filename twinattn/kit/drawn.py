@@ -7,7 +7,7 @@ from typing import Any
 from twinattn.kit.example import PATHS, Example
 from twinattn.kit.operations import Case
 
-USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a key head, of models that are served
+USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a KV head, of models that are served
 USUAL_SIZES = (64, 80, 96, 128, 192, 256)  # head sizes
 USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # tokens in a block
 WITHOUT_HEADS = ("select",)
@@ -20,7 +20,7 @@ class Drawn:
     Attributes:
         path: of all of them.
         dtypes: names of types.
-        heads: numbers of query heads and key heads.
+        heads: numbers of query heads and KV heads.
         head_sizes: of keys and values.
         block_sizes: tokens in a block.
         longest: keys of the longest sequence.

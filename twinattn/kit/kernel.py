@@ -60,7 +60,7 @@ class Claims:
 
     Attributes:
         dtypes: of queries, keys and values.
-        heads: numbers of query heads and key heads.
+        heads: numbers of query heads and KV heads.
         head_sizes: of keys and values, in pairs.
         block_sizes: tokens in a block.
         max_query_len: the most queries of a sequence; 1 for a decode kernel.

@@ -621,7 +621,7 @@ def _flash(
     causal: bool = False,
     bias: Float[Tensor, "#h t s"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over one rectangle. With few queries, the heads that share a key head are rows of one matrix product."""
+    """Attend over one rectangle. With few queries, the heads that share a KV head are rows of one matrix product."""
     t, hk = query.shape[0], key.shape[1]
     k, v = rearrange(key, "s hk d -> 1 hk s d"), rearrange(value, "s hk dv -> 1 hk s dv")
     if t > SHORT or causal:

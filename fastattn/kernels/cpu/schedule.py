@@ -10,7 +10,7 @@ shares out sequences and heads likewise. With two threads:
     short prompts e, f, g    one call     e e e e e e f f f . . . g g . . . .           padded to the longest
     all others               one by one
 
-If there are fewer key heads than threads in a decode, its keys are cut into runs, whose answers are merged.
+If there are fewer KV heads than threads in a decode, its keys are cut into runs, whose answers are merged.
 
 Each part is computed when a layer first needs it, and reused by all later layers of the step.
 """

@@ -13,7 +13,7 @@ elements as keys and the latents as values. The pool is read in place, as two vi
 Windows are supported for decodes only. With more queries, the library in vLLM 0.33.0 hides too few keys before a window
 of some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
-The keys of a sequence are not split over multiprocessors. Where they are, the library merges the splits by log-sum-exps
+The keys of a sequence are not split over SMs. Where they are, the library merges the splits by log-sum-exps
 and leaves out those that have none: those whose scores are NaN, which a query sees and which have to come out.
 
 Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. A quantized

@@ -2,7 +2,7 @@
 
 It takes a rectangle of queries (the same number of new tokens for every sequence) over pages of 64 tokens, for latents
 of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all
-multiprocessors by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
+SMs by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
 Over latents in fp8 (e4m3) it multiplies quantized values: queries are rounded, and the weights of the softmax, too,
 before they meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_weights` of

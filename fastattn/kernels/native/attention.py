@@ -107,7 +107,7 @@ def differential(
 def _pools(
     query: Float[Tensor, "t h d"], keys: Pages | QuantizedPages | Latents
 ) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Fp8Scales | Int8Scales | None]:
-    """Return the pools of keys and values, and their scales; a latent is one key head, and its beginning the value."""
+    """Return the pools of keys and values, and their scales; a latent is one KV head, and its beginning the value."""
     if isinstance(keys, QuantizedPages):
         return keys
     if isinstance(keys, Pages):

@@ -1,13 +1,13 @@
 """Attention over pages or rows in Triton: the keys split over programs, the parts merged by a second kernel.
 
-One program takes a tile of query rows of one sequence, one key head, and a run of the keys that the tile can see:
+One program takes a tile of query rows of one sequence, one KV head, and a run of the keys that the tile can see:
 
                        keys  0        256       512       768  seq_len
-    sequence 0, key head 0   | split 0 | split 1 | split 2 | s3 |
-    sequence 1, key head 0   | split 0 | s1 |
+    sequence 0, KV head 0   | split 0 | split 1 | split 2 | s3 |
+    sequence 1, KV head 0   | split 0 | s1 |
 
 Every split gives the softmax over its own keys and its log-sum-exp; `reduce_splits` merges them. How many splits a
-sequence of average length gets is chosen on the host, from the number of tiles and multiprocessors; a longer one gets
+sequence of average length gets is chosen on the host, from the number of tiles and SMs; a longer one gets
 more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays right and balanced
 when its sequences grow. All get the same number where the host knows that they are about as long.
 

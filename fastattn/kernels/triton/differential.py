@@ -1,6 +1,6 @@
 """Differential attention in Triton: both softmaxes of a pair of heads side by side, over one read of its values.
 
-    program              one tile of query rows, one pair of key heads, and a run of the keys that the tile can see
+    program              one tile of query rows, one pair of KV heads, and a run of the keys that the tile can see
       each step          s1 = q1 k1, s2 = q2 k2                      v1 and v2 are loaded once for both
                          out1 += exp(s1) [v1; v2], out2 += exp(s2) [v1; v2]
       at the end         out1 / sum1 - lambda * out2 / sum2, its norm, its factor
@@ -28,12 +28,12 @@ from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_
 from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
 from fastattn.kernels.triton.merge import Out, merge_parts, normalize, places_of, update_softmax
 from fastattn.kernels.triton.queries import Queries, Sizes, contiguous, find_tile, is_one_tile, options_of
-from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, multiprocessors, pad
+from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, pad, sms_of
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
 FEWEST_KEYS = 128  # that are worth a program of their own
-AT_ONCE = 2  # programs that a multiprocessor holds where a tile has 16 rows
+AT_ONCE = 2  # programs that an SM holds where a tile has 16 rows
 
 
 def differential(
@@ -73,7 +73,7 @@ def bind_differential(
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf), differential
 
-    group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
+    group = num_heads // 2 // num_pairs  # query pairs that share a pair of KV heads
     query, scale = with_positive_scale(query, options.softmax_scale)
     of_layer, of_difference = _of_layer(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
@@ -214,25 +214,25 @@ def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) ->
     block_m = 16 if is_narrow or head_size > 128 or by_fma else 64  # the answers of a tile have to fit, twice
     tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
     row_bytes = max(pad(head_size) * query.element_size(), 128) * (2 if by_fma else 1)  # narrow rows: scores fill them
-    tuning = _tune(block_m, row_bytes, tiles * num_pairs, visible, multiprocessors(query.device))
+    tuning = _tune(block_m, row_bytes, tiles * num_pairs, visible, sms_of(query.device))
     return tuning._replace(splits=1, most_splits=1) if options.batch_invariant else tuning
 
 
 @cache
-def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> LaunchConfig:
+def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int) -> LaunchConfig:
     """Split the keys so that the programs fill the card in whole waves, which long queries do anyway.
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 64; wider rows get shorter steps.
     """
     if block_m > 16:
-        splits = min(max(1, num_multiprocessors * 2 // programs), max(1, visible // FEWEST_KEYS))
+        splits = min(max(1, num_sms * 2 // programs), max(1, visible // FEWEST_KEYS))
         num_warps = 4 if row_bytes <= 128 else 8
         return LaunchConfig(block_m, max(16, 64 * 128 // row_bytes), num_warps, 2, splits, splits)
 
     def time(splits: int) -> float:
-        on_one = -(-programs * splits // num_multiprocessors)
+        on_one = -(-programs * splits // num_sms)
         if on_one > AT_ONCE:
-            return 1.05 * programs / num_multiprocessors
+            return 1.05 * programs / num_sms
         return on_one / splits * (1.1 if on_one == 1 else 1.0)
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)

@@ -21,14 +21,14 @@ from fastattn.kernels.triton.launch import CHANGING, converts_fp8, overlapping, 
 from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
 from fastattn.kernels.triton.queries import contiguous, count_tiles, find_rows
-from fastattn.kernels.triton.tuning import LaunchConfig, fit, multiprocessors, pad
+from fastattn.kernels.triton.tuning import LaunchConfig, fit, pad, sms_of
 from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
 from refattn.plan import Plan
 
 BLOCK_ROWS = 16  # tokens of a program that writes
 BLOCK_N = 64  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
 STEPS = 16  # most steps of such a program
-PROGRAMS = 2  # for each multiprocessor, so many that steps become programs of their own
+PROGRAMS = 2  # per SM, so many that steps become programs of their own
 SCORE_WARPS = 4
 STAGES = 3  # steps of keys that are read ahead, and the one at hand
 STAGES_OF_QUERIES = 2  # where a tile has several, which are what is read ahead then
@@ -88,7 +88,7 @@ def score_index(
     tuning = fit(asked, query.device, row_bytes=pad(size) * key_bytes // size, key_bytes=stored_bytes)
     block_n = tuning.block_n
     tiles, steps = count_tiles(batch, t, 1, QUERIES), STEPS
-    enough = PROGRAMS * multiprocessors(query.device)
+    enough = PROGRAMS * sms_of(query.device)
     while steps > 1 and tiles * -(-batch.max_seq_len // (steps * block_n)) < enough:
         steps //= 2
     _score_index_kernel[(tiles * -(-batch.max_seq_len // (steps * block_n)),)](

@@ -18,7 +18,7 @@ Where a token lies is `keys.where`: in rows, or in pages that a block table lead
     find(where, tile, run, start, ahead, TILE)        the places of the keys of a step, and what is read ahead
     offset(where, place, strides)                     how far they are from the first token of a pool, in elements
 
-A matrix product of a GPU has at least 16 rows, but 8 columns are enough. Four heads that share a key head fill a
+A matrix product of a GPU has at least 16 rows, but 8 columns are enough. Four heads that share a KV head fill a
 quarter of a tile of 16 rows, and half of 8 columns. So tiles of few rows are turned, and `KEYS_AXIS` is 0:
 
     many rows    [rows 16, d] . [d, keys]    ->  scores [rows 16, keys]

@@ -119,7 +119,7 @@ class Pair(NamedTuple):
 @triton.jit
 @no_type_check
 def scale_of_head(keys, scales, strides, tile):
-    """Load the scale of a sequence and key head."""
+    """Load the scale of a sequence and KV head."""
     member = tile.sequence.to(tl.int64)
     if keys.sequences is not None:
         member = tl.load(keys.sequences + tile.sequence).to(tl.int64)

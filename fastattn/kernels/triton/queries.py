@@ -1,6 +1,6 @@
 """What a call brings to a kernel beside keys: queries, of which a program computes a tile, and what a layer fixes.
 
-A tile's rows are the tokens of one sequence times the query heads that share a key head, so that all of them are rows
+A tile's rows are the tokens of one sequence times the query heads that share a KV head, so that all of them are rows
 of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
 
 Source: Ainslie et al. 2023, "GQA"; the tiles of a ragged batch are found as in vLLM's Triton attention.
@@ -32,7 +32,7 @@ class Queries(NamedTuple):
         num_tokens: t.
         num_seqs: b.
         HEADS: query heads.
-        GROUP: those that share a key head.
+        GROUP: those that share a KV head.
     """
 
     query: Any
@@ -99,7 +99,7 @@ class Tile(NamedTuple):
     Attributes:
         number: of the tile, of all tiles.
         sequence: whose rows they are.
-        kv_head: the key head that they share.
+        kv_head: the KV head that they share.
         first_row: the first of them, counted in the sequence and its group of heads.
         num_rows: of the sequence, for these heads. There is no row from there on.
         is_row: [rows], which there are.

@@ -142,17 +142,17 @@ def _values_by_token(num_states: int, query: Tensor, value: Tensor) -> int:
     """
     programs = num_states * triton.cdiv(value.shape[-1], BLOCK_V)
     may_be_fewer = not INTERPRETED and _pad(query.shape[-1]) >= 64
-    is_few = may_be_fewer and programs <= FEW_PROGRAMS * devices.num_multiprocessors(query.device)
+    is_few = may_be_fewer and programs <= FEW_PROGRAMS * devices.num_sms(query.device)
     return BLOCK_V // 2 if is_few else BLOCK_V
 
 
 def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
     """Return how many are in one that goes chunk by chunk.
 
-    Keys are read by every program of their state, so fewer are better, unless a multiprocessor is left without one.
+    Keys are read by every program of their state, so fewer are better, unless an SM is left without one.
     """
     programs = num_states * triton.cdiv(value.shape[-1], CHUNKS_BLOCK_V)
-    all_at_once = INTERPRETED or programs <= devices.num_multiprocessors(query.device)
+    all_at_once = INTERPRETED or programs <= devices.num_sms(query.device)
     return CHUNKS_BLOCK_V if all_at_once else _most_values_at_once(query)
 
 

@@ -33,7 +33,7 @@ from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from fastattn.kernels.triton.launch import CHANGING, overlapping, pdl_wait
-from fastattn.kernels.triton.tuning import multiprocessors, pad
+from fastattn.kernels.triton.tuning import pad, sms_of
 from refattn.batch import Batch
 
 BLOCK = 4096  # scores that are read at a time, at most 2**15
@@ -41,7 +41,7 @@ BITS = 5  # bits per digit, at least 5: a warp counts 32 digits by a vote for ea
 SELECT_WARPS = 4
 SHORT = 4096  # scores of a row that has no candidates: all of them are counted
 SHORT_OF_MANY = 16384  # the same where rows are many
-ROWS_TO_FILL = 2  # for each multiprocessor, from which on rows are many
+ROWS_TO_FILL = 2  # per SM, from which on rows are many
 EVERY = 32  # scores of which one is in the sample
 MOST_SAMPLED = 4096
 SPARE = 8  # scores of the sample that may lie above the pivot beside those that are asked for
@@ -67,7 +67,7 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
     selected = torch.empty(t, topk, dtype=torch.int32, device=scores.device)
     if not t or not s:
         return selected.fill_(-1)
-    many = t >= ROWS_TO_FILL * multiprocessors(scores.device)
+    many = t >= ROWS_TO_FILL * sms_of(scores.device)
     if s <= (SHORT_OF_MANY if many else SHORT):
         fixed = dict(BLOCK=min(BLOCK, max(pad(s), 4)), BITS=BITS, SPLITS=1, COLUMNS=1, num_warps=SELECT_WARPS)
         fixed |= overlapping(scores.device, after_ours=False)

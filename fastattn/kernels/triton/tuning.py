@@ -19,7 +19,7 @@ FEWEST_KEYS = 256  # that are worth a program of their own
 FEWEST_LATENTS = 64  # likewise: a step
 MOST_KEYS = 2048  # most keys of a sequence per program: a much longer one must not run alone at the end
 MOST_PART_BYTES = 2**28  # that the parts of all splits may take
-TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
+TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that an SM could hold more of
 LONG_RUN = 3072 * 256  # bytes of the keys of a program, from which on two of them are enough
 MOSTLY = 0.9  # the share of SMs that counts as nearly all
 EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
@@ -54,9 +54,9 @@ LATENT_16 = LaunchConfig(16, 32, 4, 3, 1, 1)
 LATENT_64 = LaunchConfig(64, 64, 8, 2, 1, 1)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
-    return 4 if INTERPRETED else devices.num_multiprocessors(device)
+def sms_of(device: torch.device) -> int:
+    """Return the number of SMs; a few for the interpreter, so that its tests split keys too."""
+    return 4 if INTERPRETED else devices.num_sms(device)
 
 
 def fit(
@@ -151,15 +151,15 @@ def tune(
     rows = batch.max_query_len * group
     many_rows = 64 if rows <= 64 or row_bytes > 256 or shared or by_fma else 128
     block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
-    tiles, num_multiprocessors = count_tiles(batch, query.shape[0], group, block_m), multiprocessors(query.device)
+    tiles, num_sms = count_tiles(batch, query.shape[0], group, block_m), sms_of(query.device)
     is_quantized = key.dtype != query.dtype or value.dtype != query.dtype
-    if shared and not is_quantized and tiles * max(1, visible // FEWEST_LATENTS) < num_multiprocessors:
+    if shared and not is_quantized and tiles * max(1, visible // FEWEST_LATENTS) < num_sms:
         block_m = 16  # tiles of 64 would leave some of them idle, however short their runs
         tiles = count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
     if block_m <= 16 and is_quantized and query.dtype != torch.float32:  # steps of as many bytes, quantized or not
         row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
-    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_multiprocessors, is_quantized)
+    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if by_fma and block_m > 16:
@@ -182,11 +182,11 @@ def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
 
 @cache
 def _tune(
-    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, is_quantized: bool = False
+    block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int, is_quantized: bool = False
 ) -> LaunchConfig:
-    """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
+    """Choose the splits that keep all SMs busy to the end, and how a program works then.
 
-    As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
+    As long as all programs run at once, the time is that of the SM with the most keys to read; it takes
     about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss. One
     sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in
     49 and 76 us in 66 (5e34b75, 2026-11-22).
@@ -194,17 +194,17 @@ def _tune(
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
     few_rows = block_m <= 16
-    at_once = 3 if block_m == 8 and is_quantized else 4 if few_rows else 128 // block_m  # that a multiprocessor holds
+    at_once = 3 if block_m == 8 and is_quantized else 4 if few_rows else 128 // block_m  # that an SM holds
 
     def time(splits: int) -> float:
-        on_one = -(-programs * splits // num_multiprocessors)
+        on_one = -(-programs * splits // num_sms)
         if on_one > at_once:
-            return 1.05 * programs / num_multiprocessors
+            return 1.05 * programs / num_sms
         is_long = on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
         return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
-    on_one = -(-programs * splits // num_multiprocessors)
+    on_one = -(-programs * splits // num_sms)
     block_n = step_for(64, row_bytes)
     if few_rows and on_one > 3:
         return LaunchConfig(block_m, block_n, 2, 2, splits, splits)
@@ -213,11 +213,11 @@ def _tune(
 
 @cache
 def _tune_latents(
-    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, is_quantized: bool = False
+    block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int, is_quantized: bool = False
 ) -> LaunchConfig:
     """Choose how often to split the keys where each is a value, too, and how a program works then.
 
-    A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
+    An SM holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
     have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four (5e34b75, 2026-11-22). One
     query of 128 heads that sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32
     splits, 33 us in 8.
@@ -227,14 +227,14 @@ def _tune_latents(
     its rows if the result goes into another product.
     """
     tuning, at_once = (LATENT_16, 2) if block_m == 16 else (LATENT_64, 1)
-    splits = min(num_multiprocessors // programs, visible // FEWEST_LATENTS)
-    if block_m == 16 and not is_quantized and programs * splits >= MOSTLY * num_multiprocessors:
+    splits = min(num_sms // programs, visible // FEWEST_LATENTS)
+    if block_m == 16 and not is_quantized and programs * splits >= MOSTLY * num_sms:
         return tuning._replace(block_n=64, splits=splits, most_splits=splits)
 
     def time(splits: int) -> float:
-        on_one = -(-programs * splits // num_multiprocessors)
+        on_one = -(-programs * splits // num_sms)
         if on_one > at_once:
-            return 1.05 * programs / num_multiprocessors
+            return 1.05 * programs / num_sms
         return on_one / splits * (1.0 if on_one == at_once else 1.2)
 
     splits = min(range(1, max(1, visible // FEWEST_LATENTS) + 1), key=time)
@@ -247,7 +247,7 @@ def share_sm(tuning: LaunchConfig, is_quantized: bool = False) -> LaunchConfig:
     A quantized level keeps all its splits: 64 decodes after a prefix of 8192 keys in fp8, with 256 of their own, take
     46 us so, 50 us with 7 of 8 splits, and 57 us in tiles of 64 rows (d99386b, 2026-11-24).
 
-    Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
+    Source: measured on an NVIDIA H200; with all registers or all SMs taken, one level waits for the other.
     8 warps with 168 registers per thread leave 4 warps 176; the compiler takes fewer by itself
     (tests/kernels/test_compile.py).
     """

@@ -94,7 +94,7 @@ def qk_norm_rope(
             None rotates nothing.
         sin: sines likewise.
         query_weight: the weight of the norm of each query head; None norms nothing.
-        key_weight: that of each key head.
+        key_weight: that of each KV head.
         eps: of the norms.
 
     Returns:

@@ -199,7 +199,7 @@ class LastStrideAssumed(Attention):
 
 
 class GroupsInterleaved(Attention):
-    """Query head h reads key head h % hk, where it is h // (heads / key heads)."""
+    """Query head h reads KV head h % hk, where it is h // (heads / KV heads)."""
 
     where = in_groups
 
@@ -208,7 +208,7 @@ class GroupsInterleaved(Attention):
 
 
 class FirstKeyHead(Attention):
-    """All query heads read key head 0."""
+    """All query heads read KV head 0."""
 
     where = of_several_kv_heads
 

@@ -118,7 +118,7 @@ class SlotOfSixteenBits(Write):
 
 
 class FirstHeadOnly(Write):
-    """Only the first key head is written."""
+    """Only the first KV head is written."""
 
     def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         pools["key_cache"][block, row, 0] = self.arguments["key"][token, 0]
