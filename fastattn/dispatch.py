@@ -100,7 +100,7 @@ def attend(
     """
     if kind is not None and type(plan) is not kind:
         check_plan(plan, kind)
-    key = key_of(order.asked_for.get(), query, keys, plan, options, out, return_lse, more)
+    key = key_of(order.forced.get(), query, keys, plan, options, out, return_lse, more)
     memo = None if key is None else vars(plan).get("memo")
     bound = None if memo is None else memo.bound.get(key)
     if bound is not None:
@@ -336,7 +336,7 @@ def _with_subtraction(
         pages, over_pages = in_pages(keys.cache, plan)
         problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
         asks = problem.asks if more.get("norm") is None else problem.asks | OWN_NORM
-        kernel = order.choose_differential(problem._replace(asks=asks), order.asked_for.get())
+        kernel = order.choose_differential(problem._replace(asks=asks), order.forced.get())
         if kernel is not None:  # launches know one table, and rows have one per call
             arguments = query, pages, over_pages, options, subtraction_of(**more), out
             again = return_lse if over_pages is plan else None
@@ -389,7 +389,7 @@ def _with_subtraction(
 
 
 def key_of(
-    asked_for: str | None,
+    forced: str | None,
     query: Tensor,
     keys: AnyKeys,
     plan: AttentionPlan,
@@ -405,7 +405,7 @@ def key_of(
     if the GPU is not the current one, under autocast, which has to be switched off, and in forward-mode gradients.
 
     Args:
-        asked_for: the kernel asked for by `use_kernel`.
+        forced: the kernel asked for by `use_kernel`.
         query: query rows of all sequences.
         keys: where the keys are.
         plan: the lengths, the tables, and who may see whom.
@@ -456,7 +456,7 @@ def key_of(
         if address % ALIGNMENT or layouts is None:
             return None
         return (
-            asked_for,
+            forced,
             return_lse,
             (storage, device, query.dtype, query.shape, query.stride()),
             (key.device, key.dtype, key.shape, key.stride()),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastattn import dispatch
 from fastattn.kernels.memory import in_memory
-from fastattn.kernels.order import asked_for
+from fastattn.kernels.order import forced
 from fastattn.kernels.problem import as_bytes, as_integers
 from fastattn.kernels.replay import bind_write, bound_write, key_of_write
 from refattn import allocation
@@ -30,7 +30,7 @@ def write(
 
     Arguments, results and errors are those of `refattn.kv_cache.write`.
     """
-    cache_key = key_of_write(asked_for.get(), key, value, key_cache, value_cache, slot_mapping)
+    cache_key = key_of_write(forced.get(), key, value, key_cache, value_cache, slot_mapping)
     bound = bound_write(cache_key, (key, value), (key_cache, value_cache))
     if bound is not None:
         bound(key, value, key_cache, value_cache, slot_mapping)

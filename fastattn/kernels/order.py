@@ -42,7 +42,7 @@ FULL = 0.8  # tiles per SM, from which on FlashAttention-3 itself splits no keys
 SELECTED_FULL = 0.24  # tiles of 64 heads per SM, from which on FlashMLA goes first
 FEW_OPERATIONS = 8e9  # at most, so that the products are over before the host has launched others
 
-asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
+forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
 
 # --- the table ---
@@ -283,11 +283,11 @@ def use_kernel(name: str) -> Iterator[None]:
     """
     if name not in NAMES:
         raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
-    token = asked_for.set(name)
+    token = forced.set(name)
     try:
         yield
     finally:
-        asked_for.reset(token)
+        forced.reset(token)
 
 
 def choose(problem: Problem) -> Kernel:
@@ -302,7 +302,7 @@ def choose(problem: Problem) -> Kernel:
     Raises:
         NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
     """
-    return _choose(problem, asked_for.get())
+    return _choose(problem, forced.get())
 
 
 @lru_cache(maxsize=4096)

@@ -112,7 +112,7 @@ def key_of_launch(name: str, tensors: tuple[Tensor | None, ...], options: Attent
 
 
 def key_of_write(
-    asked_for: str | None, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    forced: str | None, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> Key | None:
     """Return the cache key of a write into pools; None if it is not to be replayed.
 
@@ -129,7 +129,7 @@ def key_of_write(
         bits, layouts = layouts_of((key, value, key_cache, value_cache))
         if bits % ALIGNMENT or layouts is None:
             return None
-        return (asked_for, slot_mapping.dtype, slot_mapping.device, slot_mapping.shape, slot_mapping.stride(), layouts)
+        return (forced, slot_mapping.dtype, slot_mapping.device, slot_mapping.shape, slot_mapping.stride(), layouts)
     except RuntimeError:  # as in `fastattn.dispatch.key_of`
         return None
 

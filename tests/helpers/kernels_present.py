@@ -104,7 +104,7 @@ class Kernel:
         """Whether it runs in Triton's interpreter, where it takes a thousand times as long."""
         return self.name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
-    def asked_for(self) -> AbstractContextManager[None]:
+    def forced(self) -> AbstractContextManager[None]:
         """Ask for this kernel inside a `with` block."""
         return fastattn.use_kernel(self.name)
 

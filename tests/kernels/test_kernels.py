@@ -436,7 +436,7 @@ def test_memory_that_is_given_is_written(way, layout, kernel, device):
         assert out is memory
         assert torch.equal(memory, expected) and torch.equal(lse, expected_lse)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -625,7 +625,7 @@ def test_differential_at_any_positions(kernel, device):
     def answer(**options):
         return subtracted(*given(query, cache, batch, **options), **subtraction)
 
-    with kernel.asked_for():
+    with kernel.forced():
         expected = answer(**there)
         at_them = answer(**there, positions=positions)
         absolute = positions + torch.cat([first_keys[:1].expand(4), first_keys[1:].expand(10)])
@@ -640,7 +640,7 @@ def test_differential_at_any_positions(kernel, device):
         plan = Plan(batch, 16, causal=False, window_size=(9, 2), positions=positions)
         return twin.differential.attention(query, cache, plan, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         out, lse = by(fastattn, query, cache, batch, positions + 3, **learned, return_lse=True)
     assert_matches_reference(out, lse, partial(by, refattn), query, cache, batch, positions + 3, **learned)
 

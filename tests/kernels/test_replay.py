@@ -122,7 +122,7 @@ def test_an_output_may_be_written_over_an_input(name, twin, device):
     if twin == "refattn":
         assert_overwritten_last()
     else:
-        with twin.asked_for():
+        with twin.forced():
             twin.check(assert_overwritten_last)
 
 
@@ -242,7 +242,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
         **{f"scales.{name}": scale for name, scale in scales.items()},
     )
 
-    def named(asked_for=None, storage=Pages, return_lse=False, format=torch.float8_e4m3fn, **changes):
+    def named(forced=None, storage=Pages, return_lse=False, format=torch.float8_e4m3fn, **changes):
         given = {**good, **changes}
         its_scales = {name[7:]: given.pop(name) for name in list(given) if name.startswith("scales.")}
         its_scales |= {"format": format} if kind == "e4m3" else {}
@@ -252,7 +252,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
             arguments["scales"] = unchecked(Int8Scales if kind == "int8" else Fp8Scales, its_scales)
         query, *pools, its_scales = *map(given.pop, ("query", "key", "value")), arguments.pop("scales")
         keys = storage(*pools) if its_scales is None else QuantizedPages(*pools, its_scales)
-        return dispatch.key_of(asked_for, query, keys, plan, **given, **arguments, more={})
+        return dispatch.key_of(forced, query, keys, plan, **given, **arguments, more={})
 
     name = named()
     assert name is not None
@@ -261,7 +261,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
         *(named(**{what: other}) for what, x in good.items() for other in changed(x)),
         *(named(**{what: None}) for what in good if what not in ("query", "key", "value")),
         *(named(**{what: 1.0}) for what in good if what.startswith("scales.")),
-        *(named(asked_for="triton"), named(return_lse=True), *([named(storage=Rows)] if kind == "plain" else [])),
+        *(named(forced="triton"), named(return_lse=True), *([named(storage=Rows)] if kind == "plain" else [])),
         *(named(**{name: other_number(default)}) for name, default in NUMBERS.items()),
         *([named(format=torch.float8_e5m2)] if kind == "e4m3" else []),
     ]
@@ -289,7 +289,7 @@ def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_replay(device):
         with fastattn.use_kernel("triton"), mock.patch.object(order, "choose", wraps=order.choose) as choose:
             chunked_prefill.attention(*tensors, plan)
         assert choose.call_count == times_chosen
-    assert {asked_for for asked_for, *_ in memo_of(plan).bound} == {None, "triton"}
+    assert {forced for forced, *_ in memo_of(plan).bound} == {None, "triton"}
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

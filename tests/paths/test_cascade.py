@@ -197,7 +197,7 @@ def test_split_equals_whole(sharing, options, device):
 def test_twins_agree(sharing, kernel, options, device):
     step = lay_out(SHARED[sharing], device=device, dtype=kernel.dtypes[0])
     options = filled(OPTIONS[options], step, device)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "cascade", *step.tensors, **options)
 
 
@@ -207,7 +207,7 @@ def test_twins_agree_in_every_type(options, kernel, device):
     """On a CPU with the options that hold most; an option is computed in one type there, float32."""
     for dtype in kernel.dtypes if device != "cpu" or options.startswith(("plain", "everything")) else kernel.dtypes[:1]:
         step = lay_out(SHARED["tree"], device=device, dtype=dtype)
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "cascade", *step.tensors, **filled(OPTIONS[options], step, device))
 
 
@@ -251,7 +251,7 @@ def test_a_long_prefix_and_a_short_suffix(kernel, device):
         out, lse = plan_and_attend(fastattn.cascade, *step.tensors, prefixes=step.prefixes, return_lse=True)
         assert_matches_reference(out, lse, partial(plan_and_attend, refattn.chunked_prefill), *step.tensors)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_equals_no_cascade)
 
 
@@ -285,7 +285,7 @@ def test_caches_and_queries_with_padded_strides(kernel, device):
     query = functional.pad(query, (0, 8, 0, 1))[:, :-1, :-8]
     key_cache = functional.pad(key_cache, (0, 8, 0, 2, 0, 1))[:, :-1, :-2, :-8]
     value_cache = functional.pad(value_cache, (0, 16, 0, 1))[:, :, :-1, :-16]
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "cascade", query, key_cache, value_cache, batch, prefixes=step.prefixes)
 
 
@@ -324,7 +324,7 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
         assert_matches_reference(out, lse, partial(plan_and_attend, refattn.chunked_prefill), *tensors, batch)
 
     for _ in range(2):
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "cascade", *tensors, batch, prefixes=step.prefixes)
             if kernel.name != "cpu":  # a plan of cpu fixes how the work is shared out, by the old lengths
                 kernel.check(assert_read_again)
@@ -338,7 +338,7 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
 def test_twins_agree_on_a_window(window, kernel, device):
     """The first hides all that is shared, the fourth nothing: the longest sequence has 90 tokens."""
     step = lay_out(SHARED["tree"], device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "cascade", *step.tensors, prefixes=step.prefixes, window_size=window)
 
 
@@ -378,7 +378,7 @@ def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
         its_window = dict(prefixes=step.prefixes, window_size=(left, 0))
         assert_twins_agree("cascade", *step.tensors, again=not kernel.is_interpreted, **its_window)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_unchanged)
 
 
@@ -460,7 +460,7 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
             out, lse = plan_and_attend(mixed, *step.tensors, **options, return_lse=True)
             assert_matches_reference(out, lse, partial(plan_and_attend, refattn.cascade), *step.tensors, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_served)
 
 

@@ -144,7 +144,7 @@ def test_reference_equals_a_sum_by_hand():
 @each_kernel_case_and_option(("mixed", "decodes-ragged"))
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(options, case, device))
 
 
@@ -159,7 +159,7 @@ def test_twins_agree_in_every_type(options, kernel, device):
     filled = per_head(OPTIONS[options], case, device)
     for dtype in kernel.dtypes if device != "cpu" or options in ("plain", "everything") else kernel.dtypes[:1]:
         inputs = build(case, device=device, dtype=dtype)
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **filled)
 
 
@@ -425,7 +425,7 @@ def test_queries_at_any_positions(over, options, kernel, device):
             options=options,
         )
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_right)
 
 
@@ -440,7 +440,7 @@ def test_any_scale(scale, softcap, kernel, device):
     """Of causal prompts that are short and that are not, a chunk with context, and decodes."""
     case = Case("scale", ((5, 5), (17, 17), (9, 37), (1, 33), (1, 30)), heads=(2, 1))
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         options = dict(softmax_scale=scale, softcap=softcap)
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **options)
 
@@ -488,7 +488,7 @@ def test_layers_of_one_plan(planned, over, kernel, device):
         answer = twin.attention(*tensors, plan, AttentionOptions(**options), return_lse=True)
         assert_matches_reference(*answer, partial(plan_and_attend, reference), *tensors, batch, **planned, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         for heads, options in LAYERS:
             case, *tensors, _ = lay_out(heads)
             kernel.check(assert_right, tensors, per_head(options, case, device))
@@ -648,7 +648,7 @@ def test_pages_that_are_copied_into_larger_ones(case, options, kernel, device, m
     copies = mock.Mock(wraps=expand.repage)
     monkeypatch.setattr(expand, "repage", copies)
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
     assert copies.called == (kernel.name == "fa4")
 
@@ -709,7 +709,7 @@ def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
     inputs = build(Case("steps", ((1, 40), (1, 20), (3, 47)), heads=(4, 2)), device=device, dtype=kernel.dtypes[0])
     query, key_cache, value_cache, batch = inputs.tensors
     key_cache, value_cache = key_cache.nan_to_num(0.5), value_cache.nan_to_num(0.5)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
         batch.seq_lens.sub_(1)
         kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
@@ -724,7 +724,7 @@ def test_one_length_may_have_any_stride(kernel, device):
     query, key_cache, value_cache, batch = inputs.tensors
     column = torch.stack([batch.seq_lens, batch.seq_lens], dim=1)[:, 0]
     assert column.stride() == (2,)
-    with kernel.asked_for():
+    with kernel.forced():
         one = dataclasses.replace(batch, seq_lens=column)
         kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, one)
 

@@ -287,7 +287,7 @@ def test_each_kernel_answers_or_says_why_not(kernel, storage, mask, options, dev
         torch.testing.assert_close(out, expected, rtol=loose, atol=loose)
         torch.testing.assert_close(lse, expected_lse, rtol=loose, atol=loose)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 

@@ -107,7 +107,7 @@ def test_formula(spec, case):
 @pytest.mark.covers("B86", "B88", "B89", "B90", "B181")
 @pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, CASES, SPECS), ids=str)
 def test_twins(spec, case, kernel, device):
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(spec.check_twins, case, device=device, dtype=kernel.dtypes[0])
 
 
@@ -308,7 +308,7 @@ def test_twins_over_quantized_values(options, kind, kernel, device):
         answer = attend_on_all("fastattn", 2, *tensors, **options, return_lse=True)
         assert_matches_reference(*answer, partial(attend_on_all, "refattn", 2), *tensors, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 

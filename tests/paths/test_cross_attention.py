@@ -107,7 +107,7 @@ def test_pages_change_nothing(device):
 def test_twins_agree(kernel, options, device):
     inputs = build(CASE, dtype=kernel.dtypes[0], device=device)
     batch = cross_batch(fastattn.metadata, inputs)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors[:3], batch, causal=False, **options)
 
 

@@ -376,7 +376,7 @@ def test_twins_agree_in_every_type(options, kernel, device):
     case = Case("mixed", ((20, 40), (1, 70), (10, 17), (3, 2)), heads=(8, 4), padding_rows=3)
     for dtype in kernel.dtypes if device != "cpu" or options in ("plain", "everything") else kernel.dtypes[:1]:
         arguments, _ = lay_out(case, device=device, dtype=dtype)
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "differential", *arguments, **filled(OPTIONS[options], case, device))
 
 
@@ -388,7 +388,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
     case = Case("invariant", ((1, 700), (40, 60), (1, 9), (1, 300)), heads=(8, 4))
     (query, cache, batch), _ = lay_out(case, device=device)
     options = filled(OPTIONS["norm"], case, device) | dict(batch_invariant=True, return_lse=True)
-    with kernel.asked_for():
+    with kernel.forced():
         together = plan_and_attend(fastattn.differential, query, cache, batch, **options)
         for i, (first, last) in enumerate(batch.query_rows()):
             lens = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, last - first], [case.lens[i][1]])]
@@ -472,7 +472,7 @@ def test_a_layer_without_keys_of_its_own(kernel, device):
     generator = torch.Generator().manual_seed(7)
     for heads in (8, 16):  # the other layer may have more query heads, too
         query = torch.randn(29, heads, 64, generator=generator).to(device, kernel.dtypes[0])
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
     assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0))
 
@@ -486,7 +486,7 @@ def test_caches_of_any_strides(kernel, device):
     heads_outside = cache.transpose(3, 4).contiguous().transpose(3, 4)
     padded = functional.pad(cache, (0, 8, 0, 1))[..., :-1, :-8]
     for other in (halves_inside, heads_outside, padded):
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "differential", query, other, batch, **filled({}, case, device))
 
 
@@ -495,7 +495,7 @@ def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
     case = Case("steps", ((1, 40), (1, 20), (3, 47)), heads=(4, 2))
     (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
     cache = cache.nan_to_num(0.5)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
         batch.seq_lens.sub_(1)
         kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
@@ -540,7 +540,7 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
             out, lse = plan_and_attend(mixed, *arguments, **options, return_lse=True)
             assert_matches_reference(out, lse, by_reference, *arguments, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_served)
 
 
@@ -589,7 +589,7 @@ def test_twins_agree_over_rows(options, kernel, device):
         memory = torch.full_like(out, torch.nan)
         assert fast(*arguments, **options, out=memory) is memory and torch.equal(memory, out)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -722,7 +722,7 @@ def test_twins_agree_over_quantized_values(options, round_query, kind, kernel, d
         MIXED_QUANTIZED, kind, per=per, round_query=round_query, device=device, dtype=kernel.dtypes[0]
     )
     options = filled(OPTIONS[options], MIXED_QUANTIZED, device) | dict(scales=scales)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "differential", *arguments, **options)
 
 

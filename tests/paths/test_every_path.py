@@ -33,7 +33,7 @@ def test_poison_of_the_reference(spec, case, device):
 
 @pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
 def test_poison(spec, case, kernel, device):
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(
             spec.check_poison, "fastattn", case, device=device, dtype=kernel.dtypes[0], recomputed=kernel.recomputed
         )
@@ -47,7 +47,7 @@ def test_formula(spec, case):
 
 @pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
 def test_twins(spec, case, kernel, device):
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(spec.check_twins, case, device=device, dtype=kernel.dtypes[0])
 
 
@@ -82,7 +82,7 @@ def test_a_plan_of_one_twin_serves_the_other(spec, case, kernel, device):
             out, lse = plan_and_attend(mixed, *tensors, **spec.arguments, return_lse=True)
             assert_matches_reference(out, lse, by_reference, *tensors, **spec.arguments)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_served)
 
 

@@ -175,7 +175,7 @@ def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
 @each_kernel
 @each_rule
 def test_each_kernel_keeps_to_the_intervals(kernel, rule, device):
-    with kernel.asked_for():
+    with kernel.forced():
         for case in cases_of(rule)[-1 if kernel.is_interpreted else -3 :]:
             kernel.check(check_mask, fastattn.interval, rule, replace(case, heads=(2, 1), value_head_size=64), device)
 
@@ -244,7 +244,7 @@ def test_drawn_intervals_agree_with_the_reference(kernel, options, device):
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     intervals = Intervals(*(x.to(device) for x in drawn(build(case).batch, len(inputs.query))))
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "interval", *inputs.tensors, **intervals._asdict(), **options)
 
 
@@ -254,7 +254,7 @@ def test_keys_that_are_split_over_programs_agree(kernel, device):
     case = Case("long", ((3, 900), (1, 40), (70, 300)), heads=(2, 1))
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     intervals = Intervals(*(x.to(device) for x in drawn(build(case).batch, len(inputs.query), seed=3)))
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "interval", *inputs.tensors, **intervals._asdict())
 
 
@@ -310,7 +310,7 @@ def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
         tensors = [x.to(device) for x in inputs.tensors[:3]]
         batch = build(case, dtype=kernel.dtypes[0], device=device).batch
         intervals = Intervals(first.to(device), last.to(device))
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(
                 lambda tensors=tensors, batch=batch, intervals=intervals: answers.append(
                     plan_and_attend(fastattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
@@ -367,7 +367,7 @@ def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
             answer = twin.attention(*tensors, plan, return_lse=True)
             assert_matches_reference(*answer, reference.attention, *tensors, plan)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -388,7 +388,7 @@ def test_an_interval_that_begins_at_the_end_of_int32_in_a_tile_of_many_rows(kern
         assert_matches_reference(*answer, refattn.interval.attention, *inputs.tensors[:3], plan)
         assert (answer[0][[5, 9]] == 0).all()
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -411,7 +411,7 @@ def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
         )
         assert torch.equal(row, out[5:45])
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 

@@ -89,7 +89,7 @@ class Twin:
         if self.kernel is None:
             assertion()
         else:
-            with self.kernel.asked_for():
+            with self.kernel.forced():
                 self.kernel.check(assertion)
 
 
@@ -285,7 +285,7 @@ def test_tensors_of_any_strides(change, path, kernel, device):
     table = torch.stack([batch.block_table, torch.full_like(batch.block_table, 10**6)], dim=-1)[..., 0]
     assert table.stride(1) == 2
     arguments = *(STRIDES[change](x) for x in (query, *pools)), replace(batch, block_table=table)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, path, *arguments, **options)
 
 

@@ -296,9 +296,9 @@ WRITES = ("kv_cache", "differential", "mla", "mla-fp8", "quantized-fp8", "quanti
 def test_rows_after_the_last_slot_are_padding(package, kind, device):
     """A server pads keys and values to a size that was captured, and knows by the slots how many are real."""
     slots = torch.tensor([6, 1, -1, 9], device=device)
-    asked_for = fastattn.use_kernel("triton") if package == "triton" else nullcontext()
+    forced = fastattn.use_kernel("triton") if package == "triton" else nullcontext()
     package = "fastattn" if package == "triton" else package
-    with asked_for:
+    with forced:
         padded, sizes, filled = every_write(package, kind, device)
         key, value = (torch.rand(7, *size, device=device) + 1 for size in sizes)
         key[4:], value[4:] = torch.nan, torch.nan
@@ -367,7 +367,7 @@ def test_layers_inside_of_a_block(kernel, order, device):
     if kernel is None:
         check()
         return
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(check)
 
 

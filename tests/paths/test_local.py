@@ -414,7 +414,7 @@ def test_attention_through_virtual_batches_equals_attention_under_the_chunk_mask
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     filled = per_head(LOCAL_OPTIONS[options], case, device)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, **filled)
 
 
@@ -425,7 +425,7 @@ def test_twins_agree_with_a_window_in_a_chunk(case, kernel, device):
     """Extending layers of SGLang hand both over: a token sees what is in its window and in its chunk."""
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     options = per_head(dict(sinks=True), case, device)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, window_size=(11, 0), **options)
 
 
@@ -436,7 +436,7 @@ def test_twins_agree_with_a_window_in_a_chunk(case, kernel, device):
 )
 def test_twins_agree_on_the_shared_list(case, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=2 * case.block_size)
 
 
@@ -446,7 +446,7 @@ def test_twins_agree_in_every_type(kernel, device):
     for dtype in kernel.dtypes:
         inputs = build(case, device=device, dtype=dtype)
         options = per_head(LOCAL_OPTIONS["everything"], case, device)
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=48, **options)
 
 

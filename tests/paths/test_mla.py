@@ -300,7 +300,7 @@ def test_twins_agree(kernel, sizes, case, options, device):
         assert attend(fastattn.mla, *arguments, **rank, return_lse=False, out=memory, **options) is memory
         assert torch.equal(memory, out)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -358,7 +358,7 @@ def test_twins_agree_over_chunks(kernel, quantized, chunks, sees, device):
         by_hand = partial(attend, reference, **of_cache)
         assert_matches_reference(out, lse, by_hand, given.absorbed, cache, given.batch, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -374,7 +374,7 @@ def test_nan_that_a_query_sees_comes_out(kernel, device):
     query, batch = given.absorbed, given.batch
     query[0, 1] = math.nan
     given.cache[batch.block_table[1, 0], 35] = math.nan
-    with kernel.asked_for():
+    with kernel.forced():
         out, lse = attend(
             fastattn.mla, query, given.cache, batch, latent_rank=query.shape[2] - given.rope, **filled({}, 3, device)
         )
@@ -398,7 +398,7 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
     options = AttentionOptions(softmax_scale=SCALE)
     call = (given.absorbed, given.cache, plan, options)
     graphs, answers = [torch.cuda.CUDAGraph() for _ in range(2)], []
-    with kernel.asked_for():
+    with kernel.forced():
         fastattn.mla.attention(*call, latent_rank=REAL.rank)
         torch.cuda.synchronize()
         for graph in graphs:
@@ -443,7 +443,7 @@ def test_prefills_agree(kernel, case, options, workspace, device):
         assert prefill(fastattn.mla, *arguments, **fixed, return_lse=False, out=memory, **options) is memory
         assert torch.equal(memory, out)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -490,7 +490,7 @@ def test_the_memory_of_a_prefill_does_not_grow_with_its_context(kernel, device):
         tensors = given.query, *given.new.split([sizes.rank, sizes.rope], dim=1), given.cache
         options = AttentionOptions(softmax_scale=SCALE)
         projections = given.projections
-        with kernel.asked_for():
+        with kernel.forced():
             fastattn.mla.prefill(*tensors, plan, options, **projections)
             with LiveBytes() as live:
                 fastattn.mla.prefill(*tensors, plan, options, **projections)
@@ -506,7 +506,7 @@ def test_a_hundred_chunks_lose_no_digits(kernel, device):
     case = Case("drift", ((2, 102),), heads=(2, 1), block_size=16)
     given = Latents(case, dtype=dtype, device=device)
     tensors = given.query, given.new, given.cache, *given.projections.values(), given.batch
-    with kernel.asked_for():
+    with kernel.forced():
         one, one_lse = prefill(fastattn.mla, *tensors, workspace=10**6, softmax_scale=SCALE)
         many, many_lse = prefill(fastattn.mla, *tensors, workspace=1, softmax_scale=SCALE)
     torch.testing.assert_close(many_lse, one_lse, rtol=0, atol=1e-4)
@@ -526,7 +526,7 @@ def test_prefills_of_deepseeks_size_agree(kernel, device):
         answer = prefill(fastattn.mla, *arguments, workspace=200, **options)
         assert_matches_reference(*answer, by_reference(prefill, workspace=200), *arguments, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold)
 
 
@@ -538,7 +538,7 @@ def test_twins_agree_in_every_type(kernel, dtype, device):
     case = Case("types", ((4, 60), (1, 33), (20, 20)), heads=(4, 1), padding_rows=2)
     given = Latents(case, device=device, dtype=dtype)
     options = filled(OPTIONS["everything"], 4, device)
-    with kernel.asked_for():
+    with kernel.forced():
         arguments = given.absorbed, given.cache, given.batch
         assert_matches_reference(
             *attend(fastattn.mla, *arguments, **options), by_reference(attend), *arguments, **options

@@ -41,9 +41,9 @@ IN_TREES = OPTIONS | {"window": dict(window=LEFT, alibi_slopes=True)}
 KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
 READERS = [
     pytest.param("refattn", nullcontext, id="ref"),
-    *(pytest.param("fastattn", kernel.asked_for, id=kernel.name) for kernel in KERNELS),
+    *(pytest.param("fastattn", kernel.forced, id=kernel.name) for kernel in KERNELS),
 ]
-each_reader = pytest.mark.parametrize(("package", "asked_for"), READERS)
+each_reader = pytest.mark.parametrize(("package", "forced"), READERS)
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 # NumPy multiplies for the interpreter, by bits that depend on where a row stands; and it would take minutes.
@@ -88,7 +88,7 @@ def lay_out(name: str, kind: torch.dtype | None, *, window: int = -1, poison=POI
 @each_reader
 @each_case
 @pytest.mark.parametrize("window", [-1, LEFT], ids=["all", "window"])
-def test_a_node_sees_the_latents_of_its_branch(package, asked_for, name, window, device):
+def test_a_node_sees_the_latents_of_its_branch(package, forced, name, window, device):
     """With queries of zeros and latents of one-hot rows, what comes out is the mask over its row count."""
     parents, case = CASES[name]
     lens, p = case.lens, case.block_size
@@ -102,7 +102,7 @@ def test_a_node_sees_the_latents_of_its_branch(package, asked_for, name, window,
     batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
     query = torch.zeros(sum(q for q, _ in lens), case.heads[0], longest + 2, device=device)
     trees = refattn.speculative.make_trees(parents, device=device)
-    with asked_for():
+    with forced():
         call = partial(verify, package, query, cache.to(device), batch, trees=trees, window=window)
         out, lse = call(latent_rank=longest, softmax_scale=1.0)
     row = 0
@@ -121,25 +121,25 @@ def test_a_node_sees_the_latents_of_its_branch(package, asked_for, name, window,
 @each_reader
 @pytest.mark.parametrize(("name", "window"), [("verification", LEFT), ("tips", -1), ("two-words", -1)])
 @each_store
-def test_no_bit_depends_on_what_no_row_sees(package, asked_for, name, window, kind, device):
+def test_no_bit_depends_on_what_no_row_sees(package, forced, name, window, kind, device):
     """Blocks and slots of others, keys before a window, unused columns, and nodes of no tip's branch."""
     answers = []
     for poison in (POISON, HARMLESS):
         _, tensors, fixed = lay_out(name, kind, window=window, poison=poison, device=device)
-        with asked_for():
+        with forced():
             answers.append(verify(package, *tensors, **fixed, softmax_scale=SCALE))
     for poisonous, harmless in zip(*answers, strict=True):
         assert torch.equal(poisonous, harmless)
 
 
 @each_reader
-def test_nan_that_a_node_sees_comes_out(package, asked_for, device):
+def test_nan_that_a_node_sees_comes_out(package, forced, device):
     """In the root of one tree, before another; the third has none."""
     given = Latents(Case("nan", ((4, 20), (3, 23), (2, 9)), heads=(3, 1)), device=device)
     table = given.batch.block_table
     given.cache[table[0, 1], 0, 3] = given.cache[table[1, 0], 5, RANK] = math.nan
     trees = refattn.speculative.make_trees([(-1, 0, 0, 1), (-1, 0, 0), (-1, 0)], device=device)
-    with asked_for():
+    with forced():
         out, lse = verify(package, given.absorbed, given.cache, given.batch, trees=trees, softmax_scale=SCALE)
     assert out[:7].isnan().any(-1).all() and lse[:7].isnan().all()
     assert out[7:].isfinite().all() and lse[7:].isfinite().all()
@@ -217,7 +217,7 @@ def test_twins_agree(kernel, name, options, kind, device):
     options = dict(IN_TREES[options])
     arguments = dict(window=options.pop("window", -1), device=device, dtype=kernel.dtypes[0])
     _, tensors, fixed = lay_out(name, kind, **arguments)
-    with kernel.asked_for():
+    with kernel.forced():
         hold(tensors, fixed, **filled(options, CASES[name][1].heads[0], device))
 
 
@@ -229,7 +229,7 @@ def test_twins_agree(kernel, name, options, kind, device):
 def test_twins_agree_in_every_type(kernel, dtype, kind, device):
     sizes = EVEN if kernel.is_interpreted or device == "cpu" else REAL
     given, tensors, fixed = lay_out("verification", kind, device=device, dtype=dtype, sizes=sizes)
-    with kernel.asked_for():
+    with kernel.forced():
         hold(tensors, fixed | dict(latent_rank=sizes.rank), softmax_scale=SCALE)
 
 
@@ -244,7 +244,7 @@ def test_trees_of_deepseeks_size_agree(kernel, nodes, heads, device):
     given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=REAL)
     fixed = dict(trees=refattn.speculative.make_trees(parents, device=device), latent_rank=REAL.rank)
     options = filled(OPTIONS["sinks"], heads, device)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold, (given.absorbed, given.cache, given.batch), fixed, **options)
 
 
@@ -254,7 +254,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
     parents, case = CASES["verification"]
     given, tensors, fixed = lay_out("verification", None, device=device, dtype=kernel.dtypes[0])
     options = dict(batch_invariant=True, softmax_scale=SCALE)
-    with kernel.asked_for():
+    with kernel.forced():
         whole = verify("fastattn", *tensors, **fixed, **options)
         for i, (q0, q1) in enumerate(given.batch.query_rows()):
             (q, s), table = case.lens[i], given.batch.block_table[i]
@@ -271,7 +271,7 @@ def test_layers_of_a_step_share_a_plan(kernel, kind, device):
     given, tensors, fixed = lay_out("verification", kind, device=device, dtype=kernel.dtypes[0])
     plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
     options = AttentionOptions(softmax_scale=SCALE)
-    with kernel.asked_for():
+    with kernel.forced():
         for scale in (1.0, 1.0) if kind is None else (0.7, 0.3, 0.7):
             of_cache = dict(latent_rank=RANK, cache_scale=scale)
             answer = fastattn.mla.attention(*tensors[:2], plan, options, **of_cache, return_lse=True)
@@ -304,7 +304,7 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
         return call(latent_rank=rank, return_lse=False, softmax_scale=SCALE)
 
     replay = None
-    with kernel.asked_for():
+    with kernel.forced():
         for i, drawn in enumerate(steps):
             case = Case("step", tuple((len(t), s + len(t)) for t, s in drawn), heads=(4, 1))
             make = partial(in_8_bits, kind=kind) if kind is not None else Latents

@@ -44,9 +44,9 @@ MIXED = Case("mixed", ((4, 6), (1, 33), (10, 21), (0, 9), (5, 5)), heads=(4, 1),
 KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
 READERS = [
     pytest.param(refattn, nullcontext, id="ref"),
-    *(pytest.param(fastattn, kernel.asked_for, id=kernel.name) for kernel in KERNELS),
+    *(pytest.param(fastattn, kernel.forced, id=kernel.name) for kernel in KERNELS),
 ]
-each_reader = pytest.mark.parametrize(("package", "asked_for"), READERS)
+each_reader = pytest.mark.parametrize(("package", "forced"), READERS)
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
 WRITERS = ["torch", *(kernel.name for kernel in KERNELS if kernel.name == "triton")]
@@ -166,10 +166,10 @@ def test_blocks_are_copied_as_bytes(kernel, device):
 
 @pytest.mark.covers("F214")
 @each_reader
-def test_formula(package, asked_for, device):
+def test_formula(package, forced, device):
     """Softmax in float64 over rows that are read by hand."""
     given = laid_out(device=device)
-    with asked_for():
+    with forced():
         out, lse = attend(package.mla, given.absorbed.to(device), given.packed, given.batch, softmax_scale=SCALE)
     row = 0
     for (q, _), rows, mask in zip(MIXED.lens, given.rows, masks_by_hand(MIXED, lambda i, j: j <= i), strict=True):
@@ -199,7 +199,7 @@ def positions_of(case, k=12, device="cpu"):
 
 @pytest.mark.covers("F214")
 @each_reader
-def test_no_bit_depends_on_what_no_query_may_see(package, asked_for, device):
+def test_no_bit_depends_on_what_no_query_may_see(package, forced, device):
     """Blocks of others, rows past the end, spare bytes, and under a selection every row that is not in it."""
     positions, answers = positions_of(MIXED, device=device), []
     for poison in (NAN, ZERO):
@@ -212,7 +212,7 @@ def test_no_bit_depends_on_what_no_query_may_see(package, asked_for, device):
         chosen.view(-1, BYTES)[unseen.to(device)] = poison
         options = AttentionOptions(softmax_scale=SCALE)
         asked = dict(latent_rank=RANK, return_lse=True)
-        with asked_for():
+        with forced():
             whole = attend(package.mla, given.absorbed.to(device), given.packed, given.batch, softmax_scale=SCALE)
             some = package.sparse.latent_attention(given.absorbed.to(device), chosen, plan, options, **asked)
         answers.append((*whole, *some))
@@ -262,7 +262,7 @@ def under(package, batch, name):
 @pytest.mark.parametrize("name", ["window", "tree", "intervals"])
 def test_twins_agree_under_every_plan(kernel, name, device):
     given = laid_out(dtype=kernel.dtypes[0], device=device)
-    with kernel.asked_for():
+    with kernel.forced():
         hold(given, partial(under, name=name), device, softmax_scale=SCALE)
 
 
@@ -270,7 +270,7 @@ def test_twins_agree_under_every_plan(kernel, name, device):
 @pytest.mark.parametrize("options", ["negative-scale", "invariant", "everything"])
 def test_twins_agree_with_options(kernel, options, device):
     given = laid_out(dtype=kernel.dtypes[-1], device=device)
-    with kernel.asked_for():
+    with kernel.forced():
         hold(given, partial(under, name="chunk"), device, **filled(OPTIONS[options], 4, device))
 
 
@@ -301,7 +301,7 @@ def test_rows_of_deepseek_are_selected_from(kernel, device):
         return package.sparse.latent_attention(query, cache, plan, options, latent_rank=512, **asked)
 
     query = given.absorbed.to(device)
-    with kernel.asked_for():
+    with kernel.forced():
         out, lse = by(fastattn, query, pool, given.batch, return_lse=True)
     assert_matches_reference(out, lse, partial(by, refattn), query, pool, given.batch)
 

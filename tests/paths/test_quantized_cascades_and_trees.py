@@ -158,9 +158,9 @@ def call(package: str, step: Step, stored: Stored, **options: Any) -> Any:
     )
 
 
-def asked_for(who: Kernel | None) -> tuple[str, Any]:
+def forced(who: Kernel | None) -> tuple[str, Any]:
     """Return the package that computes, and what asks for its kernel."""
-    return ("refattn", nullcontext()) if who is None else ("fastattn", who.asked_for())
+    return ("refattn", nullcontext()) if who is None else ("fastattn", who.forced())
 
 
 # --- who sees whom, and memory that no query may see ---
@@ -174,7 +174,7 @@ def asked_for(who: Kernel | None) -> tuple[str, Any]:
 )
 def test_mask(who, step, kind, device):
     step = replace(step, case=replace(step.case, head_size=64, value_head_size=64))
-    package, context = asked_for(who)
+    package, context = forced(who)
 
     def attention(query, key_cache, value_cache, batch, **options):
         *pools, scales = in_8_bits(key_cache, value_cache, kind)
@@ -200,7 +200,7 @@ def test_mask(who, step, kind, device):
 )
 def test_poison(who, step, kind, left, device):
     """NaN in blocks that no sequence owns, past sequences, before windows, and in nodes of no row's branch."""
-    package, context = asked_for(who)
+    package, context = forced(who)
     options = dict(dtype=torch.float32 if who is None else who.dtypes[0], left=left, device=device)
     with context:
         answers = [
@@ -252,7 +252,7 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
 
 def hold(kernel: Kernel, step: Step, stored: Stored, **options: Any) -> None:
     arguments = dict(step.arguments(str(stored.query.device)), **options, scales=stored.scales)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, partial(over_quantized, path=step.path), *stored.in_bytes, **arguments)
 
 
@@ -309,7 +309,7 @@ def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
     else:
         layers = [scales, Int8Scales(scales.key * 0.7, scales.value * 1.9)]
     twin = over_quantized("fastattn", step.path)
-    with kernel.asked_for():
+    with kernel.forced():
         plan = twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device))
         expected = [call("fastattn", step, replace(stored, scales=layer))[0] for layer in layers]
         for layer, answer in [*zip(layers, expected, strict=True)] * 2:
@@ -331,7 +331,7 @@ def test_a_chain_answers_as_a_chunk_over_the_same_bytes(kernel, kind, device):
     stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
     pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
     chunk = partial(plan_and_attend, over_quantized("refattn", "chunked_prefill"))
-    with kernel.asked_for():
+    with kernel.forced():
         answer = call("fastattn", step, stored)
     assert_matches_reference(*answer, chunk, stored.query, *pools, stored.batch, scales=stored.scales)
 
@@ -349,7 +349,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
     twin, arguments = over_quantized("fastattn", step.path), step.arguments(device)
     stored.batch.seq_lens.sub_(2)
     plan = twin.plan(stored.batch, block_size=16, **arguments)
-    with kernel.asked_for():
+    with kernel.forced():
         replay = record(
             lambda: twin.attention(*stored.tensors[:3], plan, scales=stored.scales, return_lse=True), device
         )
@@ -380,7 +380,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
 @pytest.mark.parametrize("kind", ["e4m3", "int8", "int8-half"])
 def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(who, kind, device):
     """Quantized values move, and the scales of int8 keys with them; NaN is in the slots of what was rejected."""
-    package, context = asked_for(who)
+    package, context = forced(who)
     speculative = importlib.import_module(f"{package}.speculative")
     parents, kept, first_node = (-1, 0, 0, 1, 2, 2), [0, 2, 5], 15
     step = Step("speculative", Case("accepted", ((6, 21),), heads=(4, 2), head_size=32), [parents])

@@ -71,7 +71,7 @@ def stand_in(monkeypatch):
 
 
 def check(kernel: Kernel, stored: Stored, plan: str = "causal", **options) -> None:
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree_over_quantized, stored, plan, again=False, **options)
 
 
@@ -227,7 +227,7 @@ def test_poison(kind, plan, kernel, device):
         answers.append(plan_and_attend(twin, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
 
     for poison in (HARMLESS, POISON):
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(answer, store_for(MIXED, kind, TYPES[0], poison=poison, device=device))
     for clean, dirty in zip(*answers, strict=True) if answers else ():
         assert torch.equal(clean, dirty)
@@ -257,7 +257,7 @@ def test_what_is_before_every_window_may_be_nan(kind, kernel, device):
             out, lse, partial(plan_and_attend, reference), *clean, stored.batch, **arguments, scales=scales
         )
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_right)
 
 
@@ -274,7 +274,7 @@ def test_nan_that_a_query_sees_comes_out(kind, kernel, device):
         if kernel.name == "fa3":
             pytest.skip("leaves a split whose scores are NaN out of the sum")
         stored.scales.key[block, place, 1] = torch.nan
-    with kernel.asked_for():
+    with kernel.forced():
         out = plan_and_attend(fastattn.quantized, *stored.tensors, scales=stored.scales)
     is_nan = out.isnan().any(-1)
     assert is_nan[17:40, 2:].all() and not is_nan[:, :2].any() and not is_nan[40:].any()
@@ -289,7 +289,7 @@ def test_layers_of_a_step_share_a_plan_and_no_scale(kind, kernel, device):
     scales = stored.scales
     other = {name: x * 1.7 for name, x in vars(scales).items() if isinstance(x, torch.Tensor)}
     plan = fastattn.quantized.plan(stored.batch, block_size=16)
-    with kernel.asked_for():
+    with kernel.forced():
         for layer in (scales, replace(scales, **other), scales):
             shared = fastattn.quantized.attention(*stored.tensors[:3], plan, scales=layer)
             memory = torch.full_like(shared, torch.nan)
@@ -315,7 +315,7 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, kernel, device
         scales = replace(scales, key=torch.zeros(blocks, 16, 2, device=device))
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        with kernel.asked_for():
+        with kernel.forced():
             return plan_and_attend(fastattn.quantized, query, *pools, buffers, scales=scales, return_lse=True)
 
     replay = None

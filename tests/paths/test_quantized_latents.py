@@ -50,9 +50,9 @@ NO_GPU = [
 each_on_gpu = pytest.mark.parametrize("kernel", ON_GPU or NO_GPU, ids=lambda kernel: kernel.name)
 READERS = [
     pytest.param(refattn.mla, nullcontext, id="ref"),
-    *(pytest.param(fastattn.mla, kernel.asked_for, id=kernel.name) for kernel in LATENT_KERNELS),
+    *(pytest.param(fastattn.mla, kernel.forced, id=kernel.name) for kernel in LATENT_KERNELS),
 ]
-each_reader = pytest.mark.parametrize(("twin", "asked_for"), READERS)
+each_reader = pytest.mark.parametrize(("twin", "forced"), READERS)
 each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 each_kernel = pytest.mark.parametrize("kernel", LATENT_KERNELS, ids=lambda kernel: kernel.name)
@@ -68,7 +68,7 @@ def in_reach(dtype, twin, device):
 
 @each_reader
 @each_kind
-def test_every_query_sees_the_quantized_values_up_to_its_position(twin, asked_for, kind, device):
+def test_every_query_sees_the_quantized_values_up_to_its_position(twin, forced, kind, device):
     """Latents of one-hot rows: a quantized value of 4 under a scale of a quarter."""
     lens, p = MIXED.lens, 16
     longest = max(s for _, s in lens)
@@ -80,7 +80,7 @@ def test_every_query_sees_the_quantized_values_up_to_its_position(twin, asked_fo
             cache[tables[-1][j // p], j % p] = 4 * torch.eye(longest + 2)[j]
     batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
     query = torch.zeros(sum(q for q, _ in lens), 4, longest + 2, device=device)
-    with asked_for():
+    with forced():
         of_cache = dict(latent_rank=longest, cache_scale=0.25)
         out, lse = attend(twin, query, cache.to(kind).to(device), batch, softmax_scale=1.0, **of_cache)
     row = 0
@@ -95,12 +95,12 @@ def test_every_query_sees_the_quantized_values_up_to_its_position(twin, asked_fo
 
 @each_reader
 @each_kind
-def test_no_bit_depends_on_what_no_query_may_see(twin, asked_for, kind, device):
+def test_no_bit_depends_on_what_no_query_may_see(twin, forced, kind, device):
     answers = []
     for poison in (POISON, HARMLESS):
         given = in_8_bits(MIXED, kind, device=device, poison=poison)
         call = partial(attend, twin, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
-        with asked_for():
+        with forced():
             answers.append(call(cache_scale=OF_LATENTS))
     for poisonous, harmless in zip(*answers, strict=True):
         assert torch.equal(poisonous, harmless)
@@ -199,7 +199,7 @@ def test_twins_round_queries_alike(kernel, case, device):
     arguments = given.absorbed, given.cache, given.batch
     for scale in (OF_QUERIES, 0.1, 0.05):
         fixed = dict(cache_scale=OF_LATENTS, query_scale=scale)
-        with kernel.asked_for():
+        with kernel.forced():
             out, lse = fastattn.mla.attention(
                 *arguments[:2],
                 plan,
@@ -226,7 +226,7 @@ def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel,
     options = dict(softmax_scale=1.0, alibi_slopes=torch.tensor([0.05], device=device))
     query = 16 * given.query
     arguments = query, given.new, given.cache, *given.projections.values(), given.batch
-    with kernel.asked_for():
+    with kernel.forced():
         out, lse = prefill(fastattn.mla, *arguments, workspace=90, cache_scale=OF_LATENTS, **options)
     quantized_values = (given.new.float() / OF_LATENTS).clamp(-448, 448).to(E4M3)  # as later steps read the new tokens
     new = (quantized_values.float() * OF_LATENTS).to(query).split([q for q, _ in case.lens])
@@ -252,7 +252,7 @@ def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel,
 )
 def test_twins_agree(kernel, kind, options, device):
     given = in_8_bits(MIXED, kind, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         hold(given, **filled(OPTIONS[options], 4, device))
 
 
@@ -271,7 +271,7 @@ def test_twins_agree_in_every_type(kernel, dtype, spare, case, device):
         from fastattn.kernels.triton.tuning import are_pairs
 
         assert are_pairs(in_pairs(given.cache.view(torch.uint8)[..., None, :RANK])) == (spare == 8)
-    with kernel.asked_for():
+    with kernel.forced():
         hold(given, **filled({}, case.heads[0], device))
 
 
@@ -286,7 +286,7 @@ def with_gaps(cache: torch.Tensor) -> torch.Tensor:
 def test_pools_with_gaps(kernel, device):
     given = in_8_bits(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
     given.cache = with_gaps(given.cache)
-    with kernel.asked_for():
+    with kernel.forced():
         hold(given, **filled({}, 4, device))
 
 
@@ -317,7 +317,7 @@ def test_prefills_agree(kernel, kind, workspace, device):
         out, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
         assert_matches_reference(out, lse, by_reference(prefill, **fixed), *arguments, **options)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold_prefill)
 
 
@@ -386,7 +386,7 @@ def test_every_code_is_read(kernel, kind, device):
             plan = refattn.mla.plan(batch, block_size=1)
             plan = replace(plan, causal=False)
             options, of_cache = AttentionOptions(softmax_scale=0.25), dict(latent_rank=224, cache_scale=0.5)
-            with kernel.asked_for():
+            with kernel.forced():
                 call = partial(fastattn.mla.attention, one, cache, plan, options, **of_cache, return_lse=True)
                 out, lse = call()
             expected = torch.where(finite, numbers, 0.0)
@@ -409,7 +409,7 @@ def test_nan_that_a_query_sees_comes_out(kernel, device):
         query[0, 1] = math.nan
         bad = torch.tensor(math.inf if value == E5M2 else math.nan).to(value).to(device)
         given.cache[batch.block_table[1, 1], 3, at] = bad
-        with kernel.asked_for():
+        with kernel.forced():
             out, lse = attend(fastattn.mla, query, given.cache, batch, cache_scale=OF_LATENTS, **filled({}, 3, device))
         reference = attend(refattn.mla, query, given.cache, batch, cache_scale=OF_LATENTS, **filled({}, 3, device))
         seen = torch.zeros(6, 3, dtype=torch.bool)
@@ -430,7 +430,7 @@ def test_queries_of_any_size(of, kernel, heads, device):
     query[::2, :, RANK:] = 0.0
     query[1::3] = 0.0
     arguments, fixed = (query.bfloat16(), given.cache, given.batch), dict(cache_scale=OF_LATENTS)
-    with kernel.asked_for():
+    with kernel.forced():
         out, lse = attend(fastattn.mla, *arguments, **fixed, softmax_scale=0.1 / of)
     assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, softmax_scale=0.1 / of)
 
@@ -444,7 +444,7 @@ def test_layers_of_a_step_have_scales_of_their_own(kernel, device):
     options = AttentionOptions(softmax_scale=SCALE)
     plan = fastattn.mla.plan(given.batch, block_size=given.cache.shape[1])
     pools = given.cache, given.cache.view(torch.uint8).flip(2).contiguous().view(E4M3)
-    with kernel.asked_for():
+    with kernel.forced():
         for _ in range(2):
             for scale, cache in ((0.7, pools[0]), (0.3, pools[0]), (1.0, pools[1])):
                 call = (fastattn.mla.attention, given.absorbed, cache)
@@ -466,7 +466,7 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, heads, kind, device
     plan, options = fastattn.mla.plan(given.batch, block_size=64), AttentionOptions(softmax_scale=SCALE)
     of_cache, graph = dict(latent_rank=sizes.rank, cache_scale=OF_LATENTS), torch.cuda.CUDAGraph()
     call = partial(fastattn.mla.attention, given.absorbed, given.cache, plan, options, **of_cache, return_lse=True)
-    with kernel.asked_for():
+    with kernel.forced():
         call()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -485,7 +485,7 @@ def test_twins_of_deepseeks_size_agree(kernel, heads, kind, device):
     lens = ((1, 5), (1, 33), (1, 0), (1, 4097), (1, 700)) if heads != 20 else ((3, 70), (20, 20), (0, 5), (2, 0))
     case = Case("real", lens, heads=(heads, 1), block_size=64, padding_rows=2)
     given = in_8_bits(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes)
-    with kernel.asked_for():
+    with kernel.forced():
         for options in ("plain", "sinks", "invariant"):
             hold(given, sizes, **filled(OPTIONS[options], heads, device))
 
@@ -496,7 +496,7 @@ def test_twins_of_deepseeks_size_agree(kernel, heads, kind, device):
 @each_reader
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_write_by_hand(twin, asked_for, kind, dtype, device):
+def test_write_by_hand(twin, forced, kind, dtype, device):
     """The nearest value of each number; infinity saturates, NaN stays, slot -1 and the spare columns are left alone."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(9, RANK + ROPE, generator=generator) * torch.randn(9, 1, generator=generator).exp() * 40
@@ -513,7 +513,7 @@ def test_write_by_hand(twin, asked_for, kind, dtype, device):
             quantized_values = torch.tensor(quantized_values, dtype=torch.uint8)
             expected[slot, : RANK + ROPE] = torch.where(token.isnan(), bits(token.to(kind)), quantized_values)
     latent, rope_key = tokens.to(device).split((RANK, ROPE), dim=1)
-    with asked_for():
+    with forced():
         twin.write(latent, rope_key, cache, torch.tensor(slots, device=device), cache_scale=0.3)
     written = cache.cpu().view(20, -1)
     is_nan = expected.view(kind).float().isnan()

@@ -381,7 +381,7 @@ def test_reference_equals_the_same_mask_without_trimming(case, device):
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     options = per_head(WINDOW_OPTIONS[options], case, device)
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, **options)
 
 
@@ -392,7 +392,7 @@ def test_twins_agree(case, options, kernel, device):
 )
 def test_twins_agree_on_the_shared_list(case, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, window_size=(20, 0))
 
 
@@ -402,7 +402,7 @@ def test_twins_agree_in_every_type(kernel, device):
     for dtype in kernel.dtypes:
         inputs = build(case, device=device, dtype=dtype)
         options = per_head(WINDOW_OPTIONS["everything"], case, device)
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, **options)
 
 

@@ -645,14 +645,14 @@ def hold(kernel, device, latents, batch_invariant=False):
 @each_kernel
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch-invariant"])
 def test_each_kernel_attends_to_selected_pages_and_to_nothing_else(kernel, batch_invariant, device):
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold, kernel, device, False, batch_invariant)
 
 
 @pytest.mark.covers("F199")
 @pytest.mark.parametrize("kernel", PRESENT_FOR_LATENTS, ids=lambda kernel: kernel.name)
 def test_each_kernel_attends_to_selected_latents_and_to_nothing_else(kernel, device):
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(hold, kernel, device, True)
 
 

@@ -82,7 +82,7 @@ def test_every_small_tree(kernel, device):
     def check():
         check_masks(fastattn.speculative, trees, device)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(check)
 
 
@@ -97,7 +97,7 @@ def test_large_trees(kernel, heads, device):
         for trees in ([draw_tree(3, 0)], *few):
             check_masks(fastattn.speculative, trees, device, contexts=(40, 3, 64), heads=heads)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(check)
 
 
@@ -295,7 +295,7 @@ def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
     if kernel is None:
         check()
     else:
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(check)
 
 
@@ -427,7 +427,7 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     case = case_of(trees, contexts=(70, 140, 0, 5), **sizes)
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     made, options = fastattn.speculative.make_trees(trees, device=device), options_of(name, case.heads[0], device)
-    with kernel.asked_for():
+    with kernel.forced():
         if "alibi_sqrt" in options and kernel.name == "fa3":  # fa3 alone, among kernels with trees, has no root
             with pytest.raises(NotImplementedError, match="has no ALiBi|one head size"):
                 plan_and_attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
@@ -441,7 +441,7 @@ def test_a_step_of_128_keys_needs_two_words_of_a_mask(kernel, device):
     """Heads of 16 elements have such steps; a tree begins inside of one, and at its first key."""
     trees = [draw_tree(130, 3), draw_tree(64, 0)]
     inputs = build(case_of(trees, contexts=(40, 128), heads=(1, 1), head_size=16), dtype=torch.float32, device=device)
-    with kernel.asked_for():
+    with kernel.forced():
         made = fastattn.speculative.make_trees(trees, device=device)
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made)
 
@@ -467,7 +467,7 @@ def test_layers_that_follow_one_another_share_a_plan(kernel, device):
             expected = (tensors[0], *pools, first.batch)
             assert_matches_reference(*answer, partial(plan_and_attend, refattn.speculative), *expected, trees=made)
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(check)
 
 
@@ -826,7 +826,7 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(k
             *answer, partial(plan_and_attend, refattn.chunked_prefill), query, *in_order.tensors[1:]
         )
 
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(check)
 
 

@@ -92,7 +92,7 @@ def test_the_cache_changes_nothing(case, device):
 @each_kernel_case_and_option(("mixed",), ("everything",))  # rows are found otherwise than pages, and that is all
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
+    with kernel.forced():
         kernel.check(assert_twins_agree, "varlen", *inputs.rows, **per_head(options, case, device))
 
 
@@ -101,7 +101,7 @@ def test_twins_agree_in_every_type(kernel, device):
     case = Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2))
     for dtype in kernel.dtypes:
         inputs = build(case, device=device, dtype=dtype)
-        with kernel.asked_for():
+        with kernel.forced():
             kernel.check(assert_twins_agree, "varlen", *inputs.rows, causal=False)
 
 
@@ -149,7 +149,7 @@ def test_no_layer_sums_the_lengths_anew(kernel, device, monkeypatch):
     inputs = build(Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2)), device=device)
     query, key, value = (x.to(kernel.dtypes[0]) for x in inputs.rows[:3])
     plan = fastattn.varlen.plan(inputs.rows[3], causal=False)
-    with kernel.asked_for():
+    with kernel.forced():
         first = fastattn.varlen.attention(query, key, value, plan)
         if kernel.name != "cpu":  # it reads the lengths on the host
             monkeypatch.setattr(Batch, "cu_seqlens_k", property(lambda batch: pytest.fail("summed in a layer")))

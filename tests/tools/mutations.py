@@ -1339,7 +1339,11 @@ MUTATIONS: list[Mutation] = [
             "keys.of_halves(half, other), plan, its_options) for",
             "keys.of_halves(half, 0), plan, its_options) for",
         ),
-        ("fastattn.kernels.cpu.differential:_tile", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
+        (
+            "fastattn.kernels.cpu.differential:_tile",
+            "_kv_chunks(pools[half, 1], blocks",
+            "_kv_chunks(pools[0, 1], blocks",
+        ),
     ),
     *breaks(
         "C109",

@@ -243,12 +243,12 @@ def _states(*works: tuple[int, int, tuple[int, int], bool, str]) -> Iterator[Row
 def _cuda(shrink: int) -> Iterator[Row]:
     work = partial(_work, shrink)
     ours = twin()
-    asked_for = [twin(kernel=kernel) for kernel in KERNELS]
+    forced = [twin(kernel=kernel) for kernel in KERNELS]
     prefill = work(*[(8192, 8192)] * 2)
     yield _row(
         f"prefill-2x{prefill.tokens}",
         prefill,
-        *(ours, *asked_for),
+        *(ours, *forced),
         *(peers.fa4(), peers.fa4(block_size=128), peers.fa4(block_size=None), peers.fa3(), peers.fa3(block_size=None)),
         *(peers.flashinfer_prefill(), peers.sdpa(SDPBackend.CUDNN_ATTENTION), peers.sdpa(SDPBackend.FLASH_ATTENTION)),
         *(peers.flex(), peers.fa2(), peers.fa2(block_size=None)),
@@ -258,14 +258,14 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield _row(
         f"prefill-2x{prefill.tokens}",
         replace(prefill, path="varlen"),
-        *(ours, *asked_for, twin(kernel="fa2"), *rows_alone, peers.sdpa(SDPBackend.CUDNN_ATTENTION)),
+        *(ours, *forced, twin(kernel="fa2"), *rows_alone, peers.sdpa(SDPBackend.CUDNN_ATTENTION)),
         aim="FA4 by hand within 2 %",
     )
     prefill = work(*[(8192, 8192)] * 2, block_size=128)
     yield _row(
         f"prefill-2x{prefill.tokens}-blocks-128",
         prefill,
-        *(ours, *asked_for, peers.fa4(block_size=128), peers.fa3(block_size=128), peers.flashinfer_prefill()),
+        *(ours, *forced, peers.fa4(block_size=128), peers.fa3(block_size=128), peers.flashinfer_prefill()),
         aim="at most FA3's time (1778 µs)",
     )
     for block_size, suffix in ((16, ""), (128, "-blocks-128")):
@@ -273,7 +273,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         yield _row(
             f"chunk-4x{chunk.lens[0][0]}-of-{chunk.tokens}{suffix}",
             chunk,
-            *(ours, *asked_for, peers.fa4(block_size=block_size), peers.fa3(block_size=block_size)),
+            *(ours, *forced, peers.fa4(block_size=block_size), peers.fa3(block_size=block_size)),
             *(peers.fa3(block_size=block_size, is_scheduled=True), peers.flashinfer_prefill(), peers.fa2()),
             aim="at most FA3's time (932 µs)",
         )
@@ -289,7 +289,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         yield _row(
             f"decode-{b}x{decode.tokens}",
             decode,
-            *(ours, *asked_for, peers.flashinfer_decode(), *both_fa3, peers.fa2(), peers.fa4(), peers.sdpa()),
+            *(ours, *forced, peers.flashinfer_decode(), *both_fa3, peers.fa2(), peers.fa4(), peers.sdpa()),
             aim=aim,
         )
     tokens = 16  # new tokens per sequence, whatever the lengths are divided by
@@ -297,7 +297,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield _row(
         f"decode-64x{decode.tokens}-tokens-{tokens}",
         decode,
-        *(ours, *asked_for, *both_fa3, peers.flashinfer_prefill("fa2"), peers.flashinfer_prefill()),
+        *(ours, *forced, *both_fa3, peers.flashinfer_prefill("fa2"), peers.flashinfer_prefill()),
         *(peers.fa2(), peers.fa4()),
         aim="at most 515 µs",
     )
@@ -317,7 +317,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield _row(
         f"decode-64x{decode.tokens}-window-{window}",
         decode,
-        *(ours, *asked_for, peers.fa4(), *both_fa3, peers.fa2(), peers.flashinfer_decode()),
+        *(ours, *forced, peers.fa4(), *both_fa3, peers.fa2(), peers.flashinfer_decode()),
         aim="at most 70 µs",
     )
     # Without FA3, whose windows of prefills are wrong, FlashInfer, which compiles for minutes before its first one, and
@@ -334,14 +334,14 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield _row(
         f"prefill-{prefill.tokens}-chunk-{prefill.chunk}",
         prefill,
-        *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
+        *(ours, *forced, peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
         aim="ahead of both",
     )
     decode = work(*[(1, 16384)] * 64, chunk=8192)
     yield _row(
         f"decode-64x{decode.tokens}-chunk-{decode.chunk}",
         decode,
-        *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks()),
+        *(ours, *forced, peers.fa4_chunks(), peers.fa3_chunks()),
         aim="ahead of both",
     )
 
@@ -424,7 +424,7 @@ def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
         by_hand = (peers.fa3_quantized(), peers.flashinfer_quantized()) if stored == "e4m3" else ()
         name = f"decode-{b}x{decode.tokens}-{'fp8' if stored == 'e4m3' else stored}"
         yield _row(name, decode, ours, *by_hand, plain, aim=aim)
-    asked_for = [twin(kernel=kernel) for kernel in KERNELS]
+    forced = [twin(kernel=kernel) for kernel in KERNELS]
     for name, b, query_len, seq_len, stored in (
         ("prefill", 2, 8192, 8192, "e4m3"),
         ("chunk", 4, 512, 16384 + 512, "e4m3"),
@@ -436,7 +436,7 @@ def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
         yield _row(
             f"{name}-{b}x{prompts.lens[0][0]}{context}-{suffix}",
             prompts,
-            *(ours, *asked_for, *([peers.fa3_quantized()] if suffix == "fp8" else []), plain),
+            *(ours, *forced, *([peers.fa3_quantized()] if suffix == "fp8" else []), plain),
             aim="as a plain cache",
             memory=True,
         )
@@ -536,7 +536,7 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
 def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     """With the sizes of DeepSeek-V3: latents of 512, rotary keys of 64, before absorption 192 and 128."""
     ours = twin()
-    asked_for = [twin(kernel=kernel) for kernel in MLA_KERNELS]
+    forced = [twin(kernel=kernel) for kernel in MLA_KERNELS]
     by_hand = peers.flash_mla(), peers.fa3_latents(), peers.flashinfer_latents(), peers.flashinfer_latents("fa2")
     for b, length, heads, aim in (
         (64, 8192, 128, "at most the best peer"),
@@ -546,7 +546,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     ):
         decode = latents(((1, length // shrink),) * b, heads=(heads, 1))
         name = f"decode-{b}x{decode.tokens}-heads-{heads}"
-        yield _row(name, decode, ours, *asked_for, *by_hand, aim=aim)
+        yield _row(name, decode, ours, *forced, *by_hand, aim=aim)
     plain = [peers.over_plain_cache(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
     in_fp8 = peers.twin_in_fp8(), peers.flash_mla_fp8()
     for b, length, heads, aim in (
@@ -562,7 +562,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     yield _row(
         f"decode-32x{decode.tokens}-tokens-{tokens}-heads-128",
         decode,
-        *(ours, *asked_for, *by_hand),
+        *(ours, *forced, *by_hand),
         aim="at most the best peer",
     )
     for b, nodes, heads in ((64, 4, 16), (32, 8, 128)):
@@ -570,7 +570,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
         yield _row(
             f"tree-{b}x{8192 // shrink}-drafts-{nodes}-heads-{heads}",
             latents(lens, heads=(heads, 1), plan_of="speculative", trees="rooted"),
-            *(ours, *asked_for, *map(peers.as_chain, by_hand[:2])),
+            *(ours, *forced, *map(peers.as_chain, by_hand[:2])),
             aim="the best peer's time for a chain",
         )
     made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128, path="varlen")

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
-from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
+from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Scratch, View, branches_of, schedule_of
 from fastattn.kernels.problem import compute_dtype, uses_positions
 from fastattn.kernels.replay import Run
 from fastattn.kernels.torch_ops.merge import add_sinks, merge
@@ -209,8 +209,8 @@ def _piece(
     if isinstance(piece, Prompts):
         return _prompts(query, key_cache, value_cache, piece, options)
     if piece.view.window == (-1, -1) and piece.view.intervals is None and _is_plain(options):
-        slabs = _slabs(key_cache, value_cache, piece.blocks, piece.view.num_keys)
-        return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
+        kv_chunks = _kv_chunks(key_cache, value_cache, piece.blocks, piece.view.num_keys)
+        return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in kv_chunks))
     first_row = piece.view.first_key % key_cache.shape[1]
     key, value = (
         read_blocks(cache, piece.blocks).flatten(0, 1)[first_row : first_row + piece.view.num_keys]
@@ -279,27 +279,27 @@ def _gathered(
     """
     caches = (key_cache,) if value_cache is key_cache else (key_cache, value_cache)
     name = threading.get_ident(), *((cache.dtype, cache.shape[3]) for cache in caches)
-    room = part.room.get(name)
-    if room is None:
-        room = part.room[name] = _room(part, caches, count)
-    for cache, blocks in zip(caches, room.blocks, strict=True):
-        read_blocks(cache, part.slab.blocks, blocks)
-    if part.slab.stale is not None:
-        for rows in room.rows:
-            rows.index_fill_(-3, part.slab.stale, 0.0)
-    return room.rectangles[0], room.rectangles[-1]
+    scratch = part.scratch.get(name)
+    if scratch is None:
+        scratch = part.scratch[name] = _scratch(part, caches, count)
+    for cache, blocks in zip(caches, scratch.blocks, strict=True):
+        read_blocks(cache, part.kv_chunk.blocks, blocks)
+    if part.kv_chunk.stale is not None:
+        for rows in scratch.rows:
+            rows.index_fill_(-3, part.kv_chunk.stale, 0.0)
+    return scratch.rectangles[0], scratch.rectangles[-1]
 
 
-def _room(part: Part, caches: Sequence[Float[Tensor, "_n _p _hk _d"] | QuantizedPool], count: int) -> Room:
+def _scratch(part: Part, caches: Sequence[Float[Tensor, "_n _p _hk _d"] | QuantizedPool], count: int) -> Scratch:
     """Make views of the memory that the thread keeps; `caches` and `count` are those of `_gathered`."""
     if len(caches) == 2 and caches[0].shape == caches[1].shape and caches[0].dtype == caches[1].dtype:
-        both = _buffer(2 * part.slab.blocks.numel(), caches[0], 0).unflatten(0, (2, -1))
+        both = _buffer(2 * part.kv_chunk.blocks.numel(), caches[0], 0).unflatten(0, (2, -1))
         blocks, rows = list(both), [both.flatten(1, 2)]
     else:
-        blocks = [_buffer(part.slab.blocks.numel(), cache, number) for number, cache in enumerate(caches)]
+        blocks = [_buffer(part.kv_chunk.blocks.numel(), cache, number) for number, cache in enumerate(caches)]
         rows = [some.flatten(0, 1) for some in blocks]
     rectangles = [some.view(count, -1, *some.shape[2:])[:, part.keys].transpose(1, 2) for some in blocks]
-    return Room(blocks, rows, rectangles)
+    return Scratch(blocks, rows, rectangles)
 
 
 def _bias_of(
@@ -340,7 +340,7 @@ def _buffer(
     return kept[:size].view(count, *cache.shape[1:])
 
 
-def _slabs(
+def _kv_chunks(
     key_cache: Float[Tensor, "n p hk d"] | QuantizedPool,
     value_cache: Float[Tensor, "n p hk dv"] | QuantizedPool,
     blocks: Int32[Tensor, "m"],
@@ -419,7 +419,7 @@ def _masked(
     rows: slice,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from a tile, the queries `rows` of a view, to the keys that it sees, a slab at a time, with a mask."""
+    """Attend from a tile, the queries `rows` of a view, to the keys that it sees, a KV chunk at a time, with a mask."""
     parts, at = [], torch.arange(rows.start, rows.stop, device="cpu")
     begin, end = _seen_by(view, rows)
     for k0 in range(begin, end, SLAB):
@@ -437,7 +437,7 @@ def _tiles(
     view: View,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend tile by tile: some queries, and of the keys that they see a slab at a time."""
+    """Attend tile by tile: some queries, and of the keys that they see a KV chunk at a time."""
     out, lse = _empty_output(query, value.shape[-1])
     t = query.shape[0]
     band = _band_rows(query, key, value, view, options)

@@ -19,7 +19,7 @@ from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
 
 
 @dataclass(frozen=True)
-class Slab:
+class KVChunk:
     """Some columns of the blocks of all sequences: what is gathered at a time.
 
     Attributes:
@@ -58,20 +58,20 @@ class Blocks:
     positions: Int32[Tensor, "b s"]
     hidden: Bool[Tensor, "b s"]
     stale: Bool[Tensor, "b s"]
-    _slabs: dict[int, list[Slab]] = field(default_factory=dict, init=False)  # by columns at a time
+    _kv_chunks: dict[int, list[KVChunk]] = field(default_factory=dict, init=False)  # by columns at a time
 
-    def slabs(self, step: int) -> list[Slab]:
-        """Cut the blocks into slabs of `step` columns, fewer at the end."""
-        if step not in self._slabs:
+    def kv_chunks(self, step: int) -> list[KVChunk]:
+        """Cut the blocks into KV chunks of `step` columns, fewer at the end."""
+        if step not in self._kv_chunks:
             block_size = self.stale.shape[1] // self.table.shape[1]
-            slabs = []
+            kv_chunks = []
             for column in range(0, self.table.shape[1], step):
                 some = self.table[:, column : column + step]
                 keys = slice(column * block_size, (column + some.shape[1]) * block_size)
                 stale = self.stale[:, keys].flatten().nonzero()[:, 0]
-                slabs.append(Slab(some.flatten(), keys, stale if len(stale) else None))
-            self._slabs[step] = slabs  # whole: threads may share a plan
-        return self._slabs[step]
+                kv_chunks.append(KVChunk(some.flatten(), keys, stale if len(stale) else None))
+            self._kv_chunks[step] = kv_chunks  # whole: threads may share a plan
+        return self._kv_chunks[step]
 
 
 def side_by_side(

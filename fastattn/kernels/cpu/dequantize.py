@@ -1,4 +1,4 @@
-"""Quantized pools: the blocks that attention gathers, a slab at a time, are dequantized.
+"""Quantized pools: the blocks that attention gathers, a KV chunk at a time, are dequantized.
 
 torch converts fp8 to float32 one element at a time. Here the bits of a quantized value are moved into a float16
 instead, which can represent every fp8 number and whose conversion is vectorized:

@@ -70,7 +70,7 @@ def differential(
         if query_len <= tile:
             out[piece.rows], lse[piece.rows] = _tile(query[piece.rows], cache, piece, piece.blocks, options, second)
             continue
-        (whole,) = piece.blocks.slabs(piece.blocks.table.shape[1])  # one sequence's keys, once for all its tiles
+        (whole,) = piece.blocks.kv_chunks(piece.blocks.table.shape[1])  # one sequence's keys, once for all its tiles
         pools = cache.index_select(2, whole.blocks)
         if whole.stale is not None:
             pools.flatten(2, 3)[:, 1].index_fill_(1, whole.stale, 0.0)
@@ -148,7 +148,7 @@ def _tile(
     q = rearrange(query, "b t (pairs g two) d -> two b pairs (g t) d", pairs=pairs, two=2)
     scores = query.new_empty(*q.shape[:-1], num_keys)
     for half in (0, 1):
-        for keys, key in _slabs(pools[half, 0], blocks, query.dtype):
+        for keys, key in _kv_chunks(pools[half, 0], blocks, query.dtype):
             scores[half, ..., keys] = _products(q[half], rearrange(key, "b s pairs d -> b pairs d s"))
     if options.softcap:
         scores.div_(options.softcap).tanh_().mul_(options.softcap)
@@ -171,7 +171,7 @@ def _tile(
     difference = weights[0].sub_(weights[1], alpha=lambda_full)
     out = torch.zeros_like(q)
     for half in (0, 1):
-        for keys, value in _slabs(pools[half, 1], blocks, query.dtype):
+        for keys, value in _kv_chunks(pools[half, 1], blocks, query.dtype):
             out[half] += _products(difference[..., keys], rearrange(value, "b s pairs d -> b pairs s d"))
     return (
         rearrange(out, "two b pairs (g t) d -> b t (pairs g) (two d)", t=t),
@@ -179,7 +179,7 @@ def _tile(
     )
 
 
-def _slabs(
+def _kv_chunks(
     pool: Float[Tensor, "n p pairs d"], blocks: Blocks | slice, compute: torch.dtype
 ) -> Iterator[tuple[slice, Float[Tensor, "b s pairs d"]]]:
     """Read some columns of the blocks at a time through a small buffer: all at once would go to memory and back."""
@@ -190,9 +190,9 @@ def _slabs(
     b, m = blocks.table.shape
     step = max(1, BUFFER // (b * pool[0].numel()))
     buffer = pool.new_empty(b * min(step, m), *pool.shape[1:])
-    for slab in blocks.slabs(step):
-        rows = slab.gather(pool, buffer[: len(slab.blocks)]).view(b, -1, *pool.shape[2:])
-        yield slab.keys, rows.to(compute)
+    for kv_chunk in blocks.kv_chunks(step):
+        rows = kv_chunk.gather(pool, buffer[: len(kv_chunk.blocks)]).view(b, -1, *pool.shape[2:])
+        yield kv_chunk.keys, rows.to(compute)
 
 
 def _products(left: Float[Tensor, "b pairs x y"], right: Float[Tensor, "b pairs y z"]) -> Float[Tensor, "b pairs x z"]:

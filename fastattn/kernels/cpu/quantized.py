@@ -4,7 +4,7 @@
     int8    query . (scale * quantized)            one number per key: multiplied in when its block is gathered
     out     value scale * (weights . quantized)    per sequence and head, or per head and channel: the answer carries it
 
-So blocks are turned into numbers only where they are gathered, a slab at a time, and nothing else is made of them.
+So blocks are turned into numbers only where they are gathered, a KV chunk at a time, and nothing else is made of them.
 Everything is computed in float32, float64 for float64 queries.
 """
 
@@ -44,18 +44,18 @@ def attention(
     """
     *shared, whole = (level.own for level in plan.levels)
     compute = compute_dtype(query.dtype)
-    carrier, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
+    scaled_query, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
     if isinstance(scales, Fp8Scales):
         keys = QuantizedPool(key_cache.view(scales.format), compute)
         values = keys if value_cache is key_cache else QuantizedPool(value_cache.view(scales.format), compute)
-        carrier, after = carrier * keys.factor, after * values.factor
+        scaled_query, after = scaled_query * keys.factor, after * values.factor
     else:
         keys, values = QuantizedPool(key_cache, compute, scales.key), QuantizedPool(value_cache, compute)
     if isinstance(plan, TreePlan):
-        out, lse = attend_to_tree(carrier, keys, values, plan, options)
+        out, lse = attend_to_tree(scaled_query, keys, values, plan, options)
     else:
-        parts = [paged(carrier, keys, values, level, options.without_sinks()) for level in shared]
-        parts.append(paged(carrier, keys, values, whole, options))
+        parts = [paged(scaled_query, keys, values, level, options.without_sinks()) for level in shared]
+        parts.append(paged(scaled_query, keys, values, whole, options))
         out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
     return (out * after.to(compute)).to(query.dtype), lse
 

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels.cpu.blocks import Blocks, Slab, side_by_side
+from fastattn.kernels.cpu.blocks import Blocks, KVChunk, side_by_side
 from fastattn.kernels.replay import memo_of
 from refattn.plan import Plan
 from refattn.trees import TreePlan
@@ -138,10 +138,10 @@ class Schedule:
         seq_lens = self.batch.seq_lens[members]
         longest = int(seq_lens.max())
         blocks = side_by_side(self.batch.block_table[members], torch.zeros_like(seq_lens), seq_lens, block[0])
-        (slab,) = blocks.slabs(blocks.table.shape[1])
+        (kv_chunk,) = blocks.kv_chunks(blocks.table.shape[1])
         places = (torch.arange(longest, device="cpu") < seq_lens[:, None]).flatten().nonzero()[:, 0]
         padded = len(places) < len(group) * longest
-        return Prompts(self._rows_of(group), len(group), places if padded else None, Part(slab, slice(0, longest)))
+        return Prompts(self._rows_of(group), len(group), places if padded else None, Part(kv_chunk, slice(0, longest)))
 
     def _rows_of(self, group: list[int]) -> slice | Int64[Tensor, "rows"]:
         """Return the query rows of some sequences, in their order."""
@@ -332,16 +332,16 @@ class Prompts:
 class Part:
     """What sequences that are computed together read at a time."""
 
-    slab: Slab
-    keys: slice  # the keys of the slab that some sequence sees
+    kv_chunk: KVChunk
+    keys: slice  # the keys of the KV chunk that some sequence sees
     distance: Int32[Tensor, "b s"] | None = None  # how far each key lies before the query, in decodes
     bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on those that are not to be seen, if decodes have any
     all_see_some: bool = True  # each query sees one of them
-    room: dict[Hashable, "Room"] = field(default_factory=dict)  # what they are gathered into
+    scratch: dict[Hashable, "Scratch"] = field(default_factory=dict)  # what they are gathered into
 
 
 @dataclass(frozen=True)
-class Room:
+class Scratch:
     """Views of the memory that the keys and values of a part are gathered into; one of each, if both are the same."""
 
     blocks: list[Float[Tensor, "m p hk _"]]  # keys, then values
@@ -421,15 +421,15 @@ def _parts(blocks: Blocks, seq_lens: Int32[Tensor, "b"], step: int) -> list[Part
     stale = torch.zeros_like(blocks.stale)
     stale[:, first:end] = blocks.stale[:, first:end]  # others are not handed on
     parts = []
-    for slab in replace(blocks, stale=stale).slabs(step):
-        here = slice(max(first, slab.keys.start), min(end, slab.keys.stop))
+    for kv_chunk in replace(blocks, stale=stale).kv_chunks(step):
+        here = slice(max(first, kv_chunk.keys.start), min(end, kv_chunk.keys.stop))
         hidden = blocks.hidden[:, here]
         bias = (
             torch.zeros(hidden.shape, dtype=torch.float32, device="cpu").masked_fill_(hidden, -torch.inf)[:, None, None]
             if hidden.any()
             else None
         )
-        keys = slice(here.start - slab.keys.start, here.stop - slab.keys.start)
+        keys = slice(here.start - kv_chunk.keys.start, here.stop - kv_chunk.keys.start)
         distance = seq_lens[:, None] - 1 - blocks.positions[:, here]
-        parts.append(Part(slab, keys, distance, bias, not hidden.all(1).any()))
+        parts.append(Part(kv_chunk, keys, distance, bias, not hidden.all(1).any()))
     return parts

@@ -14,7 +14,7 @@ from fastattn.kernels.triton.attention import launch_attend
 from fastattn.kernels.triton.launch import can_overlap
 from fastattn.kernels.triton.merge import Out, repair, rest
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
-from fastattn.kernels.triton.queries import has_scale_above_0, of_layer
+from fastattn.kernels.triton.queries import has_scale_above_0, layer_args
 from fastattn.kernels.triton.tuning import (
     LATENT_16,
     LATENT_64,
@@ -82,7 +82,7 @@ def recompute(
         ).replay
 
     cache_key = _key_of_launch(f"recompute {quantization.kind} {adapted}", (*tensors, out), options, shared=shared)
-    launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, quantization).values()), launch)
+    launch_once(plan, cache_key, (*tensors, out, None, *layer_args(query, options, quantization).values()), launch)
 
 
 def recompute_latents(
@@ -154,7 +154,7 @@ def attend_to_nodes(
         ).replay
 
     cache_key = _key_of_launch("nodes", (*tensors, out, prefix_lse), options, shared=shared)
-    launch_once(plan.whole, cache_key, (*tensors, out, lse, *of_layer(query, options).values(), prefix_lse), launch)
+    launch_once(plan.whole, cache_key, (*tensors, out, lse, *layer_args(query, options).values(), prefix_lse), launch)
     return out, lse
 
 
@@ -202,7 +202,7 @@ def attend_after(
         return launch_attend(*tensors, plan, options, tuning, Out(out, merged), rest(by_head, nodes=False)).replay
 
     cache_key = _key_of_launch("after", (*tensors, out, by_head), options, shared=False)
-    launch_once(plan, cache_key, (*tensors, out, merged, *of_layer(query, options).values(), by_head), launch)
+    launch_once(plan, cache_key, (*tensors, out, merged, *layer_args(query, options).values(), by_head), launch)
     return out, merged
 
 

@@ -74,14 +74,14 @@ def bind_attend(
         has_own = options.alibi_slopes is not None or options.sinks is not None  # numbers of a layer, by address
         again = attend if has_own else Again(call).run
         return *_launch(call, query, key_cache, value_cache, out), again
-    carrier, after = fold_scales(query, scales, own, query.shape[1] // key_cache.shape[2])
+    scaled_query, after = fold_scales(query, scales, own, query.shape[1] // key_cache.shape[2])
     of_keys: Tensor | None = None
     if isinstance(scales, Int8Scales):
         of_keys = scales.key
     else:
         key_cache, value_cache = key_cache.view(scales.format), value_cache.view(scales.format)
-    call = _describe(carrier, key_cache, value_cache, own, options, of_keys)
-    answer, lse = _launch(call, carrier, key_cache, value_cache, None)
+    call = _describe(scaled_query, key_cache, value_cache, own, options, of_keys)
+    answer, lse = _launch(call, scaled_query, key_cache, value_cache, None)
     return answer.mul_(after).to(query.dtype), lse, attend
 
 

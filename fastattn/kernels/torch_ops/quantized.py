@@ -30,17 +30,17 @@ def fold_scales(
     """
     compute = compute_dtype(query.dtype)
     if isinstance(scales, Fp8Scales):
-        carrier = query.to(compute)
+        scaled_query = query.to(compute)
         if scales.query is not None:
             of_query = _per_row(scales.query, plan, query.shape[0], group)
-            carrier = to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute)
+            scaled_query = to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute)
         of_key, of_value = (_per_row(scale, plan, query.shape[0], group) for scale in (scales.key, scales.value))
-        return carrier * of_key.to(compute), of_value.to(compute)
+        return scaled_query * of_key.to(compute), of_value.to(compute)
     of_query = row_scale(query)
-    carrier = to_int8(query, of_query).to(compute) * of_query.to(compute)
+    scaled_query = to_int8(query, of_query).to(compute) * of_query.to(compute)
     if scales.value is None:
-        return carrier, carrier.new_ones(1, 1, 1)
-    return carrier, scales.value.repeat_interleave(group, 0)[None].to(compute)
+        return scaled_query, scaled_query.new_ones(1, 1, 1)
+    return scaled_query, scales.value.repeat_interleave(group, 0)[None].to(compute)
 
 
 def _per_row(

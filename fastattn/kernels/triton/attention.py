@@ -68,7 +68,7 @@ from fastattn.kernels.triton.queries import (
     find_tile,
     has_scale_above_0,
     is_one_tile,
-    of_layer,
+    layer_args,
     options_of,
 )
 from fastattn.kernels.triton.tuning import (
@@ -274,7 +274,7 @@ def launch_attend(
         attend,
         (tiles * num_kv_heads, tuning.most_splits),
         {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
-        | of_layer(query, options, quantization)
+        | layer_args(query, options, quantization)
         | ({"split.prefix_lse": split.prefix_lse} if isinstance(split, After) else {}),
         dict(queries=queries, keys=keys, mask=mask, options=options_of(options, scale), split=split, out=out)
         | dict(TILE=Sizes(*map(tl.constexpr, sizes))),
@@ -321,7 +321,7 @@ def bind_attend(
     A tree is one softmax with the keys before it, latents are loaded once as key and as value, and values in 8 bits
     become numbers in registers.
     """
-    key, value, quantization = pools_of(query, keys)
+    key, value, quantization = cache_tensors(query, keys)
     is_rounded = False
     if isinstance(keys, Latents) and keys.query_scale is not None:
         is_rounded = True
@@ -467,12 +467,12 @@ class Launches(SplitLaunches):
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Attend with other tensors, and other scales of the same layout; quantized values come as they are stored."""
-        key, value, quantization = pools_of(query, keys, addresses=True)
+        key, value, quantization = cache_tensors(query, keys, addresses=True)
         sinks = None if options.sinks is None else options.sinks.contiguous()
-        return self.replay((query, key, value), of_layer(query, options, quantization).values(), (sinks,), out)
+        return self.replay((query, key, value), layer_args(query, options, quantization).values(), (sinks,), out)
 
 
-def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Quantization]:
+def cache_tensors(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Quantization]:
     """Return keys, values and what turns them into numbers.
 
     Latents are pages of one head, whose values are the first elements of its keys; where addresses alone are asked

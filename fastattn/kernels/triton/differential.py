@@ -75,7 +75,7 @@ def bind_differential(
 
     group = num_heads // 2 // num_pairs  # query pairs that share a pair of KV heads
     query, scale = with_positive_scale(query, options.softmax_scale)
-    of_layer, of_difference = _of_layer(options, subtraction)
+    layer_args, of_difference = _layer_args(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
     one_tile = is_one_tile(batch, group, tuning.block_m)
@@ -126,7 +126,7 @@ def bind_differential(
     launch = Launch(
         attend_pairs,
         (tiles * num_pairs, tuning.splits),
-        {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | of_layer,
+        {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | layer_args,
         dict(
             queries=queries,
             keys=keys,
@@ -178,23 +178,23 @@ class PairLaunches(SplitLaunches):
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Attend with other tensors, and other numbers of the subtraction."""
-        of_layer, of_difference = _of_layer(options, subtraction)
+        layer_args, of_difference = _layer_args(options, subtraction)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         if not self.is_split:  # rows that belong to no tile
             out = query.new_zeros(query.shape) if out is None else out.zero_()
             lse.fill_(-torch.inf)
-        return self.replay((query, cache), of_layer.values(), of_difference.values(), out, lse)
+        return self.replay((query, cache), layer_args.values(), of_difference.values(), out, lse)
 
 
-def _of_layer(
+def _layer_args(
     options: AttentionOptions, subtraction: Subtraction
 ) -> tuple[dict[str, Tensor | float | None], dict[str, Tensor | float | None]]:
     """Return what differs between layers beside tokens, as arguments of the kernel and of the reduction."""
     weight, slopes, sinks = map(contiguous, (subtraction.norm_weight, options.alibi_slopes, options.sinks))
     common = Difference(subtraction.lambda_full, weight, subtraction.norm_eps, subtraction.factor)._asdict()
     difference: dict[str, Tensor | float | None] = {f"difference.{name}": x for name, x in common.items()}
-    of_layer = difference | {"options.alibi_slopes": slopes, "options.sinks": sinks}
-    return of_layer, {**difference, "sinks": sinks}
+    layer_args = difference | {"options.alibi_slopes": slopes, "options.sinks": sinks}
+    return layer_args, {**difference, "sinks": sinks}
 
 
 def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> LaunchConfig:

@@ -43,7 +43,7 @@ from fastattn.kernels.problem import asked_of, uses_positions, with_positive_sca
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch
 from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import Quantization, power_of_two
-from fastattn.kernels.triton.queries import count_tiles, find_rows, of_layer
+from fastattn.kernels.triton.queries import count_tiles, find_rows, layer_args
 from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -117,7 +117,7 @@ def launch(
     assert table is not None  # a plan over pages has checked it
     query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = batch.max_query_len * num_heads <= tuning.block_m
-    of_this_layer = {name.partition(".")[2]: x for name, x in of_layer(query, options, quantization).items()}
+    of_this_layer = {name.partition(".")[2]: x for name, x in layer_args(query, options, quantization).items()}
     of_no_layer: dict[str, Any] = dict(sinks=None, scale=scale, query_number=1.0, value_number=1.0)
     of_no_layer |= dict(query_scales=None, key_scales=None, value_scales=None, group_scales=None)
     return Launch(

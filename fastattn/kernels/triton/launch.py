@@ -151,7 +151,7 @@ class SplitLaunches:
     def replay(
         self,
         tensors: tuple[Tensor, ...],
-        of_layer: Iterable[Tensor | float | None],
+        layer_args: Iterable[Tensor | float | None],
         of_reduction: Iterable[Tensor | float | None],
         out: Tensor | None,
         lse: Tensor | None = None,
@@ -160,7 +160,7 @@ class SplitLaunches:
 
         Args:
             tensors: the first arguments of attention: the queries, the keys and the values.
-            of_layer: its last arguments.
+            layer_args: its last arguments.
             of_reduction: the last arguments of the reduction.
             out: memory for the output; new memory if None.
             lse: memory for the log-sum-exps; new memory if None.
@@ -172,12 +172,12 @@ class SplitLaunches:
             lse = query.new_empty(self._lse_shape, dtype=torch.float32)
         if reduction is None:
             assert lse is not None
-            first.replay(*tensors, out, lse, *of_layer)
+            first.replay(*tensors, out, lse, *layer_args)
             return out, lse
         memory = query.new_empty(self._size, dtype=torch.float32)
-        first.replay(*tensors, memory, first.part(memory, self._at_part_lses), *of_layer)
+        first.replay(*tensors, memory, first.part(memory, self._at_part_lses), *layer_args)
         for launch, at_parts, at_part_lses in self._others:
-            launch.replay(*tensors, launch.part(memory, at_parts), launch.part(memory, at_part_lses), *of_layer)
+            launch.replay(*tensors, launch.part(memory, at_parts), launch.part(memory, at_part_lses), *layer_args)
         at_lse = reduction.part(memory, self._at_lse) if lse is None else lse
         reduction.replay(memory, reduction.part(memory, self._at_part_lses), out, at_lse, *of_reduction)
         return out, memory if lse is None else lse

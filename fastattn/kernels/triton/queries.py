@@ -258,7 +258,7 @@ def options_of(options: AttentionOptions, scale: float) -> Options:
 Given = dict[str, Tensor | float | None]  # arguments of a kernel and their fields, by name
 
 
-def of_layer(query: Tensor, options: AttentionOptions, quantization: Quantization = UNQUANTIZED) -> Given:
+def layer_args(query: Tensor, options: AttentionOptions, quantization: Quantization = UNQUANTIZED) -> Given:
     """Return what a layer has for itself beside its tokens, by the names of the fields: most have nothing."""
     given: Given = {}
     if options.has_per_head:
