@@ -214,7 +214,7 @@ def allocate_index_keys(
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
         index_size: elements of an index key, a multiple of 4 in bytes.
-        dtype: `torch.uint8` for quantized values (e4m3) and scales, or the type of numbers.
+        dtype: `torch.uint8` for quantized values (e4m3) and scales, or the type of unquantized keys.
         device: device of the pool.
 
     Returns:

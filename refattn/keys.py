@@ -145,7 +145,7 @@ class QuantizedPages(NamedTuple):
 
     Attributes:
         key_cache: the pool of keys: fp8, as its own type or as bytes, or int8.
-        value_cache: the pool of values, of the same type; or numbers, if there is no scale of int8 values.
+        value_cache: the pool of values, of the same type; or unquantized, if there is no scale of int8 values.
         scales: what quantized values are multiplied with, and whether queries are rounded as keys are.
     """
 
@@ -197,7 +197,7 @@ class Latents(NamedTuple):
     Attributes:
         cache: the pool; a row is a latent, its rotary key, and what is never read. Unquantized or fp8 values.
         latent_rank: elements of a latent, `r`.
-        cache_scale: what quantized values are multiplied with; 1 for numbers.
+        cache_scale: what quantized values are multiplied with; 1 for an unquantized pool.
         query_scale: queries are rounded to the format of the quantized values, and this is what theirs are multiplied
             with; None: they stay as they are.
         fp8_weights: a kernel may round the weights of the softmax to that format, too.

@@ -92,8 +92,8 @@ def attention(
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
-        cache_scale: what quantized values are multiplied with, above 0: one number for latents and rotary keys. 1 for a
-            pool of numbers.
+        cache_scale: what quantized values are multiplied with, above 0: one number for latents and rotary keys. 1 for
+            an unquantized pool.
         query_scale: round queries to the format of the quantized values before they meet them, as a kernel does that
             multiplies in fp8; their quantized values are multiplied with this number, above 0. None: queries stay as
             they are.

@@ -24,8 +24,8 @@ class QuantizedPool:
 
     Attributes:
         pool: fp8, int8 or floating point; any strides.
-        dtype: what the numbers are read as: float32 or float64.
-        scale: of each token and head, which the numbers are multiplied with; None for none.
+        dtype: the type that is read: float32 or float64.
+        scale: the scale of each token and head; None for none.
     """
 
     pool: Shaped[Tensor, "n p hk d"]
@@ -39,11 +39,11 @@ class QuantizedPool:
 
     @property
     def factor(self) -> float:
-        """What the numbers that are read are still to be multiplied with."""
+        """The factor that values lack once read."""
         return 256.0 if self.pool.dtype == torch.float8_e4m3fn else 1.0
 
     def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
-        """Gather some blocks as numbers into `out`, and return it."""
+        """Gather and convert some blocks into `out`, and return it."""
         if self.pool.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             quantized = self.pool.view(torch.int8).index_select(0, blocks)
             _from_fp8(quantized, self.pool.dtype, out)
@@ -54,7 +54,7 @@ class QuantizedPool:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows(QuantizedPool):
-    """A pool of packed latents, of one head, that is read as numbers: the latents, and their rotary keys after them.
+    """A pool of packed latents, of one head, dequantized when it is read: latents, then their rotary keys.
 
     Attributes:
         latent_rank: elements of a latent.
@@ -71,11 +71,11 @@ class PackedRows(QuantizedPool):
 
     @property
     def factor(self) -> float:
-        """What the numbers that are read are still to be multiplied with: nothing."""
+        """The factor that values lack once read: none."""
         return 1.0
 
     def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
-        """Gather some blocks as numbers into `out`, and return it."""
+        """Gather and convert some blocks into `out`, and return it."""
         quantized, scales, rope_key = packed_parts(self.pool.index_select(0, blocks), self.latent_rank, self.rope_size)
         latents = out[..., : self.latent_rank]
         _from_fp8(quantized.contiguous().view(torch.int8), torch.float8_e4m3fn, latents)

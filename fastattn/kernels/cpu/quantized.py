@@ -4,7 +4,7 @@
     int8    query . (scale * quantized)            one number per key: multiplied in when its block is gathered
     out     value scale * (weights . quantized)    per sequence and head, or per head and channel: the answer carries it
 
-So blocks are turned into numbers only where they are gathered, a KV chunk at a time, and nothing else is made of them.
+So blocks are converted only where they are gathered, a KV chunk at a time, and nothing else is made of them.
 Everything is computed in float32, float64 for float64 queries.
 """
 

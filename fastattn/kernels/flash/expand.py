@@ -5,7 +5,7 @@
 
 Each key so costs a byte per element to read and four to write and to read again, instead of a conversion for every tile
 of queries that meets it. What the type of the queries does not hold becomes infinite: float16 ends at 65504.
-Pages of numbers are copied likewise, where a kernel that loads whole tiles reads pages of its own tile size fastest.
+Unquantized pages are copied likewise, where a kernel that loads whole tiles reads pages of its own tile size fastest.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def attend_dequantized(
     """Dequantize pages, and attend over them.
 
     Args:
-        paged: attends over pages of numbers by a kernel.
+        paged: attends over unquantized pages by a kernel.
         query: query rows of all sequences.
         keys: the pools; values are quantized, or in the type of the queries.
         plan: the lengths, the block table, and who may see whom.
@@ -181,7 +181,7 @@ def repage(
         block_size: tokens in a new block, a multiple of `BLOCK_ROWS`.
         table: where to write the new table; new memory if None.
         dtype: the type of the new pool; that of the old one if None.
-        kind: what the pool holds, "e4m3", "e5m2" or "int8"; "" for numbers, which are copied as they are.
+        kind: what the pool holds, "e4m3", "e5m2" or "int8"; "" for unquantized values, which are copied as they are.
         number: the scale of all quantized values, without `scales`.
         scales: of fp8 per head `[hk]`, or per sequence and head `[b, hk]`; of int8 per head and channel `[hk, d]`, or
             per token of the pool and head `[n, p, hk]`.

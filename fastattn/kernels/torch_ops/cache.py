@@ -80,7 +80,7 @@ def write_packed(
 def read_packed(
     rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
 ) -> Float[Tensor, "*rows d"]:
-    """Read packed rows as numbers of a type, the latents before the rotary keys."""
+    """Dequantize packed rows to a type, the latents before the rotary keys."""
     quantized, scales, rotary = packed_parts(rows, latent_rank, rope_size)
     numbers = quantized.view(PACKED_FORMAT).float().unflatten(-1, (-1, LATENT_GROUP)) * scales[..., None]
     return torch.cat([numbers.flatten(-2).to(dtype), rotary.to(dtype)], -1)

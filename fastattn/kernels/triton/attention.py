@@ -319,7 +319,7 @@ def bind_attend(
     """Attend, and return what attends again with other tensors, too.
 
     A tree is one softmax with the keys before it, latents are loaded once as key and as value, and values in 8 bits
-    become numbers in registers.
+    are dequantized in registers.
     """
     key, value, quantization = cache_tensors(query, keys)
     is_rounded = False

@@ -178,7 +178,7 @@ def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
 def _write_index_kernel(
     key,
     index_cache,
-    scales,  # a view of the cache; None where it holds numbers
+    scales,  # a view of the cache; None where it is unquantized
     slot_mapping,
     key_strides,
     cache_strides,
@@ -287,7 +287,7 @@ def _read_scales(scales, cache_strides, blocks, first, seen, BLOCK_SIZE: tl.cons
 @triton.jit
 @no_type_check
 def _read_keys(
-    index_cache,  # in bytes, in pairs of them, or in numbers
+    index_cache,  # in bytes, in pairs of them, or unquantized
     cache_strides,
     blocks,
     first,
@@ -389,7 +389,7 @@ def _score_index_kernel(
     query,
     weights,
     index_cache,
-    scales,  # a view of the cache; None where it holds numbers
+    scales,  # a view of the cache; None where it is unquantized
     result,  # [t, width]
     block_table,
     cu_seqlens_q,

@@ -1,6 +1,6 @@
 """Where the keys are, in a kernel: a storage is a NamedTuple that carries its own functions.
 
-How keys and values become numbers is `keys.how`, functions of the storage:
+How keys and values are dequantized is `keys.how`, functions of the storage:
 
     query(keys, queries, tile, TILE)                  the tile of queries as it meets these keys
     load(keys, tile, place, is_key, TILE)             the keys of a step, and the values that are keys, too
@@ -214,7 +214,7 @@ def value_offset(keys, place):
     return offset
 
 
-# --- keys and values as numbers ---
+# --- unquantized keys and values ---
 
 
 class Numbers(NamedTuple):

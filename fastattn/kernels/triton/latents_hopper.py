@@ -249,8 +249,8 @@ def _bring(
 ):
     """Bring keys into the slots as they become empty, and zeros where there is none.
 
-    Numbers are copied past the registers. Quantized values wait there for a slot, and go into it as numbers, 64 columns
-    at a time: loads of later keys could not be on their way meanwhile, as the fence waits for them.
+    Unquantized latents are copied past the registers. Quantized ones wait there for a slot, and are converted into it,
+    64 columns at a time: loads of later keys could not be on their way meanwhile, as the fence waits for them.
     """
     keys, rope_keys, full, empty = slots
     BLOCK_N: gl.constexpr = keys.shape[1]

@@ -3,7 +3,7 @@
 fp8      scores * (query scale * key scale * softmax scale)          a scale of a head is the same for all its keys
 int8     scores * query scale * key scale of each key                products of whole numbers are exact
 both     (weights . values in 8 bits) * value scale                  per head, or per head and channel
-packed   latents in e4m3 under a scale for each 128 elements, rotary keys as numbers behind them
+packed   latents in e4m3 under a scale for each 128 elements, unquantized rotary keys after them
 """
 
 from math import gcd
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
         how: its functions, `QUANTIZED` or `QUANTIZED_LATENTS`.
         where: pages.
         key: the pool of keys; those of fp8 as bytes.
-        value: the pool of values, in pairs of 16 bits each if PAIRS; numbers, beside int8 keys.
+        value: the pool of values, in pairs of 16 bits each if PAIRS; unquantized, beside int8 keys.
         key_strides: as in `Numbers`, and so on.
         query_number: the scale of the queries, of fp8.
         value_number: that of the values.
@@ -300,7 +300,7 @@ def quantized_latent_query(keys, queries, tile, TILE):
 @triton.jit
 @no_type_check
 def load_quantized_latents(keys, tile, place, is_key, TILE):
-    """Load latents, as numbers unless they are in pairs, and rotary keys as they are stored."""
+    """Load latents, dequantized unless they are in pairs, and rotary keys as they are stored."""
     RANK: tl.constexpr = keys.VALUE_HEAD_SIZE
     latent = load_quantized_values(keys, tile, place, is_key, 0, TILE)
     if not keys.PAIRS:
@@ -362,7 +362,7 @@ class Packed(NamedTuple):
 @triton.jit
 @no_type_check
 def load_packed_latents(keys, tile, place, is_key, TILE):
-    """Load latents as numbers, under the scales of their groups, and rotary keys.
+    """Load latents, dequantized by the scales of their groups, and rotary keys.
 
     That a row begins at a multiple of some bytes says how many of them one load may have; a hint would be lost.
     """
