@@ -207,7 +207,7 @@ def _read(**arguments: Any) -> dict[str, Any]:
 
 @contextmanager
 def launching(device: torch.device) -> Iterator[None]:
-    """Compute in the types that are given, in autocast too, on a GPU; and say what helps where memory runs out.
+    """Turn autocast off, set the device, and advise where memory runs out.
 
     A launch goes to the current GPU, whichever one the tensors are on.
     """

@@ -32,7 +32,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
             batch = replace(batch, seq_lens=batch.seq_lens * has_query, num_keys=None)
     if batch.max_seq_len <= chunk_size:  # one chunk holds every sequence
         return Plan(batch, block_size, window_size=window_size)
-    # The most that so many neighbours can touch is when the first of them ends a chunk.
+    # The most chunks are touched if the first query is the last of its chunk.
     num_chunks = (max(longest_query, 1) + chunk_size - 2) // chunk_size + 1
     columns = min(chunk_size // block_size, block_table.shape[1])
     cu_seqlens_q, first_keys, seq_lens, virtual_table = dispatch.run(

@@ -303,7 +303,7 @@ def check_own_memory(name: str, tensor: Tensor) -> None:
 
 
 def check_side_by_side(name: str, table: Tensor) -> None:
-    """Check that a table lies in one piece, row by row: kernels read it by a pointer alone, anew in each launch.
+    """Check that a table is contiguous, as kernels take its pointer alone, in each launch.
 
     A copy of it would not follow a table that is filled anew for the next step.
 
@@ -386,7 +386,7 @@ def describe(value: object) -> str:
 
 
 def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of new keys and values that have a slot, if there are more rows: what is left is padding."""
+    """Drop the rows of new keys and values past the end of `slot_mapping`: they are padding."""
     tensors = (key, value, slot_mapping)
     if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
         return key[: len(slot_mapping)], value[: len(slot_mapping)]

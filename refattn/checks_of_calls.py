@@ -130,7 +130,7 @@ def check_levels(name: str, pool: Tensor, plan: AttentionPlan, options: Attentio
 
 
 def check_positions(plan: Plan, options: AttentionOptions) -> None:
-    """Check that a plan says where its queries stand if there is ALiBi, as they are not the last of its tokens."""
+    """Check that a plan has positions if there is ALiBi over shared levels, where queries are not the last tokens."""
     if options.alibi_slopes is not None and plan.positions is None:
         raise ValueError(
             "alibi_slopes: expected a plan that knows the positions of its queries, got one of a batch that does not "

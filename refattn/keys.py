@@ -291,7 +291,7 @@ class PackedLatents(NamedTuple):
         check_packed(self.cache, self.latent_rank, size - self.latent_rank)
         check_scale_is_given(options)
         check_plan(plan)
-        # As pages whose keys have the size of the query: what is read of them is not looked at.
+        # Reuse the check of pages on a dummy view; its contents are not used.
         key = self.cache[:, :, None, :1].expand(-1, -1, -1, size)
         pages = Pages(key, key[..., : self.latent_rank])
         pages.check(query, plan, options, out, return_lse, pool="cache", types=(torch.uint8, torch.uint8))

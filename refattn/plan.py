@@ -82,8 +82,8 @@ class Plan:
             sequence of the batch; None where they are the same.
         first_visible: the position of the first key that each query row sees, in place of a causal mask and a window;
             None where those say who sees whom. Rows of padding may hold anything.
-        last_visible: the position of the last key that it sees; one before the first if it sees nothing. A sequence has
-            no key before its first one and after its last one, whatever an interval says.
+        last_visible: the position of the last key that it sees; `last < first` is an empty row. Intervals are clipped
+            to the keys of the sequence.
         extends_causal: every interval begins at 0 and ends at the query itself or after it: a causal mask, and later
             keys. Nothing depends on it but how a kernel may compute the answer.
         needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
@@ -178,7 +178,7 @@ class Plan:
 
     @property
     def levels(self) -> "tuple[Plan, ...]":
-        """The plans whose answers merge into one: this one alone."""
+        """The levels of the plan: this one alone."""
         return (self,)
 
     @property

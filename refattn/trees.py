@@ -166,7 +166,7 @@ class TreePlan:
 
     @property
     def levels(self) -> "tuple[TreePlan, ...]":
-        """The plans whose answers merge into one: this one alone."""
+        """The levels of the plan: this one alone."""
         return (self,)
 
 

@@ -124,7 +124,7 @@ def _plain_options(scale: float, softcap: float, batch_invariant: bool) -> Atten
 
 
 def _unmarked(phase: str) -> None:
-    """Take no notice of what a step does next."""
+    """Ignore a step: the default callback."""
 
 
 class Engine:
@@ -549,7 +549,7 @@ class Engine:
             self._abort_all(requests)
 
     def _abort_all(self, requests: Iterable[Request]) -> None:
-        """End requests, and those whose end had to wait for a step to be over; what has finished is not changed."""
+        """Abort requests, including deferred aborts; what has finished is not changed."""
         self._aborted.extend(requests)
         while self._aborted and not self._is_stepping:
             unfinished = [*self.running, *self.waiting]

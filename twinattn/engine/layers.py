@@ -165,7 +165,7 @@ class PagedStorage:
         return 2 * self.num_kv_heads * self.head_size * dtype.itemsize
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """Make a pool of so many blocks of so many tokens."""
+        """Allocate a pool of `num_blocks` x `block_size` tokens."""
         return twin.kv_cache.allocate(*blocks, self.num_kv_heads, self.head_size, dtype=dtype, device=device)
 
     def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
@@ -226,7 +226,7 @@ class QuantizedStorage:
         return self.num_kv_heads * (self.head_size * (1 + self.value_dtype(dtype).itemsize) + of_scale)
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """Make a pool of so many blocks of so many tokens, and for int8 one of the scales of keys."""
+        """Allocate a pool of `num_blocks` x `block_size` tokens, and for int8 one for the scales of keys."""
         sizes = *blocks, self.num_kv_heads, self.head_size
         if self.dtype == torch.int8:
             return twin.quantized.allocate_int8(*sizes, value_dtype=self.value_dtype(dtype), device=device)
@@ -289,7 +289,7 @@ class PairedStorage:
         return 2 * self.num_kv_heads * self.head_size * (self.dtype or dtype).itemsize
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """Make a pool of so many blocks of so many tokens."""
+        """Allocate a pool of `num_blocks` x `block_size` tokens."""
         sizes = *blocks, self.num_kv_heads, self.head_size
         return twin.differential.allocate(*sizes, dtype=self.dtype or dtype, device=device)
 
@@ -369,7 +369,7 @@ class LatentStorage:
         return self.head_size * (self.dtype or dtype).itemsize
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """Make a pool of so many blocks of so many tokens."""
+        """Allocate a pool of `num_blocks` x `block_size` tokens."""
         return twin.mla.allocate(*blocks, self.latent_rank, self.rope_size, dtype=self.dtype or dtype, device=device)
 
     def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:

@@ -40,9 +40,9 @@ ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
 # attention: one per line. The test that does it, tests/engine/test_engine_models.py, compares all of them.
 VERIFIED = tuple(files("twinattn.engine").joinpath("verified.txt").read_text("utf-8").split())
-# Those of them whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
+# Verified families whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
 OUTSIDE = ("bloom", "falcon", "mpt")
-# Those of them whose layers keep latents (MLA), and those of these whose queries see a selection of them.
+# Verified families with latents (MLA); those in SELECTED have queries that see selected latents (DSA).
 SELECTED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
 LATENT = (
     "axk1",

@@ -58,7 +58,8 @@ class WindowPool:
 
     def reset(self) -> None:
         """Free all blocks, and discard their contents."""
-        self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(self.num_blocks), -1)  # and whose keys are there
+        # By free block: the full block whose keys it still holds; -1 for none.
+        self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(self.num_blocks), -1)
         self._kept: dict[int, int] = {}  # by full block that is no longer held: the block that still has its keys
         self.users = [0] * len(self.window_block)  # sequences that hold it: a shared prefix has several
         self.held: dict[Hashable, set[int]] = {}  # full blocks of each sequence that have one here for it
@@ -127,7 +128,7 @@ class WindowPool:
         return result
 
     def share(self, sequence: Hashable, blocks: Sequence[int]) -> None:
-        """Hold for a new sequence the visible ones of the blocks that it begins after, as many as are `usable`."""
+        """Reference the cached prefix blocks that are still inside a new sequence's window, as many as are `usable`."""
         seen = blocks[_first_block(len(blocks) * self.block_size, self.left, self.block_size) :]
         for block in seen:
             if self.window_block[block] < 0:

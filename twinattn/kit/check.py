@@ -475,7 +475,7 @@ def probable(
     if any(len(trial.example.options) > 2 for trial in trials):  # those with most of the options show which one is lost
         right.sort(key=lambda trial: -_in_common(trial, smallest))
         count = max(EVIDENCE // 2, len(smallest.options))
-        right = right[:count] + right[count:][-(EVIDENCE // 2) :]  # and others, what is right without them
+        right = right[:count] + right[count:][-(EVIDENCE // 2) :]  # and passing cases without these options
     else:
         right = right[: EVIDENCE // 2]
     nothing_wrong = mistakes.without_mistake(smallest.path)

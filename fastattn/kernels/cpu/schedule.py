@@ -245,7 +245,7 @@ def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals
         return end
 
     for value, count in zip(values, counts, strict=True):
-        seen += count  # so many neighbours; the last query of some that are not alike may be the first of others
+        seen += count  # length of the run; runs may share their end row
         begin = cut(seen + (value < 2), ("same", "causal", "any")[value])
     cut(len(first), "any")
     segments = []

@@ -200,7 +200,7 @@ def _varlen(
         longest,
     )
     out, lse = fix_up(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
-    if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
+    if plan.window[0] >= 0:  # keys left of the window may be NaN: recompute
         recompute(out, query, key, value, plan, options)
     return out, lse
 

@@ -3,8 +3,8 @@
 One program takes a tile of query rows of one sequence, one KV head, and a run of the keys that the tile can see:
 
                        keys  0        256       512       768  seq_len
-    sequence 0, KV head 0   | split 0 | split 1 | split 2 | s3 |
-    sequence 1, KV head 0   | split 0 | s1 |
+    sequence 0, KV head 0    | split 0 | split 1 | split 2 | s3 |
+    sequence 1, KV head 0    | split 0 | s1 |
 
 Every split gives the softmax over its own keys and its log-sum-exp; `reduce_splits` merges them. How many splits a
 sequence of average length gets is chosen on the host, from the number of tiles and SMs; a longer one gets

@@ -31,7 +31,7 @@ STEPS = 16  # most steps of such a program
 PROGRAMS = 2  # per SM, so many that steps become programs of their own
 SCORE_WARPS = 4
 STAGES = 3  # steps of keys that are read ahead, and the one at hand
-STAGES_OF_QUERIES = 2  # where a tile has several, which are what is read ahead then
+STAGES_OF_QUERIES = 2  # pipeline stages over the queries of a tile, if it has several
 QUERIES = 4  # queries of such a program, at most
 
 

@@ -76,7 +76,7 @@ def _generator(work: Workload) -> torch.Generator:
 
 
 def _pool_kind(work: Workload) -> str:
-    return "NHD" if work.pool == "expanded" else work.pool  # a pool whose heads are one another is nothing to write to
+    return "NHD" if work.pool == "expanded" else work.pool  # the heads of an expanded pool are aliases
 
 
 def _rows_kind(work: Workload) -> str:
