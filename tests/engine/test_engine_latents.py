@@ -19,7 +19,7 @@ import twinattn.engine.layers
 from refattn.options import AttentionOptions
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
-from twinattn.engine import CPU, Amax, CudaGraphs, Engine, NGram, SamplingParams, calibrate
+from twinattn.engine import CPU, CalibrationStats, CudaGraphs, Engine, NGram, SamplingParams, calibrate
 from twinattn.engine.layers import Causal, LatentStorage, Layer, Twin
 
 TWINS = ("refattn", "fastattn")
@@ -411,7 +411,7 @@ def test_what_quantized_latents_do_not_have_is_refused(deepseek):
     ):
         make_engine(deepseek, kv_cache_dtype="int8")
     calibration = calibrate(deepseek, PROMPTS[:1])
-    wrong = [calibration[0], Amax(calibration[1].value, calibration[1].value)]
+    wrong = [calibration[0], CalibrationStats(calibration[1].value, calibration[1].value)]
     with pytest.raises(ValueError, match=rf"calibration\[1\].key: expected float32 \[hk=1, d={RANK}\], got .*{ROPE}\]"):
         make_engine(deepseek, kv_cache_dtype="fp8_e4m3", calibration=wrong)
     with pytest.raises(ValueError, match='calibration: expected None, as pools of kv_cache_dtype="auto"'):

@@ -22,7 +22,7 @@ from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
-from twinattn.engine import CPU, Amax, CudaGraphs, Engine, NGram, SamplingParams, calibrate
+from twinattn.engine import CPU, CalibrationStats, CudaGraphs, Engine, NGram, SamplingParams, calibrate
 from twinattn.engine.layers import KV_CACHE_DTYPES, Chunk, QuantizedStorage, Window
 from twinattn.kit.tolerance import on_cpu
 
@@ -432,7 +432,7 @@ def test_a_calibration_is_the_largest_of_what_transformers_computes(models, fami
     owners = [0, 1] if family == "llama" else [0, 1, 2, 0, 2]
     assert len(found) == len(owners) and len(largest) == len(set(owners))
     for amax, owner in zip(found, owners, strict=True):
-        assert isinstance(amax, Amax)
+        assert isinstance(amax, CalibrationStats)
         for one, other in zip(amax, largest[owner], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.max()))
     assert len({float(amax.value.max()) for amax in found}) == len(set(owners))
@@ -487,7 +487,7 @@ def test_a_layer_that_reads_the_pool_of_another_has_its_scales(models, calibrati
 
 
 def test_a_head_of_zeros_has_a_scale_of_1(models):
-    zeros = [Amax(torch.zeros(2, 16), torch.zeros(2, 16))] * 2
+    zeros = [CalibrationStats(torch.zeros(2, 16), torch.zeros(2, 16))] * 2
     for kind in KV_CACHE_DTYPES:
         engine = Engine(models["llama"], **SIZES, kv_cache_dtype=kind, calibration=zeros)
         assert all((scale == 1).all() for layer in engine.layers for scale in layer.fixed_scales)
@@ -496,14 +496,14 @@ def test_a_head_of_zeros_has_a_scale_of_1(models):
 # --- scales worked out while serving ---
 
 
-def watched_engine(model, monkeypatch, **options) -> tuple[Engine, dict[int, Amax]]:
+def watched_engine(model, monkeypatch, **options) -> tuple[Engine, dict[int, CalibrationStats]]:
     """Make an engine, and note the largest keys and values of its first step by layer."""
     engine, largest = Engine(model, **SIZES | dict(calculate_kv_scales=True) | options), {}
     attend = engine.attend
 
     def watched(module, query, key, value, **step):
         if engine.counters.steps == 0:
-            largest[module.layer_idx] = Amax(*(x[0].float().abs().amax(1).cpu() for x in (key, value)))
+            largest[module.layer_idx] = CalibrationStats(*(x[0].float().abs().amax(1).cpu() for x in (key, value)))
         return attend(module, query, key, value, **step)
 
     monkeypatch.setattr(engine, "attend", watched)
@@ -678,15 +678,15 @@ def test_a_model_with_an_encoder_is_refused_over_quantized_values_as_over_unquan
 
 
 def amax(heads=2, size=16, **changes):
-    return Amax(torch.ones(heads, size), torch.ones(heads, size))._replace(**changes)
+    return CalibrationStats(torch.ones(heads, size), torch.ones(heads, size))._replace(**changes)
 
 
 @pytest.mark.parametrize(
     ("calibration", "message"),
     [
-        ([amax()], "calibration: expected an Amax for each of 2 layers, got 1"),
-        (3, "calibration: expected an Amax for each of 2 layers, got int"),
-        ([amax(), None], r"calibration\[1\]: expected an Amax, got None"),
+        ([amax()], "calibration: expected CalibrationStats for each of 2 layers, got 1"),
+        (3, "calibration: expected CalibrationStats for each of 2 layers, got int"),
+        ([amax(), None], r"calibration\[1\]: expected CalibrationStats, got None"),
         ([amax(), amax(heads=6)], r"calibration\[1\].key: expected float32 \[hk=2, d=16\], got float32 \[6, 16\]"),
         ([amax(value=torch.ones(2)), amax()], r"calibration\[0\].value: expected float32 \[hk=2, d=16\], got"),
         ([amax(key=-torch.ones(2, 16)), amax()], r"calibration\[0\].key: expected finite magnitudes"),

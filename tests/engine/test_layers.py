@@ -10,7 +10,7 @@ from torch import nn
 
 from refattn.options import AttentionOptions
 from twinattn.engine.layers import (
-    Amax,
+    CalibrationStats,
     Causal,
     Chunk,
     LatentStorage,
@@ -179,7 +179,7 @@ def test_every_mask_goes_with_every_storage(mask, storage, twin, device):
 def test_scales_by_the_largest_numbers_reach_every_head(storage, twin, device):
     layer = Layer(Causal(), STORAGES[storage])
     tokens, module = draw_tokens(layer.storage)
-    amax = Amax(*(torch.cat(x).abs().amax(0) for x in list(zip(*tokens, strict=True))[1:]))
+    amax = CalibrationStats(*(torch.cat(x).abs().amax(0) for x in list(zip(*tokens, strict=True))[1:]))
     layer = layer.calibrated(Twin(importlib.import_module(twin)), amax, torch.device(device))
     assert layer == Layer(Causal(), STORAGES[storage]), "no plan depends on scales"
     out, _ = attended(layer, twin, device, tokens, module)

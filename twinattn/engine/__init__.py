@@ -6,7 +6,7 @@ from twinattn.engine.cost_model import CPU, H200, Machine
 from twinattn.engine.cuda_graphs import CudaGraphs
 from twinattn.engine.engine import Engine, Step
 from twinattn.engine.fused import fuse, unfuse
-from twinattn.engine.layers import Amax
+from twinattn.engine.layers import CalibrationStats
 from twinattn.engine.packed_weights import pack, unpack
 from twinattn.engine.request import Draft, Event, Prompt, Request, StepTokens
 from twinattn.engine.sampling import SamplingParams, sample
@@ -18,7 +18,7 @@ from twinattn.engine.window_pool import WindowPool
 __all__ = [
     "CPU",
     "H200",
-    "Amax",
+    "CalibrationStats",
     "BlockPool",
     "Counters",
     "CudaGraphs",

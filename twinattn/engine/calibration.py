@@ -21,7 +21,7 @@ import refattn
 from twinattn.engine import models
 from twinattn.engine.arguments import check_module
 from twinattn.engine.engine import Engine
-from twinattn.engine.layers import Amax
+from twinattn.engine.layers import CalibrationStats
 from twinattn.engine.request import tokenize
 from twinattn.engine.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ def calibrate(
     tokenizer: Any = None,
     twin: Any = refattn,
     trust_model: bool = False,
-) -> list[Amax]:
+) -> list[CalibrationStats]:
     """Run prompts through a model, and return how large the keys and values of each layer become.
 
         calibration = calibrate(model, prompts)
@@ -75,7 +75,7 @@ def calibrate(
     for i, request in enumerate(engine.generate(tokens, SamplingParams(max_tokens=1))):
         if request.error is not None:
             raise ValueError(f"prompts[{i}]: expected one that the model can read, got {request.error}")
-    found = [Amax(*(x.cpu() for x in engine.largest[owner])) for owner in engine.owners]
+    found = [CalibrationStats(*(x.cpu() for x in engine.largest[owner])) for owner in engine.owners]
     for i, amax in enumerate(found):
         if not all(x.isfinite().all() for x in amax):
             raise ValueError(f"model: expected finite keys and values, got others in layer {i}")

@@ -44,7 +44,7 @@ from refattn.options import AttentionOptions
 from refattn.plan import CascadePlan, Plan
 from twinattn.engine import (
     CPU,
-    Amax,
+    CalibrationStats,
     Counters,
     CudaGraphs,
     Engine,
@@ -307,7 +307,7 @@ class Work:
     to_calibrate: list[list[int]]
     speculate: str | None = None
     kv_cache_dtype: str = "auto"
-    calibration: list[Amax] | None = None
+    calibration: list[CalibrationStats] | None = None
 
     def engine(self, name: str, twin: Any = None) -> Any:
         """Make the engine of a package for this work, with drafts if its name says so."""

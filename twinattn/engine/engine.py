@@ -63,7 +63,7 @@ from twinattn.engine.index_modules import IndexTokens
 from twinattn.engine.layers import (
     KEY_RANGE,
     VALUE_RANGE,
-    Amax,
+    CalibrationStats,
     Layer,
     Lens,
     Parts,
@@ -189,7 +189,7 @@ class Engine:
         batch_invariant: bool = False,
         speculation: NGram | DraftModel | None = None,
         kv_cache_dtype: str = "auto",
-        calibration: Sequence[Amax] | None = None,
+        calibration: Sequence[CalibrationStats] | None = None,
         calculate_kv_scales: bool = False,
         num_kept_states: int | None = None,
         trust_model: bool = False,
@@ -980,7 +980,7 @@ class Engine:
         NaN and infinity do not count: they are the fault of one request, which ends in an error.
         """
         sizes = (x.float().abs().nan_to_num(nan=0.0, posinf=0.0) for x in (key, value))
-        amax = Amax(*(reduce(x, "1 hk t d -> hk d", "max") for x in sizes))
+        amax = CalibrationStats(*(reduce(x, "1 hk t d -> hk d", "max") for x in sizes))
         for i, owner in enumerate(self.owners):
             if owner == index:
                 ranges = KEY_RANGE, VALUE_RANGE

@@ -66,7 +66,7 @@ class Twin:
         return found
 
 
-class Amax(NamedTuple):
+class CalibrationStats(NamedTuple):
     """The largest magnitudes of a layer's keys and values, as `calibrate` has found them.
 
     Attributes:
@@ -208,7 +208,9 @@ class QuantizedStorage:
     key_scale: Scale = field(default=1.0, compare=False)
     value_scale: Scale = field(default=1.0, compare=False)
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "QuantizedStorage":
+    def calibrated(
+        self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None
+    ) -> "QuantizedStorage":
         """Return this storage with scales by the largest keys and values."""
         if self.dtype == torch.int8:
             scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
@@ -278,10 +280,12 @@ class PairedStorage:
         """The scales of fp8."""
         return None if self.dtype is None else Fp8Scales(self.key_scale, self.value_scale, format=self.dtype)
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "PairedStorage":
+    def calibrated(
+        self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None
+    ) -> "PairedStorage":
         """Return this storage with scales by the largest keys and values, which come in the order of the model."""
         in_pairs = (twin.differential.interleave_halves(rearrange(x, "hk d -> 1 hk d"))[0] for x in amax)
-        key_scale, value_scale = _fp8_scales(Amax(*in_pairs), self.dtype, device, ranges)
+        key_scale, value_scale = _fp8_scales(CalibrationStats(*in_pairs), self.dtype, device, ranges)
         return replace(self, key_scale=key_scale, value_scale=value_scale)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -357,7 +361,9 @@ class LatentStorage:
         """Elements of a latent and of a rotary key together."""
         return self.latent_rank + self.rope_size
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "LatentStorage":
+    def calibrated(
+        self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None
+    ) -> "LatentStorage":
         """Return this storage with a scale by the largest number: one for both, so the range is that of keys."""
         largest = max(float(x.max()) for x in amax)
         return replace(self, cache_scale=largest / (ranges or _largest_numbers(self.dtype))[0] or 1.0)
@@ -529,7 +535,9 @@ class Layer:
         """The scales that do not lie in the pool, where there are tensors of them."""
         return [x for x in vars(self.storage).values() if isinstance(x, Tensor)]
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None = None) -> "Layer":
+    def calibrated(
+        self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None = None
+    ) -> "Layer":
         """Return this layer, which is quantized, with scales on a device by the largest magnitudes."""
         assert not isinstance(self.storage, PagedStorage)  # unquantized pages have no scales
         return replace(self, storage=self.storage.calibrated(twin, amax, device, ranges))
@@ -680,7 +688,11 @@ def _pack(storage: Storage) -> Storage:
 
 
 def set_scales(
-    layers: Sequence[Layer], calibration: Sequence[Amax], twin: Twin, owners: Sequence[int], device: torch.device
+    layers: Sequence[Layer],
+    calibration: Sequence[CalibrationStats],
+    twin: Twin,
+    owners: Sequence[int],
+    device: torch.device,
 ) -> list[Layer]:
     """Return quantized layers with the scales that a calibration asks for.
 
@@ -696,10 +708,10 @@ def set_scales(
     """
     if not isinstance(calibration, Sequence) or len(calibration) != len(layers):
         number = len(calibration) if isinstance(calibration, Sequence) else type(calibration).__name__
-        raise ValueError(f"calibration: expected an Amax for each of {len(layers)} layers, got {number}")
+        raise ValueError(f"calibration: expected CalibrationStats for each of {len(layers)} layers, got {number}")
     for i, (layer, amax) in enumerate(zip(layers, calibration, strict=True)):
-        if not isinstance(amax, Amax):
-            raise ValueError(f"calibration[{i}]: expected an Amax, got {describe(amax)}")
+        if not isinstance(amax, CalibrationStats):
+            raise ValueError(f"calibration[{i}]: expected CalibrationStats, got {describe(amax)}")
         stored = layer.storage
         key_size = value_size = stored.num_kv_heads, stored.head_size
         if isinstance(stored, LatentStorage):
@@ -712,7 +724,7 @@ def set_scales(
 
 
 def _fp8_scales(
-    amax: Amax, dtype: torch.dtype | None, device: torch.device, ranges: Ranges | None
+    amax: CalibrationStats, dtype: torch.dtype | None, device: torch.device, ranges: Ranges | None
 ) -> list[Float32[Tensor, "hk"]]:
     """Return the scales of keys and of values per KV head; 1 where a head is all zeros."""
     scales = [
