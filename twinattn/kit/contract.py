@@ -472,7 +472,7 @@ PROPERTIES = (
     ),
     Property(
         "format",
-        "Codes may be e5m2, too.",
+        "Quantized values may be e5m2, too.",
         with_option("format", "e5m2"),
         everything,
         paths=("quantized",),

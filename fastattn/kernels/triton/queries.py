@@ -244,7 +244,7 @@ def count_tiles(batch: Batch, num_tokens: int, group: int, rows: int) -> int:
 
 
 def options_of(options: AttentionOptions, scale: float) -> Options:
-    """Return the options of a layer without its tensors, which `of_layer` has; `scale` is above 0."""
+    """Return the options of a layer without its tensors, which `layer_args` has; `scale` is above 0."""
     return Options(
         scale=scale,
         softcap=float(options.softcap),
