@@ -1953,8 +1953,8 @@ MUTATIONS: list[Mutation] = [
         "the splits past the tuning's number are dropped",
         (
             "fastattn.kernels.triton.attention:attend_levels",
-            "            splits=num_parts,",
-            "            splits=sum(tuning.splits for tuning in tunings),",
+            "_launch_reduction(parts, ",
+            "_launch_reduction(parts[: sum(tuning.splits for tuning in tunings)], ",
         ),
     ),
     *breaks(

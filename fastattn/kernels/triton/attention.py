@@ -82,6 +82,7 @@ from fastattn.kernels.triton.tuning import (
     spare_stages,
     tune,
 )
+from refattn.batch import Batch
 from refattn.keys import Keys, Latents, PackedLatents, Pages, Rows
 from refattn.options import AttentionOptions
 from refattn.packed_latents import PACKED_FORMAT, packed_parts
@@ -236,14 +237,7 @@ def launch_attend(
     if isinstance(split, Repair) and not (uses or one_tile):
         tiles, ends, starts = _tiles_to_repair(plan, group, tuning.block_m, tiles)
     mask = mask_of(plan, tree, slopes=options.alibi_slopes is not None, nodes=after)
-    # Three copies of a loop over latents take registers that no copy has.
-    is_limited = plan.window != (-1, -1) or plan.first_visible is not None
-    phases = 3 if tree is not None or (tuning.block_m > 16 and not shared and is_limited) else 1
-    # Without a left side all rows see the first key, and phase 0 is empty. With one loop less the compiler reads the
-    # block table without shared memory: 256 rows after 8192 keys, split, take 35 us in place of 39. Where keys are not
-    # split it costs: 8 such sequences take 203 us in place of 181 (NVIDIA H200, Triton 3.6).
-    all_see_first = plan.window[0] < 0 and plan.first_visible is None
-    first_phase = 1 if phases == 3 and isinstance(split, Part) and all_see_first else 0
+    first_phase, phases = _phases(plan, tree, tuning, shared=shared, in_parts=isinstance(split, Part))
     sizes = Sizes(
         ROWS=tuning.block_m,
         KEYS=tuning.block_n,
@@ -282,6 +276,23 @@ def launch_attend(
         | ({"launch_pdl": True} if early else {})
         | ({"maxnreg": tuning.registers} if few_registers else {}),
     )
+
+
+def _phases(
+    plan: Plan, tree: TreePlan | None, tuning: LaunchConfig, *, shared: bool, in_parts: bool
+) -> tuple[int, int]:
+    """Return the first phase of a run of keys, and the phase after the last one: 1 compares no positions, 0 and 2 do.
+
+    Three copies of a loop over latents take registers that no copy has. Without a left side all rows see the first key,
+    and phase 0 is empty. With one loop less the compiler reads the block table without shared memory: 256 rows after
+    8192 keys, split, take 35 us in place of 39. Where keys are not split it costs: 8 such sequences take 203 us in
+    place of 181 (NVIDIA H200, Triton 3.6, 2026-11-27).
+    """
+    is_limited = plan.window != (-1, -1) or plan.first_visible is not None
+    if tree is None and (tuning.block_m <= 16 or shared or not is_limited):
+        return 0, 1
+    all_see_first = plan.window[0] < 0 and plan.first_visible is None
+    return int(in_parts and all_see_first), 3
 
 
 def _tiles_to_repair(plan: Plan, group: int, rows: int, tiles: int) -> tuple[int, int, int]:
@@ -387,15 +398,7 @@ def attend_levels(
         return out.zero_(), lse.fill_(-torch.inf), None
 
     part_shape = num_tokens, num_heads, value_head_size
-    row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
-    masked = tree is not None or any(level.first_visible is not None for level in levels)
-    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is turned, see `triton/keys.py`
-    tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
-    if len(levels) > 1:
-        tunings = [share_sm(tuning, is_quantized=bool(quantization.kind)) for tuning in tunings]
-    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
-    spare = spare_stages(query, shared, quantization, tunings[0].block_m)
-    tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
+    tunings = _tune_levels(query, key, value, levels, options, tree, shared=shared, quantization=quantization)
     num_parts = sum(tuning.most_splits for tuning in tunings)
     launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
     is_plain = shared and tree is None and len(levels) == 1
@@ -432,13 +435,45 @@ def attend_levels(
         )
         launches.append((launch, first))
         first += tuning.most_splits
+    reduction = _launch_reduction(parts, part_lses, Out(out, lse), batch, options, overlap=overlap)
+    return out, lse, Launches(out.shape, part_shape, launches, num_parts, reduction, with_lse=with_lse)
+
+
+def _tune_levels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    levels: Sequence[Plan],
+    options: AttentionOptions,
+    tree: TreePlan | None,
+    *,
+    shared: bool,
+    quantization: Quantization,
+) -> list[LaunchConfig]:
+    """Choose the shape of the launch of each level; the arguments are those of `attend_levels`."""
+    row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
+    masked = tree is not None or any(level.first_visible is not None for level in levels)
+    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is turned, see `triton/keys.py`
+    tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
+    if len(levels) > 1:
+        tunings = [share_sm(tuning, is_quantized=bool(quantization.kind)) for tuning in tunings]
+    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    spare = spare_stages(query, shared, quantization, tunings[0].block_m)
+    return [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
+
+
+def _launch_reduction(
+    parts: Tensor, part_lses: Tensor, out: Out, batch: Batch, options: AttentionOptions, *, overlap: bool
+) -> Launch:
+    """Merge the parts of all levels, `[parts, t, h, dv]`, into the outputs, sinks included."""
+    num_parts, num_tokens, num_heads, value_head_size = parts.shape
     at_once = max(1, min(SPLITS_PER_STEP, MERGED_ELEMENTS // pad(value_head_size)))
     block_splits = 1 if options.batch_invariant else min(at_once, pad(num_parts))
     block_heads = min(at_once // block_splits, pad(num_heads))
-    reduction = Launch(
+    return Launch(
         reduce_splits,
         (num_tokens, -(-num_heads // block_heads)),
-        dict(parts=parts, part_lses=part_lses, out=out, lse=lse, sinks=contiguous(options.sinks)),
+        dict(parts=parts, part_lses=part_lses, out=out.out, lse=out.lse, sinks=contiguous(options.sinks)),
         dict(
             cu_seqlens_q=batch.cu_seqlens_q,
             num_tokens=num_tokens,
@@ -452,7 +487,6 @@ def attend_levels(
         ),
         dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
-    return out, lse, Launches(out.shape, part_shape, launches, num_parts, reduction, with_lse=with_lse)
 
 
 class Launches(SplitLaunches):
