@@ -1,4 +1,4 @@
-"""The command line: `twinattn demo`, `serve`, `prove`, `search`, `bench`, `doctor`, `exercises` and others."""
+"""The command line: `twinattn demo`, `serve`, `prove`, `search`, `bench`, `ladder`, `exercises` and others."""
 
 import sys
 from importlib import import_module
@@ -153,6 +153,21 @@ def load(
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
     except (ValueError, ModuleNotFoundError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+
+
+@main.command()
+def ladder(
+    name: Annotated[str, typer.Argument(help="Which ladder: decode.")] = "decode",
+    results: Annotated[Path | None, typer.Option("--json", help="Write what was measured into this file.")] = None,
+) -> None:
+    """List the steps from the formula to the roofline, one change each, and time them on a GPU."""
+    from twinattn.course import ladder as module
+
+    try:
+        module.run(name, typer.echo, results)
+    except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
 

@@ -1,0 +1,91 @@
+"""7 · Stages: the keys of later tiles are on their way.
+
+With `num_stages=3` the compiler copies the keys and values of the next two tiles into shared memory, asynchronously,
+while it multiplies those of this one. The loop does not change.
+
+Gain: an SM needs some tens of kilobytes on their way to it to keep the memory busy, latency times bandwidth. Before,
+a program had one tile under way, and none while it multiplied. Shared memory is what it costs: it limits the occupancy.
+
+Source: NVIDIA, PTX ISA, `cp.async`; Triton's tutorial 03 (`num_stages`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from twinattn.course.ladder import check_decode
+
+KEYS = 32  # of a tile
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def attend(
+    query,  # [b, h, d]
+    key_cache,  # [n, p, hk, d]
+    value_cache,
+    seq_lens,  # [b]
+    block_table,  # [b, m]
+    out,  # [b, h, d]
+    scale,
+    columns,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    in_group = tl.arange(0, ROWS)
+    is_row = (in_group < GROUP)[:, None]
+    at = tl.arange(0, SIZE)
+    row = (sequence * HEADS + kv_head * GROUP + in_group)[:, None] * SIZE + at[None, :]
+    q = tl.load(query + row, mask=is_row, other=0.0)
+    seq_len = tl.load(seq_lens + sequence)
+    table = block_table + sequence * columns
+
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, SIZE], tl.float32)
+    first = tl.arange(0, KEYS)
+    ahead = tl.load(table + first // BLOCK, mask=first < seq_len, other=0)
+    for start in range(0, seq_len, KEYS):
+        j = start + tl.arange(0, KEYS)
+        is_key = j < seq_len
+        block = ahead.to(tl.int64)
+        ahead = tl.load(table + (j + KEYS) // BLOCK, mask=j + KEYS < seq_len, other=0)
+        token = ((block * BLOCK + j % BLOCK) * (HEADS // GROUP) + kv_head)[:, None] * SIZE + at[None, :]
+        k = tl.load(key_cache + token, mask=is_key[:, None], other=0.0)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(is_key[None, :], products * scale, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        rescale = tl.exp2(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        v = tl.load(value_cache + token, mask=is_key[:, None], other=0.0)
+        row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    tl.store(out + row, acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None], mask=is_row)
+
+
+def attention(
+    query: Float[Tensor, "b h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk d"],
+    seq_lens: Int32[Tensor, "b"],
+    block_table: Int32[Tensor, "b m"],
+    softmax_scale: float | None = None,
+) -> Float[Tensor, "b h d"]:
+    """Attend from the newest token of each sequence to its tokens in the cache."""
+    b, heads, kv_heads, size, block_size, columns = check_decode(query, key_cache, value_cache, seq_lens, block_table)
+    scale = (size**-0.5 if softmax_scale is None else softmax_scale) * LOG2E
+    out = torch.empty_like(query)
+    rows = max(16, triton.next_power_of_2(heads // kv_heads))
+    attend[b, kv_heads](
+        *(query, key_cache, value_cache, seq_lens, block_table, out, scale, columns),
+        **dict(HEADS=heads, GROUP=heads // kv_heads, SIZE=size, BLOCK=block_size, KEYS=KEYS, ROWS=rows),
+        num_stages=3,
+    )
+    return out
