@@ -35,7 +35,9 @@ BATCHES = {
 PER_SM = 4  # programs that an SM runs at once
 MILLISECONDS = 20  # of measuring a rung
 CALLS = 10  # whose time on the CPU is taken
-BLOCKS_PER_SM, RESERVED = 32, 1024  # of a GPU: the most programs at once, and bytes of shared memory that each costs
+# What an SM has: registers, room for programs, and the bytes of shared memory that each takes besides its own.
+# Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 8.0 to 10.0.
+REGISTERS, BLOCKS_PER_SM, RESERVED = 65536, 32, 1024
 
 
 class Rung(NamedTuple):
@@ -158,9 +160,9 @@ def make_inputs(lens: Sequence[int], device: torch.device) -> Inputs:
     for row, blocks in zip(table, order.split(needed), strict=True):
         row[: len(blocks)] = blocks
     kind: Any = dict(dtype=torch.bfloat16, device=device)
-    pools = (torch.randn(len(order), BLOCK, KV_HEADS, SIZE, **kind) for _ in range(2))
+    key_cache, value_cache = (torch.randn(len(order), BLOCK, KV_HEADS, SIZE, **kind) for _ in range(2))
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    return Inputs(torch.randn(len(lens), HEADS, SIZE, **kind), *pools, seq_lens, table.to(device))
+    return Inputs(torch.randn(len(lens), HEADS, SIZE, **kind), key_cache, value_cache, seq_lens, table.to(device))
 
 
 def bytes_moved(lens: Sequence[int]) -> tuple[int, int]:
@@ -271,7 +273,7 @@ def _compiled() -> list[Any]:
     """List the kernels of Triton that are loaded, whoever launched them."""
     from triton.compiler import CompiledKernel
 
-    return [x for x in gc.get_objects() if isinstance(x, CompiledKernel) and x.module is not None]
+    return [x for x in gc.get_objects() if type(x) is CompiledKernel and x.module is not None]
 
 
 def _describe(kernel: Any, device: torch.device) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def _describe(kernel: Any, device: torch.device) -> dict[str, Any]:
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     registers = -(-kernel.n_regs // 8) * 8 * 32 * warps  # a warp gets them in steps of 256
     room = (
-        sm.regs_per_multiprocessor // max(registers, 1),
+        REGISTERS // max(registers, 1),
         sm.shared_memory_per_multiprocessor // (shared + RESERVED),
         sm.max_threads_per_multi_processor // (32 * warps),
         BLOCKS_PER_SM,

@@ -3,8 +3,8 @@
 A program loads 32 keys at once, computes 32 scores and takes all of them into the softmax in one step. The rows of a
 tile of keys are spread over the threads of the program's four warps: neighbouring threads load neighbouring addresses.
 
-Gain: the loop is 32 times as short, and each load brings 32 rows in the time in which it brought one: that time is
-latency, not bandwidth. Loads are coalesced as before, since the row of a key lies side by side.
+Gain: a tile takes about the time that a key took, as that time was latency and not bandwidth. Loads stay coalesced:
+the elements of a key lie side by side, so a warp reads whole lines of memory.
 
 Source: Triton's tutorial 06, "Fused Attention"; Dao et al. 2022, "FlashAttention".
 """

@@ -3,8 +3,9 @@
 With grouped-query attention (GQA) several query heads share a KV head. One program takes all of them, so the query is
 a tile, [rows, d], and each tile of keys that comes is used by every row.
 
-Gain: each key leaves memory for one program, not for four. Less than 4 times, because the L2 cache served many of the
-repeated reads. The products of all rows take registers: with too many a thread spills some to memory.
+Gain: each key is read by one program, not by one per query head; at most as many times faster as a group has heads, and
+less where the L2 cache served the repeated reads. The cost is register pressure: the products of all rows are in
+registers at once, and a thread that has too few spills some to memory.
 
 Source: Ainslie et al. 2023, "GQA"; Shah et al. 2024, "FlashAttention-3" (its option `pack_gqa`).
 """
