@@ -16,6 +16,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract -->                                   the properties that a kernel is checked for
     ... <!-- contract varlen_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
+    ... <!-- ladder decode -->                              the rungs of a ladder: changes, questions, measurements
     ... <!-- exercise slot -->                              the box in which an exercise is written
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
@@ -42,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import address
+import ladders
 import pyodide
 from latex2mathml.converter import convert as latex_to_mathml
 from mkdocs.config.defaults import MkDocsConfig
@@ -74,7 +76,7 @@ SOURCE_OF_IDEA = re.compile(
 DEFINITION = re.compile(r" *(async def|class|def) ")
 SOURCES = (
     *("refattn/**/*.py", "fastattn/**/*.py", "fastattn/**/*.c", "twinattn/**/*.py"),
-    *("tests/**/*.py", "notebooks/exercises/**/*.py"),
+    *("tests/**/*.py", "notebooks/exercises/**/*.py", "notebooks/ladder/**/*.py"),
 )
 
 
@@ -315,6 +317,11 @@ def progress(page: Page, instead: str) -> str:
     return f'{instead}\n\n<div class="progress" data-notebooks="{html.escape(json.dumps(books))}"></div>'
 
 
+def ladder(page: Page, instead: str, name: str) -> str:
+    """Show the rungs of a ladder."""
+    return ladders.page(name, to(page, f"source/notebooks/ladder/{name}"))
+
+
 INSERTS = {
     insert.__name__: insert
     for insert in (
@@ -324,6 +331,7 @@ INSERTS = {
         exercise,
         exercises,
         kernels,
+        ladder,
         rules,
         measured,
         parts,

@@ -114,8 +114,8 @@ def check_decode(
         block_table: the blocks of each sequence; entries past its last block are never read.
 
     Raises:
-        ValueError: naming the argument that does not fit. All tensors are contiguous: strides are not what this is
-            about.
+        ValueError: naming the argument that does not fit.
+        NotImplementedError: if one is not contiguous: strides are not what a ladder is about.
     """
     tensors = dict(
         query=query, key_cache=key_cache, value_cache=value_cache, seq_lens=seq_lens, block_table=block_table
@@ -124,7 +124,7 @@ def check_decode(
     sizes = check(**{name: (x, kind) for (name, x), kind in zip(tensors.items(), letters, strict=True)})
     for name, x in tensors.items():
         if not x.is_contiguous():
-            raise ValueError(f"{name}: expected contiguous memory, got strides {list(x.stride())}")
+            raise NotImplementedError(f"{name}: expected contiguous memory, got strides {list(x.stride())}")
     if sizes["h"] % sizes["hk"] or sizes["d"] & (sizes["d"] - 1):
         raise ValueError(
             "query: expected a multiple of the KV heads as heads, and a power of two as head size, "
@@ -172,12 +172,13 @@ def bytes_moved(lens: Sequence[int]) -> tuple[int, int]:
     return 2 * sum(lens) * KV_HEADS * SIZE * 2 + rows + table, rows
 
 
-def measure(ladder: str, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Time each rung of a ladder on the current GPU.
+def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> dict[str, Any]:
+    """Time each rung of a ladder on a GPU.
 
     Args:
         ladder: its name.
         tell: called with a line of text for each rung.
+        device: the GPU.
 
     Returns:
         The date, the machine, and for each batch the floor and the rungs, as it goes into docs/results/ladder.
@@ -188,7 +189,6 @@ def measure(ladder: str, tell: Callable[[str], None]) -> dict[str, Any]:
     from twinattn.bench import measure as clocks
 
     began = time.monotonic()
-    device = torch.device("cuda", torch.cuda.current_device())
     ceilings = clocks.ceilings(device, torch.bfloat16, quick=False)
     about = {"ladder": ladder, **clocks.circumstances(), "machine": clocks.machine(device), "dtype": "bfloat16"}
     about |= {"heads": [HEADS, KV_HEADS], "head_size": SIZE, "block_size": BLOCK, "ceilings": ceilings._asdict()}
@@ -324,7 +324,7 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -
         tell("\nTimes need a CUDA device; docs/ladder/decode.md has those of a stored run.")
         return
     with torch.no_grad():
-        found = measure(ladder, tell)
+        found = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))
     tell(f"\n* by events, with the launches; all others are replays of a CUDA graph. {found['seconds']} s in all.")
     tell("CPU: what launching one call takes, without a graph. per SM: programs that one has room for.")
     if results is not None:

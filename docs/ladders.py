@@ -1,0 +1,183 @@
+"""The pages of the ladders: a table of all rungs, and for each the idea, the change, a question, and what was measured.
+
+Everything measured comes from docs/results/ladder, a file per machine, which `twinattn ladder decode --json` writes.
+Until there is one, the columns are empty and a question is text.
+"""
+
+import base64
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from twinattn.bench.report import duration
+from twinattn.course.ladder import BATCHES, Rung, rungs
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results/ladder"
+ASKED = {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"}  # the batch that shows a rung; of all others the first
+FACTORS = {  # how many times as fast as the rung before, up to a factor
+    0.95: "slower",
+    1.05: "within 5 %",
+    1.5: "1.05 to 1.5 times",
+    3.0: "1.5 to 3 times",
+    10.0: "3 to 10 times",
+    float("inf"): "more than 10 times",
+}
+
+
+def results(ladder: str) -> list[dict[str, Any]]:
+    """Return what was measured of a ladder, a machine after the other, the last in the alphabet first."""
+    files = sorted(RESULTS.glob("*.json"), reverse=True)
+    return [found for found in (json.loads(file.read_text()) for file in files) if found["ladder"] == ladder]
+
+
+def of_rung(found: dict[str, Any], batch: str, rung: Rung) -> dict[str, Any] | None:
+    """Return what was measured of a rung with a batch."""
+    rows = next((each["rungs"] for each in found["batches"] if each["name"] == batch), [])
+    return next((row for row in rows if row["name"] == rung.name), None)
+
+
+def page(ladder: str, folder: str) -> str:
+    """Make the page of a ladder, below its introduction.
+
+    Args:
+        ladder: its name.
+        folder: the way from the page to the pages of its files.
+    """
+    found = results(ladder)
+    shown = [table(ladder, each) for each in found] or [table(ladder, None)]
+    parts = ["## All rungs", folded("All times, which give the predictions below away", "\n\n".join(shown))]
+    before: Rung | None = None
+    for rung in rungs(ladder):
+        parts.append(part(rung, before, found, folder))
+        before = rung
+    return "\n\n".join(parts)
+
+
+def about(found: dict[str, Any]) -> str:
+    """Say where and when a ladder was measured."""
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "triton"))
+    return f"{found['machine']['name']}, {found['date'][:10]}, commit {(found['commit'] or 'unknown')[:7]}; {versions}"
+
+
+def table(ladder: str, found: dict[str, Any] | None) -> str:
+    """Make the table of all rungs on one machine; without one its columns are empty."""
+    heads = [*BATCHES, "registers", "spills", "shared memory", "programs per SM", "CPU per call"]
+    lines = [f"| rung | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    if found is not None:
+        floors = {each["name"]: each["floor"] for each in found["batches"]}
+        cells = [f"{duration(floors[name])}" if name in floors else "" for name in BATCHES] + [""] * 5
+        lines.append(f"| *floor* | {' | '.join(cells)} |")
+    for rung in rungs(ladder):
+        cells = cells_of(rung, found) if found else [""] * len(heads)
+        lines.append(f"| [{rung.number} · {rung.title}](#{anchor(rung)}) | {' | '.join(cells)} |")
+    return (f"{about(found)}\n\n" if found else "Not measured yet.\n\n") + "\n".join(lines)
+
+
+def cells_of(rung: Rung, found: dict[str, Any]) -> list[str]:
+    """Write what was measured of a rung: its times and shares of the floors, and its first kernel."""
+    rows = {name: of_rung(found, name, rung) for name in BATCHES}
+    cells = [f"{time_of(row)}<br>{row['share_of_floor']:.1%}" if row else "" for row in rows.values()]
+    first = next((row for row in rows.values() if row), None)
+    kernel = next(iter(first["kernels"]), None) if first else None
+    cells += (
+        [str(kernel["registers"]), str(kernel["spills"]), f"{kernel['shared_bytes']:,}", str(kernel["programs_per_sm"])]
+        if kernel
+        else [""] * 4
+    )
+    return [*cells, duration(first["cpu"]) if first else ""]
+
+
+def time_of(row: dict[str, Any]) -> str:
+    """Write a time, and the clock if it is not that of a CUDA graph."""
+    return duration(row["median"]) + (" by events" if row["clock"] == "events" else "")
+
+
+def anchor(rung: Rung) -> str:
+    """Return the place of a rung on its page."""
+    return f"rung-{rung.number}"
+
+
+def part(rung: Rung, before: Rung | None, found: list[dict[str, Any]], folder: str) -> str:
+    """Make the part of a rung: its idea, what has changed, the question, and the answer."""
+    idea, gain, source = rung.about
+    file = f"[`{rung.file.name}`]({folder}/{rung.file.name}.md)"
+    lines = [f"## {rung.number} · {rung.title} {{ #{anchor(rung)} }}", idea, f"{file} · {source}"]
+    if before is None:
+        return "\n\n".join([*lines, code(rung)])
+    lines.append(code(rung) if rung.number == 1 or is_other(rung) else diff(before, rung))
+    lines.append(question(rung, before, found))
+    measured = [sentence(each, rung, before) for each in found]
+    return "\n\n".join([*lines, folded("What do you think? Open the answer", "\n\n".join([gain, *measured]))])
+
+
+def is_other(rung: Rung) -> bool:
+    """Return whether a rung is no change of a file, but a call of the package."""
+    return "@triton.jit" not in rung.file.read_text()
+
+
+def code_of(rung: Rung) -> list[str]:
+    """Return the lines of a file below its docstring."""
+    return rung.file.read_text().split('"""', 2)[2].strip().splitlines()
+
+
+def code(rung: Rung) -> str:
+    """Show a file."""
+    shown = "\n".join(code_of(rung))
+    return f'```{{.python title="{rung.file.name}"}}\n{shown}\n```'
+
+
+def diff(before: Rung, rung: Rung) -> str:
+    """Show what has changed, with three lines around it."""
+    lines = list(difflib.unified_diff(code_of(before), code_of(rung), lineterm="", n=2))[2:]
+    shown = "\n".join("…" if line.startswith("@@") else line for line in lines)
+    return f'```{{.diff title="{before.file.name} → {rung.file.name}"}}\n{shown}\n```'
+
+
+def batch_of(rung: Rung) -> str:
+    """Return the batch that shows a rung."""
+    return ASKED.get(rung.number, next(iter(BATCHES)))
+
+
+def factor(found: dict[str, Any], rung: Rung, before: Rung) -> float | None:
+    """Return how many times as fast as the one before a rung is."""
+    batch = batch_of(rung)
+    now, then = of_rung(found, batch, rung), of_rung(found, batch, before)
+    return then["median"] / now["median"] if now and then else None
+
+
+def bucket(times: float) -> str:
+    """Name a factor as the choices do."""
+    return next(name for limit, name in FACTORS.items() if times < limit)
+
+
+def question(rung: Rung, before: Rung, found: list[dict[str, Any]]) -> str:
+    """Ask by how much a rung helps; a field judges where it was measured."""
+    batch = batch_of(rung)
+    asked = f"**By how much is it faster than rung {before.number}, with {batch} keys?**"
+    times = factor(found[0], rung, before) if found else None
+    if times is None:
+        return f"{asked} ({'; '.join(FACTORS.values())})"
+    data = {"number": f"{rung.file.parent.name}.{rung.number}", "right": bucket(times)}
+    data |= {"choose": sorted(FACTORS.values())}
+    encoded = base64.b64encode(json.dumps(data).encode()).decode()
+    return f'{asked}\n\n<div class="predict" id="predict-{data["number"]}" data-question="{encoded}"></div>'
+
+
+def sentence(found: dict[str, Any], rung: Rung, before: Rung) -> str:
+    """Say what was measured on a machine."""
+    batch = batch_of(rung)
+    now, then, times = of_rung(found, batch, rung), of_rung(found, batch, before), factor(found, rung, before)
+    if now is None or then is None or times is None:
+        return f"Not measured on {found['machine']['name']}."
+    return (
+        f"Measured on {found['machine']['name']}: {time_of(then)} before, {time_of(now)} now, {times:.2f} times as "
+        f"fast; the floor is {now['share_of_floor']:.0%} of it."
+    )
+
+
+def folded(title: str, text: str) -> str:
+    """Make a part of a page that is closed until the reader opens it."""
+    indented = "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+    return f'??? question "{title}"\n\n{indented}'
