@@ -12,6 +12,7 @@ COMMANDS = (
     "search",
     "bench",
     "load",
+    "ladder",
     "doctor",
     "notebooks",
     "exercises",

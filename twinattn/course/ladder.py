@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from refattn.checks import check
+from refattn.checks import check, check_folder
 from refattn.modes import computing_in
 from twinattn.course import copied
 
@@ -314,9 +314,12 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -
     """List the rungs of a ladder, time them where there is a GPU, and write what was found into a file.
 
     Raises:
-        ValueError: if there is no such ladder, or no GPU although a file is asked for.
+        ValueError: if there is no such ladder, no place for the file, or no GPU although a file is asked for.
     """
-    for rung in rungs(ladder):
+    found = rungs(ladder)
+    if results is not None:
+        check_folder("json", results.parent)
+    for rung in found:
         tell(f"{rung.number:2} {rung.title}   {rung.file.name}")
     if not torch.cuda.is_available():
         if results is not None:
@@ -324,10 +327,10 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -
         tell("\nTimes need a CUDA device; docs/ladder/decode.md has those of a stored run.")
         return
     with torch.no_grad():
-        found = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))
-    tell(f"\n* by events, with the launches; all others are replays of a CUDA graph. {found['seconds']} s in all.")
+        measured = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))
+    tell(f"\n* by events, with the launches; all others are replays of a CUDA graph. {measured['seconds']} s in all.")
     tell("CPU: what launching one call takes, without a graph. per SM: programs that one has room for.")
     if results is not None:
         results.parent.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(found, indent=1) + "\n")
+        results.write_text(json.dumps(measured, indent=1) + "\n")
         tell(f"Written to {results}")
