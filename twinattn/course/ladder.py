@@ -212,7 +212,7 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
             timing = clocks.summarize(clocks.on_gpu([call], clock=clock, milliseconds=MILLISECONDS))
             timed.append(
                 {"number": rung.number, "name": rung.name, "clock": clock, **timing._asdict(), "cpu": _on_cpu(call)}
-                | {"share_of_floor": floor / timing.median, "kernels": list(kernels[rung.name].values())}
+                | {"share_of_floor": floor / timing.median, "kernels": [one for _, one in sorted(kernels[rung.name].items())]}
             )
             tell(_line(f"{rung.number:2} {rung.title}", _cells(timed[-1])))
         batches.append({"name": name, "lens": sorted(lens), "bytes": reads + writes, "floor": floor, "rungs": timed})
@@ -225,7 +225,7 @@ HEAD = ("time", "of floor", "CPU", "registers", "spills", "shared", "per SM")
 
 
 def _cells(timed: dict[str, Any]) -> list[str]:
-    """Write what was found of a rung; registers and shared memory are those of its first kernel."""
+    """Write what was found of a rung; registers and shared memory are those of `attend`, its first kernel."""
     cells = [f"{1e6 * timed['median']:.1f} µs{' *' * (timed['clock'] == 'events')}", f"{timed['share_of_floor']:.1%}"]
     cells.append(f"{1e6 * timed['cpu']:.0f} µs")
     for kernel in timed["kernels"][:1]:
