@@ -212,7 +212,10 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
             timing = clocks.summarize(clocks.on_gpu([call], clock=clock, milliseconds=MILLISECONDS))
             timed.append(
                 {"number": rung.number, "name": rung.name, "clock": clock, **timing._asdict(), "cpu": _on_cpu(call)}
-                | {"share_of_floor": floor / timing.median, "kernels": [one for _, one in sorted(kernels[rung.name].items())]}
+                | {
+                    "share_of_floor": floor / timing.median,
+                    "kernels": [one for _, one in sorted(kernels[rung.name].items())],
+                }
             )
             tell(_line(f"{rung.number:2} {rung.title}", _cells(timed[-1])))
         batches.append({"name": name, "lens": sorted(lens), "bytes": reads + writes, "floor": floor, "rungs": timed})
