@@ -28,6 +28,8 @@ def draw_step(case: Case, dtype: torch.dtype) -> Inputs:
     drawn = Drawn(case, dtype)
     a, p = drawn.lengths(case["lens"]), case["block_size"]
     table, past, _ = drawn.table([s for _, s in case["lens"]], p, case["first_block"])
+    if not case["columns"]:  # as in the run that finds out how much memory is left for a cache
+        table, past = dict(block_table=table["block_table"][:, :0]), {}
     a |= table | dict(num_tokens=int(a["cu_seqlens_q"][-1]) + case["padding"], block_size=p, window=case["window"])
     return Inputs(a, past)
 
@@ -44,7 +46,7 @@ def slots_of_step(a: Arguments, compute: torch.dtype, form: str = "right") -> di
     """Return the slot of each query row."""
     out, place = torch.full((a["num_tokens"],), -1, dtype=torch.int64), positions_of(a, compute)["out"]
     for i, (q0, q1, s) in enumerate(rows_of(a)):
-        for row in range(q0, q1):
+        for row in range(q0, q1) if a["block_table"].shape[1] else ():
             at = int(place[row]) if form != "from 0" else row - q0
             if at >= 0 and (a["window"] is None or at >= s - a["window"]):
                 block, rest = divmod(at, a["block_size"])
@@ -56,7 +58,7 @@ def slots_of_step(a: Arguments, compute: torch.dtype, form: str = "right") -> di
 
 
 SIZES: dict[str, tuple[Any, ...]] = dict(
-    lens=LENS, block_size=(4, 1, 16, 3), padding=(0, 3), first_block=(0,), window=(None, 1, 3, 20)
+    lens=LENS, block_size=(4, 1, 16, 3), padding=(0, 3), first_block=(0,), window=(None, 1, 3, 20), columns=(True,)
 )
 PAST_TILES = of_lengths() | dict(padding=of_size("padding"), block_size=of_size("block_size", BLOCKS))
 EMPTY = Special("empty", "Sequences may have no query, no key, or more queries than keys.", dict(lens=ODD_LENS))
@@ -100,6 +102,7 @@ SLOT_MAPPING = Operation(
     specials=(
         EMPTY,
         PADDING,
+        Special("no cache", "Without a column of the block table no slot is written.", dict(columns=(False,))),
         Special("far blocks", "A slot may need more than 32 bits.", dict(first_block=(FAR,), block_size=(16, 64))),
         Special("many", "There may be more sequences than 16 bits count.", dict(lens=MANY), once=True),
     ),
@@ -135,9 +138,9 @@ def made(a: Arguments, compute: torch.dtype, fill: int = -1) -> Answers:
     columns = max((len(x) for x in a["block_tables"]), default=0)
     rows = [[*x, *[fill] * (columns - len(x))] for x in a["block_tables"]]
     return dict(
-        cu_seqlens_q=torch.tensor([0, *accumulate(a["query_lens"])]),
-        seq_lens=torch.tensor(a["seq_lens"], dtype=torch.int64),
-        block_table=torch.tensor(rows, dtype=torch.int64).reshape(len(rows), columns),
+        cu_seqlens_q=torch.tensor([0, *accumulate(a["query_lens"])], dtype=torch.int32),
+        seq_lens=torch.tensor(a["seq_lens"], dtype=torch.int32),
+        block_table=torch.tensor(rows, dtype=torch.int32).reshape(len(rows), columns),
         max_query_len=max(a["query_lens"], default=0),
         max_seq_len=max(a["seq_lens"], default=0),
     )
@@ -169,6 +172,8 @@ MAKE_BATCH = Operation(
 
 # --- the next step ---
 
+STEP = ("slots", "input_positions")  # those of the step before, which are overwritten
+
 
 def draw_advance(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw a step whose block table has blocks for the next one, too, and the inputs of the model."""
@@ -182,7 +187,10 @@ def draw_advance(case: Case, dtype: torch.dtype) -> Inputs:
     a["input_positions"] = positions_of(a, dtype)["out"] if case["input_positions"] else None
     a["sampled_ids"] = drawn.whole(0, 1000, len(lens)) if case["sampled_ids"] else None
     a["input_ids"] = drawn.whole(0, 1000, a["num_tokens"]) if case["sampled_ids"] else None
-    stale = {name: padding_of(a, a[name]) for name in ("slots", "input_positions") if a[name] is not None}
+    stale = {name: torch.ones_like(a[name], dtype=torch.bool) for name in STEP if a[name] is not None}
+    for name in stale:
+        padding = padding_of(a, a[name])
+        a[name] = torch.where(padding, drawn.whole(2, 1000, len(padding)), a[name])
     return Inputs(a, past | stale)
 
 
@@ -305,8 +313,9 @@ def parted(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
         own = [i for i, q in enumerate(a["query_lens"]) if (q <= a["decode_len"]) == is_decode]
         lens = [a["query_lens"][i] for i in own]
         first = int(a["cu_seqlens_q"][own[0]]) if own else 0
-        found[f"{name}.cu_seqlens_q"] = torch.tensor([0, *accumulate(lens)]) + (first if form == "not rebased" else 0)
-        found[f"{name}.seq_lens"] = torch.tensor([a["seq_lens"][i] for i in own], dtype=torch.int64)
+        ends = torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
+        found[f"{name}.cu_seqlens_q"] = ends + (first if form == "not rebased" else 0)
+        found[f"{name}.seq_lens"] = torch.tensor([a["seq_lens"][i] for i in own], dtype=torch.int32)
         found[f"{name}.block_table"] = a["block_table"][own]
         found[f"{name}.maxima"] = True
         found[f"{name}.rows"] = torch.arange(first, first + sum(lens)) if own else torch.arange(0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from refattn.trees import Accepted, Trees
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, padding_of, unused
-from twinattn.kit.operations.moves import MOVED
+from twinattn.kit.operations.moves import MOVED, layers
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
 from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_size
 
@@ -56,8 +56,8 @@ def accepted_of(paths: list[list[int]], following: list[int], width: int) -> Ans
     """Return what was accepted: nodes, filled up with -1, their number, and the token that follows."""
     rows = [[*path, *[-1] * (width - len(path))] for path in paths]
     return dict(
-        nodes=torch.tensor(rows, dtype=torch.int64).reshape(len(paths), width),
-        lens=torch.tensor([len(path) for path in paths], dtype=torch.int64),
+        nodes=torch.tensor(rows, dtype=torch.int32).reshape(len(paths), width),
+        lens=torch.tensor([len(path) for path in paths], dtype=torch.int32),
         next_tokens=torch.tensor(following, dtype=torch.int64),
     )
 
@@ -187,6 +187,8 @@ def put_at_an_edge(a: Arguments, numbers: str, drawn: Drawn) -> None:
         a["uniforms"][roots] = 1.0 if numbers == "ones" else 1.0 - 2.0**-24
     if numbers == "greedy":
         probs.zero_()[torch.arange(t), drawn.whole(0, v, t)] = 1.0
+    if numbers == "few":  # and all other tokens of a large vocabulary have none
+        probs *= torch.zeros(v).index_fill(0, torch.arange(1, 8) * (v // 8), 1.0)
     if numbers == "nothing":
         probs[::2], probs[1::2] = 0.0, torch.nan
     elif t:
@@ -264,6 +266,12 @@ ACCEPT_SAMPLED = Operation(
             "A random number just below 1, or 1, draws the last token that has a probability.",
             dict(numbers=("below 1", "ones")),
         ),
+        Special(
+            "large vocabulary",
+            "There may be more tokens than 16 bits count.",
+            dict(tokens=(151_936,), nodes=((3, 1),), numbers=("few",)),
+            once=True,
+        ),
         Special("greedy", "A distribution may be all on one token.", dict(numbers=("greedy",))),
         Special(
             "nothing", "Where probabilities are all 0, or NaN, there is no next token: -1.", dict(numbers=("nothing",))
@@ -305,7 +313,7 @@ def draw_compact(case: Case, dtype: torch.dtype) -> Inputs:
         some = sorted(drawn.order(count)[: int(drawn.whole(0, count + 1, 1))])
         row[: len(some)] = torch.tensor(some, dtype=torch.int32)
         counts.append(len(some))
-    caches = [drawn.numbers(n, p, *case["row"][i % 2 :]) for i in range(case["caches"])]
+    caches = [drawn.numbers(n, p, *shape) for shape in layers(case, case["row"])]
     a |= table | dict(caches=caches, nodes=nodes, lens=torch.tensor(counts, dtype=torch.int32), block_size=p)
     past_nodes = torch.arange(w) >= torch.tensor(counts, dtype=torch.int64).reshape(-1, 1)
     free = unused(table["block_table"], lens, n, p)

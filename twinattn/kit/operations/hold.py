@@ -87,14 +87,16 @@ def _flat(arguments: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _check_type(operation: Operation, arguments: Arguments, name: str, got: Tensor, right: Tensor) -> None:
-    """Check the type of an output: that of an argument, or a kind of number."""
+    """Check the type of an output: that of an argument, that of the reference's whole numbers, or a kind of number."""
     said = {str(x): str(x).removeprefix("torch.") for x in (got.dtype, right.dtype)}
     if name in operation.types:
         like = arguments[operation.types[name]]
         want = (like[0] if isinstance(like, list) else like).dtype
         if got.dtype != want:
             raise Broken(f"{name}: {said[str(got.dtype)]}, expected the type of {operation.types[name]}")
-    elif got.is_floating_point() != right.is_floating_point():
+    elif got.is_floating_point() != right.is_floating_point() or (
+        not right.is_floating_point() and got.dtype != right.dtype and word_of(name) not in operation.changes
+    ):
         raise Broken(f"{name}: {said[str(got.dtype)]}, expected {said[str(right.dtype)]}")
     elif got.is_floating_point() and word_of(name) not in operation.exact and got.element_size() < 4:
         raise Broken(f"{name}: {said[str(got.dtype)]}, expected float32")

@@ -12,7 +12,7 @@ from twinattn.kit.example import Arguments
 from twinattn.kit.operations.operation import Case
 
 LENS = (((2, 5), (1, 7)), ((1, 3),), ((3, 3), (0, 4), (1, 20)), ((1, 33), (5, 9), (2, 16)), ((7, 40),))
-ODD_LENS = ((), ((0, 0),), ((0, 3), (2, 2)), ((1, 1), (0, 0), (1, 1)))
+ODD_LENS = (((0, 3), (2, 2), (4, 1)), (), ((5, 2), (3, 0), (1, 9)), ((0, 0),), ((1, 1), (0, 0), (1, 1)), ((2, 1),))
 FREE_BLOCKS = 3  # that no sequence has
 
 
@@ -60,11 +60,11 @@ class Drawn:
         )
 
     def table(
-        self, seq_lens: list[int], block_size: int, first_block: int = 0
+        self, seq_lens: list[int], block_size: int, first_block: int = 0, spare: int = 2
     ) -> tuple[Arguments, dict[str, Tensor], int]:
         """Return a block table with shuffled blocks, what of it is past a last block, and how many blocks there are."""
         counts = [-(-s // block_size) for s in seq_lens]
-        n, columns = sum(counts) + FREE_BLOCKS, max(counts, default=0) + 2
+        n, columns = sum(counts) + FREE_BLOCKS, max(counts, default=0) + spare
         blocks = iter(x + first_block for x in self.order(n))
         table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32)
         for row, count in zip(table, counts, strict=True):

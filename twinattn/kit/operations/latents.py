@@ -32,6 +32,7 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
     if case["values"] == "large" and rows:
         latent[::2] *= 1000
         rope_key[1::2, :1] = torch.inf
+        latent[1::3, :1], latent[::3, 1:2] = torch.inf, -torch.inf
     shape = (n, p, r + rope + case["more"])
     kind = FP8.get(case["stored"])
     cache = drawn.normal(*shape) if kind is None else drawn.whole(0, 120, *shape).to(torch.uint8).view(kind)
@@ -125,14 +126,17 @@ def draw_prefill(case: Case, dtype: torch.dtype) -> Inputs:
     table, past, n = drawn.table([s for _, s in lens], case["block_size"])
     a |= table
     free = unused(table["block_table"], [s - q for q, s in lens], n, case["block_size"])
-    t, h, r, rope, nope = int(a["cu_seqlens_q"][-1]) + case["padding"], case["heads"], case["rank"], case["rope"], 12
+    t, h, r, rope, nope = (
+        int(a["cu_seqlens_q"][-1]) + case["padding"],
+        *(case[x] for x in ("heads", "rank", "rope", "nope")),
+    )
     a |= dict(
         query=drawn.normal(t, h, nope + rope),
         latent=drawn.normal(t, r),
         rope_key=drawn.normal(t, rope),
         cache=drawn.normal(n, case["block_size"], r + rope + case["more"]),
         key_projection=drawn.normal(h, nope, r) / r**0.5,
-        value_projection=drawn.normal(h, 10, r) / r**0.5,
+        value_projection=drawn.normal(h, case["value_size"], r) / r**0.5,
         softmax_scale=0.23,
         return_lse=True,
         workspace=case["workspace"],
@@ -183,11 +187,13 @@ MLA_PREFILL = Operation(
         rope=(8, 4),
         more=(0, 4),
         workspace=(64, 5, 3),
+        nope=(12, 5),
+        value_size=(10, 20, 12),
         padding=(0, 2),
     ),
     dimensions=of_lengths(1025, 257, 129, heads=1, workspace=64)
     | dict(block_size=of_size("block_size", BLOCKS), heads=of_size("heads", 129), padding=of_size("padding", 1025))
-    | {name: of_size(name, 513) for name in ("rank", "rope", "more")},
+    | {name: of_size(name, 513) for name in ("rank", "rope", "more", "nope", "value_size")},
     specials=(
         Special(
             "empty", "Sequences may have no query, and no context.", dict(lens=((), ((0, 3), (2, 2)), ((0, 0), (1, 1))))
@@ -196,7 +202,7 @@ MLA_PREFILL = Operation(
         Special(
             "long",
             "A context may fill many workspaces.",
-            dict(lens=(((1, 300), (2, 90)),), workspace=(64, 9)),
+            dict(lens=(((2, 1500), (1, 2109), (2, 90)),), heads=(1,)),
             once=True,
         ),
     ),

@@ -103,11 +103,17 @@ GATHER = Operation(
 # --- copy_blocks ---
 
 
+def layers(case: Case, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shape of a block in each pool: every second one is smaller, in some cases the first of them."""
+    first = case.seed // 2 % 2
+    return [shape[(i + first) % 2 :] for i in range(case["caches"])]
+
+
 def draw_copy(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw pools, and pairs of which some sources are destinations of others."""
     drawn, k = Drawn(case, dtype), case["pairs"]
     n = case["blocks"] + k
-    caches = [drawn.numbers(n, *case["block"][i % 2 :]) for i in range(case["caches"])]
+    caches = [drawn.numbers(n, *shape) for shape in layers(case, case["block"])]
     to = drawn.order(n)[:k]
     pairs = _pairs(drawn, n, to)
     return Inputs(dict(caches=caches, pairs=pairs), _overwritten("caches", caches, set(to) - {*pairs[:, 0].tolist()}))
@@ -200,7 +206,7 @@ def draw_swap(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw pools and other pools with another number of blocks."""
     drawn, k = Drawn(case, dtype), case["pairs"]
     n, n2 = case["blocks"], k + 4
-    shapes = [case["block"][i % 2 :] for i in range(case["caches"])]
+    shapes = layers(case, case["block"])
     sources, destinations = ([drawn.numbers(count, *shape) for shape in shapes] for count in (n, n2))
     pairs = torch.stack([drawn.whole(0, n, k), torch.tensor(drawn.order(n2)[:k], dtype=torch.int64)], dim=1)
     unread = _overwritten("destinations", destinations, {*pairs[:, 1].tolist()})

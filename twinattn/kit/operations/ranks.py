@@ -30,6 +30,7 @@ def draw_ranks(case: Case, dtype: torch.dtype) -> Inputs:
     lens, run = case["lens"], min(case["interleave"], p)
     a, d = drawn.lengths(lens), case["head_size"]
     h, hk = case["heads"][0] * ranks, case["heads"][1] * (ranks if case["heads"][1] > 1 else 1)
+    hk = 2 if case["few_heads"] else hk
     t = int(a["cu_seqlens_q"][-1]) + case["padding"]
     query, key, value = drawn.normal(t, h, d), drawn.normal(t, hk, d), drawn.normal(t, hk, d)
     context = [(drawn.normal(s - q, hk, d), drawn.normal(s - q, hk, d)) for q, s in lens]
@@ -128,8 +129,9 @@ CONTEXT_PARALLEL = Operation(
         head_size=(16, 8),
         ranks=(2, 1, 3),
         interleave=(1, 2, 16),
+        few_heads=(False,),
         sinks=(False, True),
-        window_size=((-1, -1), (3, -1), (0, -1), (12, -1)),
+        window_size=((-1, -1), (3, -1), (0, -1), (5, -1), (11, -1)),
         padding=(0, 2),
     ),
     dimensions=of_lengths(1025, 129, 65, head_size=8, ranks=2)
@@ -144,6 +146,11 @@ CONTEXT_PARALLEL = Operation(
             dict(lens=((), ((1, 2), (0, 0)), ((1, 1),), ((0, 7), (2, 3)))),
         ),
         PADDING,
+        Special(
+            "few KV heads",
+            "There may be fewer KV heads than ranks, and more than one.",
+            dict(few_heads=(True,), ranks=(4, 8), heads=((1, 1), (2, 1))),
+        ),
         Special("long", "There may be many keys, which kernels split.", dict(lens=(((1, 300), (2, 65)),))),
     ),
     derived={

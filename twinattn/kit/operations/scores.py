@@ -135,6 +135,12 @@ INDEX_SCORES = Operation(
         EMPTY,
         Special("padding", "Rows after the last sequence are -inf.", dict(padding=(1, 3))),
         LONG,
+        Special(
+            "many keys",
+            "A sequence may have more keys than 16 bits count.",
+            dict(lens=(((2, 66_000),),), heads=(1,), head_size=(8,), block_size=(16,)),
+            once=True,
+        ),
         Special("many heads", "There may be 64 index heads and more.", dict(heads=(64, 70), head_size=(128,))),
     ),
     derived={**BATCH, "plan": lambda a: chunked_prefill.plan(batch_of(a), block_size=a["index_cache"].shape[1])},
@@ -167,6 +173,9 @@ INDEX_SCORES = Operation(
 # --- int8 pools ---
 
 
+TINY = {torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-12}  # of queries, under a large scale
+
+
 def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw queries, int8 pools and their scales."""
     drawn = Drawn(case, dtype)
@@ -188,6 +197,8 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         softmax_scale=0.21,
         return_lse=True,
     )
+    if case["values"] == "tiny":
+        a["query"], a["softmax_scale"] = a["query"] * TINY[dtype], 0.21 / TINY[dtype]
     quotient = a["query"].double() / (a["query"].double().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     a["query"][(quotient % 1 - 0.5).abs() < 1e-4] = 0  # halves, of which float32 and float64 may differ
     unread = {name: expanded(free, a[name]) for name in ("key_cache", "value_cache", "key_scales")}
@@ -229,12 +240,13 @@ INT8 = Operation(
         more=(0, 8),
         value_scales=(True, False),
         padding=(0, 2),
+        values=("normal",),
     ),
     dimensions=of_lengths(queries=513, sequences=513)
     | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
     | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 129))
     | {name: of_size(name, 513) for name in ("head_size", "more")},
-    specials=(EMPTY, PADDING, LONG),
+    specials=(EMPTY, PADDING, LONG, Special("tiny", "Queries may be tiny.", dict(values=("tiny",)))),
     derived={
         **BATCH,
         "plan": lambda a: quantized.plan(batch_of(a), block_size=a["key_cache"].shape[1]),

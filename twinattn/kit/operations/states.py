@@ -58,7 +58,7 @@ def draw_convolution(case: Case, dtype: torch.dtype) -> Inputs:
     drawn = Drawn(case, dtype)
     a, n = draw_steps(case, drawn)
     c, width, t = case["channels"], case["width"], int(a["cu_seqlens_q"][-1])
-    wide = {"float32": torch.float32}.get(case["states_dtype"], dtype)
+    wide = dtype if case["states_dtype"] == "same" else getattr(torch, case["states_dtype"])
     a |= dict(
         inputs=drawn.normal(t + case["padding"], c),
         weight=drawn.normal(c, width),
@@ -113,10 +113,10 @@ CONVOLVE = Operation(
     sizes=dict(
         lens=LENS,
         channels=(6, 1, 70, 300),
-        width=(4, 2, 3),
+        width=(4, 2, 3, 5, 7),
         padding=(0, 2),
         idle=(False, True),
-        states_dtype=("same", "float32"),
+        states_dtype=("same", "float32", "bfloat16"),
         num_accepted=(False, True),
         bias=(False, True),
         silu=(True, False),
@@ -184,11 +184,16 @@ def draw_map(case: Case, dtype: torch.dtype) -> Inputs:
     key = drawn.normal(t, h, dk, dtype=torch.float32)
     key = key / key.norm(dim=-1, keepdim=True).clamp(min=1e-6)
     per_channel = (dk,) if case["per_channel"] else ()
+    log_decay = -drawn.uniform(t, hv, *per_channel, low=0.01, high=0.7, dtype=torch.float32)
+    beta = drawn.uniform(t, hv, low=0.1, high=0.9)
+    if case["gates"] != "usual":  # most tokens forget little; a few nearly everything, or all of it
+        log_decay[1::3] = {"large": -40.0, "forget": -torch.inf}[case["gates"]]
+        log_decay[2::5], beta = -9.3, beta * 2
     a |= dict(
         key=key.to(dtype),
         value=drawn.normal(t, hv, case["value_size"]),
-        log_decay=-drawn.uniform(t, hv, *per_channel, low=0.01, high=0.7, dtype=torch.float32),
-        beta=drawn.uniform(t, hv, low=0.1, high=0.9),
+        log_decay=log_decay,
+        beta=beta,
         delta=case["delta"],
     )
     rows = torch.ones(t, dtype=torch.bool)
@@ -239,6 +244,7 @@ STATE_MAP = Operation(
         num_accepted=(False,),
         per_channel=(False, True),
         delta=(True, False),
+        gates=("usual",),
     ),
     dimensions={
         name: x for name, x in of_lengths(queries=513, sequences=129, heads=1, group=1).items() if name != "keys"
@@ -248,6 +254,10 @@ STATE_MAP = Operation(
     | dict(padding=of_size("padding", 1025)),
     specials=(
         Special("empty", "A step may have no sequence, and a sequence no token.", dict(lens=EMPTY)),
+        Special(
+            "gates", "A token may be written with a factor up to 2, and forget nearly all.", dict(gates=("large",))
+        ),
+        Special("forgets", "A decay of 0, whose logarithm is -inf, forgets everything.", dict(gates=("forget",))),
         Special(
             "long",
             "Chunks of 64 tokens and more compose.",
