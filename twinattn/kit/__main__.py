@@ -1,7 +1,8 @@
 """`twinattn prove my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
 
-Exit status: 0 if it honours all that it claims, 1 if not, or if a property was not reached, 2 if there is no such
-kernel or device. With `--strict` it is 1, too, if the kernel refuses more than half of the batches of a property.
+Exit status: 0 if it honours all that it claims, 1 if not, if a property was not reached, or if it refuses every batch,
+2 if there is no such kernel or device. With `--strict` it is 1, too, if the kernel refuses more than half of the
+batches of a property.
 
 `twinattn prove vacuous my_test.py::check chunked_prefill`: check a check; 1 if it lets a mistake pass.
 """
@@ -131,7 +132,10 @@ def main(arguments: list[str] | None = None) -> int:
     show(report, console)
     if asked.strict and report.lapses:
         console.print(f"strict: refused, or refused on most batches: {', '.join(x.property for x in report.lapses)}")
-    return 1 if report.failures or report.not_reached or (asked.strict and report.lapses) else 0
+    if report.has_checked_nothing:
+        console.print("nothing was checked: the kernel refuses every batch", style="yellow")
+    broken = report.failures or report.not_reached or report.has_checked_nothing
+    return 1 if broken or (asked.strict and report.lapses) else 0
 
 
 def pair(text: str) -> tuple[int, int]:

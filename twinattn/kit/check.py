@@ -22,7 +22,7 @@ from twinattn.kit.adapters import kernel_of
 from twinattn.kit.drawn import Drawn
 from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected
 from twinattn.kit.finding import FAILED, Finding, Report
-from twinattn.kit.kernel import BadKernelError, Kernel, check_device
+from twinattn.kit.kernel import BadKernelError, Kernel, check_device, notes_on
 from twinattn.kit.landmarks import is_huge, is_large, without_an_option
 from twinattn.kit.operations import Case, OperationProperty
 from twinattn.kit.property import (
@@ -98,7 +98,7 @@ def check(
     check_device(device)
     drawn, tell = Drawn(kernel.path), on_example
     report = Report(kernel.name, kernel.path, device, claims=claims_as_words(kernel), drawn=drawn)
-    report.asked = dict(examples=examples, repeat=repeat, seed=SEED)
+    report.asked, report.notes = dict(examples=examples, repeat=repeat, seed=SEED), notes_on(kernel)
 
     def on_batch(name: str, example: Example) -> None:
         drawn.add(example)
@@ -213,8 +213,9 @@ def _look(
     most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
         search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1), repeat)
-        marks = prop.landmarks(kernel)[: min(2 * examples, kernel.claims.max_examples or 2 * examples)]
-        if i:  # each in the first type, and some in each other one
+        marks = prop.in_type(kernel, i) if prop.in_type is not None else prop.landmarks(kernel)
+        marks = marks[: min(2 * examples, kernel.claims.max_examples or 2 * examples)]
+        if i and prop.in_type is None:  # each in the first type, and some in each other one
             marks = [mark for mark in marks[i % len(marks) :: len(dtypes)] if not is_huge(mark)] if marks else []
         failure = search.run(most if i == 0 else -(-most // 4)) or search.visit(marks)
         if search.not_claimed:

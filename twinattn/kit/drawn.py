@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twinattn.kit.example import PATHS, Example
-from twinattn.kit.operations import Case
+from twinattn.kit.operations import OPERATIONS, Case
 
 USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a KV head, of models that are served
 USUAL_SIZES = (64, 80, 96, 128, 192, 256)  # head sizes
@@ -28,6 +28,7 @@ class Drawn:
         most_sequences: of a batch.
         batches: how many there were.
         largest: of an operation beside attention, the largest of each size by name.
+        choices: of an operation, the values of each size and option by name, as they print.
     """
 
     path: str
@@ -40,12 +41,15 @@ class Drawn:
     most_sequences: int = 0
     batches: int = 0
     largest: dict[str, int] = field(default_factory=dict)
+    choices: dict[str, set[str]] = field(default_factory=dict)
 
     def add(self, example: Example | Case) -> None:
         """Count a batch."""
         self.batches += 1
         if isinstance(example, Case):
             sizes = {name: size for name, size in example.sizes.items() if type(size) is int}
+            for name, size in example.sizes.items():
+                self.choices.setdefault(name, set()).add(repr(size))
             self.largest |= {name: max(size, self.largest.get(name, size)) for name, size in sizes.items()}
             return
         self.heads.add(example.heads)
@@ -74,7 +78,9 @@ class Drawn:
 
     def missing(self) -> str:
         """Say what is usual and was not drawn; "" if all of it was."""
-        if self.path not in PATHS or not PATHS[self.path].attends or "latent_rank" in PATHS[self.path].words:
+        if self.path not in PATHS:
+            return self._missing_choices()
+        if not PATHS[self.path].attends or "latent_rank" in PATHS[self.path].words:
             return ""
         path, left = PATHS[self.path], []
         groups = {h // hk for h, hk in self.heads}
@@ -87,6 +93,14 @@ class Drawn:
             lacks = [str(x) for x in usual if x not in had]
             left += [f"{name} {_listed(lacks)}"] if lacks else []
         return f"not drawn: {'; '.join(left)}: claim them, or say --heads, --head-size, --block-size" if left else ""
+
+    def _missing_choices(self) -> str:
+        """Say which sizes and options of an operation were not drawn."""
+        left = []
+        for name, values in OPERATIONS[self.path].sizes.items():
+            lacks = [repr(x) for x in values if name != "lens" and repr(x) not in self.choices.get(name, set())]
+            left += [f"{name} {_listed(lacks)}"] if lacks else []
+        return f"not drawn: {'; '.join(left)}" if left else ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""

@@ -61,6 +61,7 @@ class Report:
         claims: of the kernel, by name.
         drawn: what it was asked.
         asked: how it was checked: the number of batches, the seed, and how often each was tried.
+        notes: what its author should know, such as a parameter that has no meaning.
     """
 
     kernel: str
@@ -71,6 +72,12 @@ class Report:
     claims: Mapping[str, Any] = field(default_factory=dict)
     drawn: Drawn | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_checked_nothing(self) -> bool:
+        """Whether the kernel refused every batch of all that it claims."""
+        return not any(x.outcome == "honoured" for x in self.findings) and not self.failures
 
     @property
     def failures(self) -> list[Finding]:
@@ -92,7 +99,7 @@ class Report:
         """Return the report as JSON has it, with what two reports are told apart by."""
         values = dict(kernel=self.kernel, path=self.path, device=self.device, seconds=self.seconds)
         values |= dict(findings=[asdict(finding) for finding in self.findings], claims=dict(self.claims))
-        values |= dict(drawn=self.drawn.as_dict() if self.drawn else {}, asked=dict(self.asked))
+        values |= dict(drawn=self.drawn.as_dict() if self.drawn else {}, asked=dict(self.asked), notes=list(self.notes))
         return values | dict(about=about(self.device))
 
 

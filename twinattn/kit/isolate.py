@@ -25,7 +25,7 @@ from twinattn.kit.check import SEED, check, claims_as_words, parse_example
 from twinattn.kit.drawn import Drawn
 from twinattn.kit.example import Example
 from twinattn.kit.finding import Finding, Report
-from twinattn.kit.kernel import BadKernelError
+from twinattn.kit.kernel import BadKernelError, notes_on
 from twinattn.kit.property import CrashedError
 
 STARTS = 60.0  # seconds that a process may take to import what it needs
@@ -86,7 +86,7 @@ def check_apart(
                 raise BadKernelError(event["error"])
             if "properties" in event:
                 names, report.kernel, report.path = event["properties"], event["kernel"], event["path"]
-                report.claims = event["claims"]
+                report.claims, report.notes = event["claims"], tuple(event["notes"])
                 report.drawn = report.drawn or Drawn(report.path, tuple(event["dtypes"]))
             elif "finding" in event:
                 finding = finding_of(event["finding"])
@@ -200,7 +200,14 @@ def _do(task: dict[str, Any], log: TextIO) -> int:
         claims = claims_as_words(kernel)
         kinds = [name for name in claims["dtypes"] if name in (task["dtypes"] or claims["dtypes"])]
         asked = [name for name in names if name in chosen]
-        say(kernel=task["target"], path=kernel.path, properties=asked, claims=claims, dtypes=kinds)
+        say(
+            kernel=task["target"],
+            path=kernel.path,
+            properties=asked,
+            claims=claims,
+            dtypes=kinds,
+            notes=notes_on(kernel),
+        )
         check(
             kernel,
             device=task["device"],

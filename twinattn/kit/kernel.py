@@ -11,7 +11,7 @@ import itertools
 import mmap
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -82,11 +82,14 @@ class Claims:
         *((1, 1), (2, 1), (3, 3), (6, 2), (28, 4), (8, 2)),
         *((10, 2), (12, 2), (16, 2), (32, 2), (48, 1), (40, 40), (24, 8), (4, 2)),
     )
-    head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (80, 80), (96, 96), (192, 192), (256, 256), (128, 128))
-    block_sizes: tuple[int, ...] = (16, 1, 8, 128, 256, 32, 64)
+    head_sizes: tuple[tuple[int, int], ...] = (
+        *((64, 64), (80, 80), (72, 72), (96, 96), (192, 192), (256, 256)),
+        *((100, 100), (120, 120), (128, 128)),
+    )
+    block_sizes: tuple[int, ...] = (16, 1, 8, 3, 128, 48, 256, 32, 64)
     max_query_len: int | None = None
     min_seq_len: int = 0
-    parts: tuple[int, ...] = (2, 3, 5)
+    parts: tuple[int, ...] = (2, 3, 1, 5)
     layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
@@ -109,26 +112,28 @@ OF_PATH = {
         ("mla", "sparse_latents"),
         Claims(
             heads=((1, 1), (4, 1), (7, 1), (128, 1), (16, 1)),
-            head_sizes=((96, 64), (160, 128), (576, 512), (80, 64)),
-            block_sizes=(16, 1, 8, 32, 64),
+            head_sizes=((96, 64), (160, 128), (576, 512), (100, 72), (120, 88), (80, 64)),
+            block_sizes=(16, 1, 8, 3, 48, 32, 64),
         ),
     ),
     **dict.fromkeys(
         ("packed_latents", "packed_mla"),
         Claims(
             heads=((1, 1), (4, 1), (7, 1), (128, 1), (16, 1)),
-            head_sizes=((264, 256), (576, 512)),
-            block_sizes=(16, 1, 32, 64),
+            head_sizes=((264, 256), (140, 128), (398, 384), (576, 512)),
+            block_sizes=(16, 1, 3, 48, 32, 64),
         ),
     ),
     "differential": Claims(
         heads=((2, 2), (4, 2), (12, 4), (20, 4), (16, 2), (8, 4)),
-        head_sizes=((64, 64), (80, 80), (256, 256), (128, 128)),
+        head_sizes=((64, 64), (80, 80), (72, 72), (100, 100), (256, 256), (128, 128)),
     ),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
     "recurrent": Claims(  # heads: of values first
-        heads=((1, 1), (3, 3), (6, 2), (8, 1), (4, 2)), head_sizes=((64, 64), (256, 256), (128, 64)), block_sizes=(16,)
+        heads=((1, 1), (3, 3), (6, 2), (8, 1), (4, 2)),
+        head_sizes=((64, 64), (256, 256), (72, 40), (128, 64)),
+        block_sizes=(16,),
     ),
 }  # what a function without claims is taken to claim
 
@@ -145,6 +150,23 @@ def claims(**limits: Any) -> Callable[[Callable], Callable]:
 
 class BadKernelError(Exception):
     """A function that the kit cannot call, with the reason."""
+
+
+def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[str]) -> dict[str, str]:
+    """Return the parameters that a path has no argument for, each with the word that is probably meant, or ""."""
+    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    unknown = [name for name, parameter in parameters.items() if name not in words and parameter.kind not in variable]
+    close = {
+        name: get_close_matches(name.replace("_", ""), words, 1) or get_close_matches(name, words, 1)
+        for name in unknown
+    }
+    return {name: f"; did you mean {found[0]}?" if found else "" for name, found in close.items()}
+
+
+def notes_on(kernel: Any) -> tuple[str, ...]:
+    """Return a sentence on each optional parameter that a path has no argument for: it keeps its default."""
+    unknown = unknown_words(kernel.parameters, kernel.words())
+    return tuple(f"the parameter {name} is none of this path's{hint}" for name, hint in unknown.items())
 
 
 @dataclass
@@ -175,14 +197,8 @@ class Kernel:
             raise BadKernelError(f"path: expected one of {', '.join(PATHS)}, got {self.path!r}")
         self.parameters = inspect.signature(self.function).parameters
         words = self.words()
-        for name, parameter in self.parameters.items():
-            is_required = parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            )
-            if is_required and name not in words:
-                close = get_close_matches(name, words, 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
+        for name, hint in unknown_words(self.parameters, words).items():
+            if self.parameters[name].default is inspect.Parameter.empty:
                 raise BadKernelError(
                     f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
                     f"Arguments are passed by name: {', '.join(words)}.\n"
@@ -220,7 +236,7 @@ class Kernel:
         path = PATHS[self.path]
         by_plan = option in path.planned and "plan" in self.parameters
         by_options = option in path.options and "options" in self.parameters
-        return option in self.parameters or by_plan or by_options
+        return (option in self.parameters and option in self.words()) or by_plan or by_options
 
     @property
     def knows_query_lens(self) -> bool:
@@ -416,15 +432,23 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
     if isinstance(found, ModuleType):
         path = path or found.__name__.rpartition(".")[2]
         if path not in PATHS:
-            raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
+            raise BadKernelError(f"{name}: {_which_path()}")
         function_name = PATHS[path].function
         if not hasattr(found, function_name):
             raise BadKernelError(f"{name} has no function {function_name!r}")
         own = {"conventions": True}  # it has the path's own names
         return Kernel(name, path, getattr(found, function_name), getattr(found, "plan", None), limits=own)
     if path is None:
-        raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
+        raise BadKernelError(f"{name}: {_which_path()}")
     return Kernel(name, path, found)
+
+
+def _which_path() -> str:
+    """Ask for a path, and list those that there are."""
+    from twinattn.kit.operations import OPERATIONS  # whose kernels are made of what is here
+
+    listed = f"one of {', '.join(PATHS)}; or, beside attention, {', '.join(OPERATIONS)}"
+    return f"say which path it computes, with --path: {listed}"
 
 
 def resolve(target: str | Callable[..., Any] | ModuleType) -> tuple[str, Any]:

@@ -100,7 +100,10 @@ def without_queries(kernel: Kernel) -> list[Example]:
     """
     least = 0 if kernel.knows_query_lens else 1
     batches = ((0, 7), (1, 9), (0, 3), (1, 40)), ((5, 2), (0, 0), (2, 0), (3, 30)), ((3, 7), (7, 3), (5, 5))
-    return [example(kernel, tuple((max(least, q), s) for q, s in lens)) for lens in batches]
+    found = [example(kernel, tuple((max(least, q), s) for q, s in lens)) for lens in batches]
+    if kernel.knows_query_lens and "padding" not in kernel.claims.not_claimed:  # decodes of a graph: row b is not of b
+        found.append(replace(example(kernel, ((1, 9), (0, 3), (1, 40), (0, 0), (1, 21))), padding_rows=3))
+    return found
 
 
 def very_long(kernel: Kernel) -> list[Example]:

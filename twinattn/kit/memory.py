@@ -37,9 +37,10 @@ def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     if table is not None:  # the beginning of each row of a larger one, as servers have it
         table = torch.cat([table, torch.full_like(table, -1)], dim=1)[:, : table.shape[1]]
         arguments["batch"] = replace(arguments["batch"], block_table=table)
-    if "lses" in arguments:
-        arguments["lses"] = [x.T.contiguous().T for x in arguments["lses"]]
-        arguments["outs"] = [with_gap(x) for x in arguments["outs"]]
+    if "lses" in arguments:  # each part in another way, and in some batches the first as it is
+        ways, first = (with_gap, outside_in, torch.clone), example.seed
+        arguments["lses"] = [x.T.contiguous().T if (i + first) % 2 == 0 else x for i, x in enumerate(arguments["lses"])]
+        arguments["outs"] = [ways[(i + first) % 3](x) for i, x in enumerate(arguments["outs"])]
     hold(example, arguments, ask(kernel, example, arguments))
 
 

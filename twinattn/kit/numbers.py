@@ -24,6 +24,9 @@ from twinattn.kit.tolerance import assert_close
 
 LARGE_PRODUCT = 40.0  # a query times a key: the sum of 64 squares is beyond 65504, the largest number of fp16
 SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # magnitudes
+LARGEST_SQUARED = 1e15
+LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # of log-sum-exps
+LSE_ROUNDINGS = 16  # of a log-sum-exp in float32
 FAR_SLOT = 2**24
 ROTARY = 300.0  # the size of rotary parts: they alone are no values
 
@@ -57,6 +60,10 @@ def of_any_size(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
     """Compare where values are small, in fp16 below its normal numbers, and where they are large."""
     for size in SIZES[dtype]:
         arguments = example.tensors(dtype, device)
+        if "lambda_full" in arguments:  # outputs are normalised: their squares are numbers of float32
+            size = min(size, LARGEST_SQUARED)
+            arguments["cache"] = arguments["cache"].clone()
+            arguments["cache"][:, 1] *= size
         for word in ("value", "value_cache", "outs"):
             if word in arguments:
                 x = arguments[word]
@@ -161,6 +168,26 @@ def nan_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
             raise Broken(f"with NaN in row 0 of {word}, {error}") from None
 
 
+def at_levels(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where all log-sum-exps of a row lie far below 0, or above; theirs is exact in float32, whatever `out` is."""
+    for level in LEVELS:
+        arguments = example.tensors(dtype, device)
+        arguments["lses"] = [x + level for x in arguments["lses"]]
+        answers = ask(kernel, example, arguments)
+        try:
+            hold(example, arguments, answers)
+            if "lse" in answers:
+                want = expected(example, arguments)[0]["lse"].double()
+                off = (answers["lse"].detach().cpu().double() - want).abs().masked_fill(want.isinf(), 0.0)
+                allowed = LSE_ROUNDINGS * torch.finfo(torch.float32).eps * want.abs().clamp(min=1.0)
+                if not (off <= allowed).all():
+                    raise Broken(
+                        f"lse: off by {float(off.max()):.2e}: it is computed in float32, whatever the outputs are"
+                    )
+        except Broken as error:
+            raise Broken(f"with log-sum-exps of about {level}, {error}") from None
+
+
 @outputs_alone
 def rising(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Look whether positions rise, with -1 past the last."""
@@ -245,7 +272,16 @@ PROPERTIES = (
         "Values may be of any size, also below the normal numbers of fp16.",
         plain,
         of_any_size,
-        paths=(*(name for name in READ_OUT if "latents" not in name and "mla" not in name), "merge"),
+        paths=(*(name for name in READ_OUT if "latents" not in name and "mla" not in name), "merge", "differential"),
+        landmarks=landmarks.some,
+    ),
+    Property(
+        "levels",
+        "All log-sum-exps of a row may be far below 0, or above; that of the merge is float32 in any type.",
+        plain,
+        at_levels,
+        paths=("merge",),
+        examples=6,
         landmarks=landmarks.some,
     ),
     Property(

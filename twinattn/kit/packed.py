@@ -15,6 +15,7 @@ from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, 
 KINDS = ("mixed", "apart", "largest", "rotary")
 LARGEST = torch.finfo(PACKED_FORMAT).max
 NAN = 0xFF  # a byte that is NaN as a quantized value, and of which a scale and a number of 16 bits are NaN
+NAN_CODE = 0x7F  # a byte that is NaN as a quantized value
 POISON = (NAN, 0x7E, 0x44)  # NaN; huge: 448 under 8e37; and 3 under 785, which moves an answer a little
 SPARE = 8  # unused bytes after each row, in some pools: their strides stay multiples of 4
 SIZES = {"apart": (1.0, 2.0**-100, 0.0, 2.0**-9), "rotary": (2.0**-6, 2.0**-5, 2.0**-8, 2.0**-7)}  # groups in turn

@@ -64,6 +64,7 @@ class Property:
         landmarks: batches that are tried after those that are drawn, which are smaller.
         check_landmark: the check of these, if it is another.
         layer: of those that keep a state, the one that it is about.
+        in_type: makes the landmarks of a type by its number, where each type has its own.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Property:
     landmarks: Landmarks = landmarks.none
     check_landmark: Check | None = None
     layer: str = ""
+    in_type: Callable[[Kernel, int], list[Example]] | None = None
 
     @property
     def compares_lse(self) -> bool:

@@ -35,6 +35,8 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     )
     for text in of_drawn(report):
         yield "dim", text
+    for text in report.notes:
+        yield "yellow", text
     width = max((len(finding.property) for finding in report.findings), default=0)
     for finding in report.findings:
         sign = mark(finding.outcome)

@@ -11,7 +11,7 @@ from twinattn.kit import landmarks
 from twinattn.kit.checks import combined, everything
 from twinattn.kit.combinations import choices, said
 from twinattn.kit.draws import plain
-from twinattn.kit.example import SELECTED, Example
+from twinattn.kit.example import PATHS, SELECTED, Example
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.property import ATTENDS, Property
 
@@ -26,14 +26,24 @@ PAST_TILES: tuple[landmarks.Lens, ...] = (  # with sequences, queries and keys p
 FEWER_PAST_TILES: tuple[landmarks.Lens, ...] = (PAST_TILES[0], ((130, 140),), PAST_TILES[3])  # each query has a list
 
 
-def at_every_shape(kernel: Kernel) -> list[Example]:
-    """Return two batches of each shape: some of the options are in the first, and all others in the second."""
-    lens = ((1, 300), (5, 40), (2, 67))
-    return [
-        replace(landmarks.example(kernel, lens, shape, **options), seed=i % 2)
-        for i, shape in enumerate(landmarks.different_shapes(kernel))
-        for options in _halves(kernel, i)
-    ]
+def at_every_shape(kernel: Kernel, type_number: int) -> list[Example]:
+    """Return two batches of each head size and each block size: half of the options is in the first, half in the second.
+
+    So each size meets each option, in every type: one instance of a kernel may be wrong alone. Block sizes and numbers
+    of heads stand beside other head sizes in each type; every number of heads is in one of them.
+    """
+    claims, lens = kernel.claims, ((1, 300), (5, 40), (2, 67))
+    heads = sorted(claims.heads, key=lambda x: -x[1])
+    sizes, block_sizes = sorted(claims.head_sizes), sorted(claims.block_sizes)
+    block_sizes = block_sizes if PATHS[kernel.path].pools else block_sizes[:1]
+    count = max(len(sizes), len(block_sizes), -(-len(heads) // len(claims.dtypes)))
+    batches = []
+    for i in range(count):
+        n = i + type_number * count
+        shape = heads[n % len(heads)], sizes[i % len(sizes)], block_sizes[(i + type_number) % len(block_sizes)]
+        for options in _halves(kernel, n):
+            batches.append(replace(landmarks.example(kernel, lens, shape, **options), seed=n % 2))
+    return batches
 
 
 def past_tiles(kernel: Kernel) -> list[Example]:
@@ -77,12 +87,13 @@ PROPERTIES = (
     ),
     Property(
         "options at shapes",
-        "Each option holds at every number of heads, every head size and every block size.",
+        "Each option holds at every head size and every block size in each type, and at every number of heads.",
         plain,
         combined,
         paths=ATTENDS,
         examples=0,
-        landmarks=at_every_shape,
+        landmarks=lambda kernel: at_every_shape(kernel, 0),
+        in_type=at_every_shape,
     ),
     Property(
         "options past tiles",

@@ -27,7 +27,7 @@ def hold(operation: Operation, arguments: Arguments, came: Answers, size: float)
         Broken: saying which element differs.
     """
     wide = operation.oracle(arguments, torch.float64)
-    low = operation.oracle(arguments, _type_of(arguments)) if wide.keys() - operation.exact else wide
+    low = operation.oracle(arguments, _type_of(operation, arguments)) if wide.keys() - operation.exact else wide
     for name, right in wide.items():
         if name not in came:
             if name in operation.optional:
@@ -55,7 +55,7 @@ def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: A
     """Return whether a mistake gives what came."""
     try:
         wide = mistake.oracle(arguments, torch.float64)
-        low = operation.oracle(arguments, _type_of(arguments))
+        low = operation.oracle(arguments, _type_of(operation, arguments))
         for name, given in wide.items():
             if name not in came and name in operation.optional:
                 continue
@@ -75,8 +75,10 @@ def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: A
     return True
 
 
-def _type_of(arguments: Arguments) -> torch.dtype:
-    """Return the narrowest floating type of the numbers of a call."""
+def _type_of(operation: Operation, arguments: Arguments) -> torch.dtype:
+    """Return the type of the numbers of a call: that of the output, or the narrowest floating type."""
+    if "out" in operation.types:
+        arguments = {"like": arguments[operation.types["out"]]}
     kinds = [x.dtype for x in _flat(arguments) if x.is_floating_point() and x.element_size() > 1]
     return min(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 

@@ -10,14 +10,13 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import BadKernelError, Claims, filled_memory
+from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, unknown_words
 from twinattn.kit.operations.tiles import Dimension
 
 Answers = dict[str, Any]  # tensors, lists of tensors of which any is right, numbers
@@ -220,38 +219,53 @@ class OperationKernel:
         name: for the report.
         operation: what it computes.
         function: what is called, with the arguments that its parameters name.
+        limits: sizes that are asked for, which go before those that the function claims.
     """
 
     name: str
     operation: Operation
     function: Callable[..., Any]
     without_lse: bool = False
+    limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check that every required parameter is a word of the operation, and read what the function claims."""
         self.parameters = inspect.signature(self.function).parameters
-        words = self.operation.words()
-        for name, parameter in self.parameters.items():
-            if name not in words and parameter.default is parameter.empty and parameter.kind not in VARIABLE:
-                close = get_close_matches(name, words, 1)
-                hint = f"; did you mean {close[0]}?" if close else ""
+        words = self.words()
+        for name, hint in unknown_words(self.parameters, words).items():
+            if self.parameters[name].default is inspect.Parameter.empty:
                 raise BadKernelError(
                     f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
                     f"Arguments are passed by name: {', '.join(words)}."
                 )
-        limits = dict(getattr(self.function, "__claims__", {}))
+        limits = {**getattr(self.function, "__claims__", {}), **self._asked_for()}
         known = {name: limits.pop(name) for name in ("not_claimed", "refusals", "max_examples") if name in limits}
         self.claims = Claims(dtypes=tuple(limits.pop("dtypes", self.operation.dtypes)), **known)
         unknown = limits.keys() - self.operation.sizes.keys()
         if unknown:
             sizes = ", ".join(self.operation.sizes)
-            raise BadKernelError(f"{self.name} claims {sorted(unknown)[0]!r}; sizes of {self.path} are {sizes}")
+            raise BadKernelError(
+                f"{self.path} has no size {sorted(unknown)[0]!r}, which {self.name} claims or the command asks for; there are {sizes}"
+            )
         self.limits = limits
 
     @property
     def path(self) -> str:
         """Name of the operation."""
         return self.operation.name
+
+    def words(self) -> list[str]:
+        """List the names that a parameter may have."""
+        return self.operation.words()
+
+    def _asked_for(self) -> dict[str, Any]:
+        """Return the sizes asked for by the operation's names; heads and sizes of the command line are pairs."""
+        sizes, found = self.operation.sizes, {}
+        for name, values in self.limits.items():
+            name = IN_CASES.get(name, name)
+            is_pair = isinstance(sizes.get(name, ((),))[0], tuple)
+            found[name] = tuple(x[-1] if isinstance(x, tuple) and not is_pair else x for x in values)
+        return found
 
     def takes(self, word: str) -> bool:
         """Return whether the function has a parameter of this name, or one that includes it."""
@@ -280,7 +294,7 @@ class OperationKernel:
         return {**named(came, self.operation.outputs, self.operation.optional), **changed}
 
 
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # words of the command line
 IN = {"plan": ("window_size", "num_accepted"), "options": ("sinks",)}  # words that others include
 
 
