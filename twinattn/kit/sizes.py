@@ -27,7 +27,7 @@ FEWER_PAST_TILES: tuple[landmarks.Lens, ...] = (PAST_TILES[0], ((130, 140),), PA
 
 
 def at_every_shape(kernel: Kernel, type_number: int) -> list[Example]:
-    """Return two batches of each head size and each block size: half of the options is in the first, half in the second.
+    """Return two batches of each head size and each block size: one half of the options is in each.
 
     So each size meets each option, in every type: one instance of a kernel may be wrong alone. Block sizes and numbers
     of heads stand beside other head sizes in each type; every number of heads is in one of them.

@@ -245,7 +245,8 @@ class OperationKernel:
         if unknown:
             sizes = ", ".join(self.operation.sizes)
             raise BadKernelError(
-                f"{self.path} has no size {sorted(unknown)[0]!r}, which {self.name} claims or the command asks for; there are {sizes}"
+                f"{self.path} has no size {sorted(unknown)[0]!r}, which {self.name} claims or the command asks for; "
+                f"there are {sizes}"
             )
         self.limits = limits
 
