@@ -37,13 +37,17 @@ def at_every_shape(kernel: Kernel, type_number: int) -> list[Example]:
     sizes, block_sizes = sorted(claims.head_sizes), sorted(claims.block_sizes)
     block_sizes = block_sizes if PATHS[kernel.path].pools else block_sizes[:1]
     count = max(len(sizes), len(block_sizes), -(-len(heads) // len(claims.dtypes)))
-    batches = []
-    for i in range(count):
-        n = i + type_number * count
-        shape = heads[n % len(heads)], sizes[i % len(sizes)], block_sizes[(i + type_number) % len(block_sizes)]
-        for options in _halves(kernel, n):
-            batches.append(replace(landmarks.example(kernel, lens, shape, **options), seed=n % 2))
-    return batches
+    rows = [(i, i + type_number * count) for i in range(count)]
+    shapes = [
+        (heads[n % len(heads)], sizes[i % len(sizes)], block_sizes[(i + type_number) % len(block_sizes)])
+        for i, n in rows
+    ]
+    shapes.append((max(heads), sizes[-1], claims.block_sizes[0]))
+    return [
+        replace(landmarks.example(kernel, lens, shape, **options), seed=i % 2)
+        for i, shape in enumerate(dict.fromkeys(shapes), type_number * count)
+        for options in _halves(kernel, i)
+    ]
 
 
 def past_tiles(kernel: Kernel) -> list[Example]:
