@@ -28,7 +28,15 @@ MODULES = {
     ),
     "speculative": ("accept", "accept_sampled", "compact"),
 }  # fmt: skip
-LARGE = ("many", "long", "large trees", "offsets", "past tiles")  # only the command runs them, not these tests
+LARGE = (
+    "many",
+    "many keys",
+    "large vocabulary",
+    "long",
+    "large trees",
+    "offsets",
+    "past tiles",
+)  # only the command runs them, not these tests
 
 
 @pytest.mark.parametrize("twin", ["refattn", "fastattn"])

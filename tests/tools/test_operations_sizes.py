@@ -1,18 +1,22 @@
 """Operations beside attention past the sizes of tiles, at the edges of numbers, and over stale or strided inputs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from refattn import mla, quantized, recurrent, sparse, speculative
-from refattn.metadata import advance, positions, slot_mapping
+from refattn import context_parallel, mla, quantized, recurrent, sparse, speculative
+from refattn.metadata import advance, make_batch, positions, slot_mapping
+from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit import claims
 from twinattn.kit.check import check
+from twinattn.kit.kernel import BadKernelError
 from twinattn.kit.operations import OPERATIONS, find_operation
 from twinattn.kit.operations.operation import Case, tensors_of, word_of
 from twinattn.kit.operations.tiles import TILES
+from twinattn.kit.report import of_drawn
 
 OF_A_BATCH = {
     "cu_seqlens_q",
@@ -26,7 +30,7 @@ NO_DIMENSION = {  # sizes that no kernel cuts into tiles, and why
     "blocks": "a limit of numbers of blocks",
     "first_block": "see the property far blocks",
     "first_token": "a token",
-    "width": "taps of a convolution, of which there are four",
+    "width": "taps of a convolution, of which there are few",
     "decode_len": "a limit of lengths",
     "seed": "of random numbers",
     "workspace": "a limit of tokens at a time",
@@ -68,6 +72,16 @@ def test_a_claim_keeps_a_dimension_small():
     kernel = find_operation(mine, "gather")
     cases = kernel.operation.cases_past_tiles(kernel, {})
     assert {case["heads"] for case in cases} == {2} and max(case["seq_len"] for case in cases) == TILES[-1] + 1
+
+
+def test_sizes_of_the_command_line_are_those_of_cases():
+    """Heads and head sizes come as pairs, of queries and keys, and of keys and values."""
+    limits = dict(heads=((8, 2),), head_sizes=((40, 40),), block_sizes=(48,))
+    report = check("refattn.kv_cache", "gather", limits=limits, examples=2, only=["output"])
+    assert report.drawn.largest | dict(heads=2, head_size=40, block_size=48) == report.drawn.largest
+    assert "not drawn: " in "\n".join(of_drawn(report)) and not report.failures
+    with pytest.raises(BadKernelError, match="make_batch has no size 'heads', .* there are lens, block_size, blocks"):
+        check("refattn.metadata", "make_batch", limits=dict(heads=((8, 2),)))
 
 
 # --- wrong past a size ---
@@ -175,7 +189,123 @@ def fp8_in_runs(key, value, key_cache, value_cache, slot_mapping, scales):
     quantized.write(key, value, key_cache, value_cache, slots, scales=scales)
 
 
+# --- wrong where there are more queries than keys, or no cache, or another type is returned ---
+
+
+def positions_from_0(batch, num_tokens):
+    return positions(batch, num_tokens).clamp(min=0)
+
+
+def positions_of_32_bits(batch, num_tokens):
+    return positions(batch, num_tokens).int()
+
+
+def slot_0_below_position_0(batch, num_tokens, block_size):
+    below = positions(batch, num_tokens) < 0
+    return slot_mapping(batch, num_tokens, block_size=block_size).masked_fill(below, 0)
+
+
+def slots_without_a_cache(batch, num_tokens, block_size):
+    slots = slot_mapping(batch, num_tokens, block_size=block_size)
+    return slots if batch.block_table.shape[1] else torch.zeros_like(slots)
+
+
+def batch_of_64_bits(query_lens, seq_lens, block_tables):
+    batch = make_batch(query_lens, seq_lens, block_tables)
+    return replace(batch, seq_lens=batch.seq_lens.long())
+
+
+def advance_over_old_positions(batch, slots, block_size, input_positions=None):
+    before, end = None if input_positions is None else input_positions.clone(), int(batch.cu_seqlens_q[-1])
+    advance(batch, slots, block_size=block_size, input_positions=input_positions)
+    if before is not None:
+        input_positions[end:] = before[end:]
+
+
+def scores_before_the_first_key(query, weights, index_cache, plan):
+    out = sparse.scores(query, weights, index_cache, plan)
+    out[: plan.batch.num_tokens, :1] = out[: plan.batch.num_tokens, :1].nan_to_num(neginf=0.5)
+    return out
+
+
+# --- wrong for pools that differ, sizes without a tile, and numbers that are seldom ---
+
+
+def copy_as_much_as_of_the_first(caches, pairs):
+    size = min([x[0].numel() for x in caches[:1]], default=0)
+    for cache in caches:
+        before = cache.clone()
+        for source, destination in pairs.tolist():
+            rows = before[destination].flatten()
+            rows[:size] = before[source].flatten()[:size]
+            cache[destination] = rows.view(cache.shape[1:])
+
+
+def sampled_of_32768(batch, trees, drafts, target_probs, uniforms):
+    most = torch.arange(target_probs.shape[1]) < 32768
+    return speculative.accept_sampled(batch, trees, drafts, target_probs * most, uniforms)
+
+
+def scores_of_16384(query, weights, index_cache, plan):
+    out = sparse.scores(query, weights, index_cache, plan)
+    out[:, 16384:] = -torch.inf
+    return out
+
+
+def values_as_large_as_keys(query, latent, rope_key, cache, key_projection, value_projection, softmax_scale, plan):
+    value_projection = value_projection.clone()
+    value_projection[:, key_projection.shape[1] :] = 0
+    options = AttentionOptions(softmax_scale=softmax_scale)
+    return mla.prefill(query, latent, rope_key, cache, key_projection, value_projection, plan, options)
+
+
+def convolve_of_four_taps(inputs, weight, states, plan):
+    weight = weight * (torch.arange(weight.shape[1]) >= weight.shape[1] - 4)
+    return recurrent.convolve(inputs, weight, states, plan)
+
+
+def convolve_as_the_pool_holds(inputs, weight, states, plan):
+    return recurrent.convolve(inputs.to(states.dtype).to(inputs.dtype), weight, states, plan)
+
+
+def map_of_factors_up_to_1(key, value, log_decay, beta, plan):
+    return recurrent.state_map(key, value, log_decay, beta.clamp(max=1), plan)
+
+
+def map_that_forgets_little(key, value, log_decay, beta, plan):
+    return recurrent.state_map(key, value, log_decay.clamp(min=-8), beta, plan)
+
+
+def one_head_for_all_ranks(query, key, value, key_cache, value_cache, plan, group, softmax_scale):
+    if 1 < key.shape[1] < group.size:
+        key, value = (x[:, :1].expand_as(x) for x in (key, value))
+    options = AttentionOptions(softmax_scale=softmax_scale)
+    return context_parallel.attention(query, key, value, key_cache, value_cache, plan, options, group=group)
+
+
+def latents_without_infinity(latent, rope_key, cache, slot_mapping, cache_scale):
+    latent = latent.masked_fill(latent.isinf(), 0.0)
+    mla.write(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+
+
 WRONG = [
+    ("positions", positions_from_0, "empty"),
+    ("positions", positions_of_32_bits, "output"),
+    ("slot_mapping", slot_0_below_position_0, "empty"),
+    ("slot_mapping", slots_without_a_cache, "no cache"),
+    ("make_batch", batch_of_64_bits, "output"),
+    ("advance", advance_over_old_positions, "input positions"),
+    ("index_scores", scores_before_the_first_key, "empty"),
+    ("copy_blocks", copy_as_much_as_of_the_first, "output"),
+    ("accept_sampled", sampled_of_32768, "large vocabulary"),
+    ("index_scores", scores_of_16384, "many keys"),
+    ("mla_prefill", values_as_large_as_keys, "output"),
+    ("convolve", convolve_of_four_taps, "output"),
+    ("convolve", convolve_as_the_pool_holds, "output"),
+    ("state_map", map_of_factors_up_to_1, "gates"),
+    ("state_map", map_that_forgets_little, "gates"),
+    ("context_parallel", one_head_for_all_ranks, "few KV heads"),
+    ("mla_write", latents_without_infinity, "saturates"),
     ("index_scores", scores_of_two_rows, "past tiles"),
     ("positions", positions_of_1024, "past tiles"),
     ("slot_mapping", slots_of_1024, "past tiles"),

@@ -137,8 +137,8 @@ INDEX_SCORES = Operation(
         LONG,
         Special(
             "many keys",
-            "A sequence may have more keys than 16 bits count.",
-            dict(lens=(((2, 66_000),),), heads=(1,), head_size=(8,), block_size=(16,)),
+            "A sequence may have more keys than 2^15.",
+            dict(lens=(((2, 33_000),),), heads=(1,), head_size=(8,), block_size=(16,)),
             once=True,
         ),
         Special("many heads", "There may be 64 index heads and more.", dict(heads=(64, 70), head_size=(128,))),
