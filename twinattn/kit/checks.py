@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twinattn.kit import packed
-from twinattn.kit.example import PATHS, Arguments, Example, expected, poison
+from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected, poison
 from twinattn.kit.hold import LOUD, ask, hold
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.memory import laid_out
@@ -25,7 +25,9 @@ from twinattn.kit.readout import one_hot_values
 from twinattn.kit.tolerance import assert_close
 
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
-MOST_COMPARED = 500  # sequences of a batch; of more the masks have to do
+MOST_COMPARED = 500  # sequences of a batch; of more the masks have to do, or some of the sequences
+FEW_DECODES = 100  # all are compared, in a batch of options
+EVERY, LAST = 7, 24  # of more decodes: every seventh, and the last ones
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FAR_BOUND = 4096  # keys: an upper bound as of a server, which gives that of the model
 LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
@@ -187,7 +189,36 @@ def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
         glance(kernel, example, dtype, device)
         if len(example.lens) > MOST_COMPARED:
             return
-    everything(kernel, example, dtype, device)
+    arguments = example.tensors(dtype, device)
+    hold_some(example, arguments, ask(kernel, example, arguments), most=MOST_COMPARED)
+
+
+def hold_some(
+    example: Example, arguments: Arguments, answers: Answers, *, most: int, only: tuple[str, ...] = ()
+) -> None:
+    """Compare a batch of more decodes than `most` with the reference at some of them: the first, the last, and between.
+
+    Its sequences have no part in each other's answers, and the reference takes them one by one.
+    """
+    n = len(example.lens)
+    of_each_row = {"positions", "first_visible", "last_visible", "prefixes", "trees"} & arguments.keys()
+    is_of_decodes = all(q == 1 for q, _ in example.lens) and not of_each_row
+    in_pages = "batch" in arguments and arguments["batch"].block_table is not None
+    if n <= most or not is_of_decodes or not in_pages or example.options.get("scales_of") == "sequences":
+        return hold(example, arguments, answers, only=only)
+    chosen = torch.tensor(sorted({*range(0, n, EVERY), *range(n - LAST, n)}))
+    batch = arguments["batch"]
+    at = chosen.to(batch.seq_lens.device)
+    tables: dict[str, Any] = dict(
+        cu_seqlens_q=torch.arange(len(at) + 1, dtype=torch.int32, device=at.device), num_tokens=len(at)
+    )
+    tables["block_table"] = batch.block_table[at]
+    part = replace(example, lens=tuple(example.lens[i] for i in chosen.tolist()), padding_rows=0)
+    given = arguments | dict(query=arguments["query"][at], batch=replace(batch, seq_lens=batch.seq_lens[at], **tables))
+    try:
+        hold(part, given, {name: x[at.to(x.device)] for name, x in answers.items()}, only=only)
+    except Broken as error:
+        raise Broken(f"of sequences {chosen[:3].tolist()} ... {n - 1}: {error}") from None
 
 
 @outputs_alone
@@ -237,7 +268,8 @@ def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
         h, dv = example.heads[0], example.output_size
         more["out"] = torch.full((len(arguments["query"]), h, dv), 7.0, dtype=dtype, device=device)
     answers = ask(kernel, example, laid_out(given, said("layout", 0)), **more)
-    hold(example, arguments, answers, only=() if said("return_lse") is not False else ("out",))
+    only = () if said("return_lse") is not False else ("out",)
+    hold_some(example, arguments, answers, most=FEW_DECODES, only=only)
     if said("out"):
         hold(example, arguments, dict(out=more["out"]))
 
