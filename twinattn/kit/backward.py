@@ -396,7 +396,8 @@ PROPERTIES = (
         plain,
         combined,
         examples=0,
-        landmarks=sizes.at_every_shape,
+        landmarks=lambda kernel: sizes.at_every_shape(kernel, 0),
+        in_type=sizes.at_every_shape,
     ),
     Property(
         "one at a time",
