@@ -156,7 +156,7 @@ def slots_by_tensors(cu_seqlens_q, seq_lens, block_table, num_tokens, block_size
     row = torch.arange(num_tokens)
     i = torch.searchsorted(cu_seqlens_q[1:].contiguous().long(), row, right=True)
     is_token = i < len(seq_lens)
-    if not len(seq_lens):
+    if not block_table.numel():  # no sequence, or no cache yet
         return torch.full((num_tokens,), -1)
     i = i.clamp(max=len(seq_lens) - 1)
     place = seq_lens[i] - cu_seqlens_q[i + 1] + row
@@ -166,7 +166,8 @@ def slots_by_tensors(cu_seqlens_q, seq_lens, block_table, num_tokens, block_size
 
 
 def accept_from_the_root(cu_seqlens_q, parents, tree_lens, drafts, chosen):
-    nodes, lens = torch.full(parents.shape, -1), torch.zeros(len(parents), dtype=torch.int64)
+    nodes = torch.full(parents.shape, -1, dtype=torch.int32)
+    lens = torch.zeros(len(parents), dtype=torch.int32)
     following = torch.full((len(parents),), -1)
     for i, count in enumerate(tree_lens.tolist()):
         first = int(cu_seqlens_q[i])
