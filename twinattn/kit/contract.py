@@ -255,7 +255,12 @@ PROPERTIES = (
         landmarks=landmarks.many_queries,
     ),
     Property(
-        "empty parts", "A part in which a query sees no key has no weight.", empty_parts, everything, paths=("merge",)
+        "empty parts",
+        "A part in which a query sees no key has no weight, and if there is one part alone it returns 0.",
+        empty_parts,
+        everything,
+        paths=("merge",),
+        landmarks=landmarks.one_part,
     ),
     Property(
         "many parts",

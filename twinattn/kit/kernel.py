@@ -89,7 +89,7 @@ class Claims:
     block_sizes: tuple[int, ...] = (16, 1, 8, 3, 128, 48, 256, 32, 64)
     max_query_len: int | None = None
     min_seq_len: int = 0
-    parts: tuple[int, ...] = (2, 3, 1, 5)
+    parts: tuple[int, ...] = (2, 3, 5)
     layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()

@@ -264,6 +264,14 @@ def of_prefixes(kernel: Kernel) -> list[Example]:
     return [replace(x, options={**x.options, "shared": of}) for x, of in zip(made, (nested, apart), strict=True)]
 
 
+def one_part(kernel: Kernel) -> list[Example]:
+    """Return a merge of one part, in which some queries saw nothing, if a kernel takes any number of parts."""
+    if max(kernel.claims.parts) == 2:
+        return []
+    nothing = dict(empty=True, garbage=float("nan"))
+    return [example(kernel, ((3, 3),), parts=1, **more) for more in ({}, nothing)]
+
+
 def many_parts(kernel: Kernel) -> list[Example]:
     """Return a merge of more parts than a word has bits, if a kernel takes more than two."""
     return [example(kernel, ((3, 3),), parts=n) for n in (70, 139)] if max(kernel.claims.parts) > 2 else []
