@@ -268,7 +268,7 @@ def one_part(kernel: Kernel) -> list[Example]:
     """Return a merge of one part, in which some queries saw nothing, if a kernel takes any number of parts."""
     if max(kernel.claims.parts) == 2:
         return []
-    nothing = dict(empty=True, garbage=float("nan"))
+    nothing: dict[str, Any] = dict(empty=True, garbage=float("nan"))
     return [example(kernel, ((3, 3),), parts=1, **more) for more in ({}, nothing)]
 
 
