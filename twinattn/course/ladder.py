@@ -26,15 +26,15 @@ from refattn.modes import computing_in
 from twinattn.course import copied
 
 LADDERS = ("decode",)
-HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16  # of the batches that are timed, in bfloat16
+HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16  # the timed batches, in bfloat16
 BATCHES = {
     "64 x 8192": (8192,) * 64,
     "1 x 131072": (131072,),
     "60 x 2048 and 4 x 65536": (2048,) * 60 + (65536,) * 4,
 }
 PER_SM = 4  # programs that an SM runs at once
-MILLISECONDS = 20  # of measuring a rung
-CALLS = 10  # whose time on the CPU is taken
+MILLISECONDS = 20  # how long a rung is measured
+CALLS = 10  # how many calls are timed on the CPU
 # What an SM has: registers, room for programs, and the bytes of shared memory that each takes besides its own.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 8.0 to 10.0.
 REGISTERS, BLOCKS_PER_SM, RESERVED = 65536, 32, 1024
@@ -192,7 +192,7 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
     ceilings = clocks.ceilings(device, torch.bfloat16, quick=False)
     about = {"ladder": ladder, **clocks.circumstances(), "machine": clocks.machine(device), "dtype": "bfloat16"}
     about |= {"heads": [HEADS, KV_HEADS], "head_size": SIZE, "block_size": BLOCK, "ceilings": ceilings._asdict()}
-    kernels: dict[str, dict[str, dict[str, Any]]] = {}  # of each rung, by name
+    kernels: dict[str, dict[str, dict[str, Any]]] = {}  # by rung and name
     batches = []
     for name, lens in BATCHES.items():
         torch.manual_seed(0)
@@ -273,7 +273,7 @@ def _judge(reference: Rung, inputs: Inputs) -> Callable[[Tensor], None]:
 
 
 def _compiled() -> list[Any]:
-    """List the kernels of Triton that are loaded, whoever launched them."""
+    """List the kernels of Triton that are loaded, launched here or elsewhere."""
     from triton.compiler import CompiledKernel
 
     return [x for x in gc.get_objects() if type(x) is CompiledKernel and x.module is not None]

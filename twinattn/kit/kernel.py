@@ -157,7 +157,7 @@ def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[s
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     unknown = [name for name, parameter in parameters.items() if name not in words and parameter.kind not in variable]
     close = {
-        name: get_close_matches(name.replace("_", ""), words, 1) or get_close_matches(name, words, 1)
+        name: get_close_matches(name, words, 1) or get_close_matches(name.replace("_", ""), words, 1)
         for name in unknown
     }
     return {name: f"; did you mean {found[0]}?" if found else "" for name, found in close.items()}
