@@ -27,7 +27,7 @@ from twinattn.kit.tolerance import assert_close
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
 MOST_COMPARED = 500  # sequences of a batch; of more the masks have to do, or some of the sequences
 FEW_DECODES = 100  # all are compared, in a batch of options
-EVERY, LAST = 7, 24  # of more decodes: every seventh, and the last ones
+EVERY, LAST = 7, 24  # the decodes compared in a larger batch: every seventh, and the last ones
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 FAR_BOUND = 4096  # keys: an upper bound as of a server, which gives that of the model
 LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
