@@ -445,7 +445,7 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
 
 def _which_path() -> str:
     """Ask for a path, and list those that there are."""
-    from twinattn.kit.operations import OPERATIONS  # whose kernels are made of what is here
+    from twinattn.kit.operations import OPERATIONS  # its kernels import this file
 
     listed = f"one of {', '.join(PATHS)}; or, beside attention, {', '.join(OPERATIONS)}"
     return f"say which path it computes, with --path: {listed}"
