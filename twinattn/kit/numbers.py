@@ -25,8 +25,8 @@ from twinattn.kit.tolerance import assert_close
 LARGE_PRODUCT = 40.0  # a query times a key: the sum of 64 squares is beyond 65504, the largest number of fp16
 SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # magnitudes
 LARGEST_SQUARED = 1e15
-LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # of log-sum-exps
-LSE_ROUNDINGS = 16  # of a log-sum-exp in float32
+LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # log-sum-exps of parts
+LSE_ROUNDINGS = 16  # ulps of float32 that a log-sum-exp may be off
 FAR_SLOT = 2**24
 ROTARY = 300.0  # the size of rotary parts: they alone are no values
 
@@ -79,7 +79,9 @@ def normalised(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
     arguments["cache"] = arguments["cache"].clone()
     arguments["cache"][:, 1] *= size
     out, want = ask(kernel, example, arguments)["out"].detach().cpu(), expected(example, arguments)[0]["out"]
-    off = before[1]["out"].to(want) - before[0]["out"]  # of the formula in its type, where no square is infinite
+    off = (
+        before[1]["out"].to(want) - before[0]["out"]
+    )  # what the formula in its type loses, where no square is infinite
     try:
         assert_close(out, want, want + off)
     except AssertionError as error:

@@ -173,7 +173,7 @@ INDEX_SCORES = Operation(
 # --- int8 pools ---
 
 
-TINY = {torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-12}  # of queries, under a large scale
+TINY = {torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-12}  # elements of queries under a large scale
 
 
 def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
