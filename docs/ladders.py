@@ -27,13 +27,13 @@ FACTORS = {  # how many times as fast as the rung before, up to a factor
 
 
 def results(ladder: str) -> list[dict[str, Any]]:
-    """Return what was measured of a ladder, a machine after the other, the last in the alphabet first."""
+    """Return the results of a ladder, one per machine, in reverse alphabetical order."""
     files = sorted(RESULTS.glob("*.json"), reverse=True)
     return [found for found in (json.loads(file.read_text()) for file in files) if found["ladder"] == ladder]
 
 
 def of_rung(found: dict[str, Any], batch: str, rung: Rung) -> dict[str, Any] | None:
-    """Return what was measured of a rung with a batch."""
+    """Return the results of a rung on a batch, or None."""
     rows = next((each["rungs"] for each in found["batches"] if each["name"] == batch), [])
     return next((row for row in rows if row["name"] == rung.name), None)
 
@@ -56,9 +56,12 @@ def page(ladder: str, folder: str) -> str:
 
 
 def about(found: dict[str, Any]) -> str:
-    """Say where and when a ladder was measured."""
+    """Return the machine, date, commit and versions of a result."""
     versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "triton"))
-    return f"{found['machine']['name']}, {found['date'][:10]}, commit {(found['commit'] or 'unknown')[:7]}; {versions}"
+    commit = f"commit {(found['commit'] or 'unknown')[:7]}"
+    if "ladder_commit" in found:  # measured before the files of the rungs were committed
+        commit += f" with the rungs of {found['ladder_commit'][:7]}"
+    return f"{found['machine']['name']}, {found['date'][:10]}, {commit}; {versions}"
 
 
 def table(ladder: str, found: dict[str, Any] | None) -> str:
@@ -166,7 +169,7 @@ def question(rung: Rung, before: Rung, found: list[dict[str, Any]]) -> str:
 
 
 def sentence(found: dict[str, Any], rung: Rung, before: Rung) -> str:
-    """Say what was measured on a machine."""
+    """Return the sentence of what a machine took for a rung."""
     batch = batch_of(rung)
     now, then, times = of_rung(found, batch, rung), of_rung(found, batch, before), factor(found, rung, before)
     if now is None or then is None or times is None:

@@ -22,7 +22,7 @@ def without_a_noun(source: str) -> list[str]:
 
 
 def test_no_comment_begins_without_its_noun():
-    for package in PACKAGES:
+    for package in (*PACKAGES, "notebooks", "docs"):
         for file in sorted((ROOT / package).rglob("*.py")):
             found = without_a_noun(file.read_text())
             assert not found, f"{file.relative_to(ROOT)}: name the subject in {found}"

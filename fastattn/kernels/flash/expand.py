@@ -5,7 +5,7 @@
 
 Each key so costs a byte per element to read and four to write and to read again, instead of a conversion for every tile
 of queries that meets it. What the type of the queries does not hold becomes infinite: float16 ends at 65504.
-Unquantized pages are copied likewise, where a kernel that loads whole tiles reads pages of its own tile size fastest.
+Unquantized pages are copied as well, where a kernel that loads whole tiles reads pages of its tile size fastest.
 """
 
 from collections.abc import Callable

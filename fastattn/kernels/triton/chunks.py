@@ -234,8 +234,8 @@ def _within_kernel(
     answered,  # [t, hv, dk], in rows of ROW_K: times the state before, what it writes less; None without the delta rule
     weights,  # [t, hv, CHUNK]: of what the chunk's tokens write, in the answer to each query
     decays,  # [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: in its last row, all of it
-    queries_since,  # [t, hv, dk], likewise: times the decays of the channels since the chunk's start; None without such
-    keys_until,  # [t, hv, dk], likewise: times those up to its end
+    queries_since,  # [t, hv, dk], queries times the channels' decays since the chunk's start; else None
+    keys_until,  # [t, hv, dk], keys times the channels' decays up to its end; else None
     query_strides,
     key_strides,
     value_strides,

@@ -28,7 +28,7 @@ from refattn.plan import Plan
 BLOCK_ROWS = 16  # tokens of a program that writes
 BLOCK_N = 64  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
 STEPS = 16  # most steps of such a program
-PROGRAMS = 2  # per SM, so many that steps become programs of their own
+PROGRAMS = 2  # programs per SM; below that, steps become programs of their own
 SCORE_WARPS = 4
 STAGES = 3  # steps of keys that are read ahead, and the one at hand
 STAGES_OF_QUERIES = 2  # pipeline stages over the queries of a tile, if it has several

@@ -95,8 +95,8 @@ def in_pairs(value_cache: Tensor) -> Tensor:
     return value_cache.view(torch.uint16)
 
 
-# Instructions for two pairs of quantized values, the first of each pair and the second; and for four int8 values, of
-# which each is the last byte of 1024 + 128 + value in float16.
+# Instructions for two pairs of quantized values, the first of each pair and the second; and for four int8 values: each
+# is the last byte of 1024 + 128 + value in float16.
 PAIRS_OF_E4M3 = tl.constexpr("""
     {
         .reg .b16 low, high;

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twinattn.course.ladder import check_decode
 
-KEYS = 32  # of a tile
+KEYS = 32  # keys per tile
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twinattn.course.ladder import check_decode, programs_at_once
 
-KEYS = 32  # of a tile
+KEYS = 32  # keys per tile
 FEWEST_KEYS = 256  # that are worth a program of their own
 SPLITS = 16  # in a tile of the reduction
 LOG2E = 1.4426950408889634

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from twinattn.course.ladder import check_decode, programs_at_once
 
-KEYS = 32  # of a tile
-MOST_KEYS = 2048  # of a program, in a sequence that may be as long as its table
+KEYS = 32  # keys per tile
+MOST_KEYS = 2048  # keys per program, where the table leaves the length open
 SEQUENCES = 128  # that are counted at once
 SPLITS = 16  # in a tile of the reduction
 LOG2E = 1.4426950408889634
