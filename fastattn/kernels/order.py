@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from fastattn.kernels.device import num_sms
+from fastattn.kernels.device import capability, num_sms
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, asked_of
 
@@ -168,6 +168,12 @@ RULES = (
         f"{H200}, speculative/tree-1x8192-drafts-64: FlashAttention-3 is not asked to split keys",
     ),
     Rule(
+        "a window over rows on Hopper",
+        lambda problem: problem.keys == "rows" and problem.window[0] >= 0 and _suits_roles(problem),
+        ("triton", "fa2", "torch_flash", "fa4"),
+        f"{H200}, sliding_window/prefill-16384-window-1024, over pages: ours as fast as flash-attn-4, ahead of fa2",
+    ),
+    Rule(
         "a window over rows",
         lambda problem: problem.keys == "rows" and problem.window[0] >= 0,
         ("fa2", "torch_flash", "triton", "fa4"),
@@ -205,6 +211,12 @@ RULES = (
         flash-attn-4 since then; in front of it by a147b27, 2026-11-22.""",
     ),
     Rule(
+        "prompts of heads of 64 and 128 on Hopper",
+        lambda problem: _suits_roles(problem),
+        ("fa4", "fa3", "triton", "fa2", "torch_flash"),
+        f"{H200}, varlen/prefill-2x8192: ours gives warps roles there, which FlashAttention-2 does not",
+    ),
+    Rule(
         "anything else on a GPU",
         lambda problem: True,
         ("fa4", "fa3", "fa2", "torch_flash", "triton"),
@@ -221,6 +233,13 @@ def rule_of(problem: Problem) -> Rule:
 def priorities(problem: Problem) -> tuple[str, ...]:
     """Order the kernels from the one to take first to the last resort."""
     return rule_of(problem).kernels
+
+
+def _suits_roles(problem: Problem) -> bool:
+    """Return whether ours gives warps roles for many tiles of rows: `fastattn.kernels.triton.prompts_hopper`."""
+    sizes = problem.head_size, problem.value_head_size
+    plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)
+    return capability(problem.device) == (9, 0) and sizes in ((64, 64), (128, 128)) and plain and problem.aligned
 
 
 def _are_selected(problem: Problem) -> bool:

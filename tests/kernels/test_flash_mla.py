@@ -597,6 +597,7 @@ def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):
 
 def test_their_order(hopper, monkeypatch):
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     assert order.priorities(USUAL) == ("flash_mla", "triton", "fa3"), "which splits no keys"
     assert order.priorities(USUAL._replace(num_seqs=64)) == ("flash_mla", "triton", "fa3")
     assert order.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")

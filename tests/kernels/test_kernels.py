@@ -75,6 +75,7 @@ def hopper(monkeypatch):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "cannot_import", lambda name, package, *names: None, raising=False)
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     for module in (fa3, flash_mla):
         monkeypatch.setattr(module, "_cannot_load", lambda: None)
@@ -819,6 +820,7 @@ def folder(tmp_path, monkeypatch):
     without = [p for p in sys.path if not any(Path(p, package).exists() for package in packages)]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *without])
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     monkeypatch.setattr(fa3, "_find_library", lambda: None)
     monkeypatch.setattr(fa3, "LIBRARY", "_no_such_library")  # a test before may have loaded it into this process
@@ -842,8 +844,8 @@ def lay(folder: Path, name: str, *functions: str) -> None:
     file.write_text("\n".join(f"def {function}(): ..." for function in functions))
 
 
-WINDOWED = ON_GPU._replace(window=(9, 0))
-CHUNK = ON_GPU._replace(num_seqs=64, max_query_len=2048, max_seq_len=2048)
+WINDOWED = ON_GPU._replace(window=(9, 0), head_size=96, value_head_size=96)  # ours has no roles for such heads
+CHUNK = WINDOWED._replace(window=(-1, 0), num_seqs=64, max_query_len=2048, max_seq_len=2048)
 LATENTS = ON_GPU._replace(keys="latents", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512)
 LATENTS = LATENTS._replace(block_size=64, max_query_len=1, uniform=True)
 

@@ -40,7 +40,7 @@ from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
-from fastattn.kernels.triton import latents_hopper
+from fastattn.kernels.triton import hopper, latents_hopper
 from fastattn.kernels.triton import launch as triton_launch
 from fastattn.kernels.triton import merge as split
 from fastattn.kernels.triton import merge as triton_merge
@@ -104,6 +104,7 @@ def launched_as(**changes):
 )
 def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     problem = Problem(
         "attend",
         torch.device("cuda"),
@@ -268,9 +269,8 @@ LATENTS = {  # whether the kernel takes them, and what they are but 128 heads of
 @pytest.mark.parametrize(("taken", "changed"), LATENTS.values(), ids=LATENTS)
 def test_which_latents_are_for_warps_with_roles(taken, changed, monkeypatch):
     """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""
-    monkeypatch.setattr(latents_hopper, "INTERPRETED", False)
     monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
-    monkeypatch.setattr(latents_hopper.triton, "__version__", changed.get("version", "3.7.1"))
+    monkeypatch.setattr(hopper.triton, "__version__", changed.get("version", "3.7.1"))
     size, stored = changed.get("size", 576), changed.get("stored", torch.bfloat16)
     query = torch.zeros(2, 128, size, dtype=torch.bfloat16)
     pool = torch.zeros(3, 64, 1, changed.get("row", size), dtype=stored)[..., :: changed.get("step", 1)]

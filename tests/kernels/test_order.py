@@ -22,11 +22,12 @@ def some_problems():
     for device, operation in itertools.product(("cpu", "mps", "cuda"), ("attend", "merge")):
         heads = 4 if operation == "attend" else 0
         yield Problem(operation, torch.device(device), torch.bfloat16, keys="pages", num_heads=heads, num_kv_heads=2)
-    for keys, num_seqs, query_len, (h, hk), block_size, left, tree, even in itertools.product(
+    for keys, num_seqs, query_len, (h, hk), head_size, block_size, left, tree, even in itertools.product(
         ("rows", "pages", "quantized", "latents", "packed"),
         (1, 64),
         (1, 8, 16, 2048),
         ((128, 1), (32, 8)),
+        (96, 128),
         (1, 16, 128),
         (-1, 9),
         (False, True),
@@ -40,8 +41,8 @@ def some_problems():
             tree=tree,
             num_heads=h,
             num_kv_heads=hk,
-            head_size=128,
-            value_head_size=128,
+            head_size=head_size,
+            value_head_size=head_size,
             block_size=block_size,
             max_query_len=query_len,
             max_seq_len=8192,
@@ -56,6 +57,7 @@ def some_problems():
 def idle(monkeypatch):
     """Return the names of the rules that decide none of some problems."""
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
 
     def find(rules: tuple[Rule, ...]) -> set[str]:
         monkeypatch.setattr(order, "RULES", rules)

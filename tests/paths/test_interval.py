@@ -560,6 +560,7 @@ def test_a_causal_kernel_takes_intervals_that_extend_it(monkeypatch):
     monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
     monkeypatch.setattr(fa4, "cannot_import", lambda *_: None)
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     sizes = ("pages", 1, False, 32, 8, 128, 128, 16, 8192, 8192, 2)
     prompts = Problem("attend", torch.device("cuda"), torch.bfloat16, *sizes, intervals=True, extends_causal=True)
     assert order.priorities(prompts)[0] == "fa4"

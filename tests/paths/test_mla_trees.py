@@ -331,6 +331,7 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     given, (query, cache, _), fixed = lay_out("verification", None)
     plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
     options = AttentionOptions(softmax_scale=SCALE)

@@ -474,6 +474,7 @@ def test_layers_that_follow_one_another_share_a_plan(kernel, device):
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
     monkeypatch.setattr(order, "num_sms", lambda device: 132)
+    monkeypatch.setattr(order, "capability", lambda device: (9, 0))
     inputs = build(Case("trees", ((3, 20),)))
     plan = fastattn.speculative.plan(inputs.batch, block_size=16, trees=fastattn.speculative.make_trees([(-1, 0, 0)]))
     keys = Pages(inputs.key_cache, inputs.value_cache)

@@ -52,9 +52,9 @@ AT_LARGE: list[Mutation] = [
     ),
     planted(
         "latents of rows anywhere, too",
-        "fastattn.kernels.triton.latents_hopper:takes",
-        "last == 1 and all(",
-        "last == 1 or all(",
+        "fastattn.kernels.triton.hopper:is_aligned",
+        "x.stride(-1) == 1 and all(",
+        "x.stride(-1) == 1 or all(",
         TRITON,
     ),
     # --- the kernel in C ---

@@ -31,7 +31,7 @@ from torch import Tensor
 from fastattn.kernels.device import is_rocm
 from fastattn.kernels.problem import latent_scales, uses_positions, with_positive_scale
 from fastattn.kernels.replay import Run as Replay
-from fastattn.kernels.triton import latents_hopper
+from fastattn.kernels.triton import latents_hopper, prompts_hopper
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, Step, mask_of, phase_of_run
@@ -401,9 +401,12 @@ def attend_levels(
     tunings = _tune_levels(query, key, value, levels, options, tree, shared=shared, quantization=quantization)
     num_parts = sum(tuning.most_splits for tuning in tunings)
     launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
-    is_plain = shared and tree is None and len(levels) == 1
-    if is_plain and latents_hopper.takes(query, key, levels[0], options, tunings[0], quantization):
-        launch_level = latents_hopper.launch
+    if not INTERPRETED and tree is None and len(levels) == 1:  # kernels for Hopper are not for the interpreter
+        asked = levels[0], options, tunings[0], quantization
+        if shared and latents_hopper.takes(query, key, *asked):
+            launch_level = latents_hopper.launch
+        if not shared and prompts_hopper.takes(query, key, value, *asked):
+            launch_level = prompts_hopper.launch
     if num_parts == 1 and not options.batch_invariant:
         launch = launch_level(
             query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), quantization=quantization

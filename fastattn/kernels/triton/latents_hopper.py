@@ -23,7 +23,6 @@ Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and
 
 from typing import Any, no_type_check
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -36,11 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastattn.kernels import device as devices
-from fastattn.kernels.device import is_rocm
 from fastattn.kernels.kernel import BATCH, fields_of, options_of
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch
+from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
+from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import Quantization, power_of_two
 from fastattn.kernels.triton.queries import count_tiles, find_rows, layer_args
@@ -52,7 +50,6 @@ KNOWS = BATCH | fields_of(
     Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
 )
 KNOWS |= options_of("softmax_scale", "sinks", "batch_invariant")  # what a plan and a layer may ask for
-KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is said to be an experiment
 RANK, ROPE = 512, 64  # the elements of latents and of rotary keys that the layouts are for
 REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per thread that loads keys; quantized values wait there
 
@@ -71,18 +68,14 @@ def takes(
         stored = quantization.kind in REGISTERS and quantization.groups is None and not quantization.rounds_query
     else:
         stored = key.dtype == query.dtype
-    *strides, last = key.stride()
-    aligned = last == 1 and all(n % 16 == 0 for n in (key.data_ptr(), *strides[:2]))  # and Triton knows it
     return (
-        not (INTERPRETED or is_rocm())
-        and triton.__version__.startswith(KNOWN)
-        and devices.capability(query.device) == (9, 0)
+        is_there(query.device)
         and (query.itemsize, query.shape[2], tuning.block_m) == (2, RANK + ROPE, LATENT_64.block_m)
         and not tuning.run
         and is_causal
         and asked_of(plan, options) <= KNOWS
         and stored
-        and aligned
+        and is_aligned(key, *key.stride()[:2])
         and not is_wide(key.shape[1], key.stride(1))
     )
 
@@ -307,17 +300,6 @@ def _share_of_steps(cu_seqlens_q, seq_lens, num_seqs, steps, BLOCK_N: gl.constex
     return steps.to(gl.float32) * num_seqs / gl.maximum(total, 1).to(gl.float32)
 
 
-@gluon.jit
-@no_type_check
-def _store_padding(out, lse, row, num_rows, tiles, RANK: gl.constexpr):
-    """Write 0 and -inf into the rows past the last sequence, which belong to no tile: each program takes a few."""
-    at = gl.arange(0, RANK, layout=gl.BlockedLayout([2], [32], [8], [0]))
-    while row < num_rows:
-        gl.store(out + row * RANK + at, (at * 0).to(out.dtype.element_ty))
-        gl.store(lse + row, float("-inf"))
-        row += tiles
-
-
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(
@@ -371,7 +353,7 @@ def _attend_kernel(
     num_rows = (gl.load(cu_seqlens_q + sequence + 1) - first_query) * NUM_HEADS
     if not SPLIT:
         first_padding = gl.load(cu_seqlens_q + num_seqs).to(gl.int64) * NUM_HEADS
-        _store_padding(out, lse, first_padding + tile, num_tokens.to(gl.int64) * NUM_HEADS, gl.num_programs(0), RANK)
+        store_padding(out, lse, first_padding + tile, num_tokens.to(gl.int64) * NUM_HEADS, gl.num_programs(0), RANK)
     if first_row >= num_rows:
         return
     first_place = (split.to(gl.int64) * num_tokens + first_query) * NUM_HEADS

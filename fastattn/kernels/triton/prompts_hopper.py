@@ -1,0 +1,530 @@
+"""Prompts on Hopper: two groups of warps multiply, a third brings keys, and they meet at barriers.
+
+A prompt has operations to do rather than bytes to read, and the tensor cores do them only while no warp waits. In
+`fastattn.kernels.triton.attention` the warps of a program load, multiply and take exponentials in step. Here each of
+two groups of four warps has 64 of the 128 query rows of a tile; while one takes exponentials, the products of the other
+go on. A third group copies keys and values into two slots of shared memory, ahead of both:
+
+    bring       | keys 2, values 1 -> slot 1 | keys 3, values 2 -> slot 0 |
+    multiply    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |      softmax 2 ...
+    multiply            softmax 0    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |
+
+A slot holds the keys of a step and the values of the step before, which are multiplied together: so the product with
+the values goes on during a softmax, too. A program takes tile after tile, those with most keys first, and the keys of
+the next tile come while the last rows of this one are stored.
+
+Triton does not let a kernel say which warps do what, so this one is written in Gluon, Triton's language a floor below,
+where layouts and barriers are written out. Gluon has no interpreter.
+
+Source: Shah et al. 2024, "FlashAttention-3": roles for warps (3.1), and the product with the values beside the next
+    softmax (3.2). Keys come by `cp.async` there, too, where a page is not a whole step. Hopper's asynchronous products
+    and barriers: the PTX manual, "wgmma" and "mbarrier".
+"""
+
+from typing import Any, NamedTuple, no_type_check
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from fastattn.kernels import device as devices
+from fastattn.kernels.kernel import BATCH, fields_of
+from fastattn.kernels.kernel import options_of as known_options
+from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
+from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
+from fastattn.kernels.triton.keys import keys_of
+from fastattn.kernels.triton.launch import CHANGING, Launch
+from fastattn.kernels.triton.masks import Run, all_visible_in_window, mask_of, visible_keys
+from fastattn.kernels.triton.merge import Out, Part, Whole, normalize, update_softmax
+from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
+from fastattn.kernels.triton.queries import Queries, count_tiles, find_rows, layer_args, options_of
+from fastattn.kernels.triton.tuning import LaunchConfig
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+
+KNOWS = BATCH | fields_of(
+    Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
+)
+KNOWS |= known_options("softmax_scale", "sinks")  # what a plan and a layer may ask for
+ROWS = 128  # a tile has so many, half of them for each group of warps that multiplies
+PANEL = tl.constexpr(64)  # elements of a row that lie side by side in shared memory
+SLOTS = tl.constexpr(2)  # for tiles of queries, and for steps of keys and values
+REGISTERS = {3: (216, 72), 4: (208, 88)}  # threads that multiply have so many, and those that bring rows, or pages
+
+
+class Sizes(NamedTuple):
+    """The constants of a launch.
+
+    Attributes:
+        ROWS: rows of a tile.
+        KEYS: keys of a step.
+        PAGES: whether keys lie in pages, not in rows.
+        SAME_OFFSETS: whether a value lies as far from the first one as its key from the first key.
+        INT64_OFFSETS: whether that may be 2**31 elements or more.
+        REGISTERS: of a thread that multiplies, and of one that brings keys.
+    """
+
+    ROWS: Any
+    KEYS: Any
+    PAGES: Any
+    SAME_OFFSETS: Any
+    INT64_OFFSETS: Any
+    REGISTERS: Any
+
+
+class Tile(NamedTuple):
+    """Rows of one sequence and one KV head, and the keys that some of them see.
+
+    Attributes:
+        sequence: whose rows they are.
+        kv_head: the KV head that they share.
+        first_row: the first of them, counted in the sequence and its group of heads.
+        num_rows: of the sequence, for these heads. There is no row from there on.
+        first_query: the first query row of the sequence in the batch.
+        context: where the first query of the sequence stands.
+        first_position: where the first row of the tile stands.
+        last_position: where the last one stands.
+        run: the keys.
+        steps: in how many steps; one at least, for rows that see nothing.
+    """
+
+    sequence: Any
+    kv_head: Any
+    first_row: Any
+    num_rows: Any
+    first_query: Any
+    context: Any
+    first_position: Any
+    last_position: Any
+    run: Any
+    steps: Any
+
+
+class Room(NamedTuple):
+    """Shared memory, and the barriers of its slots.
+
+    Attributes:
+        query: [slots * 2, rows / 2, d], a half for each group of warps that multiplies.
+        key: [slots, keys, d].
+        value: [slots, keys, dv].
+        has_queries: the barriers of tiles that have come.
+        no_queries: of those that are done with.
+        full: of slots of keys and values that have come.
+        empty: of those that are done with.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    has_queries: Any
+    no_queries: Any
+    full: Any
+    empty: Any
+
+
+def takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: LaunchConfig,
+    quantization: Quantization,
+) -> bool:
+    """Return whether this kernel computes a level of attention to rows or pages, as `attend_levels` has tuned it."""
+    tensors = query, key, value
+    known = not (quantization.kind or uses_positions(plan, options)) and asked_of(plan, options) <= KNOWS
+    return (
+        is_there(query.device)
+        and plan.batch.max_query_len * (query.shape[1] // value.shape[-2]) > ROWS  # else one tile may hold all
+        and tuning.most_splits == 1
+        and not tuning.run
+        and known
+        and plan.first_visible is None
+        and (query.shape[2], value.shape[-1]) in ((64, 64), (128, 128))
+        and query.itemsize == 2
+        and query.dtype == key.dtype == value.dtype
+        and all(is_aligned(x, *x.stride()[:-1]) for x in tensors)
+    )
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: LaunchConfig,
+    out: Out,
+    split: Whole | Part,
+    *,
+    quantization: Quantization = UNQUANTIZED,
+) -> Launch:
+    """Launch the kernel where `takes` says that it can be, in the place of `launch_attend`, with the same arguments."""
+    batch = plan.batch
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads = value.shape[-2]
+    group = num_heads // num_kv_heads
+    query, scale = with_positive_scale(query, options.softmax_scale)
+    queries = Queries(
+        query=query,
+        strides=query.stride(),
+        cu_seqlens_q=batch.cu_seqlens_q,
+        seq_lens=batch.seq_lens,
+        positions=None,
+        first_keys=None,
+        num_tokens=num_tokens,
+        num_seqs=batch.num_seqs,
+        HEADS=tl.constexpr(num_heads),
+        GROUP=tl.constexpr(group),
+    )
+    sizes = Sizes(
+        ROWS=ROWS,
+        KEYS=128,
+        PAGES=key.ndim == 4,
+        SAME_OFFSETS=key.stride() == value.stride(),
+        INT64_OFFSETS=any(x.shape[0] * x.stride(0) >= 2**31 for x in (key, value)),
+        REGISTERS=REGISTERS[key.ndim],
+    )
+    programs = count_tiles(batch, num_tokens, group, ROWS) * num_kv_heads
+    return Launch(
+        _attend_kernel,
+        (min(programs, devices.num_sms(query.device)),),
+        {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
+        | layer_args(query, options),
+        dict(
+            queries=queries,
+            keys=keys_of(query, key, value, plan, ROWS, quantization=quantization, aligned=False),
+            mask=mask_of(plan),
+            options=options_of(options, scale),
+            out=out,
+            programs=programs,
+            TILE=Sizes(*map(tl.constexpr, sizes)),
+        ),
+        dict(num_warps=4),
+    )
+
+
+@gluon.jit
+@no_type_check
+def _find_tile(program, programs, queries, mask, TILE):
+    """Return the rows that a program of so many has, those that see most keys first, and the keys that they see."""
+    KV_HEADS: gl.constexpr = queries.HEADS // queries.GROUP
+    number = (programs - 1 - program) // KV_HEADS
+    sequence, first_row = find_rows(queries.cu_seqlens_q, number, queries.num_seqs, queries.GROUP, TILE.ROWS, False)
+    first_query = gl.load(queries.cu_seqlens_q + sequence)
+    query_len = gl.load(queries.cu_seqlens_q + sequence + 1) - first_query
+    seq_len = gl.load(queries.seq_lens + sequence)
+    context = seq_len - query_len  # negative where a sequence has more queries than keys
+    num_rows = query_len * queries.GROUP
+    first_position = context + first_row // queries.GROUP
+    last_position = context + (gl.minimum(first_row + TILE.ROWS, num_rows) - 1) // queries.GROUP
+    first, end = visible_keys(first_position, last_position, seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT)
+    end = gl.maximum(end, 0)
+    return Tile(
+        sequence,
+        program % KV_HEADS,
+        first_row,
+        num_rows,
+        first_query,
+        context,
+        first_position,
+        last_position,
+        Run(first, first, end),
+        gl.maximum(gl.cdiv(end - first, TILE.KEYS), 1),
+    )
+
+
+# --- the warps that bring keys ---
+
+
+@gluon.jit
+@no_type_check
+def _copy(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
+    """Begin to copy rows of a pool into shared memory, and zeros where there is none: it may be NaN."""
+    SIZE: gl.constexpr = place.shape[1]
+    at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
+    pointers = pool + (offsets[:, None] + at[None, :])
+    mask = is_row[:, None] & (at < PANEL)[None, :]
+    for first in gl.static_range(0, SIZE, PANEL):
+        async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first, mask=mask)
+
+
+@gluon.jit
+@no_type_check
+def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
+    """Begin to copy a tile of queries, the rows of each group of warps for themselves."""
+    HALF: gl.constexpr = room.query.shape[1]
+    head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
+    for half in gl.static_range(2):
+        rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+        tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
+        offsets = tokens * queries.strides[0] + (rows % queries.GROUP) * queries.strides[1]
+        _copy(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
+    async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
+
+
+@gluon.jit
+@no_type_check
+def _read_table(where, tile, j, PAGES: gl.constexpr):
+    """Return the blocks of keys of a sequence, or its first row if it lies in rows."""
+    if PAGES:
+        table = where.block_table + tile.sequence.to(gl.int64) * where.table_row_stride
+        column = (j // where.BLOCK_SIZE).to(gl.int64)
+        found = gl.load(table + column * where.table_stride, mask=j < tile.run.end, other=0)
+    else:
+        found = gl.load(where.cu_seqlens_k + tile.sequence)
+    return found
+
+
+@gluon.jit
+@no_type_check
+def _offsets(where, blocks, j, strides, TILE):
+    """Return how far keys, or values, are from the first of their head."""
+    if TILE.INT64_OFFSETS:
+        blocks = blocks.to(gl.int64)
+    return blocks * strides[0] + j % where.BLOCK_SIZE * strides[1] if TILE.PAGES else (blocks + j) * strides[0]
+
+
+@gluon.jit
+@no_type_check
+def _bring(queries, keys, mask, room, programs, TILE):
+    """Bring the queries of each tile, and with the keys of a step the values of the step before."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    tiles = gl.program_id(0) * 0  # those before this one
+    items = gl.program_id(0) * 0  # keys and values that came, of all tiles
+    for program in range(gl.program_id(0), programs, gl.num_programs(0)):
+        tile = _find_tile(program, programs, queries, mask, TILE)
+        if tile.first_row < tile.num_rows:
+            slot = tiles % SLOTS
+            mbarrier.wait(room.no_queries.index(slot), tiles // SLOTS & 1 ^ 1)
+            _copy_queries(queries, tile, room, slot, LAYOUT)
+            tiles += 1
+            key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
+            value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
+            j = tile.run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
+            blocks = _read_table(keys.where, tile, j, TILE.PAGES)
+            value_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
+            is_value = j < 0
+            for step in range(tile.steps + 1):
+                slot = items % SLOTS
+                is_key = j < tile.run.end
+                key_at = _offsets(keys.where, blocks, j, keys.key_strides, TILE)
+                next_at = key_at
+                if not TILE.SAME_OFFSETS:
+                    next_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
+                j += TILE.KEYS
+                blocks = _read_table(keys.where, tile, j, TILE.PAGES)
+                mbarrier.wait(room.empty.index(slot), items // SLOTS & 1 ^ 1)
+                if step < tile.steps:
+                    _copy(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
+                if step > 0:
+                    _copy(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
+                async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
+                items += 1
+                value_at = next_at
+                is_value = is_key
+    async_copy.wait_group(0)
+
+
+# --- the warps that multiply ---
+
+
+@gluon.jit
+@no_type_check
+def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
+    """Begin the products of queries with the keys in a slot."""
+    HALF: gl.constexpr = q.shape[0]
+    KEYS: gl.constexpr = room.key.shape[1]
+    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+    return warpgroup_mma(q, room.key.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+@no_type_check
+def _softmax(
+    products, first_key, sees_from, sees_to, row_max, row_sum, options, MASKED: gl.constexpr, SCORES: gl.constexpr
+):
+    """Take a step of products into the online softmax."""
+    KEYS: gl.constexpr = products.shape[1]
+    if MASKED:
+        j = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+        visible = (j[None, :] >= sees_from[:, None]) & (j[None, :] <= sees_to[:, None])
+        products = gl.where(visible, products, float("-inf"))
+    return update_softmax(products, row_max, row_sum, options.scale, False)
+
+
+@gluon.jit
+@no_type_check
+def _attend_steps(
+    state,
+    first,
+    end,
+    q,
+    room,
+    tile,
+    sees_from,
+    sees_to,
+    options,
+    MASKED: gl.constexpr,
+    SCORES: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):
+    """Attend to the keys of some steps, and add the values of the steps before them."""
+    KEYS: gl.constexpr = room.key.shape[1]
+    weights, total, row_max, row_sum, items = state
+    for step in range(first, end):
+        slot = items % SLOTS
+        mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+        fence_async_shared()
+        products = _multiply_keys(q, room, slot, SCORES)
+        sums = warpgroup_mma(weights, room.value.index(slot), total, is_async=True)
+        products = warpgroup_mma_wait(1, deps=[products])
+        x, shrink, row_max, row_sum = _softmax(
+            products, tile.run.begin + step * KEYS, sees_from, sees_to, row_max, row_sum, options, MASKED, SCORES
+        )
+        # Without a branch between them, the compiler would put the softmax behind the wait for the values.
+        mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+        total, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
+        tl.debug_barrier()
+        mbarrier.arrive(room.empty.index(slot))
+        weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+        items += 1
+    return weights, total, row_max, row_sum, items
+
+
+@gluon.jit
+@no_type_check
+def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constexpr):
+    """Attend from a half of each tile to the keys that come."""
+    HALF: gl.constexpr = TILE.ROWS // 2
+    DV: gl.constexpr = room.value.shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    if WHO == 0:
+        HEADS: gl.constexpr = queries.HEADS
+        first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * HEADS + gl.program_id(0)
+        end = queries.num_tokens.to(gl.int64) * HEADS
+        store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), DV)
+    tiles = gl.program_id(0) * 0
+    items = gl.program_id(0) * 0
+    for program in range(gl.program_id(0), programs, gl.num_programs(0)):
+        tile = _find_tile(program, programs, queries, mask, TILE)
+        if tile.first_row < tile.num_rows:
+            # Each row sees the keys from one to another, and every row of the tile sees some steps whole.
+            rows = tile.first_row + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
+            positions = tile.context + rows // queries.GROUP
+            sees_from, sees_to = positions * 0, positions * 0 + (tile.run.end - 1)
+            if mask.LEFT:
+                sees_from = positions - gl.minimum(mask.left, positions)
+            if mask.RIGHT:
+                sees_to = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
+            all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
+            plain_from = gl.minimum(1 + gl.maximum(all_from - tile.run.begin - 1, 0) // TILE.KEYS, tile.steps)
+            plain_to = gl.maximum(gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, plain_from)
+
+            query_slot = tiles % SLOTS
+            q = room.query.index(query_slot * 2 + WHO)
+            mbarrier.wait(room.has_queries.index(query_slot), tiles // SLOTS & 1)
+            slot = items % SLOTS
+            mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+            fence_async_shared()
+            products = _multiply_keys(q, room, slot, SCORES)
+            products = warpgroup_mma_wait(0, deps=[products])
+            tl.debug_barrier()
+            mbarrier.arrive(room.empty.index(slot))
+            row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+            row_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
+            x, _, row_max, row_sum = _softmax(
+                products, tile.run.begin, sees_from, sees_to, row_max, row_sum, options, True, SCORES
+            )
+            weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
+            if mask.LEFT:
+                state = _attend_steps(
+                    state, 1, plain_from, q, room, tile, sees_from, sees_to, options, True, SCORES, OUTPUT
+                )
+            state = _attend_steps(
+                state, plain_from, plain_to, q, room, tile, sees_from, sees_to, options, False, SCORES, OUTPUT
+            )
+            state = _attend_steps(
+                state, plain_to, tile.steps, q, room, tile, sees_from, sees_to, options, True, SCORES, OUTPUT
+            )
+            weights, total, row_max, row_sum, items = state
+            mbarrier.arrive(room.no_queries.index(query_slot))
+            tiles += 1
+            slot = items % SLOTS
+            mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+            fence_async_shared()
+            sums = warpgroup_mma(weights, room.value.index(slot), total, is_async=True)
+            total, _ = warpgroup_mma_wait(0, deps=[sums, weights])
+            tl.debug_barrier()
+            mbarrier.arrive(room.empty.index(slot))
+            items += 1
+            _store(queries, tile, options, out, row_max, row_sum, total, WHO * HALF, OUTPUT)
+
+
+@gluon.jit
+@no_type_check
+def _store(queries, tile, options, out, row_max, row_sum, total, first, OUTPUT: gl.constexpr):
+    """Store the outputs of a half of a tile, and their log-sum-exps."""
+    HALF: gl.constexpr = total.shape[0]
+    DV: gl.constexpr = total.shape[1]
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
+    rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
+    is_row = rows < tile.num_rows
+    heads = tile.kv_head * queries.GROUP + rows % queries.GROUP
+    sink = None
+    if options.sinks is not None:
+        sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
+    values, logs = normalize(row_max, row_sum, total, sink)
+    places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
+    at = gl.arange(0, DV, layout=gl.SliceLayout(0, OUTPUT))
+    gl.store(out.out + (places[:, None] * DV + at[None, :]), values.to(out.out.dtype.element_ty), mask=is_row[:, None])
+    gl.store(out.lse + places, logs, mask=is_row)
+
+
+@gluon.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _attend_kernel(queries, keys, mask, options, out, programs, TILE):
+    """Attend from tiles of query rows to all their keys, each group of warps in its role."""
+    TYPE: gl.constexpr = queries.query.dtype.element_ty
+    HALF: gl.constexpr = TILE.ROWS // 2
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    room = Room(
+        gl.allocate_shared_memory(TYPE, [2 * SLOTS, HALF, keys.HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.VALUE_HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+    )
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(room.has_queries.index(slot), count=128)  # every thread that brings them
+        mbarrier.init(room.no_queries.index(slot), count=2)  # both groups that multiply
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(room.full.index(slot), count=128)
+        mbarrier.init(room.empty.index(slot), count=2)
+    fence_async_shared()
+    tl.debug_barrier()
+    gl.warp_specialize(
+        [
+            (_multiply, (queries, mask, options, out, room, programs, TILE, 0)),
+            (_multiply, (queries, mask, options, out, room, programs, TILE, 1)),
+            (_bring, (queries, keys, mask, room, programs, TILE)),
+        ],
+        [4, 4],
+        [TILE.REGISTERS[0], TILE.REGISTERS[1]],
+    )

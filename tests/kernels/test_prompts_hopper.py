@@ -1,0 +1,110 @@
+"""Prompts by warps with roles: which they are, and that they are right on a card that has them."""
+
+import pytest
+import torch
+
+import fastattn
+import fastattn.chunked_prefill
+import fastattn.varlen
+import refattn.chunked_prefill
+import refattn.varlen
+from fastattn.kernels import device as devices
+from fastattn.kernels.triton import hopper, prompts_hopper
+from fastattn.kernels.triton import tuning as triton_tuning
+from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
+from fastattn.kernels.triton.tuning import LaunchConfig
+from refattn.metadata import make_batch
+from refattn.options import AttentionOptions
+from refattn.plan import Plan
+from tests.helpers.batches import Case, build
+from tests.helpers.options import per_head
+from tests.helpers.tolerance import assert_matches_reference
+from twinattn.kit import plan_and_attend
+
+ROWS = torch.zeros(66, dtype=torch.int32)
+PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4 heads of 128 numbers, causal, in pages
+    "plain": (True, {}),
+    "window": (True, dict(plan=dict(window_size=(8, 0)))),
+    "all-keys": (True, dict(plan=dict(causal=False))),
+    "sinks": (True, dict(options=AttentionOptions(sinks=torch.zeros(4)))),
+    "heads-of-64": (True, dict(sizes=(64, 64))),
+    "float16": (True, dict(dtype=torch.float16)),
+    "softcap": (False, dict(options=AttentionOptions(softcap=5.0))),
+    "alibi": (False, dict(options=AttentionOptions(alibi_slopes=torch.ones(4)))),
+    "batch-invariant": (False, dict(options=AttentionOptions(batch_invariant=True))),
+    "intervals": (False, dict(plan=dict(causal=False, first_visible=ROWS, last_visible=ROWS))),
+    "positions": (False, dict(plan=dict(positions=ROWS))),
+    "heads-of-192-and-128": (False, dict(sizes=(192, 128))),
+    "heads-of-96": (False, dict(sizes=(96, 96))),
+    "heads-of-256": (False, dict(sizes=(256, 256))),
+    "float32": (False, dict(dtype=torch.float32)),
+    "another-type-of-keys": (False, dict(stored=torch.float16)),
+    "quantized": (False, dict(quantization=Quantization("e4m3"))),
+    "rows-that-are-not-aligned": (False, dict(row=136)),
+    "elements-apart": (False, dict(row=256, step=2)),
+    "few-rows": (False, dict(query_len=32)),
+    "splits": (False, dict(splits=2)),
+    "another-gpu": (False, dict(capability=(10, 0))),
+    "a-later-triton": (False, dict(version="3.10.0")),
+}
+
+
+@pytest.mark.parametrize(("taken", "changed"), PROMPTS.values(), ids=PROMPTS)
+def test_which_prompts_are_for_warps_with_roles(taken, changed, monkeypatch):
+    """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""
+    monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(hopper.triton, "__version__", changed.get("version", "3.7.1"))
+    query_len, (size, value_size) = changed.get("query_len", 33), changed.get("sizes", (128, 128))
+    dtype = changed.get("dtype", torch.bfloat16)
+    stored = changed.get("stored", dtype)
+    query = torch.zeros(2 * query_len, 4, size, dtype=dtype)
+    key = torch.zeros(5, 64, 1, changed.get("row", size), dtype=stored)[..., :: changed.get("step", 1)][..., :size]
+    value = torch.zeros(5, 64, 1, value_size, dtype=stored)
+    plan = Plan(make_batch([query_len] * 2, [70] * 2, [[0, 1], [2, 1]]), 64, **changed.get("plan", {}))
+    tuning = LaunchConfig(128, 64, 8, 2, 1, changed.get("splits", 1))
+    options, quantization = changed.get("options", AttentionOptions()), changed.get("quantization", UNQUANTIZED)
+    assert prompts_hopper.takes(query, key, value, plan, options, tuning, quantization) is taken
+
+
+LENS = ((70, 70), (0, 40), (3, 150), (130, 150), (64, 64), (20, 9))
+CASES = [
+    Case("groups-of-four", LENS, heads=(8, 2), head_size=128, padding_rows=3),
+    Case("groups-of-seven", LENS, heads=(7, 1), head_size=64, block_size=24),
+    Case("one-head-each", LENS, heads=(2, 2), head_size=128, block_size=1),
+    Case("heads-first", LENS, heads=(4, 2), head_size=128, layout="HND"),
+]
+ASKED = {
+    "causal": {},
+    "window": dict(window_size=(100, 0)),
+    "two-sided-window": dict(causal=False, window_size=(40, 25)),
+    "all-keys": dict(causal=False),
+    "negative-scale": dict(softmax_scale=-0.3),
+    "sinks": dict(sinks=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "asked"),
+    [*((case, ASKED["causal"]) for case in CASES), *((CASES[0], asked) for asked in list(ASKED.values())[1:])],
+    ids=[*(case.name for case in CASES), *list(ASKED)[1:]],
+)
+def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, device, monkeypatch):
+    """Tiles of 128 rows whose keys are not split; on Hopper they are for warps with roles, on other devices not."""
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
+    launched = []
+    launch = prompts_hopper.launch
+    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: launched.append(1) or launch(*args, **more))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    inputs = build(case, dtype=dtype, device=device)
+    asked = per_head(asked, case, device)
+    for path, reference, given in (
+        (fastattn.chunked_prefill, refattn.chunked_prefill, inputs.tensors),
+        (fastattn.varlen, refattn.varlen, inputs.rows),
+    ):
+        with fastattn.use_kernel("triton"):
+            out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
+        assert_matches_reference(
+            out, lse, lambda *x, path=reference, **more: plan_and_attend(path, *x, **more), *given, **asked
+        )
+    has_roles = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert len(launched) == (2 if has_roles else 0)
