@@ -249,6 +249,9 @@ PAGED_ATTENTION = Exercise(
         "a mask is not enough: slots past the end of a sequence hold NaN, and 0 * NaN is NaN; read only seq_len": (
             _paged_whole_blocks
         ),
+        "query heads that are neighbours share a KV head: h // g, by repeat_interleave and not by repeat": compose(
+            gather=kv_cache.gather, mask=masks.causal, attend_heads=_attend_interleaved
+        ),
         "the keys are those of the first sequence, for everyone": lambda block_table, **rest: paged(masks.causal)(
             block_table=block_table[:1].expand_as(block_table), **rest
         ),
@@ -356,6 +359,12 @@ def _decode_padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _decode(query, *(torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for x in (key, value)))
 
 
+def _decode_unmasked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Read past the last key, where the trials have NaN."""
+    right = _decode(query, key, value)
+    return torch.full_like(right, torch.nan) if len(key) % 16 else right
+
+
 def _decode_unscaled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _decode(query * query.shape[1] ** 0.5, key, value)
 
@@ -367,8 +376,10 @@ def _triton_trials() -> Iterator[Trial]:
         ("the last tile has 5 keys", 37, 2, 16),
         ("one key", 1, 3, 32),
     ):
-        arguments = dict(query=draw(heads, d), key=draw(s, heads, d, seed=1), value=draw(s, heads, d, seed=2))
-        yield Trial(says, arguments, in_a_kernel=True)
+        key, value = (draw(s + 16, heads, d, seed=seed) for seed in (1, 2))
+        for past in (key[s:], value[s:]):
+            past.fill_(torch.nan)  # what a load without a mask reads
+        yield Trial(says, dict(query=draw(heads, d), key=key[:s], value=value[:s]), in_a_kernel=True)
 
 
 def _decode_without_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -403,6 +414,8 @@ TRITON_DECODE = Exercise(
         "lanes after the last key got a score of 0, and with it a share of the softmax; theirs is -inf": (
             _decode_padded
         ),
+        "a load without a mask reads past the last key, where there may be NaN, and 0 * NaN is NaN: "
+        "tl.load(..., mask=there[:, None], other=0.0)": _decode_unmasked,
         "the scores are not multiplied by `scale`": _decode_unscaled,
         "all programs read the keys of head 0: they begin at head * D": _decode_without_heads,
         "when the maximum rises, `acc` has to be rescaled": _decode_rescaling(values=False, total=True),

@@ -370,6 +370,11 @@ CASCADE = Exercise(
         "the parts count alike; merge them by their LSEs (exercise 9)": _two_levels(
             lambda outs, lses: (sum(outs) / 2, torch.stack(lses).logsumexp(0))
         ),
+        "the outputs are added: each is a mean of its own keys, so weigh them by their LSEs (exercise 9)": _two_levels(
+            lambda outs, lses: (sum(outs), torch.stack(lses).logsumexp(0))
+        ),
+        "queries see later keys of their own: the first key after the prefix is at position prefix_len, so the mask is "
+        "that of the shorter sequence": _two_levels(_merge, own_mask=masks.full),
         "the prefix is hidden from some queries: it lies before all of them, so there is nothing to mask": (
             _two_levels(_merge, prefix_mask=masks.causal)
         ),

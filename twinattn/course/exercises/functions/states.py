@@ -41,6 +41,16 @@ FOLD = Exercise(
         "the state fades first, and then answers to the key": (
             lambda state, key, value, decay, beta: decay * state + beta * torch.outer(value - state @ key, key)
         ),
+        "the outer product is transposed: rows are the elements of the value, columns those of the key": (
+            lambda state, key, value, decay, beta: (
+                decay * state + beta * torch.outer(key, value - decay * (state @ key))
+            )
+        ),
+        "only the old state fades; what this token writes is added whole": (
+            lambda state, key, value, decay, beta: (
+                decay * (state + beta * torch.outer(value - decay * (state @ key), key))
+            )
+        ),
         "beta is of the whole difference, and not of the value alone": (
             lambda state, key, value, decay, beta: (
                 decay * state + torch.outer(beta * value - decay * (state @ key), key)

@@ -104,6 +104,16 @@ def _trim_tokens(query_len: int, seq_len: int, blocks: list[int], block_size: in
     return first, seq_len - first, left
 
 
+def _trim_rounded_up(query_len: int, seq_len: int, blocks: list[int], block_size: int, window: int) -> Any:
+    cut = ceil(max(0, seq_len - query_len - window + 1) / block_size)
+    return cut * block_size, seq_len - cut * block_size, blocks[cut : ceil(seq_len / block_size)]
+
+
+def _trim_below_0(query_len: int, seq_len: int, blocks: list[int], block_size: int, window: int) -> Any:
+    cut = (seq_len - query_len - window + 1) // block_size
+    return cut * block_size, seq_len - cut * block_size, blocks[max(0, cut) : ceil(seq_len / block_size)]
+
+
 def _trim_one_more(query_len: int, seq_len: int, blocks: list[int], block_size: int, window: int) -> Any:
     return _trim_window(query_len, seq_len, blocks, block_size, window + 1)
 
@@ -130,6 +140,8 @@ TRIM_WINDOW = Exercise(
         "the first new token sees furthest back; this leaves what the last one sees": _trim_by_last_query,
         "only whole blocks go: the first key that is left begins a block": _trim_tokens,
         "the window is one token too long: a query sees itself and window - 1 before it": _trim_one_more,
+        "the block that holds the first visible key stays: round down, not up": _trim_rounded_up,
+        "a window longer than the sequence begins at token 0, not before it": _trim_below_0,
         "nothing was cut off": lambda query_len, seq_len, blocks, block_size, window: (
             0,
             seq_len,
