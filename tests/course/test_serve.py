@@ -105,8 +105,8 @@ def test_the_command_shows_both_answers(monkeypatch, tmp_path):
     numbers = {name: str(i) for i, name in enumerate(NAMES, 1)}
     assert serve.serve(console, {"write": solutions()["write"]}, numbers)
     text = console.file.getvalue()
-    assert "served by 1 of your functions and 22 of the reference's" in text
-    assert [line.split()[2] for line in text.splitlines()[2:25]].count("yours") == 1
+    assert "served by 1 of your functions and 25 of the reference's" in text
+    assert [line.split()[2] for line in text.splitlines()[2:28]].count("yours") == 1
     assert text.count("this server") == text.count("transformers  ") == 8 and "✓ The same tokens" in text
 
 

@@ -60,6 +60,11 @@ WRONG = {
         (", lse.T", ", lse", "expected the shape [1, 4], got [4, 1]"),
     ],
     "paged_attention": [
+        (
+            "attend(query[first:last], key, value, visible)",
+            "attend(query[first:last], *(x.repeat(1, query.shape[1] // x.shape[1], 1) for x in (key, value)), visible)",
+            "h // g, by repeat_interleave",
+        ),
         ("masks.causal(", "masks.full(", "the queries see later keys"),
         ("masks.causal(last - first, seq_len)", "masks.causal(seq_len, seq_len)[: last - first]", "top left"),
         ("first, last = cu_seqlens_q[i : i + 2].tolist()", "first, last = i, i + 1", "was taken for sequence i"),
@@ -105,6 +110,8 @@ WRONG = {
         (I, TOP_LEFT, "aligned at the top left"),
     ],
     "trim_window": [
+        ("cut = first_visible // block_size", "cut = -(-first_visible // block_size)", "round down, not up"),
+        ("max(0, seq_len - query_len - (window - 1))", "seq_len - query_len - (window - 1)", "begins at token 0"),
         ("seq_len - query_len -", "seq_len - 1 -", "sees furthest back"),
         (
             "return cut * block_size, seq_len - cut * block_size",
@@ -158,6 +165,16 @@ WRONG = {
         ),
     ],
     "cascade": [
+        (
+            "merge([prefix[0], own[0]], [prefix[1], own[1]])",
+            "prefix[0] + own[0], torch.logaddexp(prefix[1], own[1])",
+            "weigh them by their LSEs",
+        ),
+        (
+            "own_batch, block_size=key_cache.shape[1])",
+            "own_batch, block_size=key_cache.shape[1], causal=False)",
+            "the mask is that of the shorter sequence",
+        ),
         ("causal=False", "causal=True", "the prefix is hidden from some queries"),
         ("merge([prefix[0], own[0]], [prefix[1], own[1]])", "own", "the prefix is left out"),
         ("    return merge(", "    prefix = prefix[0], own[1]\n    return merge(", "out: max error"),
@@ -217,6 +234,7 @@ WRONG = {
         (" + min(max(rest - rank * interleave, 0), interleave)", "", "only whole rounds were counted"),
     ],
     "triton_decode": [
+        ("tl.load(value + offsets, mask=there[:, None], other=0.0)", "tl.load(value + offsets)", "reads past the last"),
         ("range(0, seq_len, TILE)", "range(0, seq_len // TILE * TILE, TILE)", "the last keys are missing"),
         (
             'tl.where(there, tl.sum(keys * q[None, :], axis=1) * scale, -float("inf"))',
@@ -249,6 +267,8 @@ WRONG = {
         (' if score > float("-inf")]', "]", "a score of -inf is no key"),
     ],
     "fold": [
+        ("(value - state @ key)[:, None] * key[None, :]", "(value - state @ key) * key[:, None]", "transposed"),
+        ("beta * (value", "decay * beta * (value", "is added whole"),
         ("value - state @ key", "value", "the delta rule writes its difference"),
         ("    state = decay * state\n    return state", "    return decay * state", "the state fades first"),
         ("beta * (value - state @ key)", "(beta * value - state @ key)", "beta is of the whole difference"),
@@ -264,5 +284,29 @@ WRONG = {
         (".masked_fill(~visible, 0.0)", "", "the mask is left out"),
         (".masked_fill(~visible, 0.0)", " * visible", "inf times 0 is NaN"),
         ("scale * weights * (", "scale**2 * weights * (", "the scale is there twice"),
+    ],
+    "rms_norm": [
+        (".mean(-1, keepdim=True) + eps)", ".sum(-1, keepdim=True) + eps)", "divides by that of their mean"),
+        (
+            "torch.sqrt(x.square().mean(-1, keepdim=True) + eps)",
+            "(x.square().mean(-1, keepdim=True).sqrt() + eps)",
+            "under",
+        ),
+        (".mean(-1, keepdim=True)", ".mean()", "each token has its own"),
+        (" * weight", "", "the weight is missing"),
+    ],
+    "rotate": [
+        ("[..., :half], x[..., half:]", "[..., 0::2], x[..., 1::2]", "answer: max error"),
+        ("a * angles.cos() - b", "a * angles.cos() + b", "answer: max error"),
+        ("positions[:, None, None]", "torch.arange(len(x))[:, None, None]", "is not its position"),
+        ("base ** (", "1.0 ** (", "all pairs turn at the same speed"),
+        ("/ half)", "/ (2 * half))", "here it is -i / d"),
+    ],
+    "sample": [
+        ("logits / temperature", "logits * temperature", "not multiplied"),
+        ("u * total", "u", "has to sum to 1 again"),
+        ("        if total >= top_p:\n            break\n", "", "top_p is not used"),
+        ("    if temperature == 0:\n        return int(logits.argmax())\n", "", "not the expected number"),
+        ("sorted(range(len(probabilities)), key=lambda token: -probabilities[token])", "range(len(logits))", "ids"),
     ],
 }

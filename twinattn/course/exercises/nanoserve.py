@@ -1,8 +1,8 @@
-"""A server in one file: the first 23 functions of the exercises, put together; the others are of other models.
+"""A server in one file: 26 functions of the exercises, put together; the others are for other models.
 
-It serves a Llama that transformers has loaded, and replaces its attention only. A step is one call of the model for all
-requests: some tokens of prompts, one of each answer, and guesses of what may follow. How a layer computes its attention
-is its `way`, and each layer may have another:
+It is `first_engine`, served by a learner: the layers of its `Llama`, and a step that runs it once for all requests,
+over some tokens of prompts, one of each output, and guesses of what may follow. How a layer computes its attention is
+its `way`, and each layer may have another:
 
     head, heads, paged     one head at a time; all heads; all sequences           4 gather 5 6 7 8
     cascade                what all requests share, once                          16 17
@@ -11,18 +11,20 @@ is its `way`, and each layer may have another:
     window, chunk, sinks   other masks, other models                              12 13 14 15 18
     int8                   keys and values of eight bits                          19
 
-Every step asks 1 slot, 2 slot_mapping and 3 write where its tokens go, and 21 tree_mask who sees whom among guesses.
+Every step asks 1 slot, 2 slot_mapping and 3 write where its tokens go, 21 tree_mask who sees whom among guesses, and
+31 sample for the next token; 29 rms_norm and 30 rotate are the rest of the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from twinattn.course.exercises.exercise import Function
+from twinattn.course.first_engine import Llama
 
 EXACT = ("head", "heads", "paged", "cascade", "split", "online", "triton", "latent", "ranks")  # one answer, many ways
 OTHERS = ("window", "chunk", "sinks")  # other masks, so other answers
@@ -187,7 +189,7 @@ class Server:
         """Make the pools.
 
         Args:
-            model: a Llama of transformers, whose attention becomes ours.
+            model: a Llama of transformers, whose weights are served.
             functions: those of the exercises, by name.
             ways: how the layers attend, one after the other and round again.
             num_blocks: of each pool.
@@ -195,10 +197,9 @@ class Server:
             budget: tokens in a step; decodes go first.
             guesses: whether to guess tokens, and to verify a tree of them in each step.
         """
-        from transformers import AttentionInterface
-
         config = model.config
-        self.model, self.f, self.budget, self.guesses = model, functions, budget, guesses
+        self.model = Llama(model, functions["rms_norm"], functions["rotate"])
+        self.f, self.budget, self.guesses = functions, budget, guesses
         self.ways = [ways[layer % len(ways)] for layer in range(config.num_hidden_layers)]
         sizes = num_blocks, block_size, config.num_key_value_heads, config.head_dim
         self.pools = [tuple(torch.zeros(2, *sizes)) for _ in self.ways]
@@ -207,8 +208,6 @@ class Server:
         self.sinks = torch.linspace(-2.0, 2.0, config.num_attention_heads)
         self.free, self.cached = list(range(num_blocks)), dict[tuple[int, ...], int]()
         self.running: list[Request] = []
-        AttentionInterface.register("nanoserve", _attention)
-        model.set_attn_implementation("nanoserve")
 
     def serve(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
         """Answer some prompts: the most likely tokens of each."""
@@ -245,10 +244,10 @@ class Server:
         step = Step(self, query_lens, seq_lens, tables, torch.tensor(slots), trees)
         tokens = [r.tokens[r.computed :][:count] + drafts for r, count, drafts in chosen]
         positions = [self._positions(r, q, tree) for (r, *_), q, tree in zip(chosen, query_lens, trees, strict=True)]
-        ids, places = (torch.tensor(sum(each, []))[None] for each in (tokens, positions))
-        logits = self.model(ids, position_ids=places, step=step, use_cache=False).logits[0]
-        for (request, count, drafts), (first, last) in zip(chosen, pairwise([0, *accumulate(query_lens)]), strict=True):
-            self._take(request, count, drafts, logits[first:last].argmax(-1).tolist())
+        ids, places = (torch.tensor(sum(each, [])) for each in (tokens, positions))
+        logits = self.model.forward(ids, places, torch.arange(len(ids)), step.attend)
+        for (request, count, drafts), rows in zip(chosen, logits.split(query_lens), strict=True):
+            self._take(request, count, drafts, [self.f["sample"](row, 0.0, 1.0, 0.0) for row in rows])
 
     def _positions(self, request: Request, count: int, tree: list[int]) -> list[int]:
         depths = [*range(count - 1), 1] if tree else range(count)  # the last guess is a sibling of the first
@@ -292,9 +291,3 @@ class Server:
         del request.output[min([request.max_tokens, *ends]) :]
         if ends or len(request.output) == request.max_tokens:
             self.running.remove(request)
-
-
-def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, step: Step, **rest: Any) -> Any:
-    """Take the place of transformers' attention: the tokens of all requests in one row, heads second."""
-    rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return step.attend(module.layer_idx, *rows)[None], None

@@ -1,6 +1,6 @@
 """Answer with a real model and a learner's own functions, in the server of `nanoserve`, beside transformers' answers.
 
-It serves two questions four times, so that each of the 23 functions computes something:
+It serves two questions four times, so that each of the 26 functions computes something:
 
     every layer another way    attention is the same whatever computes it, so the answers have to be
     with guesses               so they have to be here

@@ -1,6 +1,6 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from twinattn.course.exercises.functions import attention, cache, gradients, merging, states, visibility
+from twinattn.course.exercises.functions import attention, cache, gradients, merging, model, states, visibility
 
 EXERCISES = (
     cache.SLOT,
@@ -31,4 +31,7 @@ EXERCISES = (
     states.FOLD,
     states.ROLLBACK,
     gradients.BACKWARD,
+    model.RMS_NORM,
+    model.ROTATE,
+    model.SAMPLE,
 )
