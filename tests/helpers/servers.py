@@ -22,3 +22,21 @@ def names_of(page: str, server: str) -> set[str]:
 
 def words_of(code: str) -> list[str]:
     return re.findall(r"[A-Za-z_]\w+", code)
+
+
+def places_of(page: str, column: str) -> list[tuple[str, str]]:
+    """Return what the column of a server says to be in which file: (`EngineCore.step`, `v1/engine/core.py`)."""
+    found: list[tuple[str, str]] = []
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        head, _, *rows = [line.strip().strip("|").split(" | ") for line in table.splitlines()]
+        for i in (i for i, title in enumerate(head) if title.strip() == column):
+            found += [place for row in rows for place in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", row[i])]
+    return found
+
+
+def is_there(folder: Path, name: str, file: str) -> bool:
+    """Return whether a file defines a class or a function, or a class in it has that method or inherits it."""
+    if not (folder / file).is_file():
+        return False
+    source = (folder / file).read_text()
+    return all(re.search(rf"^ *(?:async )?(?:def|class) {part}\b", source, re.MULTILINE) for part in name.split("."))

@@ -1,4 +1,4 @@
-"""The names that docs/reference/servers.md says vLLM has are in the vLLM that is installed.
+"""The names that docs/reference/servers.md and docs/request.md say vLLM has are in the vLLM that is installed.
 
 Not a part of `make test`: `make vllm-test` runs it where vLLM is. `names_of` is tested without vLLM, in tests/tools.
 """
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.servers import PAGE, names_of
+from tests.helpers.servers import PAGE, ROOT, is_there, names_of, places_of
+
+PLACES = places_of((ROOT / "docs/request.md").read_text(), "vLLM")
 
 
 @pytest.mark.parametrize("name", sorted(names_of(PAGE.read_text(), "vLLM")))
@@ -17,10 +19,21 @@ def test_vllm_has_the_name(name, words):
     assert name in words, f"{PAGE.name}: vLLM has no {name}"
 
 
+@pytest.mark.parametrize(("name", "file"), sorted(set(PLACES)))
+def test_vllm_has_it_in_the_file(name, file, folder):
+    assert is_there(folder, name, file), f"docs/request.md: {file} of vLLM has no {name}"
+
+
 @pytest.fixture(scope="session")
-def words():
-    """Return every word of vLLM's sources."""
+def folder():
+    """Return where vLLM's sources are."""
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
-    files = Path(spec.submodule_search_locations[0]).rglob("*.py")
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.fixture(scope="session")
+def words(folder):
+    """Return every word of vLLM's sources."""
+    files = folder.rglob("*.py")
     return {word for file in files for word in re.findall(r"\w+", file.read_text(errors="ignore"))}
