@@ -17,6 +17,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract varlen_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- ladder decode -->                              the rungs of a ladder: changes, questions, measurements
+    ... <!-- compiled decode mla -->                        the kernel of calls, as the compiler sees it
     ... <!-- exercise slot -->                              the box in which an exercise is written
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
@@ -43,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import address
+import folds
 import ladders
 import pyodide
 from latex2mathml.converter import convert as latex_to_mathml
@@ -322,11 +324,17 @@ def ladder(page: Page, instead: str, name: str) -> str:
     return ladders.page(name, to(page, f"source/notebooks/ladder/{name}"))
 
 
+def compiled(page: Page, instead: str, *names: str) -> str:
+    """Show the kernel of some calls as the compiler sees it, a tab for each."""
+    return folds.tabs(names) or instead
+
+
 INSERTS = {
     insert.__name__: insert
     for insert in (
         api,
         code,
+        compiled,
         contract,
         exercise,
         exercises,

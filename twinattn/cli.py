@@ -1,5 +1,6 @@
-"""The command line: `twinattn demo`, `serve`, `prove`, `search`, `bench`, `ladder`, `exercises` and others."""
+"""The command line: `twinattn demo`, `serve`, `prove`, `search`, `bench`, `explain`, `exercises` and others."""
 
+import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -178,6 +179,24 @@ def doctor() -> None:
     from fastattn import doctor as module
 
     module.run()
+
+
+@main.command()
+def explain(
+    source: Annotated[str, typer.Option(help="Which call: decode, split, prefill, window, rows, interval, mla, ...")],
+) -> None:
+    """Print the Triton kernel of a call as the compiler sees it: constants put in, branches decided."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: no GPU is needed
+    try:
+        from twinattn.course import explain as module
+
+        typer.echo(module.show(source))
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; Triton, which comes for Linux only, has to be installed", err=True)
+        raise typer.Exit(2) from error
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
 
 
 @main.command()

@@ -13,6 +13,7 @@ COMMANDS = (
     "bench",
     "load",
     "ladder",
+    "explain",
     "doctor",
     "notebooks",
     "exercises",

@@ -30,7 +30,8 @@ SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|contract|exercise|exercises|kernels|ladder|measured|picture|reports|says|tested)\b"
+    r"<!-- (?P<name>api|code|compiled|contract|exercise|exercises|kernels|ladder|measured|picture|reports|says|"
+    r"tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
 

@@ -199,7 +199,8 @@ class FirstEngine:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             key_cache, value_cache = self.pools[layer]
             kv_cache.write(key, value, key_cache, value_cache, slots)
-            out: Tensor = chunked_prefill.attention(query, key_cache, value_cache, plan)
+            out = chunked_prefill.attention(query, key_cache, value_cache, plan)
+            assert isinstance(out, Tensor)  # without its log-sum-exps
             return out
 
         tokens = [token for r, count in scheduled for token in r.tokens[r.computed : r.computed + count]]
