@@ -30,17 +30,27 @@ SEEN: dict[str, Any] = {}  # what one event leaves for a later one
 IZE = re.compile(r"((?:de)?quanti|(?:de)?normali|materiali|initiali|optimi|seriali)([sz])(e[srd]?|ing|ation)")
 LONGEST = 200  # characters of a description
 NO_PARAGRAPH = re.compile(r"^(#|<|\||!|```|-|\d+\.|\?\?\?|:::|---|\$\$|    )")
-# At any depth, and wherever the site is: all that is known are the names of what stands at its top. At the root of
-# several versions, `versions` are their names, `shown` is the one to lead to from elsewhere, and `root` is where the
-# root is, if that is known.
+# At any depth, and wherever the site is: all that is known are the names of what stands at its top. Where the address has
+# none of them, the script asks from the top down which folder has the site's style. At the root of several versions,
+# `versions` are their names, `shown` is the one to lead to from elsewhere, and `root` is where the root is, if that is
+# known.
 FIND_TOP = """<script>
 (function (names, versions, shown, root) {
   var parts = location.pathname.split("/"), from = root ? root.split("/").length - 1 : 1;
   function place(known) {
     return parts.findIndex(function (part, i) { return i >= from && known.indexOf(part) >= 0; });
   }
+  function asked() {
+    for (var i = 1; i < parts.length - 1 && self.XMLHttpRequest; i++) {
+      var request = new XMLHttpRequest();
+      request.open("HEAD", parts.slice(0, i).join("/") + "/assets/site.css", false);
+      try { request.send(); } catch (error) { break; }
+      if (request.status === 200) return i;
+    }
+    return parts.length - 1;
+  }
   var version = place(versions), at = place(names);
-  var end = version >= 0 ? version + 1 : shown && root ? from : at >= 0 ? at : parts.length - 1;
+  var end = version >= 0 ? version + 1 : shown && root ? from : at >= 0 ? at : asked();
   var top = parts.slice(0, end).concat(version < 0 && shown ? [shown] : []).join("/") + "/";
   self.siteTop = top.replace(/["<>]/g, "");
   document.write('<base href="' + siteTop + '">');

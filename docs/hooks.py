@@ -72,13 +72,14 @@ LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+FOLDED = re.compile(r'<details class="(?:question|tip)"')  # answers and hints, which the search does not print
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
 DEFINITION = re.compile(r" *(async def|class|def) ")
 SOURCES = (
     *("refattn/**/*.py", "fastattn/**/*.py", "fastattn/**/*.c", "twinattn/**/*.py"),
-    *("tests/**/*.py", "notebooks/exercises/**/*.py", "notebooks/ladder/**/*.py"),
+    *("tests/**/*.py", "notebooks/exercises/**/*.py", "notebooks/ladder/**/*.py", "docs/exhibits.py"),
 )
 
 
@@ -123,13 +124,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make MathML of the formulas, which browsers draw without any script, and a paragraph of a docstring's source."""
+    """Make MathML of formulas, and a paragraph of a docstring's source; keep answers and hints from the search."""
 
     def formula(match: re.Match[str]) -> str:
         display = "inline" if match[1] == "span" else "block"
         return latex_to_mathml(html.unescape(match[2]), display=display)
 
-    return SOURCE_OF_IDEA.sub(r"<p><strong>Source:</strong> \1 \2</p>", FORMULA.sub(formula, content))
+    content = SOURCE_OF_IDEA.sub(r"<p><strong>Source:</strong> \1 \2</p>", FORMULA.sub(formula, content))
+    return FOLDED.sub(r"\g<0> data-search-exclude", content)
 
 
 # --- inserts ---

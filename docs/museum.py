@@ -4,12 +4,17 @@ What went wrong, where it was reported and which test catches it is said once, i
 shows, in exhibits.py. `make readme` runs it.
 """
 
+import ast
 import html
+import inspect
 import math
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
+import exhibits
 from exhibits import EXHIBITS, PUZZLE_FILES, Exhibit, Picture
 
 ROOT = Path(__file__).parent.parent
@@ -28,14 +33,24 @@ HEAD = """\
 
 Rows are queries, columns are keys; letters name the requests of a batch, numbers positions. A filled cell is seen, and
 where weights differ, a fuller one counts more. In the bug's picture **+** marks what should not be there, and **−**
-what is missing. Where a mask does not show the bug, the numbers do; a frame marks those that are wrong. The code that
-draws is ours, `docs/exhibits.py`: it fails as the report says, and is not that of the server. The reference draws what
-is right.
+what is missing. Where a mask does not show the bug, the numbers do; a frame marks those that are wrong. Under each
+picture is the code that draws it. It is ours, from [the kit](../../twinattn/kit/mistakes/__init__.py), a puzzle or
+[`docs/exhibits.py`](../exhibits.py): it fails as the report says, and is not that of the server. The reference draws
+what is right.
 
 [All bugs](bugs.md), also those without a picture, each with the test that catches it. Some are also
 [puzzles](../exercises.md#the-puzzles): find the case that fails, and mend the code.
 
 """
+
+
+SYMPTOMS = {  # what a picture shows, by what a user would see
+    "nan": "NaN or infinity comes out",
+    "more": "a query sees what it should not: later tokens, other requests, old memory",
+    "less": "a query misses what it should see: context is forgotten",
+    "weights": "the keys are right, and their weights are not: answers are slightly off",
+    "numbers": "a number is wrong: a length, a slot, a table, a state",
+}
 
 
 def rows() -> dict[tuple[str, str], tuple[str, str, str]]:
@@ -53,7 +68,12 @@ def rows() -> dict[tuple[str, str], tuple[str, str, str]]:
 def page() -> str:
     """Make the page."""
     known, parts = rows(), list(dict.fromkeys(each.part for each in EXHIBITS))
-    lines = [HEAD.rstrip(), "", f"{len(EXHIBITS)} exhibits:", ""]
+    lines = [HEAD.rstrip(), "", "## By symptom", "", "An exhibit may have several.", ""]
+    shows = {each.title: symptoms(each.draw()) for each in EXHIBITS}
+    for symptom, says in SYMPTOMS.items():
+        titles = [f"[{title}](#{anchor(title)})" for title, found in shows.items() if symptom in found]
+        lines.append(f"- **{says}**: {'; '.join(titles)}")
+    lines += ["", "## By place", "", f"{len(EXHIBITS)} exhibits:", ""]
     for part in parts:
         titles = [f"[{each.title}](#{anchor(each.title)})" for each in EXHIBITS if each.part == part]
         lines.append(f"- **[{part}](#{anchor(part)})**: {'; '.join(titles)}")
@@ -76,7 +96,49 @@ def shown(each: Exhibit, says: str, reports: str, tests: str) -> Iterator[str]:
         about.append(f"Puzzle: [p{number} · {each.puzzle}](../../{file.relative_to(ROOT).as_posix()})")
     yield from (f"### {each.title}", "", says, "")
     yield from (f"![{described(each.draw())}](../assets/museum/{each.name}.svg)", "", each.says, "")
-    yield " · ".join(about)
+    yield from (" · ".join(about), "", "<details markdown><summary>The code</summary>", "")
+    yield from ("```py", code_of(each.draw), "```", "", "</details>")
+
+
+def symptoms(picture: Picture) -> set[str]:
+    """Return what a picture shows, by the names of `SYMPTOMS`."""
+    pairs = [pair for lines in zip(picture.right, picture.wrong, strict=True) for pair in zip(*lines, strict=True)]
+    if isinstance(pairs[0][0], str):
+        wrong = {cell for should, cell in pairs if cell != should}
+        return {"nan"} if wrong & {"NaN", "∞", "-∞", "−∞", "inf"} else {"numbers"}
+    found = {"nan"} if any(math.isnan(cell) for _, cell in pairs) else set()
+    numbers = [(should, cell) for should, cell in pairs if not math.isnan(cell) and abs(should - cell) > 1e-6]
+    found |= {"more" if not should else "less" if not cell else "weights" for should, cell in numbers}
+    return found - {"weights"} if found & {"more", "less"} else found
+
+
+def code_of(draw: Callable[[], Picture]) -> str:
+    """Return the lines of a bug: the mistake of the kit, of a puzzle or of this folder, and what runs it."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(draw))).body
+    assert isinstance(function, ast.FunctionDef)
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.Module(function.body, [])):
+        match node:
+            case ast.Call(ast.Name("broken"), [ast.Constant(str(name))]):
+                file = next(file for file in PUZZLE_FILES if file.stem[3:] == name)
+                found[name] = _definition(file.read_text(encoding="utf-8"), "broken")
+            case ast.Attribute(ast.Name(module), name) if isinstance(vars(exhibits).get(module), ModuleType):
+                mistake = getattr(vars(exhibits)[module], name, None)
+                if isinstance(mistake, type) and mistake.__module__.startswith("twinattn.kit."):
+                    found[name] = inspect.getsource(mistake).rstrip()
+            case ast.Name(name) if name not in ("Picture", "Example", "Exhibit"):
+                own = vars(exhibits).get(name)
+                if isinstance(own, type) and own.__module__ == exhibits.__name__:
+                    found[name] = inspect.getsource(own).rstrip()
+    source = inspect.getsource(draw)
+    lines = source.splitlines()[function.body[1].lineno - 1 :] if ast.get_docstring(function) else source.splitlines()
+    return "\n\n\n".join([*found.values(), textwrap.dedent("\n".join(lines)).strip("\n")])
+
+
+def _definition(source: str, name: str) -> str:
+    """Return a function of a file, as it stands there."""
+    node = next(node for node in ast.parse(source).body if getattr(node, "name", "") == name)
+    return ast.get_source_segment(source, node) or ""
 
 
 def anchor(title: str) -> str:

@@ -73,8 +73,8 @@ def tables() -> str:
             days = " to ".join([dates[0], dates[-1]] if len(dates) > 2 else dates)
             head = f"{machine['machine']['name']}, {machine['dtype']}, {days}"
             is_timed = any(reference(row) for _, _, row in rows)
-            titles = [head, "path", "fastattn", "fastest peer", "its time", "fastattn / peer", *["refattn"] * is_timed]
-            lines = [f"| {' | '.join(titles)} |", "|---|---|--:|---|--:|--:|" + "--:|" * is_timed]
+            titles = [head, "fastattn / peer", "fastattn", "its time", "fastest peer", "path", *["refattn"] * is_timed]
+            lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|---|---|" + "--:|" * is_timed]
             lines += [line(name, row, is_timed) for name, _, row in rows]
             parts.append("\n".join(lines + [loaded(file, is_timed) for file in sorted(LOADS.glob(f"{device}-*.json"))]))
     return "\n\n".join(parts)
@@ -85,8 +85,8 @@ def loaded(file: Path, is_timed: bool) -> str:
     found = json.loads(file.read_text())
     ours, peer = (last_round(found, server) for server in ("this engine", "nano-vllm"))
     name = f"nano-vllm's benchmark: 256 requests, {ours['tokens']} tokens ({found['date'][:10]})"
-    cells = [name, "engine", f"**{duration(ours['seconds'])}**", "nano-vllm", duration(peer["seconds"])]
-    cells.append(f"{ours['seconds'] / peer['seconds']:.2f}")
+    cells = [name, f"{ours['seconds'] / peer['seconds']:.2f}", f"**{duration(ours['seconds'])}**"]
+    cells += [duration(peer["seconds"]), "nano-vllm", "engine"]
     return f"| {' | '.join([*cells, *[''] * is_timed])} |"
 
 
@@ -131,8 +131,8 @@ def line(name: str, row: dict[str, Any], is_timed: bool) -> str:
     """Make the line of a row; with the time of the reference where others of the table have one."""
     peer = fastest_peer(row)
     pair = clocks.pair(row, peer or row["contenders"][0])
-    cells = [name, row["path"].replace("_", " "), f"**{duration(pair.ours)}**"]
-    cells += [peer["name"], duration(pair.its), share(row, peer)] if peer else ["", "", ""]
+    of_peer = [share(row, peer), duration(pair.its), peer["name"]] if peer else ["", "", ""]
+    cells = [name, of_peer[0], f"**{duration(pair.ours)}**", *of_peer[1:], row["path"].replace("_", " ")]
     return f"| {' | '.join([*cells, *[reference(row)] * is_timed])} |"
 
 

@@ -558,29 +558,39 @@ def test_programs_find_every_page(site):
 
 
 @pytest.mark.parametrize(
-    ("asked", "top"),
+    ("asked", "top", "style"),
     [
-        ("/nothing.html", "/"),
-        ("/twins/nothing.html", "/twins/"),
-        ("/twins/dev/paths/nothing.html", "/twins/dev/"),
-        ("/twins/notebooks/deep/down/", "/twins/"),
+        ("/nothing.html", "/", "/"),
+        ("/twins/nothing.html", "/twins/", "/twins/"),
+        ("/twins/dev/paths/nothing.html", "/twins/dev/", "/twins/dev/"),
+        ("/twins/notebooks/deep/down/", "/twins/", "/twins/"),
+        ("/no/such/folder.html", "/", "/"),
+        ("/twins/no/such/folder.html", "/twins/", "/twins/"),
+        ("/no/such/server.html", "/no/such/", None),  # nothing answers
     ],
 )
-def test_the_page_of_wrong_addresses_finds_the_site(asked, top, site):
+def test_the_page_of_wrong_addresses_finds_the_site(asked, top, style, site):
     """Its links are relative to the top of the site, which a script finds, whatever folder the site is in."""
     page = next(path for path in site if path.name == "404.html")
-    assert top_found(page.read_text(), asked) == top
+    assert top_found(page.read_text(), asked, style) == top
     local = [url for url in site[page].links + site[page].fetched if not re.match(r"[a-z]+:|#", url)]
     assert len(local) > 20 and not [url for url in local if url.startswith("/")]
     assert all((page.parent / urldefrag(unquote(url)).url.split("?")[0]).exists() for url in local)
 
 
-def top_found(text: str, asked: str) -> str:
-    """Return what the page of wrong addresses takes for the top of the site, where an address is asked that is none."""
+def top_found(text: str, asked: str, style: str | None = None) -> str:
+    """Return what the page of wrong addresses takes for the top of the site, where an address is asked that is none.
+
+    The style of the site is in the folder `style`, as the server says that the page asks.
+    """
     script = re.search(r"<head>\s*<script>(.*?)</script>", text, re.DOTALL)[1]
     racer = MiniRacer()
     racer.eval("var self = globalThis, said = '', document = {write(text) { said += text; }};")
     racer.eval(f"var location = {{pathname: {asked!r}}};")
+    racer.eval(
+        "function XMLHttpRequest() {} XMLHttpRequest.prototype = {open(_, address) { this.address = address; },"
+        f"send() {{ this.status = this.address === {f'{style}assets/site.css'!r} ? 200 : 404; }}}};"
+    )
     config = re.search(r'<script id="__config"[^>]*>(.*?)</script>\s*<script>(.*?)</script>', text, re.DOTALL)
     racer.eval(f"var element = {{textContent: {json.dumps(config[1])}}}; document.getElementById = () => element;")
     racer.eval(script)
