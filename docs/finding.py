@@ -30,10 +30,10 @@ SEEN: dict[str, Any] = {}  # what one event leaves for a later one
 IZE = re.compile(r"((?:de)?quanti|(?:de)?normali|materiali|initiali|optimi|seriali)([sz])(e[srd]?|ing|ation)")
 LONGEST = 200  # characters of a description
 NO_PARAGRAPH = re.compile(r"^(#|<|\||!|```|-|\d+\.|\?\?\?|:::|---|\$\$|    )")
-# At any depth, and wherever the site is: all that is known are the names of what stands at its top. Where the address has
-# none of them, the script asks from the top down which folder has the site's style. At the root of several versions,
-# `versions` are their names, `shown` is the one to lead to from elsewhere, and `root` is where the root is, if that is
-# known.
+# At any depth, and wherever the site is: all that is known are the names of what stands at its top. Where an address
+# has none of them, the script asks from the top down which folder has the site's style. At the root of several
+# versions, `versions` are their names, `shown` is the one to lead to from elsewhere, and `root` is where the root is,
+# if that is known.
 FIND_TOP = """<script>
 (function (names, versions, shown, root) {
   var parts = location.pathname.split("/"), from = root ? root.split("/").length - 1 : 1;

@@ -509,6 +509,17 @@ def test_identifiers_are_found_whole_and_by_their_parts(site):
     assert british == american and {"paths/quantized.html", "reference/refattn.html"} <= british
 
 
+def test_the_search_leaves_out_answers_and_hints(site):
+    root = next(path for path in site if path.name == "404.html").parent
+    index = json.loads((root / "search/search_index.js").read_text().removeprefix("var __index = "))
+    said = "\n".join(entry["text"] for entry in index["docs"])
+    assert "Twice as long, and it makes 64 tokens" in (root / "notebooks/01_ragged_batch.html").read_text()
+    assert "Twice as long, and it makes 64 tokens" not in said and "Hint 1 of" not in said
+    search = Search(root)
+    assert search("occupancy") and search("num_stages") and search("wgmma")
+    assert search("seqused_k")[0][0][1].startswith("reference/arguments.html")
+
+
 def test_a_page_says_what_it_is_to_those_who_link_to_it(site):
     root = next(path for path in site if path.name == "404.html").parent
     said = {}

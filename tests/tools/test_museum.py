@@ -36,6 +36,25 @@ def test_the_page_is_up_to_date(museum):
     assert museum.PAGE.read_text(encoding="utf-8") == museum.page(), "`make readme` writes it"
 
 
+def test_every_exhibit_shows_its_code(museum):
+    """The bug, be it of the kit, of a puzzle or of the museum, and what draws it."""
+    codes = {each.name: museum.code_of(each.draw) for each in museum.EXHIBITS}
+    for name, code in codes.items():
+        compile(re.sub(r"^return ", "", code, flags=re.MULTILINE), name, "exec")
+        assert "Picture" in code or "return" in code, name
+    assert codes["nan_out_of_nothing"].startswith("def broken(outs")
+    assert codes["a_sequence_without_keys"].startswith("class EmptyUnwritten(")
+    assert "class RowsAreSequences(" in codes["requests_that_say_nothing"]
+    assert "class Cut(Attention" in codes["a_window_cut_to_the_number_of_keys"]
+
+
+def test_symptoms_are_what_the_pictures_show(museum):
+    found = {each.name: museum.symptoms(each.draw()) for each in museum.EXHIBITS}
+    assert all(found.values()) and set().union(*found.values()) == set(museum.SYMPTOMS)
+    assert found["a_sequence_without_keys"] == {"nan"} and found["two_logarithms"] == {"weights"}
+    assert found["a_cap_that_unmasks"] == {"more"} and "less" in found["a_window_cut_to_the_number_of_keys"]
+
+
 def test_every_exhibit_has_its_row_and_its_test(museum):
     """What went wrong, the report and the tests are those of the list of bugs, and the tests are there."""
     rows = museum.rows()
