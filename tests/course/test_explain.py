@@ -20,6 +20,7 @@ from twinattn import cli
 from twinattn.course import explain
 from twinattn.course.folded import fold_kernel
 
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the command prepares its calls for the interpreter")
 HEADER = """
 import triton
 import triton.language as tl
@@ -59,7 +60,6 @@ def computed(kernel, grid, arguments, given):
     return [tensor.clone() for tensor in out]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a folded kernel runs in the interpreter")
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", [name for name in explain.CALLS if name != "split"])
 def test_what_is_folded_computes_the_same(name, tmp_path, monkeypatch):

@@ -96,13 +96,18 @@ def test_wrong_answers_are_named_as_in_the_terminal(name):
         ("online_softmax", ", row_max + log(row_sum)", "", "expected (out, lse), got list"),
         ("fold", "(v - answer)", "v", "the value is added whole"),
         ("fold", "faded =", "state[0][0] = 7.0; faded =", "the argument state was changed"),
+        ("rms_norm", "/ len(row) + eps", "+ eps", "divides by that of their mean"),
+        ("rotate", "position * speed", "-position * speed", "the pairs turn the other way"),
+        ("rotate", "-i / half", "-i / (2 * half)", "here it is -i / d"),
+        ("sample", "logits[token] / temp", "logits[token] * temp", "not multiplied"),
+        ("sample", "    if temperature == 0:\n        return order[0]\n", "", "ZeroDivisionError"),
         ("gather", "return ", "", "is there a `return`?"),
         ("gather", "range(seq_len)", "range(seq_len + 1)", "expected 5 entries, got 6"),
         ("gather", "cache[blocks", "kache[blocks", "NameError: name 'kache' is not defined"),
         ("fold", "faded =", "faded = =", "SyntaxError"),
         ("fold", "def fold", "def fault", "there is no function fold"),
     ],
-    ids=range(17),
+    ids=range(22),
 )
 def test_what_is_wrong_over_lists_is_said(name, old, new, says):
     source = solution(name)

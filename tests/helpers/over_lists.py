@@ -47,6 +47,36 @@ OVER_LISTS = {
     answers = [sum(x * k for x, k in zip(row, key)) for row in faded]
     return [[x + beta * (v - answer) * k for x, k in zip(row, key)] for row, v, answer in zip(faded, value, answers)]
 """,
+    "rms_norm": """
+    roots = [(sum(x * x for x in row) / len(row) + eps) ** 0.5 for row in x]
+    return [[a / root * w for a, w in zip(row, weight)] for row, root in zip(x, roots)]
+""",
+    "rotate": """
+    from math import cos, sin
+    half = len(x[0][0]) // 2
+    speeds = [base ** (-i / half) for i in range(half)]
+    def turn(head, position):
+        a, b, angles = head[:half], head[half:], [position * speed for speed in speeds]
+        first = [u * cos(angle) - v * sin(angle) for u, v, angle in zip(a, b, angles)]
+        return first + [v * cos(angle) + u * sin(angle) for u, v, angle in zip(a, b, angles)]
+    return [[turn(head, position) for head in token] for token, position in zip(x, positions)]
+""",
+    "sample": """
+    from math import exp
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])
+    if temperature == 0:
+        return order[0]
+    weights = [exp(logits[token] / temperature) for token in order]
+    kept, total = 0, 0.0
+    while kept < len(order) and total < top_p * sum(weights):
+        total += weights[kept]
+        kept += 1
+    running = 0.0
+    for token, weight in zip(order[:kept], weights):
+        running += weight
+        if running > u * total:
+            return token
+""",
 }
 
 
