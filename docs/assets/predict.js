@@ -103,7 +103,7 @@ if (typeof document !== "undefined") {
 
     function show({ same, count }) {
       node.dataset.state = same === count ? "right" : "tried"
-      says.textContent = same === count ? "✓ Right." : count > 1 ? `${same} of ${count} are right.` : "Not so."
+      says.textContent = same === count ? "✓ Right." : count > 1 ? `${same} of ${count} are right.` : "Not quite."
     }
 
     form.append(el("button", { type: "submit", className: "md-button" }, "Check"), says)

@@ -205,9 +205,8 @@ class FirstEngine:
 
         tokens = [token for r, count in scheduled for token in r.tokens[r.computed : r.computed + count]]
         last = [end - 1 for end in accumulate(query_lens)]  # the last new token of each request
-        inputs = (torch.tensor(each, device=self.device) for each in (tokens, last))
+        ids, rows = torch.tensor(tokens, device=self.device), torch.tensor(last, device=self.device)
         with torch.no_grad():
-            ids, rows = inputs
             logits = self.model.forward(ids, positions, rows, attend)
         for (request, count), row in zip(scheduled, logits, strict=True):
             request.computed += count

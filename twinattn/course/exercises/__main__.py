@@ -266,6 +266,9 @@ def serve(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:
     """Answer with a real model and the functions that are right."""
     from twinattn.course.exercises import serve as module
 
+    console.print(
+        "Checking your functions, and then answering two questions four times: 2 to 5 minutes.\n", style="dim"
+    )
     done = [task for task in tasks if isinstance(task, Task) and task.check().state == "done"]
     functions = {task.name: getattr(learner.load(task.file), task.name) for task in done}
     numbers = {task.name: task.number for task in tasks}
