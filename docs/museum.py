@@ -130,9 +130,9 @@ def code_of(draw: Callable[[], Picture]) -> str:
                 own = vars(exhibits).get(name)
                 if isinstance(own, type) and own.__module__ == exhibits.__name__:
                     found[name] = inspect.getsource(own).rstrip()
-    source = inspect.getsource(draw)
-    lines = source.splitlines()[function.body[1].lineno - 1 :] if ast.get_docstring(function) else source.splitlines()
-    return "\n\n\n".join([*found.values(), textwrap.dedent("\n".join(lines)).strip("\n")])
+    lines = inspect.getsource(draw).splitlines()  # the decorator, the head, the docstring, and what draws
+    body = "\n".join(lines[function.body[1].lineno - 1 :]).strip("\n")
+    return "\n\n\n".join([*found.values(), f"{lines[function.lineno - 1]}\n{body}"])
 
 
 def _definition(source: str, name: str) -> str:

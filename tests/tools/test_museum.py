@@ -40,8 +40,8 @@ def test_every_exhibit_shows_its_code(museum):
     """The bug, be it of the kit, of a puzzle or of the museum, and what draws it."""
     codes = {each.name: museum.code_of(each.draw) for each in museum.EXHIBITS}
     for name, code in codes.items():
-        compile(re.sub(r"^return ", "", code, flags=re.MULTILINE), name, "exec")
-        assert "Picture" in code or "return" in code, name
+        compile(code, name, "exec")
+        assert f"def {name}() -> Picture:" in code
     assert codes["nan_out_of_nothing"].startswith("def broken(outs")
     assert codes["a_sequence_without_keys"].startswith("class EmptyUnwritten(")
     assert "class RowsAreSequences(" in codes["requests_that_say_nothing"]
