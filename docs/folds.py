@@ -5,12 +5,13 @@ import textwrap
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: no GPU is needed
+
 
 def tabs(names: Sequence[str]) -> str:
     """Return the kernels of calls, folded; nothing where there is no Triton."""
     if find_spec("triton") is None:
         return ""
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before it is imported: no GPU is needed
     from twinattn.course import explain
 
     parts = []
