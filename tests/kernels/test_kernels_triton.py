@@ -1172,24 +1172,20 @@ def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
 @pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
 def test_chunks_of_states_are_read_16_bytes_at_a_time(rows, monkeypatch):
     """What a launch is given is looked at: an interpreter answers rightly however rows lie."""
-    launches = []
-
-    class Noted:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda **given: (launches.append(given), self.kernel[grid](**given))
-
-    for name in ("_within_kernel", "_chunks_kernel"):
-        monkeypatch.setattr(triton_recurrent, name, Noted(getattr(triton_recurrent, name)))
+    launches, launch_once = [], triton_recurrent.launch_once
+    monkeypatch.setattr(
+        triton_recurrent,
+        "launch_once",
+        lambda *kernel, **given: (launches.append(given), launch_once(*kernel, **given)),
+    )
     step = states.Step(*(laid(x, rows) for x in states.draw(17, dk=40, dv=24, per_channel=True, dtype=torch.float16)))
     tables = dict(state_indices=states.ints([0]))
     states.attend("triton", step, states.draw_states(1, 4, 24, 40), states.lengths([17], [0]), **tables)
     assert len(launches) == 2
     for launch in launches:
-        for name in {"query", "key", "value", "log_decay"} & launch.keys():
-            assert launch[name].data_ptr() % 16 == 0 and launch[name].stride(-1) == 1, name
-            assert not any(stride % 16 for stride in launch[f"{name}_strides"][:-1]), name
+        given = launch["tokens"]._asdict() | (launch["gates"]._asdict() if "gates" in launch else {})
+        for name in {"query", "key", "value", "log_decay"} & given.keys():
+            assert given[name].data_ptr() % 16 == 0 and given[name].stride(-1) == 1, name
+            assert not any(stride % 16 for stride in given[f"{name}_strides"][:-1]), name
         for name in ("written", "answered", "queries_since", "keys_until"):
-            assert launch[name].stride(1) % 16 == 0, name
+            assert getattr(launch["solved"], name).stride(1) % 16 == 0, name

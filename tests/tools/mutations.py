@@ -2485,8 +2485,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.states:find_sequence",
-            "tl.where(has_state, start, -1).to(tl.int64)",
-            "start.to(tl.int64)",
+            "    start = tl.where(has_state, start, -1)\n",
+            "",
         ),
     ),
     *breaks(
@@ -2581,8 +2581,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.convolution:_keep",
-            "        x = tl.load(of_inputs + (first_row + source) * row_stride",
-            "        x = tl.load(of_inputs + (first_row + source - 1) * row_stride",
+            "        x = tl.load(of_inputs + (sequence.first_row + source) * inputs.strides[0]",
+            "        x = tl.load(of_inputs + (sequence.first_row + source - 1) * inputs.strides[0]",
         ),
     ),
     *breaks(
@@ -2596,8 +2596,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.states:find_sequence",
-            "(accepted - 1).to(tl.int64) * column_stride",
-            "0 * accepted * column_stride",
+            "(accepted - 1).to(tl.int64) * tables.column_stride",
+            "0 * accepted * tables.column_stride",
         ),
     ),
     *breaks(
@@ -2621,8 +2621,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.chunks:_chunks_kernel",
-            "            end = position + tl.minimum(first + CHUNK, length)",
-            "            end = first + CHUNK",
+            "            end = sequence.position + tl.minimum(first + TILE.CHUNK, sequence.length)",
+            "            end = sequence.position * 0 + first + TILE.CHUNK",
         ),
     ),
     *breaks(

@@ -22,52 +22,141 @@ So every exponent is a sum of logarithms of decays, and no factor is larger than
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 
-from fastattn.kernels.triton.states import CHANGING, find_sequence
+from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
-@triton.jit
-@no_type_check
-def _first_place(cu_seqlens_q, sequence, CHUNK: tl.constexpr):
-    return tl.load(cu_seqlens_q + sequence) // CHUNK + 2 * sequence
+class ChunkSizes(NamedTuple):
+    """The constants of both launches.
+
+    Attributes:
+        CHUNK: tokens of a chunk.
+        LEVELS: sizes of blocks of tokens, 2, 4, 8 .. up to a chunk; 0 without decays per channel.
+        COLUMNS: keys or values that `_within_kernel` holds at a time.
+        PRECISION: of matrix products.
+    """
+
+    CHUNK: Any
+    LEVELS: Any
+    COLUMNS: Any
+    PRECISION: Any
+
+
+class Solved(NamedTuple):
+    """What the tokens of all chunks are to one another, from `_within_kernel` to `_chunks_kernel`.
+
+    Attributes:
+        written: [t, hv, dv], in rows of ROW_V: what each token writes after a state of zeros.
+        answered: [t, hv, dk], in rows of ROW_K: times the state before, what it writes less; None without the delta
+            rule.
+        weights: [t, hv, CHUNK]: of what the chunk's tokens write, in the output of each query.
+        decays: [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: in its last row, all of it.
+        queries_since: [t, hv, dk], queries times the channels' decays since the chunk's start; else None.
+        keys_until: [t, hv, dk], keys times the channels' decays up to its end; else None.
+        ROW_K: from row to row of keys.
+        ROW_V: from row to row of values.
+    """
+
+    written: Any
+    answered: Any
+    weights: Any
+    decays: Any
+    queries_since: Any
+    keys_until: Any
+    ROW_K: Any
+    ROW_V: Any
+
+
+class Chunk(NamedTuple):
+    """The tokens of a chunk, in one head.
+
+    Attributes:
+        first: the first of them, counted in the sequence; negative where that begins inside the chunk.
+        length: tokens of the sequence.
+        row: [CHUNK], the query row of each.
+        is_token: [CHUNK], which of them there are.
+        own_row: [CHUNK], the row of each in what is solved, [t, hv].
+        own_last: that of the last one.
+    """
+
+    first: Any
+    length: Any
+    row: Any
+    is_token: Any
+    own_row: Any
+    own_last: Any
+
+
+class Channels(NamedTuple):
+    """Logarithms of decays of some channels of a head: where those of row 0 are, and from row to row."""
+
+    log_decay: Any
+    stride: Any
+    is_channel: Any
 
 
 @triton.jit
 @no_type_check
-def _find_chunk(place, cu_seqlens_q, num_seqs, CHUNK: tl.constexpr):
+def _first_place(tables, number, TILE):
+    return tl.load(tables.cu_seqlens_q + number) // TILE.CHUNK + 2 * number
+
+
+@triton.jit
+@no_type_check
+def _find_chunk(tables, place, TILE):
     """Return the sequence that has some place among all chunks, and which of its chunks it is, found by halving.
 
     Chunks end where positions are multiples of their size, so a sequence has at most two more than it fills.
     """
-    sequence = place * 0
-    high = num_seqs - 1
-    while sequence < high:
-        middle = (sequence + high + 1) // 2
-        if _first_place(cu_seqlens_q, middle, CHUNK) <= place:
-            sequence = middle
+    number = place * 0
+    high = tables.num_seqs - 1
+    while number < high:
+        middle = (number + high + 1) // 2
+        if _first_place(tables, middle, TILE) <= place:
+            number = middle
         else:
             high = middle - 1
-    return sequence, place - _first_place(cu_seqlens_q, sequence, CHUNK)
+    return number, place - _first_place(tables, number, TILE)
 
 
 @triton.jit
 @no_type_check
-def _between(log_decay, row, first, length, stride, CHUNK: tl.constexpr):
+def _chunk_from(sequence, first, head, TILE):
+    """Return the chunk that begins at a token of a sequence."""
+    at = tl.arange(0, TILE.CHUNK)
+    row = sequence.first_row + first + at
+    is_token = (first + at >= 0) & (first + at < sequence.length)
+    last_row = sequence.first_row + tl.minimum(first + TILE.CHUNK, sequence.length) - 1
+    heads = tl.num_programs(1)
+    return Chunk(first, sequence.length, row, is_token, row * heads + head, last_row * heads + head)
+
+
+@triton.jit
+@no_type_check
+def _load_rows(rows, strides, chunk, head, columns, is_column):
+    """Load some columns of one head, [CHUNK, columns], of the tokens of a chunk."""
+    of_rows = rows + head * strides[1] + chunk.row[:, None] * strides[0]
+    return tl.load(of_rows + columns[None, :] * strides[2], chunk.is_token[:, None] & is_column[None, :], 0.0)
+
+
+@triton.jit
+@no_type_check
+def _between(log_decay, stride, chunk, TILE):
     """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end.
 
     Sums go along the rows of the matrix, whose elements a thread holds more of: so they take fewer exchanges.
     """
-    at = tl.arange(0, CHUNK)
-    in_chunk = (first + at >= 0) & (first + at < length)
-    logs = tl.load(log_decay + row * stride, in_chunk, 0.0).to(tl.float32)
-    has_next = (first + at + 1 >= 0) & (first + at + 1 < length) & (at + 1 < CHUNK)
-    later = tl.load(log_decay + (row + 1) * stride, has_next, 0.0).to(tl.float32)
+    at = tl.arange(0, TILE.CHUNK)
+    logs = tl.load(log_decay + chunk.row * stride, chunk.is_token, 0.0).to(tl.float32)
+    following = chunk.first + at + 1
+    has_next = (following >= 0) & (following < chunk.length) & (at + 1 < TILE.CHUNK)
+    later = tl.load(log_decay + (chunk.row + 1) * stride, has_next, 0.0).to(tl.float32)
     sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)
     between = tl.where(at[:, None] >= at[None, :], tl.exp(sums), 0.0)
     return between, tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True))
@@ -75,78 +164,59 @@ def _between(log_decay, row, first, length, stride, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _of_channels(of_decays, first_row, first, length, in_k, stride, CHUNK: tl.constexpr):
-    """Return the decays of each channel since the start of a chunk, after each token up to its end, and of all."""
-    logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, CHUNK)
-    return tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(logs, 0))
+def _channels_of(gates, head, columns, is_column):
+    """Return some channels of a head."""
+    strides = gates.log_decay_strides
+    return Channels(gates.log_decay + head * strides[1] + columns[None, :] * strides[2], strides[0], is_column)
 
 
 @triton.jit
 @no_type_check
-def _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def _read_logs(channels, chunk, BLOCK: tl.constexpr, TILE):
     """Return the logarithms of each token, and those of the token after it, 0 after the last one of a block."""
-    at = tl.arange(0, CHUNK)
-    token = first + at
-    of_tokens = of_decays + (first_row + token)[:, None] * stride
-    is_real = (token >= 0) & (token < length)
-    logs = tl.load(of_tokens, is_real[:, None] & in_k[None, :], 0.0).to(tl.float32)
-    has_next = (token + 1 >= 0) & (token + 1 < length) & (at % BLOCK != BLOCK - 1)
-    later = tl.load(of_tokens + stride, has_next[:, None] & in_k[None, :], 0.0).to(tl.float32)
+    at = tl.arange(0, TILE.CHUNK)
+    of_tokens = channels.log_decay + chunk.row[:, None] * channels.stride
+    is_channel = channels.is_channel[None, :]
+    logs = tl.load(of_tokens, chunk.is_token[:, None] & is_channel, 0.0).to(tl.float32)
+    following = chunk.first + at + 1
+    has_next = (following >= 0) & (following < chunk.length) & (at % BLOCK != BLOCK - 1)
+    later = tl.load(of_tokens + channels.stride, has_next[:, None] & is_channel, 0.0).to(tl.float32)
     return logs, later
 
 
 @triton.jit
 @no_type_check
-def _weights(
-    left,
-    right,
-    of_decays,
-    first_row,
-    first,
-    length,
-    in_k,
-    stride,
-    CHUNK: tl.constexpr,
-    PAD_K: tl.constexpr,
-    LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Return `sum over d of left[i, d] right[j, d] D[i, j, d]` for j <= i, and 0 for others."""
-    at = tl.arange(0, CHUNK)
-    left, right = left.to(tl.float32), right.to(tl.float32)
-    weights = tl.where(at[:, None] == at[None, :], tl.sum(left * right, 1)[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
-        products = _pairs(
-            left, right, of_decays, first_row, first, length, in_k, stride, CHUNK, PAD_K, 1 << level, PRECISION
-        )
-        half_i, half_j = at[:, None] >> level, at[None, :] >> level
-        weights = tl.where((half_i > half_j) & (half_i // 2 == half_j // 2), products, weights)
-    return weights
+def _decays_of(channels, chunk, TILE):
+    """Return the decays of channels since the start of a chunk, after each token up to its end, and of all tokens."""
+    logs, later = _read_logs(channels, chunk, TILE.CHUNK, TILE)
+    return tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(logs, 0))
 
 
 @triton.jit
 @no_type_check
-def _pairs(
-    left,
-    right,
-    of_decays,
-    first_row,
-    first,
-    length,
-    in_k,
-    stride,
-    CHUNK: tl.constexpr,
-    PAD_K: tl.constexpr,
-    HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _pairs(left, right, channels, chunk, HALF: tl.constexpr, TILE):
     """Return the weight of tokens i and j, if i is in the second half of a block of two, and j in the first."""
-    logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, HALF)
-    since = tl.cumsum(tl.reshape(logs, [CHUNK // HALF, HALF, PAD_K]), 1)
-    until = tl.cumsum(tl.reshape(later, [CHUNK // HALF, HALF, PAD_K]), 1, reverse=True)
-    left *= tl.exp(tl.reshape(since, [CHUNK, PAD_K]))
-    right *= tl.exp(tl.reshape(until, [CHUNK, PAD_K]))
-    return tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    PAD_K: tl.constexpr = left.shape[1]
+    logs, later = _read_logs(channels, chunk, HALF, TILE)
+    since = tl.cumsum(tl.reshape(logs, [TILE.CHUNK // HALF, HALF, PAD_K]), 1)
+    until = tl.cumsum(tl.reshape(later, [TILE.CHUNK // HALF, HALF, PAD_K]), 1, reverse=True)
+    left *= tl.exp(tl.reshape(since, [TILE.CHUNK, PAD_K]))
+    right *= tl.exp(tl.reshape(until, [TILE.CHUNK, PAD_K]))
+    return tl.dot(left, tl.trans(right), input_precision=TILE.PRECISION)
+
+
+@triton.jit
+@no_type_check
+def _weights(left, right, channels, chunk, TILE):
+    """Return `sum over d of left[i, d] right[j, d] D[i, j, d]` for j <= i, and 0 for others."""
+    at = tl.arange(0, TILE.CHUNK)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    weights = tl.where(at[:, None] == at[None, :], tl.sum(left * right, 1)[:, None], 0.0)
+    for level in tl.static_range(TILE.LEVELS):
+        products = _pairs(left, right, channels, chunk, 1 << level, TILE)
+        half_i, half_j = at[:, None] >> level, at[None, :] >> level
+        weights = tl.where((half_i > half_j) & (half_i // 2 == half_j // 2), products, weights)
+    return weights
 
 
 @triton.jit
@@ -224,261 +294,136 @@ def _invert(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _within_kernel(
-    query,
-    key,
-    value,
-    log_decay,
-    beta,
-    written,  # [t, hv, dv], in rows of ROW_V: what each token writes after a state of zeros
-    answered,  # [t, hv, dk], in rows of ROW_K: times the state before, what it writes less; None without the delta rule
-    weights,  # [t, hv, CHUNK]: of what the chunk's tokens write, in the answer to each query
-    decays,  # [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: in its last row, all of it
-    queries_since,  # [t, hv, dk], queries times the channels' decays since the chunk's start; else None
-    keys_until,  # [t, hv, dk], keys times the channels' decays up to its end; else None
-    query_strides,
-    key_strides,
-    value_strides,
-    log_decay_strides,
-    beta_strides,
-    cu_seqlens_q,
-    seq_lens,
-    state_indices,
-    has_initial_state,
-    num_accepted,
-    checkpoints,
-    table_stride,
-    column_stride,
-    has_stride,
-    accepted_stride,
-    checkpoint_stride,
-    checkpoint_column_stride,
-    num_seqs,
-    num_tokens,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    PAD_K: tl.constexpr,
-    ROW_K: tl.constexpr,
-    ROW_V: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_DRAFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    LEVELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _within_kernel(tokens, gates, tables, solved, TILE):
     """Compute what the tokens of one chunk are to one another, in one head; all chunks are independent here."""
-    sequence, chunk = _find_chunk(tl.program_id(0), cu_seqlens_q, num_seqs, CHUNK)
-    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // GROUP).to(tl.int64)
-    first_row, length, position, slot, _ = find_sequence(
-        sequence,
-        cu_seqlens_q,
-        seq_lens,
-        state_indices,
-        has_initial_state,
-        num_accepted,
-        table_stride,
-        column_stride,
-        has_stride,
-        accepted_stride,
-        num_seqs,
-        num_tokens,
-    )
-    first = chunk * CHUNK - position % CHUNK
-    if (slot < 0) | (first >= length):
+    number, place = _find_chunk(tables, tl.program_id(0), TILE)
+    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
+    sequence = find_sequence(tables, number)
+    first = place * TILE.CHUNK - sequence.position % TILE.CHUNK
+    if (sequence.slot < 0) | (first >= sequence.length):
         return
-    at = tl.arange(0, CHUNK)
-    in_chunk = (first + at >= 0) & (first + at < length)
-    row = first_row + first + at
-    own_row = row * tl.num_programs(1) + head
-    at_k = tl.arange(0, PAD_K).to(tl.int64)
-    in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
-    of_rows = key + key_head * key_strides[1] + row[:, None] * key_strides[0]
-    keys = tl.load(of_rows + at_k[None, :] * key_strides[2], in_keys, 0.0)
-    of_queries = query + key_head * query_strides[1] + row[:, None] * query_strides[0]
-    queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
-    of_decays = log_decay + head * log_decay_strides[1]
-    if PER_CHANNEL:
-        in_k, stride = at_k < DK, log_decay_strides[0]
-        of_channels = of_decays + at_k[None, :] * log_decay_strides[2]
-        products = _weights(
-            queries, keys, of_channels, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
-        )
+    chunk = _chunk_from(sequence, first, head, TILE)
+    at = tl.arange(0, TILE.CHUNK)
+    at_k = tl.arange(0, tokens.PAD_K).to(tl.int64)
+    in_k = at_k < tokens.DK
+    keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, in_k)
+    queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, in_k)
+    if gates.PER_CHANNEL:
+        channels = _channels_of(gates, head, at_k, in_k)
+        products = _weights(queries, keys, channels, chunk, TILE)
     else:
-        between, from_start, to_end = _between(of_decays, row, first, length, log_decay_strides[0], CHUNK)
-        tl.store(decays + own_row * 2, from_start, in_chunk)
-        tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
-        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
+        of_decays = gates.log_decay + head * gates.log_decay_strides[1]
+        between, from_start, to_end = _between(of_decays, gates.log_decay_strides[0], chunk, TILE)
+        tl.store(solved.decays + chunk.own_row * 2, from_start, chunk.is_token)
+        tl.store(solved.decays + chunk.own_row * 2 + 1, to_end, chunk.is_token)
+        products = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
     products = tl.where(at[:, None] >= at[None, :], products, 0.0)  # a product of 0 and NaN would be NaN
-    tl.store(weights + own_row[:, None] * CHUNK + at[None, :], products, in_chunk[:, None])
+    own_weights = solved.weights + chunk.own_row[:, None] * TILE.CHUNK + at[None, :]
+    tl.store(own_weights, products, chunk.is_token[:, None])
 
-    rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
-    OPERAND: tl.constexpr = written.dtype.element_ty
-    if DELTA:
-        if PER_CHANNEL:
-            system = _weights(
-                keys, keys, of_channels, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
-            )
+    of_rates = gates.beta + chunk.row * gates.beta_strides[0] + head * gates.beta_strides[1]
+    rates = tl.load(of_rates, chunk.is_token, 0.0).to(tl.float32)
+    OPERAND: tl.constexpr = solved.written.dtype.element_ty
+    if gates.DELTA:
+        if gates.PER_CHANNEL:
+            system = _weights(keys, keys, channels, chunk, TILE)
         else:
-            system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between
+            system = tl.dot(keys, tl.trans(keys), input_precision=TILE.PRECISION) * between
         system *= -rates[:, None]
         system = tl.where(at[:, None] > at[None, :], system, 0.0)
         is_finite = tl.abs(system) < float("inf")
-        inverse = _invert(tl.where(is_finite, system, 0.0), PRECISION, CHUNK).to(OPERAND)
+        inverse = _invert(tl.where(is_finite, system, 0.0), TILE.PRECISION, TILE.CHUNK).to(OPERAND)
         is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then all that is written from here on is NaN
-    for first_column in range(0, DK if DELTA or PER_CHANNEL else 0, COLUMNS):
-        columns = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)
-        in_part = in_chunk[:, None] & (columns < DK)[None, :]
-        part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
-        at_part = own_row[:, None] * ROW_K + columns[None, :]
-        if PER_CHANNEL:
-            of_part = of_decays + columns[None, :] * log_decay_strides[2]
-            since, until, total = _of_channels(
-                of_part, first_row, first, length, columns < DK, log_decay_strides[0], CHUNK
-            )
-            last = (first_row + tl.minimum(first + CHUNK, length) - 1) * tl.num_programs(1) + head
-            tl.store(decays + last * DK + columns, total, columns < DK)
-            tl.store(keys_until + at_part, part * until, in_part)
-            asked = tl.load(of_queries + columns[None, :] * query_strides[2], in_part, 0.0).to(tl.float32)
-            tl.store(queries_since + at_part, asked * since, in_part)
+    for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
+        columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
+        is_column = columns < tokens.DK
+        in_part = chunk.is_token[:, None] & is_column[None, :]
+        part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
+        at_part = chunk.own_row[:, None] * solved.ROW_K + columns[None, :]
+        if gates.PER_CHANNEL:
+            since, until, total = _decays_of(_channels_of(gates, head, columns, is_column), chunk, TILE)
+            tl.store(solved.decays + chunk.own_last * tokens.DK + columns, total, is_column)
+            tl.store(solved.keys_until + at_part, part * until, in_part)
+            asked = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, columns, is_column).to(tl.float32)
+            tl.store(solved.queries_since + at_part, asked * since, in_part)
         else:
             since = from_start[:, None]
-        if DELTA:
+        if gates.DELTA:
             part = tl.where(is_bad, float("nan"), part * rates[:, None] * since)
-            part = _dot_with_earlier(inverse, part, OPERAND, PRECISION, CHUNK)
-            tl.store(answered + at_part, part, in_part)
-    of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
-    for first_column in range(0, DV, COLUMNS):
-        columns = (first_column + tl.arange(0, COLUMNS)).to(tl.int64)
-        in_part = in_chunk[:, None] & (columns < DV)[None, :]
-        part = tl.load(of_values + columns[None, :] * value_strides[2], in_part, 0.0).to(tl.float32) * rates[:, None]
-        if DELTA:
-            part = _dot_with_earlier(inverse, tl.where(is_bad, float("nan"), part), OPERAND, PRECISION, CHUNK)
+            part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
+            tl.store(solved.answered + at_part, part, in_part)
+    for first_column in range(0, tokens.DV, TILE.COLUMNS):
+        columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
+        is_column = columns < tokens.DV
+        part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
+        part *= rates[:, None]
+        if gates.DELTA:
+            part = tl.where(is_bad, float("nan"), part)
+            part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
         else:
             is_finite = tl.abs(part) < float("inf")
-            part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), part)
-        tl.store(written + own_row[:, None] * ROW_V + columns[None, :], part, in_part)
+            part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), TILE.CHUNK), float("nan"), part)
+        of_written = solved.written + chunk.own_row[:, None] * solved.ROW_V + columns[None, :]
+        tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _chunks_kernel(
-    query,
-    key,
-    states,
-    out,
-    written,
-    answered,
-    weights,
-    decays,
-    queries_since,
-    keys_until,
-    query_strides,
-    key_strides,
-    states_strides,
-    out_strides,
-    cu_seqlens_q,
-    seq_lens,
-    state_indices,
-    has_initial_state,
-    num_accepted,
-    checkpoints,
-    table_stride,
-    column_stride,
-    has_stride,
-    accepted_stride,
-    checkpoint_stride,
-    checkpoint_column_stride,
-    num_seqs,
-    num_tokens,
-    scale,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    PAD_K: tl.constexpr,
-    ROW_K: tl.constexpr,
-    ROW_V: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_DRAFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE, BLOCK_V: tl.constexpr):
     """Go through the chunks of a sequence with part of one head's state, which is `[dk, dv]` here."""
-    sequence = tl.program_id(0)
-    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // GROUP).to(tl.int64)
-    first_row, length, position, slot, start = find_sequence(
-        sequence,
-        cu_seqlens_q,
-        seq_lens,
-        state_indices,
-        has_initial_state,
-        num_accepted,
-        table_stride,
-        column_stride,
-        has_stride,
-        accepted_stride,
-        num_seqs,
-        num_tokens,
-    )
+    sequence = find_sequence(tables, tl.program_id(0))
+    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
     at_v = (tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
-    at_k, at = tl.arange(0, PAD_K).to(tl.int64), tl.arange(0, CHUNK)
-    in_v, in_k = at_v < DV, at_k < DK
+    at_k, at = tl.arange(0, tokens.PAD_K).to(tl.int64), tl.arange(0, TILE.CHUNK)
+    in_v, in_k = at_v < tokens.DV, at_k < tokens.DK
     of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
-    if slot < 0:
-        for first in range(0, length, CHUNK):
-            row = first_row + first + at
-            zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
-            tl.store(of_out + row[:, None] * out_strides[0], zeros, (first + at < length)[:, None] & in_v[None, :])
+    if sequence.slot < 0:
+        for first in range(0, sequence.length, TILE.CHUNK):
+            row = sequence.first_row + first + at
+            in_rows = (first + at < sequence.length)[:, None] & in_v[None, :]
+            tl.store(
+                of_out + row[:, None] * out_strides[0], tl.zeros([TILE.CHUNK, BLOCK_V], out.dtype.element_ty), in_rows
+            )
         return
-    of_states = (
-        states + head * states_strides[1] + at_v[None, :] * states_strides[2] + at_k[:, None] * states_strides[3]
-    )
+    of_states = states.pool + head * states.strides[1]
+    of_states = of_states + at_v[None, :] * states.strides[2] + at_k[:, None] * states.strides[3]
     in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
-    OPERAND: tl.constexpr = written.dtype.element_ty
-    for first in range(-(position % CHUNK), length, CHUNK):
-        in_chunk = (first + at >= 0) & (first + at < length)
-        row = first_row + first + at
-        own_row = row * tl.num_programs(1) + head
-        in_keys, in_values = in_chunk[:, None] & in_k[None, :], in_chunk[:, None] & in_v[None, :]
-        values = tl.load(written + own_row[:, None] * ROW_V + at_v[None, :], in_values, 0.0).to(tl.float32)
+    in_start = in_state & (sequence.start >= 0)
+    state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
+    OPERAND: tl.constexpr = solved.written.dtype.element_ty
+    for first in range(-(sequence.position % TILE.CHUNK), sequence.length, TILE.CHUNK):
+        chunk = _chunk_from(sequence, first, head, TILE)
+        in_keys, in_values = chunk.is_token[:, None] & in_k[None, :], chunk.is_token[:, None] & in_v[None, :]
+        of_written = solved.written + chunk.own_row[:, None] * solved.ROW_V + at_v[None, :]
+        values = tl.load(of_written, in_values, 0.0).to(tl.float32)
         before = state.to(OPERAND)
-        if DELTA:
-            answers = tl.load(answered + own_row[:, None] * ROW_K + at_k[None, :], in_keys, 0.0)
-            values -= tl.dot(answers, before, input_precision=PRECISION)
-        last = (first_row + tl.minimum(first + CHUNK, length) - 1) * tl.num_programs(1) + head
-        if PER_CHANNEL:
-            at_keys = own_row[:, None] * ROW_K + at_k[None, :]
-            keys = tl.load(keys_until + at_keys, in_keys, 0.0)
-            queries = tl.load(queries_since + at_keys, in_keys, 0.0)
-            total = tl.load(decays + last * DK + at_k, in_k, 0.0)[:, None]
-            kept, result = values, tl.dot(queries, before, input_precision=PRECISION)
+        at_keys = chunk.own_row[:, None] * solved.ROW_K + at_k[None, :]
+        if solved.answered is not None:  # with the delta rule
+            answers = tl.load(solved.answered + at_keys, in_keys, 0.0)
+            values -= tl.dot(answers, before, input_precision=TILE.PRECISION)
+        if solved.keys_until is not None:  # with decays per channel
+            keys = tl.load(solved.keys_until + at_keys, in_keys, 0.0)
+            queries = tl.load(solved.queries_since + at_keys, in_keys, 0.0)
+            total = tl.load(solved.decays + chunk.own_last * tokens.DK + at_k, in_k, 0.0)[:, None]
+            kept, result = values, tl.dot(queries, before, input_precision=TILE.PRECISION)
         else:
-            of_keys = key + key_head * key_strides[1] + row[:, None] * key_strides[0]
-            keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0).to(OPERAND)
-            of_queries = query + key_head * query_strides[1] + row[:, None] * query_strides[0]
-            queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0).to(OPERAND)
-            total = tl.load(decays + last * 2)
-            kept = values * tl.load(decays + own_row * 2 + 1, in_chunk, 0.0)[:, None]
-            result = tl.dot(queries, before, input_precision=PRECISION)
-            result *= tl.load(decays + own_row * 2, in_chunk, 0.0)[:, None]
-        state = state * total + tl.dot(tl.trans(keys), kept.to(OPERAND), input_precision=PRECISION)
-        own_weights = tl.load(weights + own_row[:, None] * CHUNK + at[None, :], in_chunk[:, None], 0.0)
+            keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, in_k).to(OPERAND)
+            queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, in_k).to(OPERAND)
+            total = tl.load(solved.decays + chunk.own_last * 2)
+            kept = values * tl.load(solved.decays + chunk.own_row * 2 + 1, chunk.is_token, 0.0)[:, None]
+            result = tl.dot(queries, before, input_precision=TILE.PRECISION)
+            result *= tl.load(solved.decays + chunk.own_row * 2, chunk.is_token, 0.0)[:, None]
+        state = state * total + tl.dot(tl.trans(keys), kept.to(OPERAND), input_precision=TILE.PRECISION)
+        of_weights = solved.weights + chunk.own_row[:, None] * TILE.CHUNK + at[None, :]
+        own_weights = tl.load(of_weights, chunk.is_token[:, None], 0.0)
         is_finite = tl.abs(values) < float("inf")  # NaN is in all rows after the first that has it: see above
-        result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=PRECISION)
+        result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=TILE.PRECISION)
         result = tl.where(is_finite, result * scale, float("nan"))
-        tl.store(of_out + row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
-        if BLOCK_SIZE:
-            end = position + tl.minimum(first + CHUNK, length)
-            if (end % BLOCK_SIZE == 0) & (first + CHUNK <= length):
-                column = (end // BLOCK_SIZE - 1).to(tl.int64)
-                of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
-                own = tl.load(of_slot).to(tl.int64)
-                tl.store(of_states + own * states_strides[0], state.to(states.dtype.element_ty), in_state & (own >= 0))
-    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state)
+        tl.store(of_out + chunk.row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
+        if tables.BLOCK_SIZE:
+            end = sequence.position + tl.minimum(first + TILE.CHUNK, sequence.length)
+            if (end % tables.BLOCK_SIZE == 0) & (first + TILE.CHUNK <= sequence.length):
+                own = checkpoint_slot(tables, sequence, end)
+                in_slot = in_state & (own >= 0)
+                tl.store(of_states + own * states.strides[0], state.to(states.pool.dtype.element_ty), in_slot)
+    tl.store(of_states + sequence.slot * states.strides[0], state.to(states.pool.dtype.element_ty), in_state)

@@ -23,9 +23,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton.chunks import _chunks_kernel, _within_kernel
-from fastattn.kernels.triton.launch import INTERPRETED
-from fastattn.kernels.triton.states import CHANGING, find_sequence, tables_of
+from fastattn.kernels.triton.chunks import ChunkSizes, Solved, _chunks_kernel, _within_kernel
+from fastattn.kernels.triton.launch import INTERPRETED, launch_once
+from fastattn.kernels.triton.states import (
+    CHANGING,
+    Gates,
+    Tokens,
+    checkpoint_slot,
+    draft_slot,
+    find_sequence,
+    states_of,
+    tables_of,
+)
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 
@@ -56,65 +65,126 @@ def recurrent(
     out: Float[Tensor, "t hv dv"] | None,
 ) -> Float[Tensor, "t hv dv"]:
     """Fold new tokens into states; see `fastattn.dispatch`."""
-    num_tokens, num_heads, value_head_size = value.shape
-    key_head_size, per_channel = query.shape[-1], log_decay.ndim == 3
     out = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
-    if not num_tokens:
+    if not len(query):
         return out
+    scale = query.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    per_channel = log_decay.ndim == 3
     chunk = _chunk_size(plan, query, per_channel)
-    by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
-    if not by_token:
-        query, key, value = _aligned(query), _aligned(key), _aligned(value)
+    if plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
+        tokens, gates = _tokens_of(query, key, value), _gates_of(log_decay, beta, options)
+        _launch_tokens(tokens, gates, states, out, plan, scale)
+    else:
         log_decay = _aligned(log_decay) if per_channel else log_decay
-    tensors = dict(query=query, key=key, value=value, beta=beta, log_decay=log_decay, states=states, out=out)
-    arguments = {
-        **tensors,
-        **{f"{name}_strides": x.stride() for name, x in tensors.items()},
-        **tables_of(plan, num_tokens),
-        "scale": key_head_size**-0.5 if options.scale is None else float(options.scale),
-        "GROUP": num_heads // query.shape[1],
-        "DK": key_head_size,
-        "DV": value_head_size,
-        "PAD_K": _pad(key_head_size),
-        "DELTA": options.delta,
-    }
-    values_of = _values_by_token if by_token else _values_at_once
-    block_v = min(values_of(plan.batch.num_seqs * num_heads, query, value), _pad(value_head_size))
-    parts = triton.cdiv(value_head_size, block_v)
-    arguments["PER_CHANNEL"] = per_channel
-    if by_token:  # programs in the order of their parts in memory: a state is read as one piece
-        num_programs = max(1, plan.batch.num_seqs) * num_heads * parts
-        _tokens_kernel[(num_programs,)](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
-        return out
-    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
-    arguments |= {"CHUNK": chunk, "PRECISION": precision}
-    arguments |= {"ROW_K": _pitch(key_head_size), "ROW_V": _pitch(value_head_size)}
-    # What 16 bits round here is what they round anyway, but fp16 may not hold it: products are in bfloat16, or in 32.
-    operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-    like_keys = num_tokens, num_heads, _pitch(key_head_size)
-
-    def empty(*shape: int, dtype: torch.dtype = operand) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=value.device)
-
-    made = {
-        "written": empty(num_tokens, num_heads, _pitch(value_head_size)),
-        "answered": empty(*like_keys) if options.delta else None,
-        "weights": empty(num_tokens, num_heads, chunk),
-        "decays": empty(num_tokens, num_heads, key_head_size if per_channel else 2, dtype=torch.float32),
-        "queries_since": empty(*like_keys) if per_channel else None,
-        "keys_until": empty(*like_keys) if per_channel else None,
-    }
-    num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
-    own = {name: x for name, x in arguments.items() if name not in _OF_STATES}
-    levels = chunk.bit_length() - 1 if per_channel else 0
-    on_nvidia = {} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}
-    _within_kernel[(num_places, num_heads)](
-        **own, **made, LEVELS=levels, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **on_nvidia
-    )
-    own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
-    grid = (plan.batch.num_seqs + 1, num_heads, parts)
-    _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
+        tokens = _tokens_of(_aligned(query), _aligned(key), _aligned(value))
+        _launch_chunks(tokens, _gates_of(log_decay, beta, options), states, out, plan, scale, chunk)
     return out
+
+
+def _tokens_of(query: Tensor, key: Tensor, value: Tensor) -> Tokens:
+    """Return tokens as a kernel takes them."""
+    return Tokens(
+        query=query,
+        key=key,
+        value=value,
+        query_strides=query.stride(),
+        key_strides=key.stride(),
+        value_strides=value.stride(),
+        GROUP=tl.constexpr(value.shape[1] // query.shape[1]),
+        DK=tl.constexpr(query.shape[2]),
+        DV=tl.constexpr(value.shape[2]),
+        PAD_K=tl.constexpr(_pad(query.shape[2])),
+    )
+
+
+def _gates_of(log_decay: Tensor, beta: Tensor, options: RecurrentOptions) -> Gates:
+    """Return gates as a kernel takes them."""
+    return Gates(
+        log_decay=log_decay,
+        beta=beta,
+        log_decay_strides=log_decay.stride(),
+        beta_strides=beta.stride(),
+        PER_CHANNEL=tl.constexpr(log_decay.ndim == 3),
+        DELTA=tl.constexpr(options.delta),
+    )
+
+
+def _launch_tokens(tokens: Tokens, gates: Gates, states: Tensor, out: Tensor, plan: StatePlan, scale: float) -> None:
+    """Go token by token. Programs come in the order of their parts in memory: a state is read as one piece."""
+    num_tokens, num_heads, size = out.shape
+    block_v = min(_values_by_token(plan.batch.num_seqs * num_heads, tokens.query, tokens.value), _pad(size))
+    launch_once(
+        _tokens_kernel,
+        (max(1, plan.batch.num_seqs) * num_heads * triton.cdiv(size, block_v),),
+        tokens=tokens,
+        gates=gates,
+        states=states_of(states),
+        out=out,
+        out_strides=out.stride(),
+        tables=tables_of(plan, num_tokens),
+        scale=scale,
+        NUM_HEADS=num_heads,
+        BLOCK_V=block_v,
+        num_warps=TOKENS_WARPS,
+    )
+
+
+def _launch_chunks(
+    tokens: Tokens, gates: Gates, states: Tensor, out: Tensor, plan: StatePlan, scale: float, chunk: int
+) -> None:
+    """Go chunk by chunk, in two launches."""
+    (num_tokens, num_heads, size), query = out.shape, tokens.query
+    num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
+    block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, tokens.value), _pad(size))
+    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
+    levels = chunk.bit_length() - 1 if gates.PER_CHANNEL.value else 0
+    tile = ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision)))
+    solved = _empty(tokens, gates, chunk)
+    shared = dict(tokens=tokens, tables=tables_of(plan, num_tokens), solved=solved, TILE=tile)
+    launch_once(
+        _within_kernel,
+        (num_places, num_heads),
+        **shared,
+        gates=gates,
+        num_warps=WITHIN_WARPS,
+        **({} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}),
+    )
+    launch_once(
+        _chunks_kernel,
+        (plan.batch.num_seqs + 1, num_heads, triton.cdiv(size, block_v)),
+        **shared,
+        states=states_of(states),
+        out=out,
+        out_strides=out.stride(),
+        scale=scale,
+        BLOCK_V=block_v,
+        num_warps=CHUNKS_WARPS,
+        num_stages=_stages(query, chunk),
+    )
+
+
+def _empty(tokens: Tokens, gates: Gates, chunk: int) -> Solved:
+    """Allocate what one launch leaves for the other.
+
+    What 16 bits round there is what they round anyway, but fp16 may not hold it: it is in bfloat16, or in 32 bits.
+    """
+    (num_tokens, num_heads, value_size), key_size = tokens.value.shape, tokens.DK.value
+    per_channel, query = gates.PER_CHANNEL.value, tokens.query
+    operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+
+    def empty(size: int, dtype: torch.dtype = operand) -> Tensor:
+        return torch.empty(num_tokens, num_heads, size, dtype=dtype, device=query.device)
+
+    return Solved(
+        written=empty(_pitch(value_size)),
+        answered=empty(_pitch(key_size)) if gates.DELTA.value else None,
+        weights=empty(chunk),
+        decays=empty(key_size if per_channel else 2, torch.float32),
+        queries_since=empty(_pitch(key_size)) if per_channel else None,
+        keys_until=empty(_pitch(key_size)) if per_channel else None,
+        ROW_K=tl.constexpr(_pitch(key_size)),
+        ROW_V=tl.constexpr(_pitch(value_size)),
+    )
 
 
 def _aligned(rows: Tensor) -> Tensor:
@@ -166,10 +236,6 @@ def _pad(size: int) -> int:
     return max(FEWEST_IN_CHUNK, triton.next_power_of_2(size))
 
 
-_OF_STATES = ("states", "states_strides", "out", "out_strides", "scale")
-_OF_CHUNKS = ("value", "value_strides", "log_decay", "log_decay_strides", "beta", "beta_strides")
-
-
 def _chunk_size(plan: StatePlan, query: Tensor, per_channel: bool) -> int:
     """Return how many tokens a chunk has: blocks end with one, and two of them fit into shared memory; 0 if none does.
 
@@ -199,112 +265,71 @@ def _stages(query: Tensor, chunk: int) -> int:
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
+@triton.jit
+@no_type_check
+def _load_row(rows, strides, row, head, at, in_row):
+    """Load elements of one token and head."""
+    of_row = rows + row * strides[0] + head * strides[1]
+    return tl.load(of_row + at * strides[2], in_row, 0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _load_gate(gate, strides, row, head):
+    """Load the gate of one token and head."""
+    return tl.load(gate + row * strides[0] + head * strides[1]).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _tokens_kernel(
-    query,
-    key,
-    value,
-    log_decay,
-    beta,
-    states,
-    out,
-    query_strides,
-    key_strides,
-    value_strides,
-    log_decay_strides,
-    beta_strides,
-    states_strides,
-    out_strides,
-    cu_seqlens_q,
-    seq_lens,
-    state_indices,
-    has_initial_state,
-    num_accepted,
-    checkpoints,
-    table_stride,
-    column_stride,
-    has_stride,
-    accepted_stride,
-    checkpoint_stride,
-    checkpoint_column_stride,
-    num_seqs,
-    num_tokens,
-    scale,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    PAD_K: tl.constexpr,
-    DELTA: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    PER_DRAFT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    tokens, gates, states, out, out_strides, tables, scale, NUM_HEADS: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """Fold the tokens of a sequence into part of one head's state, one by one."""
-    PARTS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    PARTS: tl.constexpr = (tokens.DV + BLOCK_V - 1) // BLOCK_V
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % NUM_HEADS
-    key_head, head = (head // GROUP).to(tl.int64), head.to(tl.int64)
-    sequence = tl.program_id(0) // (PARTS * NUM_HEADS)
-    first_row, length, position, slot, start = find_sequence(
-        sequence,
-        cu_seqlens_q,
-        seq_lens,
-        state_indices,
-        has_initial_state,
-        num_accepted,
-        table_stride,
-        column_stride,
-        has_stride,
-        accepted_stride,
-        num_seqs,
-        num_tokens,
-    )
+    key_head, head = (head // tokens.GROUP).to(tl.int64), head.to(tl.int64)
+    sequence = find_sequence(tables, tl.program_id(0) // (PARTS * NUM_HEADS))
     at_v = (part * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
-    at_k = tl.arange(0, PAD_K).to(tl.int64)
-    in_v, in_k = at_v < DV, at_k < DK
+    at_k = tl.arange(0, tokens.PAD_K).to(tl.int64)
+    in_v, in_k = at_v < tokens.DV, at_k < tokens.DK
     of_out = out + head * out_strides[1] + at_v * out_strides[2]
-    of_states = (
-        states + head * states_strides[1] + at_v[:, None] * states_strides[2] + at_k[None, :] * states_strides[3]
-    )
+    of_states = states.pool + head * states.strides[1]
+    of_states = of_states + at_v[:, None] * states.strides[2] + at_k[None, :] * states.strides[3]
     in_state = in_v[:, None] & in_k[None, :]
-    state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
-    first_zero = tl.where(slot < 0, 0, length)
-    last_zero = tl.where(sequence + 1 >= num_seqs, num_tokens - first_row, length)
+    in_start = in_state & (sequence.start >= 0)
+    state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
+    first_zero = tl.where(sequence.slot < 0, 0, sequence.length)
+    is_last = sequence.number + 1 >= tables.num_seqs
+    last_zero = tl.where(is_last, tables.num_tokens - sequence.first_row, sequence.length)
     for token in range(first_zero, last_zero):  # padding rows; the last sequence writes those past the end
-        tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
-    for token in range(0, tl.where(slot < 0, 0, length)):
-        row = first_row + token
-        at = row * key_strides[0] + key_head * key_strides[1]
-        k = tl.load(key + at + at_k * key_strides[2], in_k, 0.0).to(tl.float32)
-        at = row * query_strides[0] + key_head * query_strides[1]
-        q = tl.load(query + at + at_k * query_strides[2], in_k, 0.0).to(tl.float32) * scale
-        at = row * value_strides[0] + head * value_strides[1]
-        v = tl.load(value + at + at_v * value_strides[2], in_v, 0.0).to(tl.float32)
-        of_decay = log_decay + row * log_decay_strides[0] + head * log_decay_strides[1]
-        if PER_CHANNEL:
-            state *= tl.exp(tl.load(of_decay + at_k * log_decay_strides[2], in_k, 0.0).to(tl.float32))[None, :]
+        at_row = (sequence.first_row + token) * out_strides[0]
+        tl.store(of_out + at_row, tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
+    for token in range(0, tl.where(sequence.slot < 0, 0, sequence.length)):
+        row = sequence.first_row + token
+        k = _load_row(tokens.key, tokens.key_strides, row, key_head, at_k, in_k)
+        q = _load_row(tokens.query, tokens.query_strides, row, key_head, at_k, in_k) * scale
+        v = _load_row(tokens.value, tokens.value_strides, row, head, at_v, in_v)
+        if gates.PER_CHANNEL:
+            state *= tl.exp(_load_row(gates.log_decay, gates.log_decay_strides, row, head, at_k, in_k))[None, :]
         else:
-            state *= tl.exp(tl.load(of_decay).to(tl.float32))
-        if DELTA:
+            state *= tl.exp(_load_gate(gates.log_decay, gates.log_decay_strides, row, head))
+        if gates.DELTA:
             v -= tl.sum(state * k[None, :], 1)
-        v *= tl.load(beta + row * beta_strides[0] + head * beta_strides[1]).to(tl.float32)
+        v *= _load_gate(gates.beta, gates.beta_strides, row, head)
         state += v[:, None] * k[None, :]
-        answer = tl.sum(state * q[None, :], 1)
-        tl.store(of_out + row * out_strides[0], answer.to(out.dtype.element_ty), in_v)
-        kept = state.to(states.dtype.element_ty)
-        if PER_DRAFT:
-            at = sequence.to(tl.int64) * table_stride + tl.cast(token, tl.int64) * column_stride
-            own = tl.load(state_indices + at).to(tl.int64)
-            tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
-        if BLOCK_SIZE:  # noqa: SIM102 (without blocks the compiler leaves all of it out)
-            if (position + token + 1) % BLOCK_SIZE == 0:
-                column = ((position + token + 1) // BLOCK_SIZE - 1).to(tl.int64)
-                at = sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
-                own = tl.load(checkpoints + at).to(tl.int64)
-                tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
-    if not PER_DRAFT:
-        kept = state.to(states.dtype.element_ty)  # not read before the next step, so it leaves the cache first
-        tl.store(of_states + slot * states_strides[0], kept, in_state & (slot >= 0), cache_modifier=".cs")
+        result = tl.sum(state * q[None, :], 1)
+        tl.store(of_out + row * out_strides[0], result.to(out.dtype.element_ty), in_v)
+        kept = state.to(states.pool.dtype.element_ty)
+        if tables.PER_DRAFT:
+            own = draft_slot(tables, sequence, token)
+            tl.store(of_states + own * states.strides[0], kept, in_state & (own >= 0))
+        if tables.BLOCK_SIZE:  # noqa: SIM102 (without blocks the compiler leaves all of it out)
+            if (sequence.position + token + 1) % tables.BLOCK_SIZE == 0:
+                own = checkpoint_slot(tables, sequence, sequence.position + token + 1)
+                tl.store(of_states + own * states.strides[0], kept, in_state & (own >= 0))
+    if not tables.PER_DRAFT:
+        kept = state.to(states.pool.dtype.element_ty)  # not read before the next step, so it leaves the cache first
+        in_slot = in_state & (sequence.slot >= 0)
+        tl.store(of_states + sequence.slot * states.strides[0], kept, in_slot, cache_modifier=".cs")

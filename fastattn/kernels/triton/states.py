@@ -1,36 +1,163 @@
-"""Which sequence a program of a layer with a state computes, and in which slots its state is."""
+"""What the kernels of layers with a state take, as NamedTuples with the names of `refattn.recurrent`.
 
-from typing import Any, no_type_check
+tokens    query, key and value of each row
+gates     how much of a state a token keeps, and how much of itself it writes
+states    the pool
+tables    which rows are whose, and in which slots the states are: `refattn.states.StatePlan`
+"""
+
+from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from refattn.states import StatePlan
 
 CHANGING = ("num_seqs", "num_tokens", "table_stride", "column_stride", "checkpoint_stride", "checkpoint_column_stride")
 
 
-def tables_of(plan: StatePlan, num_tokens: int) -> dict[str, Any]:
-    """Return the tables of a plan as arguments of a kernel."""
-    indices, checkpoints = plan.state_indices, plan.checkpoint_indices
-    return dict(
+class Tokens(NamedTuple):
+    """The query rows of all sequences.
+
+    Attributes:
+        query: [t, h, dk].
+        key: [t, h, dk].
+        value: [t, hv, dv].
+        query_strides: of tokens, heads and elements.
+        key_strides: the same of keys.
+        value_strides: the same of values.
+        GROUP: value heads that share a query and a key, hv // h.
+        DK: elements of a key.
+        DV: elements of a value.
+        PAD_K: elements of a key in a tile.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    query_strides: Any
+    key_strides: Any
+    value_strides: Any
+    GROUP: Any
+    DK: Any
+    DV: Any
+    PAD_K: Any
+
+
+class Gates(NamedTuple):
+    """How much of a state a token keeps, and how much of itself it writes.
+
+    Attributes:
+        log_decay: [t, hv], or [t, hv, dk].
+        beta: [t, hv].
+        log_decay_strides: of tokens and heads, and of channels.
+        beta_strides: of tokens and heads.
+        PER_CHANNEL: whether each key channel has a decay of its own.
+        DELTA: whether a token writes only what the state does not yet return for its key.
+    """
+
+    log_decay: Any
+    beta: Any
+    log_decay_strides: Any
+    beta_strides: Any
+    PER_CHANNEL: Any
+    DELTA: Any
+
+
+class States(NamedTuple):
+    """The pool of states [n, hv, dv, dk], or of the last inputs of a convolution [n, w, c]."""
+
+    pool: Any
+    strides: Any
+
+
+class Tables(NamedTuple):
+    """The sequences of a step, and the slots of their states; `refattn.states.StatePlan` says more of each table.
+
+    Attributes:
+        cu_seqlens_q: [b+1], where the rows of each sequence begin.
+        seq_lens: [b].
+        state_indices: [b], or [b, c] with a slot per draft.
+        has_initial_state: [b].
+        num_accepted: [b], or None.
+        checkpoints: [b, m], or None.
+        table_stride: of the sequences in `state_indices`.
+        column_stride: of its columns, 0 without drafts.
+        has_stride: of `has_initial_state`.
+        accepted_stride: of `num_accepted`.
+        checkpoint_stride: of the sequences in `checkpoints`.
+        checkpoint_column_stride: of its columns.
+        num_seqs: b.
+        num_tokens: t, padding included.
+        PER_DRAFT: whether each draft has a slot.
+        BLOCK_SIZE: tokens in a block, 0 without checkpoints.
+    """
+
+    cu_seqlens_q: Any
+    seq_lens: Any
+    state_indices: Any
+    has_initial_state: Any
+    num_accepted: Any
+    checkpoints: Any
+    table_stride: Any
+    column_stride: Any
+    has_stride: Any
+    accepted_stride: Any
+    checkpoint_stride: Any
+    checkpoint_column_stride: Any
+    num_seqs: Any
+    num_tokens: Any
+    PER_DRAFT: Any
+    BLOCK_SIZE: Any
+
+
+class Sequence(NamedTuple):
+    """The sequence of a program.
+
+    Attributes:
+        number: which one it is.
+        first_row: its first query row.
+        length: its new tokens.
+        position: that of the first of them.
+        slot: where its state is written, its first slot; negative if there is nothing to do.
+        start: where its state is read; negative if it starts from zeros.
+    """
+
+    number: Any
+    first_row: Any
+    length: Any
+    position: Any
+    slot: Any
+    start: Any
+
+
+def tables_of(plan: StatePlan, num_tokens: int) -> Tables:
+    """Return the tables of a plan as a kernel takes them."""
+    indices, accepted, checkpoints = plan.state_indices, plan.num_accepted, plan.checkpoint_indices
+    return Tables(
         cu_seqlens_q=plan.batch.cu_seqlens_q,
         seq_lens=plan.batch.seq_lens,
         state_indices=indices,
         has_initial_state=plan.has_initial_state,
-        num_accepted=plan.num_accepted,
+        num_accepted=accepted,
         checkpoints=checkpoints,
         table_stride=indices.stride(0),
         column_stride=indices.stride(1) if plan.per_draft else 0,
         has_stride=plan.has_initial_state.stride(0),
-        accepted_stride=0 if plan.num_accepted is None else plan.num_accepted.stride(0),
+        accepted_stride=0 if accepted is None else accepted.stride(0),
         checkpoint_stride=0 if checkpoints is None else checkpoints.stride(0),
         checkpoint_column_stride=0 if checkpoints is None else checkpoints.stride(1),
         num_seqs=plan.batch.num_seqs,
         num_tokens=num_tokens,
-        PER_DRAFT=plan.per_draft,
-        BLOCK_SIZE=plan.block_size or 0,
+        PER_DRAFT=tl.constexpr(plan.per_draft),
+        BLOCK_SIZE=tl.constexpr(plan.block_size or 0),
     )
+
+
+def states_of(states: Tensor) -> States:
+    """Return a pool as a kernel takes it."""
+    return States(states, states.stride())
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
@@ -38,37 +165,41 @@ def tables_of(plan: StatePlan, num_tokens: int) -> dict[str, Any]:
 
 @triton.jit
 @no_type_check
-def find_sequence(
-    sequence,
-    cu_seqlens_q,
-    seq_lens,
-    state_indices,
-    has_initial_state,
-    num_accepted,
-    table_stride,
-    column_stride,
-    has_stride,
-    accepted_stride,
-    num_seqs,
-    num_tokens,
-):
-    """Return a sequence's first row, its length, the position of its first token, its first slot, and its state's.
+def find_sequence(tables, number):
+    """Return a sequence, of which there is nothing to do if it is padding, has no new tokens, or is past the last one.
 
-    The state's slot is -1 if there is none; both are if there is nothing to do: for padding, as what is after the last
-    sequence, and for one without new tokens, whose entries may be anything: no index is followed.
+    The entries of such a one may be anything: no index is followed.
     """
-    sequence = sequence.to(tl.int64)
-    is_sequence = sequence < num_seqs
-    first_row = tl.load(cu_seqlens_q + sequence)
-    length = tl.load(cu_seqlens_q + sequence + 1, is_sequence, num_tokens) - first_row
-    position = tl.maximum(tl.load(seq_lens + sequence, is_sequence, 0) - length, 0)
-    row = state_indices + sequence * table_stride
+    i = number.to(tl.int64)
+    is_sequence = i < tables.num_seqs
+    first_row = tl.load(tables.cu_seqlens_q + i)
+    length = tl.load(tables.cu_seqlens_q + i + 1, is_sequence, tables.num_tokens) - first_row
+    position = tl.maximum(tl.load(tables.seq_lens + i, is_sequence, 0) - length, 0)
+    row = tables.state_indices + i * tables.table_stride
     slot = tl.load(row, is_sequence, -1)  # without waiting for the length
     slot = tl.where(length > 0, slot, -1)
     start = slot
-    if num_accepted is not None:
-        accepted = tl.load(num_accepted + sequence * accepted_stride, slot >= 0, 1)
-        start = tl.load(row + (accepted - 1).to(tl.int64) * column_stride, slot >= 0, -1)
-    has_state = tl.load(has_initial_state + sequence * has_stride, is_sequence, 0) != 0
+    if tables.num_accepted is not None:
+        accepted = tl.load(tables.num_accepted + i * tables.accepted_stride, slot >= 0, 1)
+        start = tl.load(row + (accepted - 1).to(tl.int64) * tables.column_stride, slot >= 0, -1)
+    has_state = tl.load(tables.has_initial_state + i * tables.has_stride, is_sequence, 0) != 0
     slot = tl.where(has_state & (start < 0), -1, slot)
-    return first_row.to(tl.int64), length, position, slot.to(tl.int64), tl.where(has_state, start, -1).to(tl.int64)
+    start = tl.where(has_state, start, -1)
+    return Sequence(number, first_row.to(tl.int64), length, position, slot.to(tl.int64), start.to(tl.int64))
+
+
+@triton.jit
+@no_type_check
+def draft_slot(tables, sequence, token):
+    """Return the slot of the state after a draft."""
+    row = tables.state_indices + sequence.number.to(tl.int64) * tables.table_stride
+    return tl.load(row + tl.cast(token, tl.int64) * tables.column_stride).to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def checkpoint_slot(tables, sequence, end):
+    """Return the slot of the state after `end` tokens of a sequence, where a block ends."""
+    row = tables.checkpoints + sequence.number.to(tl.int64) * tables.checkpoint_stride
+    column = (end // tables.BLOCK_SIZE - 1).to(tl.int64)
+    return tl.load(row + column * tables.checkpoint_column_stride).to(tl.int64)
