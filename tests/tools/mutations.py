@@ -2178,8 +2178,8 @@ MUTATIONS: list[Mutation] = [
         "the last head is left out of the sum",
         (
             "fastattn.kernels.triton.index_keys:_read_query",
-            "    is_head = (heads < NUM_HEADS) & is_row",
-            "    is_head = (heads < NUM_HEADS - 1) & is_row",
+            "    is_head = (heads < queries.HEADS) & is_row",
+            "    is_head = (heads < queries.HEADS - 1) & is_row",
         ),
         (
             "refattn.sparse:scores",
@@ -2237,7 +2237,7 @@ MUTATIONS: list[Mutation] = [
         (
             "fastattn.kernels.triton.sparse:_write_positions",
             '        is_key = numbers != float("-inf")',
-            "        is_key = j < width",
+            "        is_key = j < row.width",
         ),
     ),
     *breaks(

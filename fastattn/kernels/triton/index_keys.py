@@ -8,7 +8,7 @@ A score is a product with one query, of one shape, so no bit of it depends on th
 Source: DeepGEMM, `fp8_paged_mqa_logits`.
 """
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -17,11 +17,12 @@ from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import as_bytes
-from fastattn.kernels.triton.launch import CHANGING, converts_fp8, overlapping, pdl_wait
+from fastattn.kernels.triton.launch import CHANGING, converts_fp8, launch_once, overlapping, pdl_wait
 from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
-from fastattn.kernels.triton.queries import contiguous, count_tiles, find_rows
+from fastattn.kernels.triton.queries import Queries, contiguous, count_tiles, find_rows
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, pad, sms_of
+from refattn.batch import Batch
 from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
 from refattn.plan import Plan
 
@@ -35,27 +36,88 @@ STAGES_OF_QUERIES = 2  # pipeline stages over the queries of a tile, if it has s
 QUERIES = 4  # queries of such a program, at most
 
 
+class Pool(NamedTuple):
+    """The pool of index keys.
+
+    Attributes:
+        index_cache: [n, p, d], or [n, p * d] bytes of a block, or [n, p * d / 2] pairs of them.
+        scales: [n, p], a view of the same memory; None where it is unquantized.
+        strides: of blocks, tokens and elements of the pool.
+        SIZE: d.
+        BLOCK_SIZE: p.
+        HAS_FP8_CVT: whether the GPU converts fp8.
+    """
+
+    index_cache: Any
+    scales: Any
+    strides: Any
+    SIZE: Any
+    BLOCK_SIZE: Any
+    HAS_FP8_CVT: Any
+
+
+class Weights(NamedTuple):
+    """The weights of the index heads, [t, h]."""
+
+    weights: Any
+    strides: Any
+
+
+class Table(NamedTuple):
+    """The block table, [b, m]."""
+
+    block_table: Any
+    table_row_stride: Any
+    table_stride: Any
+
+
+class Visible(NamedTuple):
+    """Who may see whom: an interval of each query [t], or, if that is None, a window.
+
+    A side of the window without its flag has no limit.
+    """
+
+    first_visible: Any
+    last_visible: Any
+    left: Any
+    right: Any
+    LEFT: Any
+    RIGHT: Any
+
+
+class IndexSizes(NamedTuple):
+    """The constants of a launch.
+
+    Attributes:
+        QUERIES: queries of a tile, at most.
+        KEYS: keys of a step.
+        ONE_TILE: whether a tile holds all queries of any sequence.
+        ONE_ROW: whether no sequence has more than one.
+    """
+
+    QUERIES: Any
+    KEYS: Any
+    ONE_TILE: Any
+    ONE_ROW: Any
+
+
 def write_index(
     key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]
 ) -> None:
     """Write index keys into their pool, in one launch; see `fastattn.sparse.write`."""
     if not len(key):
         return
-    quantized_values = holds_fp8(index_cache)
-    _write_index_kernel[(-(-len(key) // BLOCK_ROWS),)](
-        key,
-        index_cache,
-        _scales(index_cache) if quantized_values else None,
-        slot_mapping,
-        key.stride(),
-        index_cache.stride(),
-        slot_mapping.stride(0),
-        len(key),
+    launch_once(
+        _write_index_kernel,
+        (-(-len(key) // BLOCK_ROWS),),
+        key=key,
+        key_strides=key.stride(),
+        pool=_pool_of(index_cache),
+        slot_mapping=slot_mapping,
+        slot_stride=slot_mapping.stride(0),
+        rows=len(key),
         SMALLEST=SMALLEST,
-        SIZE=index_size_of(index_cache),
-        BLOCK_SIZE=index_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
-        HAS_FP8_CVT=converts_fp8(key.device),
     )
 
 
@@ -63,72 +125,109 @@ def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
     """Score the keys that queries may see, in one launch, or two; see `fastattn.sparse.scores`."""
-    batch, (t, num_heads, size) = plan.batch, query.shape
+    batch, (t, _, size) = plan.batch, query.shape
     result = torch.empty(t, batch.max_seq_len, dtype=torch.float32, device=query.device)
     if not batch.num_seqs or not result.numel():
         return result.fill_(-torch.inf)
-    assert batch.block_table is not None  # the path has checked it
-    left, right = plan.window
     quantized_values, query_is_fp8 = holds_fp8(index_cache), query.element_size() == 1
     pairs = quantized_values and query.element_size() <= 2
     halved = pairs and query.dtype == torch.bfloat16
     if halved:
         query, weights = _in_float16(query, weights)
     query, weights = as_bytes(query) if query_is_fp8 else query, weights.float()
-    key_bytes = size * (2 if query_is_fp8 else query.element_size())
-    asked = LaunchConfig(
-        block_m=pad(max(num_heads, 16)),
-        block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
-        num_warps=SCORE_WARPS,
-        num_stages=STAGES if batch.max_query_len <= 1 else STAGES_OF_QUERIES,
-        splits=1,
-        most_splits=1,
-    )
-    stored_bytes = size * index_cache.itemsize
-    tuning = fit(asked, query.device, row_bytes=pad(size) * key_bytes // size, key_bytes=stored_bytes)
-    block_n = tuning.block_n
+    key_bytes, one_row = size * (2 if query_is_fp8 else query.element_size()), batch.max_query_len <= 1
+    tuning = _tune(query, index_cache, key_bytes, one_row=one_row)
     tiles, steps = count_tiles(batch, t, 1, QUERIES), STEPS
     enough = PROGRAMS * sms_of(query.device)
-    while steps > 1 and tiles * -(-batch.max_seq_len // (steps * block_n)) < enough:
+    while steps > 1 and tiles * -(-batch.max_seq_len // (steps * tuning.block_n)) < enough:
         steps //= 2
-    _score_index_kernel[(tiles * -(-batch.max_seq_len // (steps * block_n)),)](
-        query,
-        weights,
-        _in_pairs(index_cache) if pairs else index_cache,
-        _scales(index_cache) if quantized_values else None,
-        result,
-        batch.block_table,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        contiguous(plan.first_visible),
-        contiguous(plan.last_visible),
-        query.stride(),
-        weights.stride(),
-        index_cache.stride(),
-        batch.block_table.stride(0),
-        batch.block_table.stride(1),
-        t,
-        batch.num_seqs,
-        batch.max_seq_len,
-        steps,
-        left,
-        right,
-        NUM_HEADS=num_heads,
-        SIZE=size,
-        BLOCK_SIZE=index_cache.shape[1],
-        QUERIES=QUERIES,
-        BLOCK_N=block_n,
-        ONE_TILE=batch.max_query_len <= QUERIES,
-        ONE_ROW=batch.max_query_len <= 1,
-        LEFT=left >= 0,
-        RIGHT=right >= 0,
-        QUERY_IS_FP8=query_is_fp8,
-        HAS_FP8_CVT=converts_fp8(query.device),
+    launch_once(
+        _score_index_kernel,
+        (tiles * -(-batch.max_seq_len // (steps * tuning.block_n)),),
+        queries=_queries_of(query, batch),
+        weights=Weights(weights, weights.stride()),
+        pool=_pool_of(index_cache, pairs=pairs),
+        table=_table_of(batch),
+        mask=_visible_of(plan),
+        result=result,
+        width=batch.max_seq_len,
+        steps=steps,
+        TILE=IndexSizes(*map(tl.constexpr, (QUERIES, tuning.block_n, batch.max_query_len <= QUERIES, one_row))),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **overlapping(query.device, after_ours=halved),
     )
     return result
+
+
+def _tune(query: Tensor, index_cache: Tensor, key_bytes: int, *, one_row: bool) -> LaunchConfig:
+    """Return the shape of a launch, whose steps and stages fit into shared memory.
+
+    Args:
+        query: as it is multiplied.
+        index_cache: the pool.
+        key_bytes: bytes of a key, as it is multiplied.
+        one_row: whether no sequence has more than one query.
+    """
+    _, num_heads, size = query.shape
+    asked = LaunchConfig(
+        block_m=pad(max(num_heads, 16)),
+        block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
+        num_warps=SCORE_WARPS,
+        num_stages=STAGES if one_row else STAGES_OF_QUERIES,
+        splits=1,
+        most_splits=1,
+    )
+    stored_bytes = size * index_cache.itemsize
+    return fit(asked, query.device, row_bytes=pad(size) * key_bytes // size, key_bytes=stored_bytes)
+
+
+def _queries_of(query: Tensor, batch: Batch) -> Queries:
+    """Return index queries as a kernel takes them."""
+    return Queries(
+        query=query,
+        strides=query.stride(),
+        cu_seqlens_q=batch.cu_seqlens_q,
+        seq_lens=batch.seq_lens,
+        positions=None,
+        first_keys=None,
+        num_tokens=len(query),
+        num_seqs=batch.num_seqs,
+        HEADS=tl.constexpr(query.shape[1]),
+        GROUP=tl.constexpr(1),
+    )
+
+
+def _pool_of(index_cache: Tensor, *, pairs: bool = False) -> Pool:
+    """Return a pool of index keys as a kernel takes it, its quantized values two at a time with `pairs`."""
+    return Pool(
+        index_cache=_in_pairs(index_cache) if pairs else index_cache,
+        scales=_scales(index_cache) if holds_fp8(index_cache) else None,
+        strides=index_cache.stride(),
+        SIZE=tl.constexpr(index_size_of(index_cache)),
+        BLOCK_SIZE=tl.constexpr(index_cache.shape[1]),
+        HAS_FP8_CVT=tl.constexpr(converts_fp8(index_cache.device)),
+    )
+
+
+def _table_of(batch: Batch) -> Table:
+    """Return the block table as a kernel takes it."""
+    table = batch.block_table
+    assert table is not None  # the path has checked it
+    return Table(table, table.stride(0), table.stride(1))
+
+
+def _visible_of(plan: Plan) -> Visible:
+    """Return who may see whom as a kernel takes it."""
+    left, right = plan.window
+    return Visible(
+        first_visible=contiguous(plan.first_visible),
+        last_visible=contiguous(plan.last_visible),
+        left=left,
+        right=right,
+        LEFT=tl.constexpr(left >= 0),
+        RIGHT=tl.constexpr(right >= 0),
+    )
 
 
 def _in_float16(
@@ -176,44 +275,30 @@ def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
 @triton.jit(do_not_specialize=["slot_mapping", "rows"])
 @no_type_check
 def _write_index_kernel(
-    key,
-    index_cache,
-    scales,  # a view of the cache; None where it is unquantized
-    slot_mapping,
-    key_strides,
-    cache_strides,
-    slot_stride,
-    rows,
-    SMALLEST: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    HAS_FP8_CVT: tl.constexpr,
+    key, key_strides, pool, slot_mapping, slot_stride, rows, SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     slot = tl.load(slot_mapping + token * slot_stride, token < rows, -1)
     is_written = slot >= 0
     slot = tl.maximum(slot, 0)
-    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE)
+    block, place = slot // pool.BLOCK_SIZE, slot % pool.BLOCK_SIZE
+    PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE)
     at_d = tl.arange(0, PAD).to(tl.int64)[None, :]
-    in_key = is_written[:, None] & (at_d < SIZE)
+    in_key = is_written[:, None] & (at_d < pool.SIZE)
     numbers = tl.load(key + (token * key_strides[0])[:, None] + at_d * key_strides[1], in_key, 0.0)
-    if scales is None:
-        at = block * cache_strides[0] + place * cache_strides[1]
-        tl.store(index_cache + at[:, None] + at_d * cache_strides[2], numbers, in_key)
+    if pool.scales is None:
+        at = block * pool.strides[0] + place * pool.strides[1]
+        tl.store(pool.index_cache + at[:, None] + at_d * pool.strides[2], numbers, in_key)
     else:
         numbers = numbers.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(numbers), 1), SMALLEST)
         is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # a maximum may overlook NaN
         largest = tl.where(is_nan, float("nan"), largest)
         scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-        quantized_values = to_fp8(
-            tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT
-        )
-        at = block * cache_strides[0] + place * SIZE
-        tl.store(index_cache + at[:, None] + at_d, quantized_values, in_key)
-        tl.store(scales + block * (cache_strides[0] // 4) + place, scale, is_written)
+        ratios = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape))
+        at = block * pool.strides[0] + place * pool.SIZE
+        tl.store(pool.index_cache + at[:, None] + at_d, to_fp8(ratios, "e4m3", pool.HAS_FP8_CVT), in_key)
+        tl.store(pool.scales + block * (pool.strides[0] // 4) + place, scale, is_written)
 
 
 @triton.jit
@@ -246,102 +331,104 @@ def _in_float16_kernel(
     tl.store(of_halves + token * NUM_HEADS + heads, w * power, is_head)
 
 
+class Tile(NamedTuple):
+    """The queries of a program, and the run of keys that it scores.
+
+    Attributes:
+        sequence: whose queries they are.
+        first_query: the query row of its first query.
+        first_row: the first query of the tile, counted in the sequence.
+        last_row: past the last one.
+        context: keys before its first query.
+        seq_len: its keys.
+    """
+
+    sequence: Any
+    first_query: Any
+    first_row: Any
+    last_row: Any
+    context: Any
+    seq_len: Any
+
+
 @triton.jit
 @no_type_check
-def _interval(
-    first_visible, last_visible, token, position, seq_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
-):
+def _interval(mask, tile, row):
     """Return the first key that a query sees, and the end of those that it sees."""
-    if first_visible is None:
-        first, end = visible_keys(position, position, seq_len, left, right, LEFT, RIGHT)
+    if mask.first_visible is None:
+        position = tile.context + row
+        first, end = visible_keys(position, position, tile.seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT)
     else:
-        first = tl.load(first_visible + token)
-        end = tl.minimum(tl.load(last_visible + token), seq_len - 1) + 1
-    return tl.maximum(first, 0), tl.minimum(end, seq_len)
+        token = (tile.first_query + row).to(tl.int64)
+        first = tl.load(mask.first_visible + token)
+        end = tl.minimum(tl.load(mask.last_visible + token), tile.seq_len - 1) + 1
+    return tl.maximum(first, 0), tl.minimum(end, tile.seq_len)
 
 
 @triton.jit
 @no_type_check
-def _find_blocks(table, table_stride, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _find_blocks(pool, table, sequence, first, end, KEYS: tl.constexpr):
     """Return the block of each key of a step, or one where all of them are in the same."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        column = tl.full([], 0, tl.int64) + first // BLOCK_SIZE
-        blocks = tl.load(table + column * table_stride, first < end, 0)
+    row = table.block_table + sequence.to(tl.int64) * table.table_row_stride
+    if pool.BLOCK_SIZE % KEYS == 0:
+        column = tl.full([], 0, tl.int64) + first // pool.BLOCK_SIZE
+        blocks = tl.load(row + column * table.table_stride, first < end, 0)
     else:
-        j = first + tl.arange(0, BLOCK_N)
-        blocks = tl.load(table + (j // BLOCK_SIZE).to(tl.int64) * table_stride, j < end, 0)
+        j = first + tl.arange(0, KEYS)
+        blocks = tl.load(row + (j // pool.BLOCK_SIZE).to(tl.int64) * table.table_stride, j < end, 0)
     return blocks.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
 @no_type_check
-def _read_scales(scales, cache_strides, blocks, first, seen, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Read the scales of the keys of a step that are seen; 1 where the cache holds numbers."""
-    scale = tl.full([BLOCK_N], 1.0, tl.float32)
-    if scales is not None:
-        places = (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-        scale = tl.load(scales + blocks * (cache_strides[0] // 4) + places, seen, 0.0)
+def _read_scales(pool, blocks, first, seen, KEYS: tl.constexpr):
+    """Read the scales of the keys of a step that are seen; 1 where the cache is unquantized."""
+    scale = tl.full([KEYS], 1.0, tl.float32)
+    if pool.scales is not None:
+        places = (first + tl.arange(0, KEYS)) % pool.BLOCK_SIZE
+        scale = tl.load(pool.scales + blocks * (pool.strides[0] // 4) + places, seen, 0.0)
     return scale
 
 
 @triton.jit
 @no_type_check
-def _read_keys(
-    index_cache,  # in bytes, in pairs of them, or unquantized
-    cache_strides,
-    blocks,
-    first,
-    seen,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def _read_keys(pool, blocks, first, seen, KEYS: tl.constexpr):
     """Read the keys of a step that are seen, [keys, d] or [keys, pairs]."""
-    PER_LOAD: tl.constexpr = 2 if index_cache.dtype.element_ty == tl.uint16 else 1
-    FORMAT: tl.constexpr = PER_LOAD == 2 or index_cache.dtype.element_ty == tl.uint8
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 * PER_LOAD else 16 * PER_LOAD
+    PER_LOAD: tl.constexpr = 2 if pool.index_cache.dtype.element_ty == tl.uint16 else 1
+    FORMAT: tl.constexpr = PER_LOAD == 2 or pool.index_cache.dtype.element_ty == tl.uint8
+    PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE) if pool.SIZE > 16 * PER_LOAD else 16 * PER_LOAD
+    LOADS: tl.constexpr = pool.SIZE // PER_LOAD
     at_d = tl.arange(0, PAD // PER_LOAD)[None, :]
-    first_place, places = first * 0, (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
-    if BLOCK_SIZE % BLOCK_N == 0:  # what is alike in all steps is not computed in each
-        first_place, places = first % BLOCK_SIZE, tl.arange(0, BLOCK_N)
-    of_blocks = blocks * (cache_strides[0] // PER_LOAD)
+    first_place, places = first * 0, (first + tl.arange(0, KEYS)) % pool.BLOCK_SIZE
+    if pool.BLOCK_SIZE % KEYS == 0:  # what is alike in all steps is not computed in each
+        first_place, places = tl.full([], first, tl.int32) % pool.BLOCK_SIZE, tl.arange(0, KEYS)
+    of_blocks = blocks * (pool.strides[0] // PER_LOAD)
     if FORMAT:
-        rows = index_cache + (of_blocks + first_place * (SIZE // PER_LOAD))
-        at = places[:, None] * (SIZE // PER_LOAD) + at_d
+        rows = pool.index_cache + (of_blocks + first_place * LOADS)
+        at = places[:, None] * LOADS + at_d
     else:
-        rows = index_cache + (of_blocks + (blocks * 0 + first_place) * cache_strides[1])  # in 64 bits
-        at = places.to(tl.int64)[:, None] * cache_strides[1] + at_d.to(tl.int64) * cache_strides[2]
-    if BLOCK_SIZE % BLOCK_N:
+        rows = pool.index_cache + (of_blocks + (blocks * 0 + first_place) * pool.strides[1])  # in 64 bits
+        at = places.to(tl.int64)[:, None] * pool.strides[1] + at_d.to(tl.int64) * pool.strides[2]
+    if pool.BLOCK_SIZE % KEYS:
         rows = rows[:, None]
-    return tl.load(rows + at, seen[:, None] & (at_d < SIZE // PER_LOAD), 0)
+    return tl.load(rows + at, seen[:, None] & (at_d < LOADS), 0)
 
 
 @triton.jit
 @no_type_check
-def _read_query(
-    query,
-    weights,
-    query_strides,
-    weight_strides,
-    token,
-    is_row,
-    NUM_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    LEAST: tl.constexpr,
-    QUERY_IS_FP8: tl.constexpr,
-    HAS_FP8_CVT: tl.constexpr,
-):
+def _read_query(queries, weights, pool, token, is_row):
     """Read the index heads of one query, [heads, d], and their weights."""
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > LEAST else LEAST
-    HEADS: tl.constexpr = triton.next_power_of_2(NUM_HEADS) if NUM_HEADS > 16 else 16
+    LEAST: tl.constexpr = 32 if pool.index_cache.dtype.element_ty == tl.uint16 else 16  # elements of a product
+    PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE) if pool.SIZE > LEAST else LEAST
+    HEADS: tl.constexpr = triton.next_power_of_2(queries.HEADS) if queries.HEADS > 16 else 16
     at_d, heads = tl.arange(0, PAD)[None, :], tl.arange(0, HEADS)
-    is_head = (heads < NUM_HEADS) & is_row
-    at = query + token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
-    q = tl.load(at + at_d.to(tl.int64) * query_strides[2], is_head[:, None] & (at_d < SIZE), 0)
-    if QUERY_IS_FP8:
-        q = dequantize(q, "e4m3", HAS_FP8_CVT)
-    w = tl.load(weights + token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1], is_head, 0.0)
-    return q, w
+    is_head = (heads < queries.HEADS) & is_row
+    at = queries.query + token * queries.strides[0] + heads.to(tl.int64)[:, None] * queries.strides[1]
+    q = tl.load(at + at_d.to(tl.int64) * queries.strides[2], is_head[:, None] & (at_d < pool.SIZE), 0)
+    if q.dtype == tl.uint8:
+        q = dequantize(q, "e4m3", pool.HAS_FP8_CVT)
+    at = token * weights.strides[0] + heads.to(tl.int64) * weights.strides[1]
+    return q, tl.load(weights.weights + at, is_head, 0.0)
 
 
 @triton.jit
@@ -383,136 +470,91 @@ def _hide(row_result, begin, end, width, BLOCK_N: tl.constexpr):
         tl.store(row_result + j, tl.full([BLOCK_N], float("-inf"), tl.float32), j < width)
 
 
+@triton.jit
+@no_type_check
+def _find_queries(queries, number, TILE):
+    """Return the queries of a tile."""
+    sequence, first_row = find_rows(
+        queries.cu_seqlens_q, number, queries.num_seqs, queries.GROUP, TILE.QUERIES, TILE.ONE_TILE
+    )
+    first_query = tl.load(queries.cu_seqlens_q + sequence)
+    query_len = tl.load(queries.cu_seqlens_q + sequence + 1) - first_query
+    seq_len = tl.load(queries.seq_lens + sequence)
+    last_row = tl.minimum(first_row + TILE.QUERIES, query_len)
+    return Tile(sequence, first_query, first_row, last_row, seq_len - query_len, seq_len)
+
+
 @triton.jit(do_not_specialize=[*CHANGING, "width", "steps"])
 @no_type_check
 def _score_index_kernel(
-    query,
+    queries,
     weights,
-    index_cache,
-    scales,  # a view of the cache; None where it is unquantized
+    pool,
+    table,
+    mask,
     result,  # [t, width]
-    block_table,
-    cu_seqlens_q,
-    seq_lens,
-    first_visible,
-    last_visible,
-    query_strides,
-    weight_strides,
-    cache_strides,
-    table_row_stride,
-    table_stride,
-    num_tokens,
-    num_seqs,
     width,
     steps,
-    left,
-    right,
-    NUM_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    QUERY_IS_FP8: tl.constexpr,
-    HAS_FP8_CVT: tl.constexpr,
+    TILE,
     OVERLAP: tl.constexpr,
 ):
     pdl_wait(OVERLAP)
-    runs = tl.cdiv(width, steps * BLOCK_N)  # splits of the keys, one for each program of a tile
-    tile = tl.program_id(0) // runs
-    sequence, first_row = find_rows(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
-    first_query = tl.load(cu_seqlens_q + sequence)
-    query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
-    seq_len = tl.load(seq_lens + sequence)
-    last_row = tl.minimum(first_row + QUERIES, query_len)
-    begin = tl.program_id(0) % runs * steps * BLOCK_N
-    end = tl.minimum(begin + steps * BLOCK_N, width)
-    table = block_table + sequence.to(tl.int64) * table_row_stride
+    KEYS: tl.constexpr = TILE.KEYS
+    runs = tl.cdiv(width, steps * KEYS)  # splits of the keys, one for each program of a tile
+    number = tl.program_id(0) // runs
+    tile = _find_queries(queries, number, TILE)
+    begin = tl.program_id(0) % runs * steps * KEYS
+    end = tl.minimum(begin + steps * KEYS, width)
 
     # The steps of the run that have keys which some query of the tile sees: no other is read.
-    context = seq_len - query_len
-    first_key, last_key = seq_len, seq_len * 0
-    for row in range(first_row, last_row):
-        token = (first_query + row).to(tl.int64)
-        first, last = _interval(first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT)
-        first_key = tl.minimum(first_key, tl.where(first < last, first, seq_len))
+    first_key, last_key = tile.seq_len, tile.seq_len * 0
+    for row in range(tile.first_row, tile.last_row):
+        first, last = _interval(mask, tile, row)
+        first_key = tl.minimum(first_key, tl.where(first < last, first, tile.seq_len))
         last_key = tl.maximum(last_key, tl.where(first < last, last, 0))
-    scored_from = tl.minimum(tl.maximum(first_key // BLOCK_N * BLOCK_N, begin), end)
-    scored_to = tl.maximum(tl.minimum(tl.cdiv(last_key, BLOCK_N) * BLOCK_N, end), scored_from)
-    for row in range(first_row, last_row):
-        row_result = result + (first_query + row).to(tl.int64) * width
-        _hide(row_result, begin, scored_from, width, BLOCK_N)
-        _hide(row_result, scored_to, end, width, BLOCK_N)
+    scored_from = tl.minimum(tl.maximum(first_key // KEYS * KEYS, begin), end)
+    scored_to = tl.maximum(tl.minimum(tl.cdiv(last_key, KEYS) * KEYS, end), scored_from)
+    for row in range(tile.first_row, tile.last_row):
+        row_result = result + (tile.first_query + row).to(tl.int64) * width
+        _hide(row_result, begin, scored_from, width, KEYS)
+        _hide(row_result, scored_to, end, width, KEYS)
 
-    LEAST: tl.constexpr = 32 if index_cache.dtype.element_ty == tl.uint16 else 16  # elements of a product
     # The table is read a step ahead, so that loads of keys do not wait for it, and scales where steps are short.
-    next_blocks = _find_blocks(table, table_stride, scored_from, last_key, BLOCK_SIZE, BLOCK_N)
-    if ONE_ROW:
-        j = scored_from + tl.arange(0, BLOCK_N)
+    next_blocks = _find_blocks(pool, table, tile.sequence, scored_from, last_key, KEYS)
+    if TILE.ONE_ROW:
+        j = scored_from + tl.arange(0, KEYS)
         seen = (j >= first_key) & (j < last_key)
-        next_scale = _read_scales(scales, cache_strides, next_blocks, scored_from, seen, BLOCK_SIZE, BLOCK_N)
-        token = first_query.to(tl.int64)
-        q, w = _read_query(
-            query,
-            weights,
-            query_strides,
-            weight_strides,
-            token,
-            query_len > 0,
-            NUM_HEADS,
-            SIZE,
-            LEAST,
-            QUERY_IS_FP8,
-            HAS_FP8_CVT,
-        )
-        for first in range(scored_from, scored_to, BLOCK_N):
-            j = first + tl.arange(0, BLOCK_N)
+        next_scale = _read_scales(pool, next_blocks, scored_from, seen, KEYS)
+        token = tile.first_query.to(tl.int64)
+        q, w = _read_query(queries, weights, pool, token, tile.last_row > 0)
+        for first in range(scored_from, scored_to, KEYS):
+            j = first + tl.arange(0, KEYS)
             seen = (j >= first_key) & (j < last_key)
-            k = _read_keys(index_cache, cache_strides, next_blocks, first, seen, SIZE, BLOCK_SIZE, BLOCK_N)
-            scale, ahead = next_scale, first + BLOCK_N
-            next_blocks = _find_blocks(table, table_stride, ahead, last_key, BLOCK_SIZE, BLOCK_N)
-            next_seen = (j + BLOCK_N >= first_key) & (j + BLOCK_N < last_key)
-            next_scale = _read_scales(scales, cache_strides, next_blocks, ahead, next_seen, BLOCK_SIZE, BLOCK_N)
-            sums = _score(q, w, k, scale, HAS_FP8_CVT)
+            k = _read_keys(pool, next_blocks, first, seen, KEYS)
+            scale, ahead = next_scale, first + KEYS
+            next_blocks = _find_blocks(pool, table, tile.sequence, ahead, last_key, KEYS)
+            next_seen = (j + KEYS >= first_key) & (j + KEYS < last_key)
+            next_scale = _read_scales(pool, next_blocks, ahead, next_seen, KEYS)
+            sums = _score(q, w, k, scale, pool.HAS_FP8_CVT)
             tl.store(result + token * width + j, tl.where(seen, sums, float("-inf")), j < width)
     else:
-        for first in range(scored_from, scored_to, BLOCK_N):
-            j = first + tl.arange(0, BLOCK_N)
+        for first in range(scored_from, scored_to, KEYS):
+            j = first + tl.arange(0, KEYS)
             seen = j < 0
-            for row in range(first_row, last_row):
-                token = (first_query + row).to(tl.int64)
-                begins, ends = _interval(
-                    first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
-                )
+            for row in range(tile.first_row, tile.last_row):
+                begins, ends = _interval(mask, tile, row)
                 seen |= (j >= begins) & (j < ends)
-            k = _read_keys(index_cache, cache_strides, next_blocks, first, seen, SIZE, BLOCK_SIZE, BLOCK_N)
-            scale = _read_scales(scales, cache_strides, next_blocks, first, seen, BLOCK_SIZE, BLOCK_N)
-            next_blocks = _find_blocks(table, table_stride, first + BLOCK_N, last_key, BLOCK_SIZE, BLOCK_N)
-            for row in range(first_row, last_row):
-                token = (first_query + row).to(tl.int64)
-                q, w = _read_query(
-                    query,
-                    weights,
-                    query_strides,
-                    weight_strides,
-                    token,
-                    row < last_row,
-                    NUM_HEADS,
-                    SIZE,
-                    LEAST,
-                    QUERY_IS_FP8,
-                    HAS_FP8_CVT,
-                )
-                sums = _score(q, w, k, scale, HAS_FP8_CVT)
-                begins, ends = _interval(
-                    first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
-                )
+            k = _read_keys(pool, next_blocks, first, seen, KEYS)
+            scale = _read_scales(pool, next_blocks, first, seen, KEYS)
+            next_blocks = _find_blocks(pool, table, tile.sequence, first + KEYS, last_key, KEYS)
+            for row in range(tile.first_row, tile.last_row):
+                token = (tile.first_query + row).to(tl.int64)
+                q, w = _read_query(queries, weights, pool, token, row < tile.last_row)
+                sums = _score(q, w, k, scale, pool.HAS_FP8_CVT)
+                begins, ends = _interval(mask, tile, row)
                 visible = (j >= begins) & (j < ends)
                 tl.store(result + token * width + j, tl.where(visible, sums, float("-inf")), j < width)
-    token = (tl.load(cu_seqlens_q + num_seqs) + tile).to(tl.int64)  # rows of padding
-    while token < num_tokens:
-        _hide(result + token * width, begin, end, width, BLOCK_N)
+    token = (tl.load(queries.cu_seqlens_q + queries.num_seqs) + number).to(tl.int64)  # rows of padding
+    while token < queries.num_tokens:
+        _hide(result + token * width, begin, end, width, KEYS)
         token += tl.num_programs(0) // runs

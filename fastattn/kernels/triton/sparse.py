@@ -24,7 +24,7 @@ Source: radix selection and selection by a sample: Alabi et al. 2012, "Fast
 K-Selection Algorithms for GPUs".
 """
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -32,7 +32,7 @@ import triton.language as tl
 from jaxtyping import Float32, Int32
 from torch import Tensor
 
-from fastattn.kernels.triton.launch import CHANGING, overlapping, pdl_wait
+from fastattn.kernels.triton.launch import CHANGING, launch_once, overlapping, pdl_wait
 from fastattn.kernels.triton.tuning import pad, sms_of
 from refattn.batch import Batch
 
@@ -58,6 +58,78 @@ BLOCK_KEYS = 2048  # selected keys that are looked up at a time
 PLAN_WARPS = 8
 
 
+class Scores(NamedTuple):
+    """The scores of all queries.
+
+    Attributes:
+        scores: [t, width].
+        strides: of queries and keys.
+        width: scores of a query.
+    """
+
+    scores: Any
+    strides: Any
+    width: Any
+
+
+class Candidates(NamedTuple):
+    """The candidates of long rows.
+
+    Attributes:
+        pivots: [t].
+        counts: [t, splits, 2]: candidates of each split, and those of them that are above the pivot.
+        kept: [t, width]: the positions of the candidates of a split, from where the split begins.
+        positions: [t, room]: those of all candidates of a row.
+        scores: [t, room]: and their scores.
+        splits: splits of a row.
+        split_length: scores of a split.
+        room: candidates of a row, at most.
+        SPLITS: a power of two of splits.
+        COLUMNS: candidates of each split that are gathered at a time.
+    """
+
+    pivots: Any
+    counts: Any
+    kept: Any
+    positions: Any
+    scores: Any
+    splits: Any
+    split_length: Any
+    room: Any
+    SPLITS: Any
+    COLUMNS: Any
+
+
+class Sequences(NamedTuple):
+    """The sequences of a batch and their block tables.
+
+    Attributes:
+        cu_seqlens_q: [b+1].
+        seq_lens: [b].
+        block_table: [b, m].
+        table_strides: of sequences and blocks.
+        num_seqs: b.
+        columns: m.
+        block_size: tokens in a block.
+    """
+
+    cu_seqlens_q: Any
+    seq_lens: Any
+    block_table: Any
+    table_strides: Any
+    num_seqs: Any
+    columns: Any
+    block_size: Any
+
+
+class NewPlan(NamedTuple):
+    """A plan with a sequence for each query row, to be written: its lengths, and the row's sequence in the batch."""
+
+    new_cu_seqlens_q: Any
+    new_seq_lens: Any
+    sequences: Any
+
+
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
     """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
 
@@ -69,9 +141,8 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
         return selected.fill_(-1)
     many = t >= ROWS_TO_FILL * sms_of(scores.device)
     if s <= (SHORT_OF_MANY if many else SHORT):
-        fixed = dict(BLOCK=min(BLOCK, max(pad(s), 4)), BITS=BITS, SPLITS=1, COLUMNS=1, num_warps=SELECT_WARPS)
-        fixed |= overlapping(scores.device, after_ours=False)
-        _select_kernel[(t,)](scores, selected, None, None, None, None, None, scores.stride(), s, topk, 1, 1, 1, **fixed)
+        early = overlapping(scores.device, after_ours=False)
+        _launch_select(scores, selected, None, BLOCK=min(BLOCK, max(pad(s), 4)), num_warps=SELECT_WARPS, **early)
         return selected
     rows = max(1, MOST_FILTERED // s)
     for first in range(0, t, rows):
@@ -92,38 +163,42 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
     room = min(s, pad(2 * rank * (s // sample)))
     split_blocks = -(-s // (MOST_SPLITS * FILTER_BLOCK))
     splits = -(-s // (split_blocks * FILTER_BLOCK))
-    pivots = torch.empty(t, dtype=torch.float32, device=device)
-    counts = torch.empty(t, splits, 2, dtype=torch.int32, device=device)
-    kept = torch.empty(t, s, dtype=torch.int32, device=device)
-    positions = torch.empty(t, room, dtype=torch.int32, device=device)
-    candidates = torch.empty(t, room, dtype=torch.float32, device=device)
+    candidates = Candidates(
+        pivots=torch.empty(t, dtype=torch.float32, device=device),
+        counts=torch.empty(t, splits, 2, dtype=torch.int32, device=device),
+        kept=torch.empty(t, s, dtype=torch.int32, device=device),
+        positions=torch.empty(t, room, dtype=torch.int32, device=device),
+        scores=torch.empty(t, room, dtype=torch.float32, device=device),
+        splits=splits,
+        split_length=split_blocks * FILTER_BLOCK,
+        room=room,
+        SPLITS=tl.constexpr(pad(splits)),
+        COLUMNS=tl.constexpr(CANDIDATE_COLUMNS),
+    )
     strides, early = scores.stride(), overlapping(device, after_ours=True)
     fixed = dict(SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS)
     fixed |= overlapping(device, after_ours=False)
+    pivots, counts, kept = candidates[:3]
     _sample_kernel[(t,)](scores, pivots, strides, s, rank, **fixed)
     _filter_kernel[(t, splits)](
         scores, pivots, counts, kept, strides, s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS, **early
     )
-    _select_kernel[(t,)](
-        scores,
-        selected,
-        pivots,
-        counts,
-        kept,
-        positions,
-        candidates,
-        strides,
-        s,
-        topk,
-        splits,
-        split_blocks * FILTER_BLOCK,
-        room,
-        BLOCK=CANDIDATE_BLOCK,
+    _launch_select(scores, selected, candidates, BLOCK=CANDIDATE_BLOCK, num_warps=CANDIDATE_WARPS, **early)
+
+
+def _launch_select(
+    scores: Float32[Tensor, "t s"], selected: Int32[Tensor, "t k"], candidates: Candidates | None, **fixed: Any
+) -> None:
+    """Select from each row, by its candidates if there are any."""
+    launch_once(
+        _select_kernel,
+        (len(scores),),
+        scores=Scores(scores, scores.stride(), scores.shape[1]),
+        selected=selected,
+        topk=selected.shape[1],
+        candidates=candidates,
         BITS=BITS,
-        SPLITS=pad(splits),
-        COLUMNS=CANDIDATE_COLUMNS,
-        num_warps=CANDIDATE_WARPS,
-        **early,
+        **fixed,
     )
 
 
@@ -131,7 +206,7 @@ def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size:
     """Return the slots of selected keys, in one launch; see `fastattn.sparse.slots`."""
     slots = torch.empty(positions.shape, dtype=torch.int32, device=batch.device)
     if slots.numel():
-        _launch_plan(batch, positions, block_size, slots)
+        _launch_plan(batch, positions, block_size, slots, None)
     return slots
 
 
@@ -145,37 +220,28 @@ def plan_selected(
     )
     if not t:
         return rows.zero_(), seq_lens, table, sequences
-    _launch_plan(batch, positions, block_size, table, rows, seq_lens, sequences)
+    _launch_plan(batch, positions, block_size, table, NewPlan(rows, seq_lens, sequences))
     return rows, seq_lens, table, sequences
 
 
 def _launch_plan(
-    batch: Batch,
-    positions: Int32[Tensor, "t k"],
-    block_size: int,
-    slots: Int32[Tensor, "t k"],
-    new_cu_seqlens_q: Int32[Tensor, "_"] | None = None,
-    new_seq_lens: Int32[Tensor, "t"] | None = None,
-    sequences: Int32[Tensor, "t"] | None = None,
+    batch: Batch, positions: Int32[Tensor, "t k"], block_size: int, slots: Int32[Tensor, "t k"], new: NewPlan | None
 ) -> None:
     """Look up selected keys: each in its place, or, where there are lengths to be written, one after the other."""
     t, k = positions.shape
-    assert batch.block_table is not None  # the path has checked it
-    _plan_selected_kernel[(t,)](
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        batch.block_table,
-        positions,
-        slots,
-        new_cu_seqlens_q,
-        new_seq_lens,
-        sequences,
-        batch.block_table.stride(),
-        positions.stride(),
-        batch.num_seqs,
-        batch.block_table.shape[1],
-        k,
-        block_size,
+    table = batch.block_table
+    assert table is not None  # the path has checked it
+    launch_once(
+        _plan_selected_kernel,
+        (t,),
+        batch=Sequences(
+            batch.cu_seqlens_q, batch.seq_lens, table, table.stride(), batch.num_seqs, table.shape[1], block_size
+        ),
+        positions=positions,
+        position_strides=positions.stride(),
+        slots=slots,
+        new=new,
+        k=k,
         BLOCK_SEQS=BLOCK_SEQS,
         BLOCK_KEYS=min(BLOCK_KEYS, pad(max(k, 1))),
         num_warps=PLAN_WARPS,
@@ -203,12 +269,20 @@ def _from_order(order):
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
+class Row(NamedTuple):
+    """The scores of one query, or of its candidates: the first of them, their stride, and how many there are."""
+
+    scores: Any
+    stride: Any
+    width: Any
+
+
 @triton.jit
 @no_type_check
-def _read_scores(row_scores, stride, j, width, MASKED: tl.constexpr):
+def _read_scores(row, j, MASKED: tl.constexpr):
     """Read scores, `-inf` past the last one; without a mask, which would be read one by one, where all are there."""
-    at = row_scores + j.to(tl.int64) * stride
-    return tl.load(at, mask=(j < width) if MASKED else None, other=float("-inf") if MASKED else None)
+    at = row.scores + j.to(tl.int64) * row.stride
+    return tl.load(at, mask=(j < row.width) if MASKED else None, other=float("-inf") if MASKED else None)
 
 
 @triton.jit
@@ -238,20 +312,20 @@ def _find_digit(counts, lowest, wanted, step, BITS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _find_lowest(row_scores, stride, width, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
+def _find_lowest(row, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Return the lowest number that is selected of a row, in order, and how many are wanted of those that equal it.
 
     Once all numbers that have its highest bits are wanted, the others stay 0: no number lies between.
     """
     lowest = tl.full([], 0, tl.uint32)  # its highest bits first
-    wanted, spare = topk, width  # how many of the scores with these bits are wanted, and how many not
-    whole, blocks = width // BLOCK, tl.cdiv(width, BLOCK)
+    wanted, spare = topk, row.width  # how many of the scores with these bits are wanted, and how many not
+    whole, blocks = row.width // BLOCK, tl.cdiv(row.width, BLOCK)
     step = 0
     while (step < (31 + BITS) // BITS) & (spare > 0):
         counts = tl.zeros([2**BITS], tl.int32)
         for MASKED in tl.static_range(2):
             for block in range(whole if MASKED else 0, blocks if MASKED else whole):
-                numbers = _read_scores(row_scores, stride, block * BLOCK + tl.arange(0, BLOCK), width, MASKED)
+                numbers = _read_scores(row, block * BLOCK + tl.arange(0, BLOCK), MASKED)
                 counts += _count_digits(_in_order(numbers), lowest, step, BITS)
         lowest, wanted, spare = _find_digit(counts, lowest, wanted, step, BITS)
         step += 1
@@ -279,18 +353,18 @@ def _sum_up(numbers):
 
 @triton.jit
 @no_type_check
-def _write_positions(row_scores, stride, positions, width, row_selected, lowest, wanted, BLOCK: tl.constexpr):
+def _write_positions(row, positions, row_selected, lowest, wanted, BLOCK: tl.constexpr):
     """Write the positions that are selected of a row, in order; return how many there are.
 
     Numbers above the lowest one that is selected, and those that equal it, are counted in one sum, in a half of 32 bits
     each. The places of candidates are not their positions, which are in `positions` then.
     """
-    above, ties = width * 0, width * 0
-    whole, blocks = width // BLOCK, tl.cdiv(width, BLOCK)
+    above, ties = row.width * 0, row.width * 0
+    whole, blocks = row.width // BLOCK, tl.cdiv(row.width, BLOCK)
     for MASKED in tl.static_range(2):
         for block in range(whole if MASKED else 0, blocks if MASKED else whole):
             j = _block_of(block, BLOCK)
-            numbers = _read_scores(row_scores, stride, j, width, MASKED)
+            numbers = _read_scores(row, j, MASKED)
             order = _in_order(numbers)
             is_key = numbers != float("-inf")
             is_above, is_tie = is_key & (order > lowest), is_key & (order == lowest)
@@ -359,7 +433,7 @@ def _filter_kernel(
     """Keep the positions of all scores of a split that are not below the pivot, in order."""
     pdl_wait(OVERLAP)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row_scores, pivot = scores + row * score_strides[0], tl.load(pivots + row)
+    own, pivot = Row(scores + row * score_strides[0], score_strides[1], width), tl.load(pivots + row)
     first, whole = split * split_blocks, width // BLOCK
     end = tl.minimum(first + split_blocks, tl.cdiv(width, BLOCK))
     split_kept = kept + row * width + first * BLOCK
@@ -367,7 +441,7 @@ def _filter_kernel(
     for MASKED in tl.static_range(2):
         for block in range(tl.maximum(first, whole) if MASKED else first, end if MASKED else tl.minimum(end, whole)):
             j = _block_of(block, BLOCK)
-            numbers = _read_scores(row_scores, score_strides[1], j, width, MASKED)
+            numbers = _read_scores(own, j, MASKED)
             is_kept, is_above = ~(numbers < pivot), ~(numbers <= pivot)  # NaN, too
             sums, total = _sum_up(is_kept.to(tl.int32) + (is_above.to(tl.int32) << 16))
             tl.store(split_kept + count + (sums & 0xFFFF) - 1, j, is_kept)
@@ -380,83 +454,57 @@ def _filter_kernel(
 
 @triton.jit
 @no_type_check
-def _gather_candidates(
-    row_scores, stride, row_kept, kept_of_splits, split_length, positions, candidates, COLUMNS: tl.constexpr
-):
-    """Move the candidates of all splits together, and fetch their scores."""
-    starts = (tl.cumsum(kept_of_splits, 0) - kept_of_splits)[:, None]
-    split = tl.arange(0, kept_of_splits.shape[0])[:, None]
-    for first in range(0, tl.max(kept_of_splits, 0), COLUMNS):
-        at = first + tl.arange(0, COLUMNS)[None, :]
-        is_kept = at < kept_of_splits[:, None]
-        j = tl.load(row_kept + split * split_length + at, is_kept, 0)
-        numbers = tl.load(row_scores + j.to(tl.int64) * stride, is_kept, 0.0)
+def _gather_candidates(row, candidates, number, counts):
+    """Move the candidates of all splits of a row together, and fetch their scores; return them as a row."""
+    splits = tl.arange(0, candidates.SPLITS)[:, None]
+    starts = (tl.cumsum(counts, 0) - counts)[:, None]
+    row_kept = candidates.kept + number * row.width
+    positions = candidates.positions + number * candidates.room
+    scores = candidates.scores + number * candidates.room
+    for first in range(0, tl.max(counts, 0), candidates.COLUMNS):
+        at = first + tl.arange(0, candidates.COLUMNS)[None, :]
+        is_kept = at < counts[:, None]
+        j = tl.load(row_kept + splits * candidates.split_length + at, is_kept, 0)
+        numbers = tl.load(row.scores + j.to(tl.int64) * row.stride, is_kept, 0.0)
         tl.store(positions + starts + at, j, is_kept)
-        tl.store(candidates + starts + at, numbers, is_kept)
+        tl.store(scores + starts + at, numbers, is_kept)
     tl.debug_barrier()  # other threads of the program read them
 
 
 @triton.jit(do_not_specialize=["width", "topk", "splits", "split_length", "room"])
 @no_type_check
-def _select_kernel(
-    scores,
-    selected,
-    pivots,  # None: there are no candidates
-    counts,  # [t, splits, 2]
-    kept,  # [t, width]
-    positions,  # [t, room]: those of all candidates of a row
-    candidates,  # [t, room]: and their scores
-    score_strides,
-    width,
-    topk,
-    splits,
-    split_length,
-    room,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def _select_kernel(scores, selected, topk, candidates, BLOCK: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr):
     """Select from a row, by its candidates if all that is selected is among them, and there is room for them."""
     pdl_wait(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
-    row_scores, stride, row_selected = scores + row * score_strides[0], score_strides[1], selected + row * topk
-    if pivots is None:
-        lowest, wanted = _find_lowest(row_scores, stride, width, topk, BLOCK, BITS)
-        count = _write_positions(row_scores, stride, None, width, row_selected, lowest, wanted, BLOCK)
+    number = tl.program_id(0).to(tl.int64)
+    row_selected = selected + number * topk
+    row = Row(scores.scores + number * scores.strides[0], scores.strides[1], scores.width)
+    if candidates is None:
+        lowest, wanted = _find_lowest(row, topk, BLOCK, BITS)
+        count = _write_positions(row, None, row_selected, lowest, wanted, BLOCK)
     else:
-        split = tl.arange(0, SPLITS)
-        row_counts = counts + (row * splits + split) * 2
-        kept_of_splits = tl.load(row_counts, split < splits, 0)
-        total = tl.sum(kept_of_splits, 0)
-        above = tl.sum(tl.load(row_counts + 1, split < splits, 0), 0)
-        pivot = tl.load(pivots + row)
-        lowest = _in_order(pivot)
+        split = tl.arange(0, candidates.SPLITS)
+        row_counts = candidates.counts + (number * candidates.splits + split) * 2
+        counts = tl.load(row_counts, split < candidates.splits, 0)
+        total = tl.sum(counts, 0)
+        above = tl.sum(tl.load(row_counts + 1, split < candidates.splits, 0), 0)
+        lowest = _in_order(tl.load(candidates.pivots + number))
         wanted = topk - above
         are_all = (total >= topk) | (lowest == 0x00800000)  # from the lowest number on: no key is left out
-        is_gathered = are_all & (total <= room)
-        row_positions, row_candidates = positions + row * room, candidates + row * room
+        is_gathered = are_all & (total <= candidates.room)
+        gathered = Row(candidates.scores + number * candidates.room, 1, total)
         if is_gathered:
-            _gather_candidates(
-                row_scores,
-                stride,
-                kept + row * width,
-                kept_of_splits,
-                split_length,
-                row_positions,
-                row_candidates,
-                COLUMNS,
-            )
+            _gather_candidates(row, candidates, number, counts)
         if (not are_all) | (wanted < 0):  # else the pivot is the lowest
             if is_gathered:
-                lowest, wanted = _find_lowest(row_candidates, 1, total, topk, BLOCK, BITS)
+                lowest, wanted = _find_lowest(gathered, topk, BLOCK, BITS)
             else:
-                lowest, wanted = _find_lowest(row_scores, stride, width, topk, BLOCK, BITS)
+                lowest, wanted = _find_lowest(row, topk, BLOCK, BITS)
         if is_gathered:
-            count = _write_positions(row_candidates, 1, row_positions, total, row_selected, lowest, wanted, BLOCK)
+            positions = candidates.positions + number * candidates.room
+            count = _write_positions(gathered, positions, row_selected, lowest, wanted, BLOCK)
         else:
-            count = _write_positions(row_scores, stride, None, width, row_selected, lowest, wanted, BLOCK)
+            count = _write_positions(row, None, row_selected, lowest, wanted, BLOCK)
     for first in range(count, topk, BLOCK):
         column = first + tl.arange(0, BLOCK)
         tl.store(row_selected + column, tl.full([BLOCK], -1, tl.int32), column < topk)
@@ -465,20 +513,12 @@ def _select_kernel(
 @triton.jit(do_not_specialize=[*CHANGING, "positions", "columns", "k"])
 @no_type_check
 def _plan_selected_kernel(
-    cu_seqlens_q,
-    seq_lens,
-    block_table,
+    batch,
     positions,
-    slots,  # [t, k]
-    new_cu_seqlens_q,
-    new_seq_lens,  # None: every slot stays in the place of its position
-    sequences,
-    table_strides,
     position_strides,
-    num_seqs,
-    columns,
+    slots,  # [t, k]
+    new,  # None: every slot stays in the place of its position
     k,
-    block_size,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
@@ -489,13 +529,13 @@ def _plan_selected_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(0) * 0
-    for first in range(0, num_seqs, BLOCK_SEQS):
+    for first in range(0, batch.num_seqs, BLOCK_SEQS):
         i = first + tl.arange(0, BLOCK_SEQS)
-        ends = tl.load(cu_seqlens_q + 1 + i, i < num_seqs, 0)
-        sequence += tl.sum(((i < num_seqs) & (ends <= row)).to(tl.int32), 0)
-    is_row = (sequence < num_seqs) & (columns > 0)
-    seq_len = tl.load(seq_lens + sequence, is_row, 0)
-    blocks = block_table + sequence.to(tl.int64) * table_strides[0]
+        ends = tl.load(batch.cu_seqlens_q + 1 + i, i < batch.num_seqs, 0)
+        sequence += tl.sum(((i < batch.num_seqs) & (ends <= row)).to(tl.int32), 0)
+    is_row = (sequence < batch.num_seqs) & (batch.columns > 0)
+    seq_len = tl.load(batch.seq_lens + sequence, is_row, 0)
+    blocks = batch.block_table + sequence.to(tl.int64) * batch.table_strides[0]
     row_positions, row_slots = positions + row * position_strides[0], slots + row * k
     count = tl.program_id(0) * 0
     for first in range(0, k, BLOCK_KEYS):
@@ -503,22 +543,23 @@ def _plan_selected_kernel(
         position = tl.load(row_positions + at.to(tl.int64) * position_strides[1], at < k, -1)
         is_key = (position >= 0) & (position < seq_len)
         position = tl.where(is_key, position, 0)
-        column = tl.minimum(position // block_size, columns - 1).to(tl.int64)
-        slot = tl.load(blocks + column * table_strides[1], is_key, 0) * block_size + position % block_size
-        if new_seq_lens is None:
+        column = tl.minimum(position // batch.block_size, batch.columns - 1).to(tl.int64)
+        block = tl.load(blocks + column * batch.table_strides[1], is_key, 0)
+        slot = block * batch.block_size + position % batch.block_size
+        if new is None:
             tl.store(row_slots + at, tl.where(is_key, slot, -1), at < k)
         else:
             is_key &= slot >= 0
             place = count + tl.cumsum(is_key.to(tl.int32), 0) - 1
             tl.store(row_slots + place, slot, is_key)
             count += tl.sum(is_key.to(tl.int32), 0)
-    if new_seq_lens is not None:
+    if new is not None:
         for first in range(count, k, BLOCK_KEYS):
             at = first + tl.arange(0, BLOCK_KEYS)
             tl.store(row_slots + at, tl.zeros([BLOCK_KEYS], tl.int32), at < k)
-        tl.store(new_seq_lens + row, count)
-        tl.store(sequences + row, tl.maximum(tl.minimum(sequence, num_seqs - 1), 0))
-        end = tl.load(cu_seqlens_q + num_seqs)
-        tl.store(new_cu_seqlens_q + row + 1, tl.minimum(tl.program_id(0) + 1, end))
+        tl.store(new.new_seq_lens + row, count)
+        tl.store(new.sequences + row, tl.maximum(tl.minimum(sequence, batch.num_seqs - 1), 0))
+        end = tl.load(batch.cu_seqlens_q + batch.num_seqs)
+        tl.store(new.new_cu_seqlens_q + row + 1, tl.minimum(tl.program_id(0) + 1, end))
         if row == 0:
-            tl.store(new_cu_seqlens_q, 0)
+            tl.store(new.new_cu_seqlens_q, 0)
