@@ -1,0 +1,50 @@
+"""Our kernels take at most 15 arguments, and the functions that they call 8: the rest are NamedTuples with names.
+
+`LONGER` lists those that take more. It only gets shorter.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.kernels.test_compile import LAUNCHED
+
+ROOT = Path(__file__).parent.parent.parent
+MOST_OF_A_KERNEL, MOST_OF_A_FUNCTION = 15, 8
+LONGER = {
+    "fastattn/kernels/flash/expand.py:_repage_kernel": 20,
+    "fastattn/kernels/flash/fixup.py:_adapt_kernel": 20,
+    "fastattn/kernels/triton/cache.py:_quantize_kernel": 24,
+    "fastattn/kernels/triton/cache.py:_write_kernel": 16,
+    "fastattn/kernels/triton/cache.py:_write_packed_kernel": 20,
+    "fastattn/kernels/triton/differential.py:_scores_of_half": 11,
+    "fastattn/kernels/triton/latents_hopper.py:_attend_kernel": 35,
+    "fastattn/kernels/triton/latents_hopper.py:_bring": 10,
+    "fastattn/kernels/triton/latents_hopper.py:_multiply": 10,
+    "twinattn/engine/kernels/fused_layers.py:_qk_norm_rope_kernel": 18,
+    "twinattn/engine/kernels/sampling.py:_bisect_kernel": 20,
+    "twinattn/engine/kernels/sampling.py:_cut_kernel": 20,
+    "twinattn/engine/kernels/sampling.py:_draw_kernel": 22,
+}
+
+
+def jitted() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """List the functions that Triton or Gluon compiles, by file and name."""
+    for folder in ("fastattn", "twinattn"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef) and any(
+                    ast.unparse(x).startswith(("triton.jit", "gluon.jit")) for x in node.decorator_list
+                ):
+                    yield f"{file.relative_to(ROOT)}:{node.name}", node
+
+
+def test_kernels_take_few_arguments():
+    counts = {name: len(node.args.args) for name, node in jitted()}
+    longer = {}
+    for name, count in counts.items():
+        function = name.partition(":")[2]
+        is_kernel = function.endswith("_kernel") or function in LAUNCHED
+        if count > (MOST_OF_A_KERNEL if is_kernel else MOST_OF_A_FUNCTION):
+            longer[name] = count
+    assert len(counts) > 100 and longer == LONGER
