@@ -17,6 +17,7 @@ from fastattn.kernels.memory import addresses, is_without_memory
 from refattn.modes import has_tangents
 from refattn.options import PER_HEAD, AttentionOptions
 from refattn.plan import ContextParallelPlan, Plan, PrefillPlan
+from refattn.states import StatePlan
 from refattn.trees import AttentionPlan
 
 ALIGNMENT = 16  # bytes
@@ -26,7 +27,7 @@ per_head_of = attrgetter(*PER_HEAD)  # tensors, whose layout is in a key
 
 Key = tuple[object, ...]
 Run = Callable[..., tuple[Tensor, Tensor]]
-AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan
+AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan | StatePlan
 
 
 # --- the memo of a plan ---
@@ -51,7 +52,7 @@ class Memo:
 
     Attributes:
         bound: calls that are bound, by their cache keys.
-        launches: how to replay our launches around those of other packages, by their cache keys.
+        launches: how to replay launches of ours that are no attention, by their cache keys.
         schedules: how a package divides the work; each with the versions of the lengths that it was made from.
         cu_seqlens_k: where the keys of each sequence begin in rows.
         cpu_schedule: how the CPU kernel divides the work.
@@ -80,7 +81,10 @@ def memo_of(plan: AnyPlan) -> Memo:
 
 
 def launch_once(
-    plan: Plan, key: Key | None, tensors: tuple[Tensor | float | None, ...], launch: Callable[[], Callable[..., None]]
+    plan: AnyPlan,
+    key: Key | None,
+    tensors: tuple[Tensor | float | None, ...],
+    launch: Callable[[], Callable[..., None]],
 ) -> None:
     """Launch; with `tensors` by the replay of an earlier launch with the same key, if there was one.
 
@@ -103,12 +107,20 @@ def launch_once(
 # --- cache keys ---
 
 
-def key_of_launch(name: str, tensors: tuple[Tensor | None, ...], options: AttentionOptions) -> Key | None:
-    """Return the cache key of a launch in an adapter; None if a tensor is not aligned, so that it is not replayed."""
-    bits, layouts = layouts_of((*tensors, *per_head_of(options)))
+def key_of_launch(
+    name: Hashable, tensors: tuple[Tensor | None, ...], options: AttentionOptions | None = None
+) -> Key | None:
+    """Return the cache key of a launch; None if a tensor is not aligned, so that it is not replayed.
+
+    Args:
+        name: of the launch, with all else that it depends on beside the plan.
+        tensors: those that differ from layer to layer.
+        options: those of an attention layer.
+    """
+    bits, layouts = layouts_of(tensors if options is None else (*tensors, *per_head_of(options)))
     if bits % ALIGNMENT or layouts is None:
         return None
-    return (name, numbers_of(options), layouts)
+    return (name, None if options is None else numbers_of(options), layouts)
 
 
 def key_of_write(

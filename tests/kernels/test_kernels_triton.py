@@ -1172,12 +1172,13 @@ def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
 @pytest.mark.parametrize("rows", ["every-other", "expanded-size", "offset", "padded", "heads-last"])
 def test_chunks_of_states_are_read_16_bytes_at_a_time(rows, monkeypatch):
     """What a launch is given is looked at: an interpreter answers rightly however rows lie."""
-    launches, launch_once = [], triton_recurrent.launch_once
-    monkeypatch.setattr(
-        triton_recurrent,
-        "launch_once",
-        lambda *kernel, **given: (launches.append(given), launch_once(*kernel, **given)),
-    )
+    launches, launch = [], triton_recurrent.Launch
+
+    def noted(kernel, grid, changing, given, options):
+        launches.append(given)
+        return launch(kernel, grid, changing, given, options)
+
+    monkeypatch.setattr(triton_recurrent, "Launch", noted)
     step = states.Step(*(laid(x, rows) for x in states.draw(17, dk=40, dv=24, per_channel=True, dtype=torch.float16)))
     tables = dict(state_indices=states.ints([0]))
     states.attend("triton", step, states.draw_states(1, 4, 24, 40), states.lengths([17], [0]), **tables)

@@ -3,6 +3,7 @@
 import inspect
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import normalize
 import fastattn.recurrent
 import refattn.recurrent
 from fastattn.kernels.order import use_kernel
+from fastattn.kernels.replay import memo_of
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 from tests.helpers.bad_input import MOST
@@ -622,6 +624,30 @@ def test_twins_agree_on_drawn_steps(data):
     options = RecurrentOptions(delta=data.draw(st.booleans()))
     kernel = "torch" if DEVICE == "cpu" else "triton"
     assert_twins_agree(kernel, step, states, lengths(*zip(*lens, strict=True)), options, **tables)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+@pytest.mark.parametrize("query_len", [1, 20], ids=["decode", "prompt"])
+def test_a_layer_replays_the_launches_of_another_under_the_same_plan(query_len, device):
+    """With its own tensors, and only if options, shapes and strides are the same."""
+    path, num_tokens = fastattn.recurrent, 2 * query_len
+    slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    plan = path.plan(moved(lengths([query_len] * 2, [3, 0]), device), state_indices=slots)
+    launches = []
+    for layer, (options, silu) in enumerate([(RecurrentOptions(), True)] * 3 + [(PLAIN, False)]):
+        step, pool = draw(num_tokens, seed=layer).to(device), draw_states(2, seed=layer).to(device)
+        weight, inputs = step.query[0, 0, :, None] * torch.ones(4, device=device), step.key[:, 0]
+        inputs, bias = inputs.contiguous() if layer == 2 else inputs, step.query[0, 1].clone()
+        outputs = []
+        for own in (plan, replace(plan)):  # and by a plan that has no memo
+            states, last = pool.clone(), pool[:, 0, :3].clone()
+            with use_kernel("triton"):
+                out = path.attention(*step, states, own, options)
+                mixed = path.convolve(inputs, weight, last, own, bias=bias, silu=silu)
+            outputs.append((out, states, mixed, last))
+        assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True)), layer
+        launches.append(len(memo_of(plan).launches))
+    assert launches == [2, 2, 3, 5]
 
 
 @each_kernel

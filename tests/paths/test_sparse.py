@@ -19,9 +19,10 @@ import refattn.interval
 import refattn.mla
 import refattn.sparse
 from fastattn.kernels import order
+from fastattn.kernels.replay import memo_of
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
-from refattn.plan import Intervals
+from refattn.plan import Intervals, Plan
 from refattn.scales import Fp8Scales
 from tests.helpers.batches import GARBAGE, HARMLESS, POISON, Case, build
 from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS, each_kernel
@@ -305,6 +306,21 @@ def test_scores_and_selection_are_those_of_transformers():
             if row >= 6 and (scores[row, : row + 1] == 0).sum() < 2:  # no ties, where any choice is theirs
                 assert ours == sorted(theirs[row].tolist())
     assert not torch.allclose(scores[19, :6], torch.zeros(6))
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_a_layer_replays_the_scores_of_another_under_the_same_plan(device):
+    batch = make_batch([1, 2], [30, 70], [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], device=device)
+    plan = Plan(batch, 16)
+    for layer, stored in enumerate([torch.float32, torch.float32, torch.uint8, torch.uint8]):
+        g = torch.Generator().manual_seed(layer)
+        query, weights = torch.randn(3, 4, 8, generator=g).to(device), torch.randn(3, 4, generator=g).to(device)
+        index = torch.zeros(10, 16, 8 if stored.is_floating_point else 12, dtype=stored, device=device)
+        with order.use_kernel("triton"):
+            fastattn.sparse.write(torch.randn(160, 8, generator=g).to(device), index, torch.arange(160, device=device))
+            scores, alone = (fastattn.sparse.scores(query, weights, index, own) for own in (plan, replace(plan)))
+        assert torch.equal(scores, alone)
+        assert len(memo_of(plan).launches) == 1 + layer // 2
 
 
 # --- the selection ---

@@ -1,5 +1,7 @@
 """The convolution of layers with a state, in Triton: short, causal, by channel; a state keeps the last inputs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import torch
@@ -8,8 +10,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.triton.launch import launch_once
-from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, draft_slot, find_sequence, states_of, tables_of
+from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.launch import Launch
+from fastattn.kernels.triton.states import CHANGING, States, checkpoint_slot, draft_slot, find_sequence, tables_of
 from refattn.states import StatePlan
 
 BLOCK_T, BLOCK_C = 32, 128  # tokens and channels of a tile of the convolution
@@ -28,21 +31,46 @@ def convolve(
 
     The second launch writes what the first one reads, so that tiles of tokens need not wait for one another.
     """
-    (num_tokens, channels), width = inputs.shape, weight.shape[1]
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format) if out is None else out
-    if not num_tokens:
+    if not len(inputs):
         return out
+    tensors = inputs, weight, bias, states, out
+    launch_once(plan, key_of_launch(("convolve", silu), tensors), tensors, partial(_launch, *tensors, plan, silu))
+    return out
+
+
+def _launch(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, out: Tensor, plan: StatePlan, silu: bool
+) -> Callable[..., None]:
+    """Launch both kernels, and return what does it with other tensors."""
+    (num_tokens, channels), width = inputs.shape, weight.shape[1]
     num_seqs, blocks = plan.batch.num_seqs, triton.cdiv(channels, BLOCK_C)
     tiles = triton.cdiv(max(plan.batch.max_query_len, 1), BLOCK_T)
-    own = Inputs(inputs, inputs.stride(), CHANNELS=tl.constexpr(channels), WIDTH=tl.constexpr(width))
-    shared = dict(inputs=own, states=states_of(states), tables=tables_of(plan, num_tokens), BLOCK_C=BLOCK_C)
     bias_stride = 0 if bias is None else bias.stride(0)
-    weights = Weights(weight, bias, weight.stride(), bias_stride, SILU=tl.constexpr(silu))
-    of_layer = dict(weights=weights, out=out, out_strides=out.stride(), BLOCK_T=BLOCK_T)
-    launch_once(_convolve_kernel, (num_seqs + 1, blocks, tiles), **shared, **of_layer)
-    if width > 1 and num_seqs:
-        launch_once(_keep_inputs_kernel, (num_seqs, blocks), **shared)
-    return out
+    of_both = {"inputs.rows": inputs, "states.pool": states}
+    shared = dict(
+        inputs=Inputs(inputs, inputs.stride(), CHANNELS=tl.constexpr(channels), WIDTH=tl.constexpr(width)),
+        states=States(states, states.stride()),
+        tables=tables_of(plan, num_tokens),
+        BLOCK_C=BLOCK_C,
+    )
+    mix = Launch(
+        _convolve_kernel,
+        (num_seqs + 1, blocks, tiles),
+        {"weights.weight": weight, "weights.bias": bias, "out": out} | of_both,
+        dict(weights=Weights(weight, bias, weight.stride(), bias_stride, SILU=tl.constexpr(silu)))
+        | dict(out_strides=out.stride(), BLOCK_T=BLOCK_T)
+        | shared,
+        {},
+    )
+    keep = Launch(_keep_inputs_kernel, (num_seqs, blocks), of_both, shared, {}) if width > 1 and num_seqs else None
+
+    def replay(inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, out: Tensor) -> None:
+        mix.replay(weight, bias, out, inputs, states)
+        if keep is not None:
+            keep.replay(inputs, states)
+
+    return replay
 
 
 class Inputs(NamedTuple):

@@ -8,6 +8,8 @@ A score is a product with one query, of one shape, so no bit of it depends on th
 Source: DeepGEMM, `fp8_paged_mqa_logits`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import torch
@@ -17,7 +19,8 @@ from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import as_bytes
-from fastattn.kernels.triton.launch import CHANGING, converts_fp8, launch_once, overlapping, pdl_wait
+from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.launch import CHANGING, Launch, converts_fp8, overlapping, pdl_wait
 from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
 from fastattn.kernels.triton.queries import Queries, contiguous, count_tiles, find_rows
@@ -43,6 +46,9 @@ class Pool(NamedTuple):
         index_cache: [n, p, d], or [n, p * d] bytes of a block, or [n, p * d / 2] pairs of them.
         scales: [n, p], a view of the same memory; None where it is unquantized.
         strides: of blocks, tokens and elements of the pool.
+        block_table: [b, m].
+        table_row_stride: of its sequences.
+        table_stride: of its blocks.
         SIZE: d.
         BLOCK_SIZE: p.
         HAS_FP8_CVT: whether the GPU converts fp8.
@@ -51,24 +57,12 @@ class Pool(NamedTuple):
     index_cache: Any
     scales: Any
     strides: Any
-    SIZE: Any
-    BLOCK_SIZE: Any
-    HAS_FP8_CVT: Any
-
-
-class Weights(NamedTuple):
-    """The weights of the index heads, [t, h]."""
-
-    weights: Any
-    strides: Any
-
-
-class Table(NamedTuple):
-    """The block table, [b, m]."""
-
     block_table: Any
     table_row_stride: Any
     table_stride: Any
+    SIZE: Any
+    BLOCK_SIZE: Any
+    HAS_FP8_CVT: Any
 
 
 class Visible(NamedTuple):
@@ -107,17 +101,21 @@ def write_index(
     """Write index keys into their pool, in one launch; see `fastattn.sparse.write`."""
     if not len(key):
         return
-    launch_once(
-        _write_index_kernel,
-        (-(-len(key) // BLOCK_ROWS),),
-        key=key,
-        key_strides=key.stride(),
-        pool=_pool_of(index_cache),
-        slot_mapping=slot_mapping,
-        slot_stride=slot_mapping.stride(0),
-        rows=len(key),
+    quantized_values = holds_fp8(index_cache)
+    _write_index_kernel[(-(-len(key) // BLOCK_ROWS),)](
+        key,
+        index_cache,
+        _scales(index_cache) if quantized_values else None,
+        slot_mapping,
+        key.stride(),
+        index_cache.stride(),
+        slot_mapping.stride(0),
+        len(key),
         SMALLEST=SMALLEST,
+        SIZE=index_size_of(index_cache),
+        BLOCK_SIZE=index_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
+        HAS_FP8_CVT=converts_fp8(key.device),
     )
 
 
@@ -125,39 +123,63 @@ def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
     """Score the keys that queries may see, in one launch, or two; see `fastattn.sparse.scores`."""
-    batch, (t, _, size) = plan.batch, query.shape
-    result = torch.empty(t, batch.max_seq_len, dtype=torch.float32, device=query.device)
-    if not batch.num_seqs or not result.numel():
+    result = torch.empty(len(query), plan.batch.max_seq_len, dtype=torch.float32, device=query.device)
+    if not plan.batch.num_seqs or not result.numel():
         return result.fill_(-torch.inf)
-    quantized_values, query_is_fp8 = holds_fp8(index_cache), query.element_size() == 1
+    quantized_values = holds_fp8(index_cache)
     pairs = quantized_values and query.element_size() <= 2
     halved = pairs and query.dtype == torch.bfloat16
     if halved:
         query, weights = _in_float16(query, weights)
-    query, weights = as_bytes(query) if query_is_fp8 else query, weights.float()
-    key_bytes, one_row = size * (2 if query_is_fp8 else query.element_size()), batch.max_query_len <= 1
-    tuning = _tune(query, index_cache, key_bytes, one_row=one_row)
-    tiles, steps = count_tiles(batch, t, 1, QUERIES), STEPS
+    tensors = (
+        as_bytes(query) if query.element_size() == 1 else query,
+        weights.float(),
+        _in_pairs(index_cache) if pairs else index_cache,
+        _scales(index_cache) if quantized_values else None,
+        result,
+    )
+    key = key_of_launch(("score_index", halved, index_cache.shape, index_cache.stride()), tensors)
+    launch_once(plan, key, tensors, partial(_launch_scores, *tensors, index_cache, plan, halved))
+    return result
+
+
+def _launch_scores(
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    scales: Tensor | None,
+    result: Tensor,
+    index_cache: Tensor,
+    plan: Plan,
+    halved: bool,
+) -> Callable[..., None]:
+    """Launch the scores of what `score_index` has prepared, and return what does it with other tensors."""
+    batch = plan.batch
+    key_bytes = query.shape[2] * max(query.element_size(), 2)
+    tuning = _tune(query, index_cache, key_bytes, one_row=batch.max_query_len <= 1)
+    tiles, steps = count_tiles(batch, len(query), 1, QUERIES), STEPS
     enough = PROGRAMS * sms_of(query.device)
     while steps > 1 and tiles * -(-batch.max_seq_len // (steps * tuning.block_n)) < enough:
         steps //= 2
-    launch_once(
+    tile = QUERIES, tuning.block_n, batch.max_query_len <= QUERIES, batch.max_query_len <= 1
+    early = overlapping(query.device, after_ours=halved)
+    return Launch(
         _score_index_kernel,
         (tiles * -(-batch.max_seq_len // (steps * tuning.block_n)),),
-        queries=_queries_of(query, batch),
-        weights=Weights(weights, weights.stride()),
-        pool=_pool_of(index_cache, pairs=pairs),
-        table=_table_of(batch),
-        mask=_visible_of(plan),
-        result=result,
-        width=batch.max_seq_len,
-        steps=steps,
-        TILE=IndexSizes(*map(tl.constexpr, (QUERIES, tuning.block_n, batch.max_query_len <= QUERIES, one_row))),
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        **overlapping(query.device, after_ours=halved),
-    )
-    return result
+        {"queries.query": query, "weights": weights, "pool.index_cache": keys, "pool.scales": scales}
+        | {"result": result},
+        dict(
+            queries=_queries_of(query, batch),
+            weight_strides=weights.stride(),
+            pool=_pool_of(keys, scales, index_cache, batch),
+            mask=_visible_of(plan),
+            width=batch.max_seq_len,
+            steps=steps,
+            TILE=IndexSizes(*map(tl.constexpr, tile)),
+            OVERLAP=early.pop("OVERLAP"),
+        ),
+        dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages) | early,
+    ).replay
 
 
 def _tune(query: Tensor, index_cache: Tensor, key_bytes: int, *, one_row: bool) -> LaunchConfig:
@@ -198,23 +220,21 @@ def _queries_of(query: Tensor, batch: Batch) -> Queries:
     )
 
 
-def _pool_of(index_cache: Tensor, *, pairs: bool = False) -> Pool:
-    """Return a pool of index keys as a kernel takes it, its quantized values two at a time with `pairs`."""
+def _pool_of(keys: Tensor, scales: Tensor | None, index_cache: Tensor, batch: Batch) -> Pool:
+    """Return a pool of index keys as a kernel takes it."""
+    table = batch.block_table
+    assert table is not None  # the path has checked it
     return Pool(
-        index_cache=_in_pairs(index_cache) if pairs else index_cache,
-        scales=_scales(index_cache) if holds_fp8(index_cache) else None,
+        index_cache=keys,
+        scales=scales,
         strides=index_cache.stride(),
+        block_table=table,
+        table_row_stride=table.stride(0),
+        table_stride=table.stride(1),
         SIZE=tl.constexpr(index_size_of(index_cache)),
         BLOCK_SIZE=tl.constexpr(index_cache.shape[1]),
         HAS_FP8_CVT=tl.constexpr(converts_fp8(index_cache.device)),
     )
-
-
-def _table_of(batch: Batch) -> Table:
-    """Return the block table as a kernel takes it."""
-    table = batch.block_table
-    assert table is not None  # the path has checked it
-    return Table(table, table.stride(0), table.stride(1))
 
 
 def _visible_of(plan: Plan) -> Visible:
@@ -275,30 +295,44 @@ def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
 @triton.jit(do_not_specialize=["slot_mapping", "rows"])
 @no_type_check
 def _write_index_kernel(
-    key, key_strides, pool, slot_mapping, slot_stride, rows, SMALLEST: tl.constexpr, BLOCK_ROWS: tl.constexpr
+    key,
+    index_cache,
+    scales,  # a view of the cache; None where it is unquantized
+    slot_mapping,
+    key_strides,
+    cache_strides,
+    slot_stride,
+    rows,
+    SMALLEST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_FP8_CVT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     slot = tl.load(slot_mapping + token * slot_stride, token < rows, -1)
     is_written = slot >= 0
     slot = tl.maximum(slot, 0)
-    block, place = slot // pool.BLOCK_SIZE, slot % pool.BLOCK_SIZE
-    PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE)
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    PAD: tl.constexpr = triton.next_power_of_2(SIZE)
     at_d = tl.arange(0, PAD).to(tl.int64)[None, :]
-    in_key = is_written[:, None] & (at_d < pool.SIZE)
+    in_key = is_written[:, None] & (at_d < SIZE)
     numbers = tl.load(key + (token * key_strides[0])[:, None] + at_d * key_strides[1], in_key, 0.0)
-    if pool.scales is None:
-        at = block * pool.strides[0] + place * pool.strides[1]
-        tl.store(pool.index_cache + at[:, None] + at_d * pool.strides[2], numbers, in_key)
+    if scales is None:
+        at = block * cache_strides[0] + place * cache_strides[1]
+        tl.store(index_cache + at[:, None] + at_d * cache_strides[2], numbers, in_key)
     else:
         numbers = numbers.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(numbers), 1), SMALLEST)
         is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # a maximum may overlook NaN
         largest = tl.where(is_nan, float("nan"), largest)
         scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
-        ratios = tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape))
-        at = block * pool.strides[0] + place * pool.SIZE
-        tl.store(pool.index_cache + at[:, None] + at_d, to_fp8(ratios, "e4m3", pool.HAS_FP8_CVT), in_key)
-        tl.store(pool.scales + block * (pool.strides[0] // 4) + place, scale, is_written)
+        quantized_values = to_fp8(
+            tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT
+        )
+        at = block * cache_strides[0] + place * SIZE
+        tl.store(index_cache + at[:, None] + at_d, quantized_values, in_key)
+        tl.store(scales + block * (cache_strides[0] // 4) + place, scale, is_written)
 
 
 @triton.jit
@@ -367,15 +401,15 @@ def _interval(mask, tile, row):
 
 @triton.jit
 @no_type_check
-def _find_blocks(pool, table, sequence, first, end, KEYS: tl.constexpr):
+def _find_blocks(pool, sequence, first, end, KEYS: tl.constexpr):
     """Return the block of each key of a step, or one where all of them are in the same."""
-    row = table.block_table + sequence.to(tl.int64) * table.table_row_stride
+    row = pool.block_table + sequence.to(tl.int64) * pool.table_row_stride
     if pool.BLOCK_SIZE % KEYS == 0:
         column = tl.full([], 0, tl.int64) + first // pool.BLOCK_SIZE
-        blocks = tl.load(row + column * table.table_stride, first < end, 0)
+        blocks = tl.load(row + column * pool.table_stride, first < end, 0)
     else:
         j = first + tl.arange(0, KEYS)
-        blocks = tl.load(row + (j // pool.BLOCK_SIZE).to(tl.int64) * table.table_stride, j < end, 0)
+        blocks = tl.load(row + (j // pool.BLOCK_SIZE).to(tl.int64) * pool.table_stride, j < end, 0)
     return blocks.to(tl.uint32).to(tl.int64)
 
 
@@ -416,7 +450,7 @@ def _read_keys(pool, blocks, first, seen, KEYS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _read_query(queries, weights, pool, token, is_row):
+def _read_query(queries, weights, weight_strides, pool, token, is_row):
     """Read the index heads of one query, [heads, d], and their weights."""
     LEAST: tl.constexpr = 32 if pool.index_cache.dtype.element_ty == tl.uint16 else 16  # elements of a product
     PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE) if pool.SIZE > LEAST else LEAST
@@ -427,8 +461,8 @@ def _read_query(queries, weights, pool, token, is_row):
     q = tl.load(at + at_d.to(tl.int64) * queries.strides[2], is_head[:, None] & (at_d < pool.SIZE), 0)
     if q.dtype == tl.uint8:
         q = dequantize(q, "e4m3", pool.HAS_FP8_CVT)
-    at = token * weights.strides[0] + heads.to(tl.int64) * weights.strides[1]
-    return q, tl.load(weights.weights + at, is_head, 0.0)
+    at = token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1]
+    return q, tl.load(weights + at, is_head, 0.0)
 
 
 @triton.jit
@@ -489,8 +523,8 @@ def _find_queries(queries, number, TILE):
 def _score_index_kernel(
     queries,
     weights,
+    weight_strides,
     pool,
-    table,
     mask,
     result,  # [t, width]
     width,
@@ -520,19 +554,19 @@ def _score_index_kernel(
         _hide(row_result, scored_to, end, width, KEYS)
 
     # The table is read a step ahead, so that loads of keys do not wait for it, and scales where steps are short.
-    next_blocks = _find_blocks(pool, table, tile.sequence, scored_from, last_key, KEYS)
+    next_blocks = _find_blocks(pool, tile.sequence, scored_from, last_key, KEYS)
     if TILE.ONE_ROW:
         j = scored_from + tl.arange(0, KEYS)
         seen = (j >= first_key) & (j < last_key)
         next_scale = _read_scales(pool, next_blocks, scored_from, seen, KEYS)
         token = tile.first_query.to(tl.int64)
-        q, w = _read_query(queries, weights, pool, token, tile.last_row > 0)
+        q, w = _read_query(queries, weights, weight_strides, pool, token, tile.last_row > 0)
         for first in range(scored_from, scored_to, KEYS):
             j = first + tl.arange(0, KEYS)
             seen = (j >= first_key) & (j < last_key)
             k = _read_keys(pool, next_blocks, first, seen, KEYS)
             scale, ahead = next_scale, first + KEYS
-            next_blocks = _find_blocks(pool, table, tile.sequence, ahead, last_key, KEYS)
+            next_blocks = _find_blocks(pool, tile.sequence, ahead, last_key, KEYS)
             next_seen = (j + KEYS >= first_key) & (j + KEYS < last_key)
             next_scale = _read_scales(pool, next_blocks, ahead, next_seen, KEYS)
             sums = _score(q, w, k, scale, pool.HAS_FP8_CVT)
@@ -546,10 +580,10 @@ def _score_index_kernel(
                 seen |= (j >= begins) & (j < ends)
             k = _read_keys(pool, next_blocks, first, seen, KEYS)
             scale = _read_scales(pool, next_blocks, first, seen, KEYS)
-            next_blocks = _find_blocks(pool, table, tile.sequence, first + KEYS, last_key, KEYS)
+            next_blocks = _find_blocks(pool, tile.sequence, first + KEYS, last_key, KEYS)
             for row in range(tile.first_row, tile.last_row):
                 token = (tile.first_query + row).to(tl.int64)
-                q, w = _read_query(queries, weights, pool, token, row < tile.last_row)
+                q, w = _read_query(queries, weights, weight_strides, pool, token, row < tile.last_row)
                 sums = _score(q, w, k, scale, pool.HAS_FP8_CVT)
                 begins, ends = _interval(mask, tile, row)
                 visible = (j >= begins) & (j < ends)

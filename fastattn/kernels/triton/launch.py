@@ -108,7 +108,7 @@ class Launch:
         return memory[first:] if self._packed is None else memory.data_ptr() + first * memory.element_size()
 
 
-def launch_once(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
+def launch_now(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
     """Launch a kernel that is not replayed; arguments and options by name, as `kernel[grid](**given)` takes them."""
     if INTERPRETED:
         kernel[grid](**given)

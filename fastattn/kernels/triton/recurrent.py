@@ -13,6 +13,8 @@ other lengths, slots and padding. Of prompts, one program more than there are se
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import gcd
 from typing import no_type_check
 
@@ -23,16 +25,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import device as devices
+from fastattn.kernels.replay import key_of_launch, launch_once
 from fastattn.kernels.triton.chunks import ChunkSizes, Solved, _chunks_kernel, _within_kernel
-from fastattn.kernels.triton.launch import INTERPRETED, launch_once
+from fastattn.kernels.triton.launch import INTERPRETED, Launch
 from fastattn.kernels.triton.states import (
     CHANGING,
     Gates,
+    States,
     Tokens,
     checkpoint_slot,
     draft_slot,
     find_sequence,
-    states_of,
     tables_of,
 )
 from refattn.options import RecurrentOptions
@@ -71,14 +74,86 @@ def recurrent(
     scale = query.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     per_channel = log_decay.ndim == 3
     chunk = _chunk_size(plan, query, per_channel)
-    if plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
-        tokens, gates = _tokens_of(query, key, value), _gates_of(log_decay, beta, options)
-        _launch_tokens(tokens, gates, states, out, plan, scale)
-    else:
+    launch, sizes = _launch_tokens, ()
+    if not (plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW):
+        launch, sizes = _launch_chunks, (chunk,)
+        query, key, value = _aligned(query), _aligned(key), _aligned(value)
         log_decay = _aligned(log_decay) if per_channel else log_decay
-        tokens = _tokens_of(_aligned(query), _aligned(key), _aligned(value))
-        _launch_chunks(tokens, _gates_of(log_decay, beta, options), states, out, plan, scale, chunk)
+    tensors = query, key, value, log_decay, beta, states, out
+    cache_key = key_of_launch(("recurrent", scale, options.delta), tensors)
+    launch_once(plan, cache_key, tensors, partial(launch, tensors, plan, scale, options.delta, *sizes))
     return out
+
+
+Tensors = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]  # query, key, value, log_decay, beta, states, out
+
+
+def _launch_tokens(tensors: Tensors, plan: StatePlan, scale: float, delta: bool) -> Callable[..., None]:
+    """Go token by token. Programs come in the order of their parts in memory: a state is read as one piece."""
+    query, key, value, log_decay, beta, states, out = tensors
+    num_tokens, num_heads, size = value.shape
+    block_v = min(_values_by_token(plan.batch.num_seqs * num_heads, query, value), _pad(size))
+    return Launch(
+        _tokens_kernel,
+        (max(1, plan.batch.num_seqs) * num_heads * triton.cdiv(size, block_v),),
+        {"tokens.query": query, "tokens.key": key, "tokens.value": value}
+        | {"gates.log_decay": log_decay, "gates.beta": beta, "states.pool": states, "out": out},
+        dict(
+            tokens=_tokens_of(query, key, value),
+            gates=_gates_of(log_decay, beta, delta),
+            states=States(states, states.stride()),
+            out_strides=out.stride(),
+            tables=tables_of(plan, num_tokens),
+            scale=scale,
+            NUM_HEADS=num_heads,
+            BLOCK_V=block_v,
+        ),
+        dict(num_warps=TOKENS_WARPS),
+    ).replay
+
+
+def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool, chunk: int) -> Callable[..., None]:
+    """Go chunk by chunk: one launch for what the tokens of a chunk are to one another, and one for the states."""
+    query, key, value, log_decay, beta, states, out = tensors
+    (num_tokens, num_heads, size), per_channel = value.shape, log_decay.ndim == 3
+    solve = partial(_solved, per_channel=per_channel, delta=delta, chunk=chunk)
+    solved = solve(query, value)
+    made = {f"solved.{name}": x for name, x in solved._asdict().items() if not name.isupper()}
+    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
+    levels = chunk.bit_length() - 1 if per_channel else 0
+    shared = dict(
+        tokens=_tokens_of(query, key, value),
+        tables=tables_of(plan, num_tokens),
+        solved=solved,
+        TILE=ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision))),
+    )
+    of_tokens = {"tokens.query": query, "tokens.key": key, "tokens.value": value}
+    within = Launch(
+        _within_kernel,
+        (num_tokens // chunk + 2 * plan.batch.num_seqs, num_heads),  # most chunks: a sequence may begin inside one
+        of_tokens | {"gates.log_decay": log_decay, "gates.beta": beta} | made,
+        shared | dict(gates=_gates_of(log_decay, beta, delta)),
+        dict(num_warps=WITHIN_WARPS) | ({} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}),
+    )
+    block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, value), _pad(size))
+    over_chunks = Launch(
+        _chunks_kernel,
+        (plan.batch.num_seqs + 1, num_heads, triton.cdiv(size, block_v)),
+        of_tokens | {"states.pool": states, "out": out} | made,
+        shared | dict(states=States(states, states.stride()), out_strides=out.stride(), scale=scale, BLOCK_V=block_v),
+        dict(num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk)),
+    )
+
+    def replay(
+        query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, out: Tensor
+    ) -> None:
+        made = solve(query, value)[: len(Solved._fields) - 2]
+        within.replay(query, key, value, log_decay, beta, *made)
+        over_chunks.replay(query, key, value, states, out, *made)
+
+    return replay
 
 
 def _tokens_of(query: Tensor, key: Tensor, value: Tensor) -> Tokens:
@@ -97,7 +172,7 @@ def _tokens_of(query: Tensor, key: Tensor, value: Tensor) -> Tokens:
     )
 
 
-def _gates_of(log_decay: Tensor, beta: Tensor, options: RecurrentOptions) -> Gates:
+def _gates_of(log_decay: Tensor, beta: Tensor, delta: bool) -> Gates:
     """Return gates as a kernel takes them."""
     return Gates(
         log_decay=log_decay,
@@ -105,79 +180,24 @@ def _gates_of(log_decay: Tensor, beta: Tensor, options: RecurrentOptions) -> Gat
         log_decay_strides=log_decay.stride(),
         beta_strides=beta.stride(),
         PER_CHANNEL=tl.constexpr(log_decay.ndim == 3),
-        DELTA=tl.constexpr(options.delta),
+        DELTA=tl.constexpr(delta),
     )
 
 
-def _launch_tokens(tokens: Tokens, gates: Gates, states: Tensor, out: Tensor, plan: StatePlan, scale: float) -> None:
-    """Go token by token. Programs come in the order of their parts in memory: a state is read as one piece."""
-    num_tokens, num_heads, size = out.shape
-    block_v = min(_values_by_token(plan.batch.num_seqs * num_heads, tokens.query, tokens.value), _pad(size))
-    launch_once(
-        _tokens_kernel,
-        (max(1, plan.batch.num_seqs) * num_heads * triton.cdiv(size, block_v),),
-        tokens=tokens,
-        gates=gates,
-        states=states_of(states),
-        out=out,
-        out_strides=out.stride(),
-        tables=tables_of(plan, num_tokens),
-        scale=scale,
-        NUM_HEADS=num_heads,
-        BLOCK_V=block_v,
-        num_warps=TOKENS_WARPS,
-    )
-
-
-def _launch_chunks(
-    tokens: Tokens, gates: Gates, states: Tensor, out: Tensor, plan: StatePlan, scale: float, chunk: int
-) -> None:
-    """Go chunk by chunk, in two launches."""
-    (num_tokens, num_heads, size), query = out.shape, tokens.query
-    num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
-    block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, tokens.value), _pad(size))
-    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
-    levels = chunk.bit_length() - 1 if gates.PER_CHANNEL.value else 0
-    tile = ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision)))
-    solved = _empty(tokens, gates, chunk)
-    shared = dict(tokens=tokens, tables=tables_of(plan, num_tokens), solved=solved, TILE=tile)
-    launch_once(
-        _within_kernel,
-        (num_places, num_heads),
-        **shared,
-        gates=gates,
-        num_warps=WITHIN_WARPS,
-        **({} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}),
-    )
-    launch_once(
-        _chunks_kernel,
-        (plan.batch.num_seqs + 1, num_heads, triton.cdiv(size, block_v)),
-        **shared,
-        states=states_of(states),
-        out=out,
-        out_strides=out.stride(),
-        scale=scale,
-        BLOCK_V=block_v,
-        num_warps=CHUNKS_WARPS,
-        num_stages=_stages(query, chunk),
-    )
-
-
-def _empty(tokens: Tokens, gates: Gates, chunk: int) -> Solved:
+def _solved(query: Tensor, value: Tensor, *, per_channel: bool, delta: bool, chunk: int) -> Solved:
     """Allocate what one launch leaves for the other.
 
     What 16 bits round there is what they round anyway, but fp16 may not hold it: it is in bfloat16, or in 32 bits.
     """
-    (num_tokens, num_heads, value_size), key_size = tokens.value.shape, tokens.DK.value
-    per_channel, query = gates.PER_CHANNEL.value, tokens.query
+    (num_tokens, num_heads, value_size), key_size = value.shape, query.shape[2]
     operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
 
     def empty(size: int, dtype: torch.dtype = operand) -> Tensor:
-        return torch.empty(num_tokens, num_heads, size, dtype=dtype, device=query.device)
+        return torch.empty(num_tokens, num_heads, size, dtype=dtype, device=value.device)
 
     return Solved(
         written=empty(_pitch(value_size)),
-        answered=empty(_pitch(key_size)) if gates.DELTA.value else None,
+        answered=empty(_pitch(key_size)) if delta else None,
         weights=empty(chunk),
         decays=empty(key_size if per_channel else 2, torch.float32),
         queries_since=empty(_pitch(key_size)) if per_channel else None,

@@ -32,7 +32,7 @@ import triton.language as tl
 from jaxtyping import Float32, Int32
 from torch import Tensor
 
-from fastattn.kernels.triton.launch import CHANGING, launch_once, overlapping, pdl_wait
+from fastattn.kernels.triton.launch import CHANGING, launch_now, overlapping, pdl_wait
 from fastattn.kernels.triton.tuning import pad, sms_of
 from refattn.batch import Batch
 
@@ -190,7 +190,7 @@ def _launch_select(
     scores: Float32[Tensor, "t s"], selected: Int32[Tensor, "t k"], candidates: Candidates | None, **fixed: Any
 ) -> None:
     """Select from each row, by its candidates if there are any."""
-    launch_once(
+    launch_now(
         _select_kernel,
         (len(scores),),
         scores=Scores(scores, scores.stride(), scores.shape[1]),
@@ -231,7 +231,7 @@ def _launch_plan(
     t, k = positions.shape
     table = batch.block_table
     assert table is not None  # the path has checked it
-    launch_once(
+    launch_now(
         _plan_selected_kernel,
         (t,),
         batch=Sequences(

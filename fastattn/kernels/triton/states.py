@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from refattn.states import StatePlan
 
@@ -153,11 +152,6 @@ def tables_of(plan: StatePlan, num_tokens: int) -> Tables:
         PER_DRAFT=tl.constexpr(plan.per_draft),
         BLOCK_SIZE=tl.constexpr(plan.block_size or 0),
     )
-
-
-def states_of(states: Tensor) -> States:
-    """Return a pool as a kernel takes it."""
-    return States(states, states.stride())
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
