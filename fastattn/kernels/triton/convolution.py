@@ -47,7 +47,7 @@ def _launch(
     num_seqs, blocks = plan.batch.num_seqs, triton.cdiv(channels, BLOCK_C)
     tiles = triton.cdiv(max(plan.batch.max_query_len, 1), BLOCK_T)
     bias_stride = 0 if bias is None else bias.stride(0)
-    of_both = {"inputs.rows": inputs, "states.pool": states}
+    of_both: dict[str, Tensor | None] = {"inputs.rows": inputs, "states.pool": states}
     shared = dict(
         inputs=Inputs(inputs, inputs.stride(), CHANNELS=tl.constexpr(channels), WIDTH=tl.constexpr(width)),
         states=States(states, states.stride()),

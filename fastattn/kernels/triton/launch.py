@@ -108,15 +108,6 @@ class Launch:
         return memory[first:] if self._packed is None else memory.data_ptr() + first * memory.element_size()
 
 
-def launch_now(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
-    """Launch a kernel that is not replayed; arguments and options by name, as `kernel[grid](**given)` takes them."""
-    if INTERPRETED:
-        kernel[grid](**given)
-        return
-    arguments = tuple(given.pop(name) for name in kernel.arg_names)
-    compiled_for(kernel, arguments, given)[(*grid, 1, 1)[:3]](*arguments)
-
-
 class SplitLaunches:
     """The launches of one call of attention: each gives some partial outputs, which the last one merges.
 

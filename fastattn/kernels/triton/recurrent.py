@@ -74,14 +74,14 @@ def recurrent(
     scale = query.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
     per_channel = log_decay.ndim == 3
     chunk = _chunk_size(plan, query, per_channel)
-    launch, sizes = _launch_tokens, ()
-    if not (plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW):
-        launch, sizes = _launch_chunks, (chunk,)
+    by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
+    if not by_token:
         query, key, value = _aligned(query), _aligned(key), _aligned(value)
         log_decay = _aligned(log_decay) if per_channel else log_decay
     tensors = query, key, value, log_decay, beta, states, out
+    launch = _launch_tokens if by_token else partial(_launch_chunks, chunk=chunk)
     cache_key = key_of_launch(("recurrent", scale, options.delta), tensors)
-    launch_once(plan, cache_key, tensors, partial(launch, tensors, plan, scale, options.delta, *sizes))
+    launch_once(plan, cache_key, tensors, partial(launch, tensors, plan, scale, options.delta))
     return out
 
 
@@ -114,7 +114,7 @@ def _launch_tokens(tensors: Tensors, plan: StatePlan, scale: float, delta: bool)
     ).replay
 
 
-def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool, chunk: int) -> Callable[..., None]:
+def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool, *, chunk: int) -> Callable[..., None]:
     """Go chunk by chunk: one launch for what the tokens of a chunk are to one another, and one for the states."""
     query, key, value, log_decay, beta, states, out = tensors
     (num_tokens, num_heads, size), per_channel = value.shape, log_decay.ndim == 3

@@ -32,7 +32,7 @@ import triton.language as tl
 from jaxtyping import Float32, Int32
 from torch import Tensor
 
-from fastattn.kernels.triton.launch import CHANGING, launch_now, overlapping, pdl_wait
+from fastattn.kernels.triton.launch import CHANGING, overlapping, pdl_wait
 from fastattn.kernels.triton.tuning import pad, sms_of
 from refattn.batch import Batch
 
@@ -58,20 +58,6 @@ BLOCK_KEYS = 2048  # selected keys that are looked up at a time
 PLAN_WARPS = 8
 
 
-class Scores(NamedTuple):
-    """The scores of all queries.
-
-    Attributes:
-        scores: [t, width].
-        strides: of queries and keys.
-        width: scores of a query.
-    """
-
-    scores: Any
-    strides: Any
-    width: Any
-
-
 class Candidates(NamedTuple):
     """The candidates of long rows.
 
@@ -81,9 +67,6 @@ class Candidates(NamedTuple):
         kept: [t, width]: the positions of the candidates of a split, from where the split begins.
         positions: [t, room]: those of all candidates of a row.
         scores: [t, room]: and their scores.
-        splits: splits of a row.
-        split_length: scores of a split.
-        room: candidates of a row, at most.
         SPLITS: a power of two of splits.
         COLUMNS: candidates of each split that are gathered at a time.
     """
@@ -93,33 +76,8 @@ class Candidates(NamedTuple):
     kept: Any
     positions: Any
     scores: Any
-    splits: Any
-    split_length: Any
-    room: Any
     SPLITS: Any
     COLUMNS: Any
-
-
-class Sequences(NamedTuple):
-    """The sequences of a batch and their block tables.
-
-    Attributes:
-        cu_seqlens_q: [b+1].
-        seq_lens: [b].
-        block_table: [b, m].
-        table_strides: of sequences and blocks.
-        num_seqs: b.
-        columns: m.
-        block_size: tokens in a block.
-    """
-
-    cu_seqlens_q: Any
-    seq_lens: Any
-    block_table: Any
-    table_strides: Any
-    num_seqs: Any
-    columns: Any
-    block_size: Any
 
 
 class NewPlan(NamedTuple):
@@ -142,7 +100,8 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
     many = t >= ROWS_TO_FILL * sms_of(scores.device)
     if s <= (SHORT_OF_MANY if many else SHORT):
         early = overlapping(scores.device, after_ours=False)
-        _launch_select(scores, selected, None, BLOCK=min(BLOCK, max(pad(s), 4)), num_warps=SELECT_WARPS, **early)
+        fixed = dict(BLOCK=min(BLOCK, max(pad(s), 4)), BITS=BITS, num_warps=SELECT_WARPS)
+        _select_kernel[(t,)](scores, selected, None, scores.stride(), s, topk, 1, 1, 1, **fixed, **early)
         return selected
     rows = max(1, MOST_FILTERED // s)
     for first in range(0, t, rows):
@@ -169,9 +128,6 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
         kept=torch.empty(t, s, dtype=torch.int32, device=device),
         positions=torch.empty(t, room, dtype=torch.int32, device=device),
         scores=torch.empty(t, room, dtype=torch.float32, device=device),
-        splits=splits,
-        split_length=split_blocks * FILTER_BLOCK,
-        room=room,
         SPLITS=tl.constexpr(pad(splits)),
         COLUMNS=tl.constexpr(CANDIDATE_COLUMNS),
     )
@@ -183,23 +139,9 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
     _filter_kernel[(t, splits)](
         scores, pivots, counts, kept, strides, s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS, **early
     )
-    _launch_select(scores, selected, candidates, BLOCK=CANDIDATE_BLOCK, num_warps=CANDIDATE_WARPS, **early)
-
-
-def _launch_select(
-    scores: Float32[Tensor, "t s"], selected: Int32[Tensor, "t k"], candidates: Candidates | None, **fixed: Any
-) -> None:
-    """Select from each row, by its candidates if there are any."""
-    launch_now(
-        _select_kernel,
-        (len(scores),),
-        scores=Scores(scores, scores.stride(), scores.shape[1]),
-        selected=selected,
-        topk=selected.shape[1],
-        candidates=candidates,
-        BITS=BITS,
-        **fixed,
-    )
+    fixed = dict(BLOCK=CANDIDATE_BLOCK, BITS=BITS, num_warps=CANDIDATE_WARPS)
+    split_length = split_blocks * FILTER_BLOCK
+    _select_kernel[(t,)](scores, selected, candidates, strides, s, topk, splits, split_length, room, **fixed, **early)
 
 
 def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
@@ -231,17 +173,19 @@ def _launch_plan(
     t, k = positions.shape
     table = batch.block_table
     assert table is not None  # the path has checked it
-    launch_now(
-        _plan_selected_kernel,
-        (t,),
-        batch=Sequences(
-            batch.cu_seqlens_q, batch.seq_lens, table, table.stride(), batch.num_seqs, table.shape[1], block_size
-        ),
-        positions=positions,
-        position_strides=positions.stride(),
-        slots=slots,
-        new=new,
-        k=k,
+    _plan_selected_kernel[(t,)](
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        table,
+        positions,
+        slots,
+        new,
+        table.stride(),
+        positions.stride(),
+        batch.num_seqs,
+        table.shape[1],
+        k,
+        block_size,
         BLOCK_SEQS=BLOCK_SEQS,
         BLOCK_KEYS=min(BLOCK_KEYS, pad(max(k, 1))),
         num_warps=PLAN_WARPS,
@@ -454,17 +398,17 @@ def _filter_kernel(
 
 @triton.jit
 @no_type_check
-def _gather_candidates(row, candidates, number, counts):
+def _gather_candidates(row, candidates, number, counts, split_length, room):
     """Move the candidates of all splits of a row together, and fetch their scores; return them as a row."""
     splits = tl.arange(0, candidates.SPLITS)[:, None]
     starts = (tl.cumsum(counts, 0) - counts)[:, None]
     row_kept = candidates.kept + number * row.width
-    positions = candidates.positions + number * candidates.room
-    scores = candidates.scores + number * candidates.room
+    positions = candidates.positions + number * room
+    scores = candidates.scores + number * room
     for first in range(0, tl.max(counts, 0), candidates.COLUMNS):
         at = first + tl.arange(0, candidates.COLUMNS)[None, :]
         is_kept = at < counts[:, None]
-        j = tl.load(row_kept + splits * candidates.split_length + at, is_kept, 0)
+        j = tl.load(row_kept + splits * split_length + at, is_kept, 0)
         numbers = tl.load(row.scores + j.to(tl.int64) * row.stride, is_kept, 0.0)
         tl.store(positions + starts + at, j, is_kept)
         tl.store(scores + starts + at, numbers, is_kept)
@@ -473,35 +417,48 @@ def _gather_candidates(row, candidates, number, counts):
 
 @triton.jit(do_not_specialize=["width", "topk", "splits", "split_length", "room"])
 @no_type_check
-def _select_kernel(scores, selected, topk, candidates, BLOCK: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr):
+def _select_kernel(
+    scores,
+    selected,
+    candidates,  # None: none were looked for
+    score_strides,
+    width,
+    topk,
+    splits,
+    split_length,  # scores of a split
+    room,  # candidates of a row, at most
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Select from a row, by its candidates if all that is selected is among them, and there is room for them."""
     pdl_wait(OVERLAP)
     number = tl.program_id(0).to(tl.int64)
     row_selected = selected + number * topk
-    row = Row(scores.scores + number * scores.strides[0], scores.strides[1], scores.width)
+    row = Row(scores + number * score_strides[0], score_strides[1], width)
     if candidates is None:
         lowest, wanted = _find_lowest(row, topk, BLOCK, BITS)
         count = _write_positions(row, None, row_selected, lowest, wanted, BLOCK)
     else:
         split = tl.arange(0, candidates.SPLITS)
-        row_counts = candidates.counts + (number * candidates.splits + split) * 2
-        counts = tl.load(row_counts, split < candidates.splits, 0)
+        row_counts = candidates.counts + (number * splits + split) * 2
+        counts = tl.load(row_counts, split < splits, 0)
         total = tl.sum(counts, 0)
-        above = tl.sum(tl.load(row_counts + 1, split < candidates.splits, 0), 0)
+        above = tl.sum(tl.load(row_counts + 1, split < splits, 0), 0)
         lowest = _in_order(tl.load(candidates.pivots + number))
         wanted = topk - above
         are_all = (total >= topk) | (lowest == 0x00800000)  # from the lowest number on: no key is left out
-        is_gathered = are_all & (total <= candidates.room)
-        gathered = Row(candidates.scores + number * candidates.room, 1, total)
+        is_gathered = are_all & (total <= room)
+        gathered = Row(candidates.scores + number * room, 1, total)
         if is_gathered:
-            _gather_candidates(row, candidates, number, counts)
+            _gather_candidates(row, candidates, number, counts, split_length, room)
         if (not are_all) | (wanted < 0):  # else the pivot is the lowest
             if is_gathered:
                 lowest, wanted = _find_lowest(gathered, topk, BLOCK, BITS)
             else:
                 lowest, wanted = _find_lowest(row, topk, BLOCK, BITS)
         if is_gathered:
-            positions = candidates.positions + number * candidates.room
+            positions = candidates.positions + number * room
             count = _write_positions(gathered, positions, row_selected, lowest, wanted, BLOCK)
         else:
             count = _write_positions(row, None, row_selected, lowest, wanted, BLOCK)
@@ -513,12 +470,18 @@ def _select_kernel(scores, selected, topk, candidates, BLOCK: tl.constexpr, BITS
 @triton.jit(do_not_specialize=[*CHANGING, "positions", "columns", "k"])
 @no_type_check
 def _plan_selected_kernel(
-    batch,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
     positions,
-    position_strides,
     slots,  # [t, k]
     new,  # None: every slot stays in the place of its position
+    table_strides,
+    position_strides,
+    num_seqs,
+    columns,
     k,
+    block_size,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
@@ -529,13 +492,13 @@ def _plan_selected_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(0) * 0
-    for first in range(0, batch.num_seqs, BLOCK_SEQS):
+    for first in range(0, num_seqs, BLOCK_SEQS):
         i = first + tl.arange(0, BLOCK_SEQS)
-        ends = tl.load(batch.cu_seqlens_q + 1 + i, i < batch.num_seqs, 0)
-        sequence += tl.sum(((i < batch.num_seqs) & (ends <= row)).to(tl.int32), 0)
-    is_row = (sequence < batch.num_seqs) & (batch.columns > 0)
-    seq_len = tl.load(batch.seq_lens + sequence, is_row, 0)
-    blocks = batch.block_table + sequence.to(tl.int64) * batch.table_strides[0]
+        ends = tl.load(cu_seqlens_q + 1 + i, i < num_seqs, 0)
+        sequence += tl.sum(((i < num_seqs) & (ends <= row)).to(tl.int32), 0)
+    is_row = (sequence < num_seqs) & (columns > 0)
+    seq_len = tl.load(seq_lens + sequence, is_row, 0)
+    blocks = block_table + sequence.to(tl.int64) * table_strides[0]
     row_positions, row_slots = positions + row * position_strides[0], slots + row * k
     count = tl.program_id(0) * 0
     for first in range(0, k, BLOCK_KEYS):
@@ -543,9 +506,9 @@ def _plan_selected_kernel(
         position = tl.load(row_positions + at.to(tl.int64) * position_strides[1], at < k, -1)
         is_key = (position >= 0) & (position < seq_len)
         position = tl.where(is_key, position, 0)
-        column = tl.minimum(position // batch.block_size, batch.columns - 1).to(tl.int64)
-        block = tl.load(blocks + column * batch.table_strides[1], is_key, 0)
-        slot = block * batch.block_size + position % batch.block_size
+        column = tl.minimum(position // block_size, columns - 1).to(tl.int64)
+        block = tl.load(blocks + column * table_strides[1], is_key, 0)
+        slot = block * block_size + position % block_size
         if new is None:
             tl.store(row_slots + at, tl.where(is_key, slot, -1), at < k)
         else:
@@ -558,8 +521,8 @@ def _plan_selected_kernel(
             at = first + tl.arange(0, BLOCK_KEYS)
             tl.store(row_slots + at, tl.zeros([BLOCK_KEYS], tl.int32), at < k)
         tl.store(new.new_seq_lens + row, count)
-        tl.store(new.sequences + row, tl.maximum(tl.minimum(sequence, batch.num_seqs - 1), 0))
-        end = tl.load(batch.cu_seqlens_q + batch.num_seqs)
+        tl.store(new.sequences + row, tl.maximum(tl.minimum(sequence, num_seqs - 1), 0))
+        end = tl.load(cu_seqlens_q + num_seqs)
         tl.store(new.new_cu_seqlens_q + row + 1, tl.minimum(tl.program_id(0) + 1, end))
         if row == 0:
             tl.store(new.new_cu_seqlens_q, 0)
