@@ -42,7 +42,7 @@ def convolve(
 def _launch(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, out: Tensor, plan: StatePlan, silu: bool
 ) -> Callable[..., None]:
-    """Launch both kernels, and return what does it with other tensors."""
+    """Launch both kernels, and return a function that launches them with other tensors."""
     (num_tokens, channels), width = inputs.shape, weight.shape[1]
     num_seqs, blocks = plan.batch.num_seqs, triton.cdiv(channels, BLOCK_C)
     tiles = triton.cdiv(max(plan.batch.max_query_len, 1), BLOCK_T)

@@ -23,7 +23,7 @@ from fastattn.kernels.replay import key_of_launch, launch_once
 from fastattn.kernels.triton.launch import CHANGING, Launch, converts_fp8, overlapping, pdl_wait
 from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
-from fastattn.kernels.triton.queries import Queries, contiguous, count_tiles, find_rows
+from fastattn.kernels.triton.queries import Queries, count_tiles, find_rows
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, pad, sms_of
 from refattn.batch import Batch
 from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
@@ -43,7 +43,7 @@ class Pool(NamedTuple):
     """The pool of index keys.
 
     Attributes:
-        index_cache: [n, p, d], or [n, p * d] bytes of a block, or [n, p * d / 2] pairs of them.
+        index_cache: [n, p, d], or [n, p * d / 2] pairs of bytes.
         scales: [n, p], a view of the same memory; None where it is unquantized.
         strides: of blocks, tokens and elements of the pool.
         block_table: [b, m].
@@ -153,7 +153,7 @@ def _launch_scores(
     plan: Plan,
     halved: bool,
 ) -> Callable[..., None]:
-    """Launch the scores of what `score_index` has prepared, and return what does it with other tensors."""
+    """Launch the scores, and return a function that launches them with other tensors."""
     batch = plan.batch
     key_bytes = query.shape[2] * max(query.element_size(), 2)
     tuning = _tune(query, index_cache, key_bytes, one_row=batch.max_query_len <= 1)
@@ -241,8 +241,8 @@ def _visible_of(plan: Plan) -> Visible:
     """Return who may see whom as a kernel takes it."""
     left, right = plan.window
     return Visible(
-        first_visible=contiguous(plan.first_visible),
-        last_visible=contiguous(plan.last_visible),
+        first_visible=plan.first_visible,
+        last_visible=plan.last_visible,
         left=left,
         right=right,
         LEFT=tl.constexpr(left >= 0),

@@ -85,9 +85,8 @@ def recurrent(
     return out
 
 
-Tensors = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]  # query, key, value, log_decay, beta, states, out
+# query, key, value, log_decay, beta, states, out
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _launch_tokens(tensors: Tensors, plan: StatePlan, scale: float, delta: bool) -> Callable[..., None]:
