@@ -139,7 +139,7 @@ no_python = caught._replace(name="no Python", place="refattn.merge", old="def me
 tests = ["tests/paths/test_merge.py::test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head"]
 mutants.covering_tests = lambda: {"D159": tests}
 chosen = [(mutation, tests) for mutation in (caught, harmless, no_python)]
-outcomes = mutants.run_all(chosen, 1, 100.0, "cpu")
+outcomes = mutants.run_all(chosen, mutants.How(1, 100.0))
 print(json.dumps([mutants.judge(mutation, outcome) for (mutation, _), outcome in zip(chosen, outcomes)]))
 """
 
