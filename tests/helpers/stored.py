@@ -12,8 +12,8 @@ import torch
 
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, build
-from tests.helpers.specs import CHUNK, LEFT
 from tests.helpers.tolerance import assert_twins_agree
+from tests.table import PLANS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
@@ -174,15 +174,6 @@ def over_quantized(package: str, path: str) -> ModuleType:
     mixed.plan = importlib.import_module(f"{package}.{path}").plan
     mixed.attention = importlib.import_module(f"{package}.quantized").attention
     return mixed
-
-
-PLANS = {  # any path over pages, and its arguments
-    "causal": ("quantized", {}),
-    "all": ("quantized", dict(causal=False)),
-    "window": ("sliding_window", dict(window_size=(LEFT, 0))),
-    "untrimmed-window": ("quantized", dict(window_size=(LEFT, 0))),
-    "local": ("local", dict(chunk_size=CHUNK)),
-}
 
 
 def path_of(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:

@@ -8,11 +8,11 @@ import torch
 
 import fastattn
 from tests.helpers.batches import Case, build
-from tests.helpers.every_path import CASE, LENS, PATHS, each_package, lay_out
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.strides import STRIDES
 from tests.helpers.tolerance import assert_close
+from tests.table import CASE, LENS, PATHS, each_package, lay_out
 
 OURS = [kernel.name for kernel in PRESENT if kernel.name == "triton"]
 BY_OURS = ("chunked_prefill", "sliding_window", "local", "cascade", "mla", "mla-trees", "speculative")
@@ -118,10 +118,12 @@ def test_padding_sequences_change_nothing(path, package, device):
 def test_another_default_device_changes_nothing(path, package, name, device):
     """A process may make its tensors elsewhere; what a path makes for itself is where its arguments are."""
     inputs = lay_out(path, device)
-    slopes = dict(alibi_slopes=torch.rand(4).to(inputs.query)) if path not in ("context_parallel", "sparse") else {}
+    slopes = dict(alibi_slopes=torch.rand(4).to(inputs.query))
+    if PATHS[path].refusal("fastattn", "alibi_slopes"):
+        slopes = {}
     given = {"plain": {}, "softcap-and-slopes": dict(softcap=5.0, **slopes), "invariant": dict(batch_invariant=True)}
-    if (package, path) == ("fastattn", "mla-prefill"):
-        given["invariant"] = slopes  # as it refuses to be
+    if PATHS[path].refusal(package, "batch_invariant"):
+        given["invariant"] = slopes
     expected = PATHS[path](package, inputs, **given[name], return_lse=True)
     with torch.device("meta"):
         answer = PATHS[path](package, inputs, **given[name], return_lse=True)

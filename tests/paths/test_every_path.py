@@ -9,8 +9,8 @@ import torch
 from tests.helpers.batches import build, plan_and_attend
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
-from tests.helpers.specs import ODD, SPECS
 from tests.helpers.tolerance import assert_matches_reference
+from tests.table import ODD, SPECS
 from twinattn.kit import prepare
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +15,17 @@ import refattn.kv_cache
 import refattn.merge
 import refattn.mla
 import refattn.quantized
-from refattn.batch import Prefix
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.ranks import simulate_ranks
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import POISON, Case, Paged, build, plan_and_attend
-from tests.helpers.ranks import attend_on_all
 from tests.helpers.stored import KINDS, store
+from tests.table import PATHS, Path, Step
 
 # A chunk with context, a decode, keys without queries, rows that see nothing, a whole prompt; NaN and inf around them.
 CASE = Case("small", ((3, 14), (1, 13), (0, 3), (3, 1)), heads=(4, 2), head_size=6, block_size=4, padding_rows=2)
 PARENTS = [[-1, 0, 0, 1], [-1], []]  # trees of the sequences that have no more queries than keys
-LATENT, ROPE, NOPE, VALUE = 4, 2, 3, 5  # elements of a latent, of a rotary key, of the rest of a key, of a value
 WITH_CONTEXT = replace(CASE, lens=tuple((q, s) for q, s in CASE.lens if q <= s))  # no query comes before all keys
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,123 +44,27 @@ class Call:
 
     function: Callable[..., Any]  # takes the package, tensors by name, and options
     tensors: dict[str, Tensor]
-    windowed: bool = True  # it takes a window
+    left_out: tuple[str, ...] = ()  # options that it does not take
 
 
-def laid_out(case: Case = CASE, **changes: Any) -> Paged:
-    return build(replace(case, **changes), dtype=torch.float64)
+def laid_out(case: Case = CASE) -> Paged:
+    return build(case, dtype=torch.float64)
 
 
-def over_pages(name: str, **planned: Any) -> Call:
-    inputs = laid_out()
+def of(path: Path, case: Case = CASE, **arguments: Any) -> Call:
+    """Return the call of a path of the table, and its tensors; `arguments` go before those of the table."""
+    inputs = laid_out(case)
+    given, batch = path.tensors(inputs) | arguments, path.batch(inputs)
+    tensors = {name: x.double() for name, x in given.items() if isinstance(x, Tensor)}
+    fixed = {name: x for name, x in given.items() if name not in tensors}
 
-    def call(package: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
-        path = importlib.import_module(f"{package}.{name}")
-        return plan_and_attend(path, query, key_cache, value_cache, inputs.batch, **planned, **options)
+    def call(package: str, **options: Any) -> Any:
+        return path.attend(package, batch, {name: options.pop(name) for name in tensors}, **fixed | options)
 
-    tensors = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache)
-    return Call(call, tensors, windowed="window_size" not in planned)
-
-
-def over_rows() -> Call:
-    query, key, value, batch = laid_out().rows
-
-    def call(package: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        return plan_and_attend(importlib.import_module(f"{package}.varlen"), query, key, value, batch, **options)
-
-    return Call(call, dict(query=query, key=key, value=value))
-
-
-def cascade() -> Call:
-    """The first two sequences share two blocks."""
-    inputs = laid_out()
-    inputs.batch.block_table[1, :2] = inputs.batch.block_table[0, :2]
-    made = over_pages("cascade", prefixes=[Prefix(0, 2, 8)])
-
-    def call(package: str, *, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
-        path = importlib.import_module(f"{package}.cascade")
-        prefixes = [Prefix(0, 2, 8)]
-        return plan_and_attend(path, query, key_cache, value_cache, inputs.batch, prefixes=prefixes, **options)
-
-    return Call(call, made.tensors)
-
-
-def trees() -> Call:
-    """The last nodes of each tree ask; two of the first tree follow one node."""
-    inputs = laid_out(WITH_CONTEXT)
-
-    def call(package: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
-        path = importlib.import_module(f"{package}.speculative")
-        forest = path.make_trees(PARENTS)
-        return plan_and_attend(path, query, key_cache, value_cache, inputs.batch, trees=forest, **options)
-
-    return Call(call, dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache))
-
-
-def differential(norm: bool) -> Call:
-    inputs = laid_out()
-    pools = inputs.key_cache, inputs.value_cache
-    cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
-    more = dict(norm_weight=torch.linspace(0.5, 1.5, 12, dtype=torch.float64)) if norm else {}
-
-    def call(package: str, query: Tensor, cache: Tensor, **more: Any) -> Any:
-        path = importlib.import_module(f"{package}.differential")
-        return plan_and_attend(path, query, cache, inputs.batch, lambda_init=0.2, **more)
-
-    return Call(
-        call, dict(query=inputs.query, cache=cache, lambda_full=torch.tensor(0.35, dtype=torch.float64), **more)
-    )
-
-
-def latents(of_trees: bool) -> Call:
-    inputs = laid_out(WITH_CONTEXT)
-    fixed: dict[str, Any] = dict(latent_rank=LATENT, softmax_scale=0.4, block_size=CASE.block_size)
-
-    def call(package: str, query: Tensor, cache: Tensor, **options: Any) -> Any:
-        mla, path = (importlib.import_module(f"{package}.{name}") for name in ("mla", "speculative"))
-        if not of_trees:
-            return plan_and_attend(mla, query, cache, inputs.batch, **fixed, **options)
-        mixed = SimpleNamespace(plan=path.plan, attention=mla.attention)
-        forest = path.make_trees(PARENTS)
-        return plan_and_attend(mixed, query, cache, inputs.batch, trees=forest, **fixed, **options)
-
-    return Call(call, dict(query=inputs.query, cache=inputs.key_cache[:, :, 0]), windowed=of_trees)
-
-
-def latent_prefill() -> Call:
-    """Contexts in chunks of a workspace, and merged."""
-    inputs = laid_out(WITH_CONTEXT, head_size=NOPE + ROPE)
-    cache = laid_out(WITH_CONTEXT, head_size=LATENT + ROPE).key_cache[:, :, 0]
-    generator = torch.Generator().manual_seed(0)
-    shapes = dict(
-        latent=(len(inputs.query), LATENT),
-        rope_key=(len(inputs.query), ROPE),
-        key_projection=(4, NOPE, LATENT),
-        value_projection=(4, VALUE, LATENT),
-    )
-    drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
-    for name in ("latent", "rope_key"):
-        drawn[name][-CASE.padding_rows :] = torch.nan
-
-    def call(package: str, *, return_lse: bool = False, out: Any = None, **tensors: Any) -> Any:
-        path = importlib.import_module(f"{package}.mla")
-        plan = path.plan_prefill(inputs.batch, block_size=CASE.block_size, workspace=16)
-        options = {name: tensors.pop(name) for name in ("softcap", "alibi_slopes", "sinks") if name in tensors}
-        assert len(plan.chunks) > 1
-        rows = [tensors.pop(name) for name in ("query", "latent", "rope_key", "cache")]
-        its_options = AttentionOptions(softmax_scale=0.4, **options)
-        return path.prefill(*rows, plan, its_options, **tensors, return_lse=return_lse, out=out)
-
-    return Call(call, dict(query=inputs.query, cache=cache, **drawn), windowed=False)
-
-
-def over_ranks() -> Call:
-    inputs = laid_out(WITH_CONTEXT)
-
-    def call(package: str, query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any) -> Any:
-        return attend_on_all(package, 2, query, key_cache, value_cache, inputs.batch, interleave=2, **options)
-
-    return Call(call, dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache))
+    left_out = [name for name in OPTIONS["everything"] if path.refusal("refattn", name)]
+    if not path.takes("window_size") or "window_size" in arguments:
+        left_out.append("window_size")
+    return Call(call, tensors, tuple(left_out))
 
 
 def written() -> Call:
@@ -186,20 +87,23 @@ def written() -> Call:
     return Call(call, dict(query=inputs.query, **new, key_cache=inputs.key_cache))
 
 
+def branching(step: Step) -> dict[str, Any]:
+    """The last nodes of each tree ask; two of the first tree follow one node."""
+    return dict(trees=step.path.make_trees(PARENTS))
+
+
 CALLS = {
-    "varlen": over_rows(),
-    "chunked_prefill": over_pages("chunked_prefill"),
-    "chunked_prefill-both-ways": over_pages("chunked_prefill", causal=False, window_size=(4, 2)),
-    "sliding_window": over_pages("sliding_window", window_size=(5, 0)),
-    "local": over_pages("local", chunk_size=8),
-    "cascade": cascade(),
-    "speculative": trees(),
-    "differential": differential(norm=False),
-    "differential-norm": differential(norm=True),
-    "mla": latents(of_trees=False),
-    "mla-trees": latents(of_trees=True),
-    "mla-prefill": latent_prefill(),
-    "context_parallel": over_ranks(),
+    **{name: of(PATHS[name]) for name in ("varlen", "chunked_prefill", "cascade", "interval", "differential")},
+    "chunked_prefill-both-ways": of(PATHS["chunked_prefill"], causal=False, window_size=(4, 2)),
+    "sliding_window": of(PATHS["sliding_window"], window_size=(5, 0)),
+    "local": of(PATHS["local"], chunk_size=8),
+    "speculative": of(replace(PATHS["speculative"], planned=branching), WITH_CONTEXT),
+    "differential-norm": of(PATHS["differential"], norm_weight=torch.linspace(0.5, 1.5, 12)),
+    "mla": of(PATHS["mla"], WITH_CONTEXT, softmax_scale=0.4),
+    "mla-trees": of(replace(PATHS["mla-trees"], planned=branching), WITH_CONTEXT, softmax_scale=0.4),
+    "mla-prefill": of(PATHS["mla-prefill"], WITH_CONTEXT, softmax_scale=0.4),
+    "context_parallel": of(PATHS["context_parallel"], WITH_CONTEXT, interleave=2),
+    "sparse": of(PATHS["sparse"]),
     "write": written(),
 }
 each_call = pytest.mark.parametrize("name", CALLS)
@@ -208,9 +112,7 @@ each_options = pytest.mark.parametrize("options", OPTIONS)
 
 def filled(call: Call, options: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return all tensors of a call, those of its options too, and the options that are none."""
-    given = dict(OPTIONS[options])
-    if not call.windowed:
-        given.pop("window_size", None)
+    given = {name: x for name, x in OPTIONS[options].items() if name not in call.left_out}
     tensors = call.tensors | {name: x for name, x in given.items() if isinstance(x, Tensor)}
     return tensors, {name: x for name, x in given.items() if not isinstance(x, Tensor)}
 
@@ -225,6 +127,11 @@ def gradients_of(call: Call, tensors: dict[str, Tensor], fixed: dict[str, Any]) 
     answer = call.function("refattn", **leaves, **fixed, return_lse=True)
     weights = [torch.linspace(-1.0, 2.0, x.numel(), dtype=x.dtype).view_as(x) for x in answer]
     return dict(zip(leaves, torch.autograd.grad(answer, list(leaves.values()), weights), strict=True))
+
+
+def test_no_path_is_left_out():
+    """Over 8 bits, keys and values are no tensors to differentiate by: `test_gradients_through_quantized_values`."""
+    assert {*CALLS} >= {name for name in PATHS if not name.startswith("quantized")}
 
 
 # --- the reference ---
@@ -299,9 +206,7 @@ def test_gradients_of_merges(count):
 def test_gradients_of_what_goes_with_latents_and_pairs(package):
     """Products with the projections, and the weight of the second softmax: both twins differentiate."""
     mla, pairs = (importlib.import_module(f"{package}.{name}") for name in ("mla", "differential"))
-    shapes = dict(
-        query=(3, 2, NOPE + ROPE), to_key=(2, NOPE, LATENT), latent=(3, 2, LATENT), to_value=(2, VALUE, LATENT)
-    )
+    shapes = dict(query=(3, 2, 5), to_key=(2, 3, 4), latent=(3, 2, 4), to_value=(2, 5, 4))
     x = {name: torch.randn(shape, dtype=torch.float64, requires_grad=True) for name, shape in shapes.items()}
     vectors = [torch.randn(5, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     check = partial(torch.autograd.gradcheck, check_undefined_grad=False)
@@ -397,8 +302,8 @@ def test_memory_to_write_to_requires_no_gradient(package):
 def test_the_fast_twin_refuses_gradients_by_name(name):
     call = CALLS[name]
     tensors, fixed = filled(call, "everything")
-    if name == "context_parallel":  # no kernel has it
-        del tensors["alibi_slopes"]
+    if name in PATHS and PATHS[name].refusal("fastattn", "alibi_slopes"):
+        tensors.pop("alibi_slopes", None)
     expected = call.function("fastattn", **tensors, **fixed)
     for which in tensors:
         wanting = tensors | {which: tensors[which].clone().requires_grad_()}

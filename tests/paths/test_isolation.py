@@ -16,11 +16,12 @@ import torch
 
 from refattn.batch import Batch, Prefix
 from refattn.modes import computing_in
-from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, build, plan_and_attend, poisoned
+from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, Paged, build, plan_and_attend, poisoned
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.strides import STRIDES
 from tests.helpers.tolerance import assert_close, assert_matches_reference, assert_twins_agree
+from tests.table import PATHS, pairs
 
 # Decodes that end in the middle of a block, at its end and after one token of it; keys of a sequence without queries.
 CASE = Case(
@@ -31,7 +32,6 @@ CASE = Case(
 )
 SHARED = 4, 5, 32  # in a cascade, sequences 4 and 5 share 32 keys
 CHUNK = 16
-DIFFERENTIAL = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2)
 
 # By name: the path is what stands before the first dash.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -81,9 +81,13 @@ class Twin:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.kernel is None else self.kernel.dtypes[0]
 
+    @property
+    def package(self) -> str:
+        return "refattn" if self.kernel is None else "fastattn"
+
     def call(self, path: str, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        package = "refattn" if self.kernel is None else "fastattn"
-        return plan_and_attend(importlib.import_module(f"{package}.{path}"), *arguments, **options, return_lse=True)
+        module = importlib.import_module(f"{self.package}.{path}")
+        return plan_and_attend(module, *arguments, **options, return_lse=True)
 
     def check(self, assertion: Callable[[], None]) -> None:
         if self.kernel is None:
@@ -127,10 +131,7 @@ def lay_out(path: str, options: dict, twin: Twin, device: str, poison=POISON) ->
 
     query, *pools, batch = inputs.tensors
     if path == "cascade":
-        table = batch.block_table.clone()
-        group, end = slice(SHARED[0], SHARED[1] + 1), SHARED[2]
-        table[group, : end // CASE.block_size] = table[SHARED[0], : end // CASE.block_size].clone()
-        batch = replace(batch, block_table=table)
+        batch = PATHS["cascade"].batch(inputs)
         options["prefixes"] = shared_by(twin, batch)
     seen = torch.zeros(pools[0].shape[:2], dtype=torch.bool)
     for first, (_, s), blocks in zip(firsts, CASE.lens, batch.block_table.tolist(), strict=True):
@@ -140,10 +141,14 @@ def lay_out(path: str, options: dict, twin: Twin, device: str, poison=POISON) ->
         poison_all_but(x.flatten(0, 1), seen.flatten(), poison, kind).view(x.shape) for kind, x in enumerate(pools)
     ]
     if path == "differential":
-        cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
-        options |= DIFFERENTIAL | dict(lambda_full=DIFFERENTIAL["lambda_full"].to(device))
-        return (query, cache, batch), options
+        pools = paired(options, *pools)
     return (query, *pools, batch), options
+
+
+def paired(options: dict, *pools: torch.Tensor) -> list[torch.Tensor]:
+    """Return one pool of both heads of each pair, and add to the options what differential attention takes besides."""
+    options |= dict(lambda_full=torch.tensor(0.35, device=pools[0].device), lambda_init=0.2)
+    return [pairs(*pools)]
 
 
 def poison_all_but(rows: torch.Tensor, seen: torch.Tensor, poison, kind: int) -> torch.Tensor:
@@ -152,7 +157,7 @@ def poison_all_but(rows: torch.Tensor, seen: torch.Tensor, poison, kind: int) ->
 
 
 def shared_by(twin: Twin, batch: Batch) -> list[Prefix]:
-    module = importlib.import_module("refattn.cascade" if twin.kernel is None else "fastattn.cascade")
+    module = importlib.import_module(f"{twin.package}.cascade")
     requests = batch.query_lens.tolist(), batch.seq_lens.tolist(), batch.block_table.tolist()
     prefixes = module.find_prefixes(*requests, block_size=CASE.block_size)
     assert prefixes == [Prefix(SHARED[0], SHARED[1] + 1, SHARED[2])]
@@ -280,8 +285,7 @@ def test_tensors_of_any_strides(change, path, kernel, device):
     query, *pools, batch = inputs.rows if path == "varlen" else inputs.tensors
     options = {}
     if path == "differential":
-        pools = [torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])]
-        options = DIFFERENTIAL | dict(lambda_full=DIFFERENTIAL["lambda_full"].to(device))
+        pools = paired(options, *pools)
     table = torch.stack([batch.block_table, torch.full_like(batch.block_table, 10**6)], dim=-1)[..., 0]
     assert table.stride(1) == 2
     arguments = *(STRIDES[change](x) for x in (query, *pools)), replace(batch, block_table=table)
@@ -294,24 +298,19 @@ def test_tensors_of_any_strides(change, path, kernel, device):
 
 @pytest.mark.covers("A34", "B60", "D187")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
-@pytest.mark.parametrize("path", ["chunked_prefill", "varlen", "sliding_window", "local", "cascade", "differential"])
+@pytest.mark.parametrize("path", [path for path in PATHS if PATHS[path].keys in ("rows", "pages", "pairs")])
 def test_without_sequences_all_rows_are_padding(path, twin, device):
     """Also without rows: the answer is as empty as the question. The memory holds poison."""
-    options = {"sliding_window": dict(window_size=(3, 0)), "local": dict(chunk_size=16)}.get(path, {})
     table = torch.zeros(0, 2, dtype=torch.int32, device=device)
     cu_seqlens_q, seq_lens = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 0))
     batch = Batch(cu_seqlens_q, seq_lens, table, 0, 0)
     query, *rows = (poisoned(count, heads, 64).to(device, twin.dtype) for count, heads in ((3, 4), (32, 2), (32, 2)))
-    stores = rows if path == "varlen" else [x.view(2, 16, 2, 64) for x in rows]
-    if path == "cascade":
-        options = dict(prefixes=[])
-    if path == "differential":
-        stores = [torch.stack([torch.stack([pool[:, :, half::2] for pool in stores]) for half in (0, 1)])]
-        options = DIFFERENTIAL | dict(lambda_full=DIFFERENTIAL["lambda_full"].to(device))
+    pools = [x.view(2, 16, 2, 64) for x in rows]
 
     def assert_empty():
         for t in (0, 3):
-            out, lse = twin.call(path, query[:t], *stores, batch, **options)
+            inputs = Paged(query[:t], *pools, batch, [], [], *rows)
+            out, lse = PATHS[path](twin.package, inputs, return_lse=True)
             assert out.shape == (t, 4, 64) and not out.any()
             assert lse.shape == (t, 4) and (lse == -torch.inf).all()
 

@@ -1,33 +1,35 @@
 """Who may see whom, and the ALiBi bias: drawn by hand, and read out of every path."""
 
 import dataclasses
-import importlib
 import re
+from typing import Any
 
 import pytest
 import torch
 
 import refattn.attention
 from refattn import masks
-from tests.helpers.batches import Case, build, plan_and_attend
+from tests.helpers.batches import Case, build
 from tests.helpers.kernels_present import each_kernel
+from tests.table import PATHS, rule
 
-PATHS = {  # where ALiBi is an option, with what each shows besides: a rule on positions
-    "varlen": ({}, lambda i, j: j <= i),
-    "varlen-both-ways": (dict(causal=False), lambda i, j: True),
-    "chunked_prefill": ({}, lambda i, j: j <= i),
-    "chunked_prefill-both-ways": (dict(causal=False), lambda i, j: True),
-    "chunked_prefill-window": (dict(causal=False, window_size=(6, 3)), lambda i, j: i - 6 <= j <= i + 3),
-    "sliding_window": (dict(window_size=(9, 0)), lambda i, j: i - 9 <= j <= i),
-    "sliding_window-both-ways": (dict(causal=False, window_size=(9, 2)), lambda i, j: i - 9 <= j <= i + 2),
-    "sliding_window-no-left-side": (dict(causal=False, window_size=(-1, 5)), lambda i, j: j <= i + 5),
-    "local": (dict(chunk_size=8), lambda i, j: j <= i and i // 8 == j // 8),
-    "cascade": ({}, lambda i, j: j <= i),
-    "cascade-window": (dict(window_size=(12, 0)), lambda i, j: i - 12 <= j <= i),
-    "differential": ({}, lambda i, j: j <= i),
-    "differential-both-ways": (dict(causal=False), lambda i, j: True),
+MASKED: dict[str, dict[str, Any]] = {  # paths that take slopes, under several arguments of their plans
+    "varlen": {},
+    "varlen-both-ways": dict(causal=False),
+    "chunked_prefill": {},
+    "chunked_prefill-both-ways": dict(causal=False),
+    "chunked_prefill-window": dict(causal=False, window_size=(6, 3)),
+    "sliding_window": dict(window_size=(9, 0)),
+    "sliding_window-both-ways": dict(causal=False, window_size=(9, 2)),
+    "sliding_window-no-left-side": dict(causal=False, window_size=(-1, 5)),
+    "local": dict(chunk_size=8),
+    "cascade": {},
+    "cascade-window": dict(window_size=(12, 0)),
+    "interval": {},
+    "differential": {},
+    "differential-both-ways": dict(causal=False),
 }
-each_path = pytest.mark.parametrize("path", PATHS)
+each_path = pytest.mark.parametrize("path", MASKED)
 each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 CASE = Case("alibi", ((3, 7), (1, 23), (9, 21), (6, 2), (4, 4)), heads=(4, 2), block_size=4)
@@ -46,26 +48,8 @@ def expected_lse(case: Case, sees, slopes: list[float]) -> torch.Tensor:
 
 def call(package: str, path: str, inputs, slopes, **options):
     """Call a path with zero queries, so that the scores are the bias alone."""
-    name = path.partition("-")[0]
-    module = importlib.import_module(f"{package}.{name}")
-    query, key_cache, value_cache, batch = inputs.tensors
-    query, options = torch.zeros_like(query), {**options, "alibi_slopes": slopes, "return_lse": True}
-    if name == "varlen":
-        return plan_and_attend(module, query, *inputs.rows[1:], **options)
-    if name == "differential":
-        cache = torch.stack([torch.stack([pool[:, :, :1], pool[:, :, 1:]]) for pool in (key_cache, value_cache)], 1)
-        return plan_and_attend(
-            module, query, cache, batch, lambda_full=query.new_tensor(0.5), lambda_init=0.2, **options
-        )
-    if name == "cascade":
-        table = batch.block_table.clone()
-        table[1:3, :3] = table[1, :3].clone()  # 12 keys of sequences 1 and 2
-        batch = dataclasses.replace(batch, block_table=table)
-        requests = batch.query_lens.tolist(), batch.seq_lens.tolist(), table.tolist()
-        prefixes = module.find_prefixes(*requests, block_size=4)
-        assert prefixes == [(1, 3, 12)]
-        options["prefixes"] = prefixes
-    return plan_and_attend(module, query, key_cache, value_cache, batch, **options)
+    inputs = dataclasses.replace(inputs, query=torch.zeros_like(inputs.query))
+    return PATHS[path.partition("-")[0]](package, inputs, alibi_slopes=slopes, return_lse=True, **options)
 
 
 # --- drawn by hand ---
@@ -112,25 +96,25 @@ def test_the_bias_is_computed_in_the_type_of_the_scores(dtype):
 @each_path
 @each_type
 def test_scores_are_minus_the_slope_times_the_distance(package, path, dtype, device):
-    options, sees = PATHS[path]
     slopes = torch.tensor(SLOPES, dtype=dtype, device=device)
-    _, lse = call(package, path, build(CASE, device=device), slopes, **options)
-    torch.testing.assert_close(lse.double().cpu(), expected_lse(CASE, sees, SLOPES), rtol=1e-6, atol=1e-6)
+    _, lse = call(package, path, build(CASE, device=device), slopes, **MASKED[path])
+    expected = expected_lse(CASE, rule(**MASKED[path]), SLOPES)
+    torch.testing.assert_close(lse.double().cpu(), expected, rtol=1e-6, atol=1e-6)
 
 
 @each_kernel
 @each_path
 def test_each_kernel_takes_slopes_of_any_type(kernel, path, device):
     """The slopes are numbers that bfloat16 has, so their type must not change a bit; later keys are penalised."""
-    options, sees = PATHS[path]
     inputs = build(CASE, device=device, dtype=kernel.dtypes[0])
+    expected = expected_lse(CASE, rule(**MASKED[path]), SLOPES)
 
     def assert_right():
         slopes = torch.tensor(SLOPES, device=device)
         (out, lse), (same_out, same_lse) = (
-            call("fastattn", path, inputs, x, **options) for x in (slopes, slopes.bfloat16())
+            call("fastattn", path, inputs, x, **MASKED[path]) for x in (slopes, slopes.bfloat16())
         )
-        torch.testing.assert_close(lse.double().cpu(), expected_lse(CASE, sees, SLOPES), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double().cpu(), expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(out, same_out) and torch.equal(lse, same_lse)
 
     with kernel.forced():

@@ -20,11 +20,11 @@ from refattn.metadata import make_batch
 from refattn.ranks import Shard
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build
-from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.states import assert_twins_agree, attend, convolve, draw, draw_states, each_kernel, ints
 from tests.helpers.strides import far_apart
+from tests.table import CASE, PATHS
 
 TWINS = ["refattn", "fastattn"]
 each_twin = pytest.mark.parametrize("package", TWINS)
@@ -41,24 +41,13 @@ def call(by, path, *arguments, **options):
 
 # --- windows ---
 
-ANY_SIDE = {"causal": False}
-PATHS = {
-    "varlen": (plain("varlen"), ANY_SIDE),
-    "chunked_prefill": (plain("chunked_prefill"), ANY_SIDE),
-    "sliding_window": (plain("sliding_window"), ANY_SIDE),
-    "local": (plain("local", chunk_size=32), {}),
-    "cascade": (cascade, {}),
-    "differential": (differential, ANY_SIDE),
-    "quantized-fp8": (quantized("fp8"), ANY_SIDE),
-    "speculative": (trees, {}),
-    "context_parallel": (over_ranks, {}),
-}
+WINDOWED = [path for path in PATHS if PATHS[path].takes("window_size")]
 WINDOWS = [(MOST, 0), (MOST - 1, MOST), (0, MOST), (3, MOST - 1), (MOST, MOST)]
 
 
-@pytest.mark.parametrize(("path", "window", "by"), every_pair_on_cpu(PATHS, WINDOWS, BY), ids=str)
+@pytest.mark.parametrize(("path", "window", "by"), every_pair_on_cpu(WINDOWED, WINDOWS, BY), ids=str)
 def test_a_side_as_wide_as_an_int32_is_no_limit(path, by, window, device):
-    attention, given = PATHS[path]
+    attention, given = PATHS[path], dict(causal=False) if PATHS[path].takes("causal") else {}
     dtype = torch.float32 if device == "cpu" else torch.float16
     inputs = build(replace(CASE, padding_rows=1), dtype=dtype, device=device)
     unlimited = tuple(-1 if side >= MOST - 1 else side for side in window)
@@ -211,8 +200,8 @@ def test_chunks_are_as_many_as_queries_touch_whatever_the_maximum():
 def test_groups_of_a_cascade_hold_as_many_queries_as_an_int32_counts(package):
     """The bound of a level is that of its sequences times their number."""
     batch = replace(build(CASE).batch, num_tokens=None, max_query_len=MOST)
-    out = cascade(package, replace(build(CASE), batch=batch))
-    assert torch.equal(out, cascade(package, build(CASE)))
+    cascade, inputs = PATHS["cascade"], build(CASE)
+    assert torch.equal(cascade(package, replace(inputs, batch=batch)), cascade(package, inputs))
 
 
 @pytest.mark.parametrize(
@@ -269,9 +258,8 @@ def test_columns_of_a_table_that_are_far_apart(path, rows, device):
     table = far_apart((1, 3), (1, 2**30), torch.int32, device)
     table.copy_(inputs.batch.block_table[:, :3])
     far = replace(inputs, batch=replace(inputs.batch, block_table=table))
-    attention = differential if path == "differential" else plain(path)
-    expected = call("refattn", attention, inputs)
-    for one, other in zip(call("triton", attention, far), expected, strict=True):
+    expected = call("refattn", PATHS[path], inputs)
+    for one, other in zip(call("triton", PATHS[path], far), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,26 +22,19 @@ from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers import ranks
 from tests.helpers.batches import build
-from tests.helpers.every_path import (
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair
+from tests.helpers.tolerance import assert_close
+from tests.table import (
     CASE,
     LENS,
-    MATRICES,
     PATHS,
     each_package,
     each_path,
     lay_out,
 )
-from tests.helpers.kernels_present import PRESENT
-from tests.helpers.pairs import every_pair
-from tests.helpers.tolerance import assert_close
 
 BIAS = torch.linspace(0.1, 0.5, 4)
-
-
-def test_no_path_is_left_out():
-    root = Path(importlib.import_module("refattn").__file__).parent
-    names = {file.stem for file in root.glob("*.py") if "\ndef attention(" in file.read_text()}
-    assert {path.partition("-")[0] for path in PATHS} == names - {"recurrent"}  # recurrent has options of its own
 
 
 # --- out ---
@@ -184,6 +176,7 @@ def test_what_is_written_and_merged_does_not_depend_on_what_the_process_sets(pac
     x = torch.randn(5, 2, 64, generator=generator, dtype=torch.float32)
     vectors = torch.randn(4, 64, generator=generator, dtype=torch.float32)
     slots, table = torch.tensor([3, 0, 6, 1, 7]), torch.tensor([1, 0], dtype=torch.int32)
+    matrices = torch.randn(2, 2, 48, 48, generator=generator, dtype=torch.float32)
 
     def results() -> list[torch.Tensor]:
         made = []
@@ -202,7 +195,7 @@ def test_what_is_written_and_merged_does_not_depend_on_what_the_process_sets(pac
         quantized.write(x, x, *pools, slots, scales=Int8Scales(of_keys, of_values))
         made += [*pools, of_keys, of_values]
         for kind in (torch.float32, torch.float64, torch.float16):
-            latent, to_key, to_value = x[..., :48].to(kind), *(y[:2].to(kind) for y in MATRICES)
+            latent, to_key, to_value = x[..., :48].to(kind), *(y.to(kind) for y in matrices)
             made += [mla.absorb(x.to(kind), to_key), mla.project(latent, to_value)]
             lses = [y.to(torch.promote_types(kind, torch.float32)) for y in (x[..., 0], x[..., 1])]
             outs = [x.to(kind), -x.to(kind)]
@@ -230,12 +223,8 @@ def test_the_root_of_the_distance(path, package, device):
     inputs.query.zero_()
     call = partial(PATHS[path], package, inputs, return_lse=True)
     slopes = BIAS.to(inputs.query.device)
-    if path == "sparse":
-        with pytest.raises(ValueError, match="alibi_slopes: expected None, as selected keys have no positions"):
-            call(alibi_slopes=slopes, alibi_sqrt=True)
-        return
-    if package == "fastattn" and path == "context_parallel":
-        with pytest.raises(NotImplementedError, match="no kernel computes"):
+    if refusal := PATHS[path].refusal(package, "alibi_slopes"):
+        with pytest.raises(refusal[0], match=refusal[1]):
             call(alibi_slopes=slopes, alibi_sqrt=True)
         return
     out, lse = call(alibi_slopes=slopes, alibi_sqrt=True)
@@ -261,9 +250,7 @@ def test_the_root_of_the_distance(path, package, device):
 
 @pytest.mark.covers("B58")
 @pytest.mark.skipif("triton" not in [kernel.name for kernel in PRESENT], reason="needs Triton")
-@pytest.mark.parametrize(
-    "path", [path for path in PATHS if path not in ("context_parallel", "sparse")]
-)  # without ALiBi
+@pytest.mark.parametrize("path", [path for path in PATHS if not PATHS[path].refusal("fastattn", "alibi_slopes")])
 def test_our_own_kernel_takes_the_root_where_it_takes_the_distance(path, device):
     inputs = build(replace(CASE, padding_rows=2), device=device)
     slopes = BIAS.to(device)

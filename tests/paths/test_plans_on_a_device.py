@@ -20,7 +20,7 @@ from refattn.plan import CascadePlan, Plan
 from refattn.ranks import Shard
 from refattn.scales import Fp8Scales
 from tests.helpers.batches import build
-from tests.helpers.every_path import CASE, MATRICES
+from tests.table import CASE
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 BATCH = build(CASE).batch
@@ -112,7 +112,7 @@ def test_alibi_in_a_cascade_of_unknown_positions_is_refused():
 
 def test_alibi_in_a_prefill_of_unknown_positions_is_refused():
     query, cache = nothing(TOKENS, 4, 64), nothing(40, 16, 64)
-    projections = dict(zip(("key_projection", "value_projection"), (x.to("meta") for x in MATRICES), strict=True))
+    projections = dict(key_projection=nothing(4, 48, 48), value_projection=nothing(4, 32, 48))
 
     def prefill(batch, **arguments):
         plan = fastattn.mla.plan_prefill(batch, block_size=16, workspace=60, **arguments)

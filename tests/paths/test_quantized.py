@@ -42,7 +42,6 @@ from tests.helpers.batches import (
 )
 from tests.helpers.options import OPTIONS, per_head
 from tests.helpers.pairs import every_pair
-from tests.helpers.specs import CHUNK, LEFT, ODD, is_causal
 from tests.helpers.stored import (
     E4M3,
     E5M2,
@@ -61,13 +60,9 @@ from tests.helpers.stored import (
     path_of,
     store,
 )
+from tests.table import CHUNK, ODD, PLANS, rule
 
-SEES = {  # by plan, which key a query sees
-    "causal": is_causal,
-    "window": lambda i, j: i - LEFT <= j <= i,
-    "local": lambda i, j: j <= i and i // CHUNK == j // CHUNK,
-    "all": lambda i, j: True,
-}
+SEES = {plan: rule(**PLANS[plan][1]) for plan in ("causal", "window", "local", "all")}
 FEW = [ODD[0], ODD[1]]
 PAIRS = [("causal", kind) for kind in KINDS] + [
     (plan, kind) for plan in SEES if plan != "causal" for kind in ("e4m3", "int8")

@@ -29,7 +29,6 @@ from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import HALVES, PRESENT, Kernel
 from tests.helpers.options import OPTIONS, per_head
-from tests.helpers.specs import LEFT, ODD
 from tests.helpers.steps import record
 from tests.helpers.stored import (
     KINDS,
@@ -42,6 +41,7 @@ from tests.helpers.stored import (
     store,
 )
 from tests.helpers.tolerance import assert_matches_reference
+from tests.table import LEFT, ODD
 from twinattn.kit import plan_and_attend
 
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"

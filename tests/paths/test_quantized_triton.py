@@ -28,7 +28,6 @@ from tests.helpers import (
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.options import OPTIONS, per_head
 from tests.helpers.pairs import every_pair_on_cpu
-from tests.helpers.specs import CHUNK, ODD
 from tests.helpers.stored import (
     E4M3,
     E5M2,
@@ -44,6 +43,7 @@ from tests.helpers.stored import (
     store,
 )
 from tests.helpers.tolerance import assert_close
+from tests.table import CHUNK, ODD
 from twinattn.kit import assert_matches_reference, plan_and_attend
 
 MIXED = Case("mixed", ((4, 6), (1, 70), (10, 33), (0, 9), (5, 2)), heads=(4, 2), padding_rows=2)
