@@ -239,6 +239,12 @@ class Path:
         step = Step(importlib.import_module(f"{package}.{self.file}"), batch, block_size, len(tensors["query"]))
         return {**self.planned(step), **({} if pool is None else dict(block_size=block_size))}
 
+    def made_plan(self, package: str, batch: Batch, tensors: Mapping[str, Any], **arguments: Any) -> Any:
+        """Plan a step; `arguments` go before those of the table."""
+        planned = {name: x for name, x in self.arguments.items() if self.takes(name)}
+        planned |= self.plan_arguments(package, batch, tensors) | arguments
+        return function_of(package, self.plan)(batch, **planned)
+
     def attend(self, package: str, batch: Batch, tensors: Mapping[str, Any], **options: Any) -> Any:
         """Plan a step and attend in one layer.
 
@@ -298,6 +304,10 @@ LENS = ((3, 40), (1, 70), (20, 52))  # all three share 32 keys in the cascade
 CASE = Case("three", LENS, heads=(4, 2), padding_rows=2)
 each_path = pytest.mark.parametrize("path", PATHS)
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])
+
+
+SMALL = Case("small", ((2, 5), (1, 20)), heads=(4, 2), head_size=8, block_size=4)  # in a pool of 10 blocks
+SMALLER = {"sliding_window": dict(window_size=(3, 0)), "local": dict(chunk_size=8)}  # what fits it, of `PATHS`
 
 
 def lay_out(path: str, device: str, padding_rows: int = 2) -> Paged:

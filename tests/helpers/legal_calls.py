@@ -6,7 +6,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.ranks import Shard
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
-from tests.helpers.batches import Case, build
+from tests.helpers.batches import build
 from tests.helpers.twin_files import public_names
+from tests.table import PATHS, SMALL, SMALLER
 
 MODULES = (
     *("cascade", "chunked_prefill", "context_parallel", "varlen", "differential", "interval", "kv_cache", "local"),
     *("merge", "metadata", "mla", "quantized", "recurrent", "sliding_window", "sparse", "speculative", "state_cache"),
 )
-SMALL = Case("small", ((2, 5), (1, 20)), heads=(4, 2), head_size=8, block_size=4)  # in a pool of 10 blocks
+OVER_NUMBERS = [name for name in PATHS if PATHS[name].keys in ("rows", "pages") and name != "interval"]
 REQUESTS = dict(query_lens=[2, 1], seq_lens=[7, 20], block_tables=[[1, 2], [1, 3, 4, 5, 6]])
 POOL = dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8)
 PAGES = dict(block_size=4, window_size=(3, 0))
@@ -46,7 +47,7 @@ def public_functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def legal_calls(package: str) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return what makes the arguments of a legal call of each public function, by `module.name`."""
-    path = SimpleNamespace(**{name: importlib.import_module(f"{package}.{name}") for name in MODULES})
+    path = SimpleNamespace(package=package, **{name: importlib.import_module(f"{package}.{name}") for name in MODULES})
     return {**_attention(path), **_memory(path), **_metadata(path), **_states(path), **_trees(path)}
 
 
@@ -59,54 +60,23 @@ def _call(query: torch.Tensor, plan: Any, width: int = 8, **more: Any) -> dict[s
     return dict(query=query, plan=plan, options=AttentionOptions(softmax_scale=0.3), return_lse=True, out=out, **more)
 
 
-def _over_pages(path: ModuleType, **arguments: Any) -> dict[str, Any]:
-    inputs = build(SMALL)
-    plan = path.plan(inputs.batch, **arguments)
-    return _call(inputs.query, plan, key_cache=inputs.key_cache, value_cache=inputs.value_cache)
-
-
 def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
-    def varlen() -> dict[str, Any]:
-        query, key, value, batch = build(SMALL).rows
-        return _call(query, path.varlen.plan(batch), key=key, value=value)
+    def of(name: str, width: int = 8, **more: Any) -> Callable[[], dict[str, Any]]:
+        """Return what makes the arguments of a path of the table."""
 
-    def differential() -> dict[str, Any]:
-        query, key_cache, value_cache, batch = build(SMALL).tensors
-        cache = torch.stack([torch.stack([key_cache, value_cache])] * 2)[..., :1, :].nan_to_num(0.0)
-        weights = dict(
-            lambda_full=torch.tensor(0.3), lambda_init=0.2, norm_weight=torch.ones(16), norm_eps=1e-6, norm=None
-        )
-        return _call(query, path.differential.plan(batch, block_size=4), cache=cache, scales=None, **weights)
+        def made() -> dict[str, Any]:
+            inputs = build(SMALL)
+            tensors = PATHS[name].tensors(inputs)
+            plan = PATHS[name].made_plan(path.package, inputs.batch, tensors, **SMALLER.get(name, {}))
+            return _call(plan=plan, width=width, **tensors | more)
 
-    def latents() -> dict[str, Any]:
-        query, key_cache, _, batch = build(SMALL).tensors
-        more = dict(latent_rank=6, cache_scale=1.0, query_scale=None, fp8_weights=False)
-        return _call(query, path.mla.plan(batch, block_size=4), 6, cache=key_cache[:, :, 0], **more)
-
-    def latent_prefill() -> dict[str, Any]:
-        query, key_cache, _, batch = build(SMALL).tensors
-        plan = path.mla.plan_prefill(batch, block_size=4, workspace=40)
-        more = dict(key_projection=torch.randn(4, 6, 6), value_projection=torch.randn(4, 5, 6), cache_scale=1.0)
-        tokens = dict(latent=query[:, 0, :6], rope_key=query[:, 1, :2], cache=key_cache[:, :, 0])
-        return _call(query, plan, 5, **tokens, **more)
-
-    def quantized() -> dict[str, Any]:
-        arguments = _over_pages(path.quantized, block_size=4)
-        quantized_values = {
-            name: torch.zeros(10, 4, 2, 8, dtype=torch.float8_e4m3fn) for name in ("key_cache", "value_cache")
-        }
-        return arguments | quantized_values | dict(scales=Fp8Scales(0.5, 0.25))
+        return made
 
     def ranks() -> dict[str, Any]:
         query, key_cache, value_cache, batch = build(SMALL).tensors
         plan = path.context_parallel.plan(batch, shard=Shard(0, 1), block_size=4)
         tokens = dict(key=query[:, :2], value=query[:, :2], key_cache=key_cache, value_cache=value_cache)
         return _call(query, plan, group=Alone(), scales=None, **tokens)
-
-    def sparse() -> dict[str, Any]:
-        query, key_cache, value_cache, batch = build(SMALL).tensors
-        plan = path.sparse.plan(batch, positions=ints(0, 3, 19)[:, None], block_size=4)
-        return _call(query, plan, key_cache=key_cache, value_cache=value_cache)
 
     def latent_sparse() -> dict[str, Any]:
         query, key_cache, _, batch = build(SMALL).tensors
@@ -122,18 +92,12 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         return dict(query=query, weights=torch.randn(3, 4), index_cache=key_cache[:, :, 0], plan=plan)
 
     return {
-        "varlen.attention": varlen,
-        "chunked_prefill.attention": lambda: _over_pages(path.chunked_prefill, block_size=4),
-        "sliding_window.attention": lambda: _over_pages(path.sliding_window, **PAGES),
-        "local.attention": lambda: _over_pages(path.local, chunk_size=8, block_size=4),
-        "cascade.attention": lambda: _over_pages(path.cascade, prefixes=[], block_size=4),
-        "speculative.attention": lambda: _over_pages(path.speculative, block_size=4),
-        "differential.attention": differential,
-        "mla.attention": latents,
-        "mla.prefill": latent_prefill,
-        "quantized.attention": quantized,
+        **{f"{name}.attention": of(name) for name in OVER_NUMBERS},
+        "differential.attention": of("differential", scales=None, norm_weight=torch.ones(16), norm_eps=1e-6, norm=None),
+        "mla.attention": of("mla", 6, cache_scale=1.0, query_scale=None, fp8_weights=False),
+        "mla.prefill": of("mla-prefill", 4, cache_scale=1.0),
+        "quantized.attention": of("quantized-fp8"),
         "context_parallel.attention": ranks,
-        "sparse.attention": sparse,
         "sparse.latent_attention": latent_sparse,
         "sparse.scores": scores,
         "sparse.select": lambda: dict(scores=torch.randn(3, 20), topk=2),

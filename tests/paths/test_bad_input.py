@@ -26,13 +26,14 @@ from refattn.keys import Pages, Pairs, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import CascadePlan, Plan
 from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, tensors_in
-from tests.helpers.batches import Case, build
+from tests.helpers.batches import build
+from tests.helpers.legal_calls import legal_calls
+from tests.table import PATHS, SMALL, SMALLER
 from twinattn.kit.call import OPTIONS as OPTION_NAMES
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
-SMALL = Case("small", ((2, 5), (1, 20)), heads=(4, 2), head_size=8, block_size=4)  # in a pool of 10 blocks
 NAN, INF = math.nan, math.inf
 
 
@@ -66,25 +67,15 @@ def meta(tensor: Tensor) -> Tensor:
 def of_attention(path: str) -> dict:
     """Make arguments of a path's plan and of its attention, all in one."""
     inputs = build(SMALL)
-    query, key_cache, value_cache, batch = inputs.tensors
-    paged = dict(query=query, key_cache=key_cache, value_cache=value_cache, batch=batch, block_size=4)
-    if path == "varlen":
-        return dict(zip(("query", "key", "value", "batch"), inputs.rows, strict=True))
-    if path == "sliding_window":
-        return dict(**paged, window_size=(3, 0))
-    if path == "local":
-        return dict(**paged, chunk_size=8)
-    if path == "differential":
-        halves = torch.stack([torch.stack([key_cache, value_cache])] * 2)[..., :1, :].nan_to_num(0.0)
-        lambdas = dict(lambda_full=torch.tensor(0.3), lambda_init=0.2)
-        return dict(query=query, cache=halves, batch=batch, block_size=4, **lambdas)
-    if path == "cascade":
-        table = batch.block_table.clone()
-        table[1, 0] = table[0, 0]  # 4 keys are shared
-        batch = dataclasses.replace(batch, seq_lens=ints(7, 20), block_table=table, max_seq_len=20)
-        table[0, 1] = table[1, 1]
-        return dict(**{**paged, "batch": batch}, prefixes=[Prefix(0, 2, 4)])
-    return paged
+    arguments = PATHS[path].tensors(inputs) | dict(batch=inputs.batch) | SMALLER.get(path, {})
+    if path != "varlen":
+        arguments["block_size"] = SMALL.block_size
+    if path == "cascade":  # 4 keys are shared
+        table = inputs.batch.block_table.clone()
+        table[1, 0], table[0, 1] = table[0, 0], table[1, 1]
+        arguments["batch"] = dataclasses.replace(inputs.batch, seq_lens=ints(7, 20), block_table=table, max_seq_len=20)
+        arguments["prefixes"] = [Prefix(0, 2, 4)]
+    return arguments
 
 
 def of_plan(path: str) -> dict:
@@ -93,58 +84,26 @@ def of_plan(path: str) -> dict:
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-PATHS = ("varlen", "chunked_prefill", "sliding_window", "local", "cascade", "differential")
-PAGED = PATHS[1:]
+HELD = ("varlen", "chunked_prefill", "sliding_window", "local", "cascade", "differential")  # the paths of `BAD`
+PAGED = HELD[1:]
+METADATA = (
+    *("make_batch", "positions", "slot_mapping", "order_decodes_first", "split_decodes_and_prefills"),
+    "update_block_table",
+)
+BESIDES = (
+    *("kv_cache.allocate", "kv_cache.write", "kv_cache.gather", "kv_cache.copy_blocks", "kv_cache.swap_blocks"),
+    *("merge.merge", "merge.add_sinks", "cascade.find_prefixes", "differential.write", "differential.compute_lambda"),
+    *("differential.interleave_halves", "differential.pools", "differential.allocate"),
+)
 
 
-def of_batch(**options) -> dict:
-    return dict(batch=build(SMALL).batch, **options)
-
-
-def of_write() -> dict:
-    key_cache, value_cache = torch.randn(2, 5, 4, 2, 8)
-    key, value = torch.randn(2, 3, 2, 8)
-    slots = torch.tensor([7, -1, 0])
-    return dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots)
-
-
-REQUESTS = dict(query_lens=[2, 1], seq_lens=[7, 20], block_tables=[[1, 2], [1, 3, 4, 5, 6]])
+LEGAL = legal_calls("refattn")
 CALLS = {
-    **{f"{path}.plan": lambda path=path: of_plan(path) for path in PATHS},
-    **{f"{path}.attention": lambda path=path: of_attention(path) for path in PATHS},
-    "metadata.make_batch": lambda: dict(REQUESTS),
-    "metadata.positions": lambda: of_batch(num_tokens=4),
-    "metadata.slot_mapping": lambda: of_batch(num_tokens=4, block_size=4),
-    "metadata.order_decodes_first": lambda: dict(query_lens=[2, 1]),
-    "metadata.split_decodes_and_prefills": lambda: of_batch(query_lens=[2, 1]),
-    "metadata.advance": lambda: of_batch(slots=torch.zeros(4, dtype=torch.int64), block_size=4),
-    "metadata.update_block_table": lambda: of_batch(block_table=ints(1, 2)[:, None]),
-    "kv_cache.allocate": lambda: dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8),
-    "kv_cache.write": of_write,
-    "kv_cache.gather": lambda: dict(cache=torch.randn(5, 4, 2, 8), blocks=ints(4, 0), seq_len=7),
-    "kv_cache.copy_blocks": lambda: dict(caches=list(torch.randn(2, 5, 4)), pairs=torch.tensor([[0, 4]])),
-    "kv_cache.swap_blocks": lambda: dict(
-        sources=[torch.randn(5, 4)], destinations=[torch.randn(3, 4)], pairs=torch.tensor([[4, 2]])
-    ),
-    "merge.merge": lambda: dict(outs=list(torch.randn(2, 3, 4, 8)), lses=list(torch.randn(2, 3, 4))),
-    "merge.add_sinks": lambda: dict(out=torch.randn(3, 4, 8), lse=torch.randn(3, 4), sinks=torch.zeros(4)),
-    "cascade.find_prefixes": lambda: dict(**REQUESTS, block_size=4),
-    "differential.write": lambda: dict(
-        key=torch.randn(2, 4, 8),
-        value=torch.randn(2, 4, 8),
-        cache=torch.randn(2, 2, 5, 4, 2, 8),
-        slot_mapping=torch.tensor([1, 2]),
-    ),
-    "differential.compute_lambda": lambda: dict(
-        lambda_q1=torch.ones(8),
-        lambda_k1=torch.ones(8),
-        lambda_q2=torch.ones(8),
-        lambda_k2=torch.ones(8),
-        lambda_init=0.2,
-    ),
-    "differential.interleave_halves": lambda: dict(heads=torch.randn(3, 4, 8)),
-    "differential.pools": lambda: dict(cache=torch.randn(2, 2, 5, 4, 2, 8)),
-    "differential.allocate": lambda: dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8),
+    **{f"{path}.plan": lambda path=path: of_plan(path) for path in HELD},
+    **{f"{path}.attention": lambda path=path: of_attention(path) for path in HELD},
+    **{f"metadata.{name}": LEGAL[f"metadata.{name}"] for name in METADATA},
+    "metadata.advance": lambda: dict(batch=build(SMALL).batch, slots=torch.zeros(4).long(), block_size=4),
+    **{call: LEGAL[call] for call in BESIDES},
 }
 
 # --- bad ones ---
@@ -1181,7 +1140,7 @@ def test_blocks_before_what_is_seen_are_not_looked_at(package, path, option, blo
 
 
 @each_twin
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HELD)
 def test_maxima_and_rows_may_be_larger_than_needed(package, path):
     arguments = of_attention(path)
     arguments["batch"] = dataclasses.replace(arguments["batch"], max_query_len=3, max_seq_len=24)
@@ -1191,7 +1150,7 @@ def test_maxima_and_rows_may_be_larger_than_needed(package, path):
 
 
 @each_twin
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HELD)
 @pytest.mark.parametrize("scale", [0.0, -0.5, 2])
 def test_any_finite_scale_is_one(package, path, scale):
     out = perform(package, f"{path}.attention", {**of_attention(path), "softmax_scale": scale})
@@ -1199,7 +1158,7 @@ def test_any_finite_scale_is_one(package, path, scale):
 
 
 @each_twin
-@pytest.mark.parametrize("path", [path for path in PATHS if path not in ("local", "cascade")])
+@pytest.mark.parametrize("path", [path for path in HELD if path not in ("local", "cascade")])
 @pytest.mark.parametrize("window", [(MOST, MOST), (MOST, 0), (0, MOST)], ids=str)
 def test_windows_as_wide_as_an_int32_counts(package, path, window):
     """A window of any width is one: positions and widths must not add up to a negative number."""
@@ -1322,7 +1281,7 @@ def test_a_prefix_is_one_of_the_table_on_a_device_too():
 
 
 @each_twin
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", HELD)
 def test_a_batch_that_was_written_to_is_checked_again_by_its_next_plan(package, path):
     arguments, call = of_attention(path), f"{path}.attention"
     perform(package, call, arguments)
