@@ -40,7 +40,7 @@ CORE = {
     "kernels": ("asked", "launch", "memory", "native", "replay"),
     "engine": ("arguments", "both_twins", "detokenize", "layers"),
     "integrations": ("each", "flash_attn", "vllm_interface"),
-    "tools": ("cli", "readme", "twins", "way_of_a_call"),
+    "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),
 }
 CORE_SECONDS = 2.0  # the most CPU time of a core test
 LONGER = {  # core tests with a limit of their own, and why

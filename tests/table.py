@@ -136,6 +136,12 @@ def in_pairs(inputs: Paged) -> dict[str, Any]:
     return dict(query=inputs.query, cache=cache, lambda_full=weight, lambda_init=0.2)
 
 
+def in_rows_of_pairs(inputs: Paged) -> dict[str, Any]:
+    """The same of keys and values that lie one after another."""
+    _, key, value, _ = inputs.rows
+    return in_pairs(inputs) | dict(cache=pairs(key, value))
+
+
 def in_latents(inputs: Paged) -> dict[str, Any]:
     """Absorbed queries over the keys of the first head: three quarters latent, one quarter rotary."""
     return dict(query=inputs.query, cache=inputs.key_cache[:, :, 0], latent_rank=inputs.query.shape[-1] * 3 // 4)
@@ -176,8 +182,10 @@ STORAGES: dict[str, tuple[str, Callable[[Paged], dict[str, Any]]]] = {  # what a
     "rows": ("varlen.attention", in_rows),
     "pages": ("", in_pages),
     "pairs": ("differential.attention", in_pairs),
+    "rows of pairs": ("differential.attention", in_rows_of_pairs),
     "latents": ("mla.attention", in_latents),
     "made of latents": ("mla.prefill", from_latents),
+    "selected latents": ("sparse.latent_attention", in_latents),
     "fp8": ("quantized.attention", in_fp8),
     "int8": ("quantized.attention", in_int8),
     "ranks": ("", in_pages),  # dealt out to two, by `attend_on_all`
@@ -217,11 +225,16 @@ class Path:
 
     def takes(self, argument: str) -> bool:
         """Return whether the plan takes an argument."""
-        return argument in inspect.signature(function_of("refattn", self.plan)).parameters
+        parameters = inspect.signature(function_of("refattn", self.plan)).parameters
+        return argument in parameters and self.accepts("refattn", argument)
 
     def refusal(self, package: str, option: str) -> tuple[type[Exception], str] | None:
         """Return the error with which a package refuses an option; None if it takes it."""
         return self.refuses.get((package, option)) or self.refuses.get(("", option))
+
+    def accepts(self, package: str, *options: str) -> bool:
+        """Return whether a package takes all of some options."""
+        return not any(self.refusal(package, option) for option in options)
 
     def tensors(self, inputs: Paged) -> dict[str, Any]:
         """Lay a batch out in the storage: what `attention` takes, by name, but for plan and options."""
@@ -232,17 +245,16 @@ class Path:
         shares = self.planned is shared_prefix
         return share(inputs.batch, inputs.key_cache.shape[1]) if shares else inputs.batch
 
-    def plan_arguments(self, package: str, batch: Batch, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all arguments of the plan but the batch; of ranks, those of `attend_on_all`."""
-        pool = tensors.get("key_cache", tensors.get("cache"))
-        block_size = 0 if pool is None else pool.shape[1] if pool.ndim == 3 else pool.shape[-3]
-        step = Step(importlib.import_module(f"{package}.{self.file}"), batch, block_size, len(tensors["query"]))
-        return {**self.planned(step), **({} if pool is None else dict(block_size=block_size))}
+    def plan_arguments(self, package: str, batch: Batch, block_size: int, num_rows: int = 0) -> dict[str, Any]:
+        """Return all arguments of the plan but the batch; 0 rows for those of the batch."""
+        path = importlib.import_module(f"{package}.{self.file}")
+        made = self.planned(Step(path, batch, block_size, num_rows or batch.num_tokens or 0))
+        given = {name: x for name, x in self.arguments.items() if self.takes(name)}
+        return given | made | (dict(block_size=block_size) if block_size else {})
 
-    def made_plan(self, package: str, batch: Batch, tensors: Mapping[str, Any], **arguments: Any) -> Any:
+    def made_plan(self, package: str, batch: Batch, block_size: int, **arguments: Any) -> Any:
         """Plan a step; `arguments` go before those of the table."""
-        planned = {name: x for name, x in self.arguments.items() if self.takes(name)}
-        planned |= self.plan_arguments(package, batch, tensors) | arguments
+        planned = self.plan_arguments(package, batch, block_size) | arguments
         return function_of(package, self.plan)(batch, **planned)
 
     def attend(self, package: str, batch: Batch, tensors: Mapping[str, Any], **options: Any) -> Any:
@@ -258,8 +270,10 @@ class Path:
             whole = (tensors[name] for name in ("query", "key_cache", "value_cache"))
             return attend_on_all(package, 2, *whole, batch, **{**self.arguments, **options})
         path = SimpleNamespace(plan=function_of(package, self.plan), attention=function_of(package, self.attention))
-        planned = self.plan_arguments(package, batch, tensors)
-        return plan_and_attend(path, batch=batch, **{**tensors, **planned, **self.arguments, **options})
+        pool = tensors.get("key_cache", tensors.get("cache"))
+        block_size = 0 if pool is None or "rows" in self.keys else pool.shape[1] if pool.ndim == 3 else pool.shape[-3]
+        planned = self.plan_arguments(package, batch, block_size, len(tensors["query"]))
+        return plan_and_attend(path, batch=batch, **{**tensors, **self.arguments, **planned, **options})
 
     def __call__(self, package: str, inputs: Paged, **options: Any) -> Any:
         """Lay a batch out, plan it and attend."""
@@ -272,6 +286,8 @@ def function_of(package: str, name: str) -> Any:
     return getattr(importlib.import_module(f"{package}.{file}"), function or "plan")
 
 
+NO_POSITIONS = {("", "alibi_slopes"): (ValueError, "alibi_slopes: expected None, as selected keys have no positions")}
+TREES = {("", "causal"): (ValueError, "causal: expected True with trees")}
 SCALED = dict(softmax_scale=0.1)  # latents have no default
 PATHS = {
     "varlen": Path("varlen", "rows"),
@@ -282,23 +298,31 @@ PATHS = {
     "interval": Path("interval", planned=causal_intervals),
     "differential": Path("differential", "pairs"),
     "mla": Path("mla", "latents", SCALED),
-    "mla-trees": Path("speculative", "latents", SCALED, chains),
-    "mla-prefill": Path(
-        *("mla.plan_prefill", "made of latents", SCALED, contexts_in_chunks),
-        {("fastattn", "batch_invariant"): (NotImplementedError, "batch_invariant")},
-    ),
+    "mla-trees": Path("speculative", "latents", SCALED, chains, TREES),
+    "mla-prefill": Path("mla.plan_prefill", "made of latents", SCALED, contexts_in_chunks),
     "quantized-fp8": Path("quantized", "fp8"),
     "quantized-int8": Path("quantized", "int8"),
-    "speculative": Path("speculative", planned=chains),
+    "speculative": Path("speculative", planned=chains, refuses=TREES),
     "context_parallel": Path(
         *("context_parallel", "ranks", dict(interleave=1)),
-        refuses={("fastattn", "alibi_slopes"): (NotImplementedError, "no kernel computes")},
+        refuses={("fastattn", "alibi_sqrt"): (NotImplementedError, "no kernel computes the root of the distance")},
     ),
-    "sparse": Path(
-        "sparse",
-        planned=every_other,
-        refuses={("", "alibi_slopes"): (ValueError, "alibi_slopes: expected None, as selected keys have no positions")},
-    ),
+    "sparse": Path("sparse", planned=every_other, refuses=NO_POSITIONS),
+    "sparse-latents": Path("sparse", "selected latents", SCALED, every_other, NO_POSITIONS),
+}
+COMPOSED = {  # plans over other storages, as layers of a server have them: `helpers/layers.py`
+    **{name: PATHS[name] for name in ("varlen", "chunked_prefill", "sliding_window", "local", "cascade")},
+    "tree": PATHS["speculative"],
+    "latents": PATHS["mla"],
+    "tree of latents": PATHS["mla-trees"],
+    "fp8 latents": PATHS["mla"],
+    "differential": PATHS["differential"],
+    "differential rows": Path("varlen", "rows of pairs"),
+    "fp8 differential": PATHS["differential"],
+    "e4m3": PATHS["quantized-fp8"],
+    "int8": PATHS["quantized-int8"],
+    "int8 cascade": Path("cascade", "int8", planned=shared_prefix),
+    "int8 tree": Path("speculative", "int8", planned=chains, refuses=TREES),
 }
 LENS = ((3, 40), (1, 70), (20, 52))  # all three share 32 keys in the cascade
 CASE = Case("three", LENS, heads=(4, 2), padding_rows=2)

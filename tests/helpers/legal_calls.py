@@ -67,7 +67,9 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         def made() -> dict[str, Any]:
             inputs = build(SMALL)
             tensors = PATHS[name].tensors(inputs)
-            plan = PATHS[name].made_plan(path.package, inputs.batch, tensors, **SMALLER.get(name, {}))
+            plan = PATHS[name].made_plan(
+                path.package, inputs.batch, SMALL.block_size if name != "varlen" else 0, **SMALLER.get(name, {})
+            )
             return _call(plan=plan, width=width, **tensors | more)
 
         return made

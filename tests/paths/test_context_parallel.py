@@ -31,9 +31,9 @@ from tests.helpers.ranks import (
 from tests.helpers.states import draw, draw_states, ints, lengths
 from tests.helpers.stored import KINDS, Stored, rounded_by_hand, store
 from tests.helpers.tolerance import assert_matches_reference
+from tests.table import LEFT, RIGHT, rule
 from twinattn.kit import PathSpec, plan_and_attend
 
-LEFT = 19
 PACKAGES = {"refattn": refattn.context_parallel, "fastattn": fastattn.context_parallel}
 
 
@@ -50,23 +50,15 @@ class OverRanks(PathSpec):
         return attend_on_all(package, self.num_ranks, *tensors, **{**self.arguments, **options})
 
 
-def is_causal(i: int, j: int) -> bool:
-    return j <= i
-
-
 SPECS = [
-    OverRanks("context_parallel", is_causal, dict(interleave=1), num_ranks=2),
-    OverRanks("context_parallel", is_causal, dict(interleave=16), num_ranks=4),
-    OverRanks(
-        "context_parallel", lambda i, j: i - LEFT <= j <= i, dict(interleave=3, window_size=(LEFT, 0)), num_ranks=4
-    ),
-    OverRanks("context_parallel", lambda i, j: True, dict(interleave=2, causal=False), num_ranks=2),
-    OverRanks(
-        "context_parallel",
-        lambda i, j: i - LEFT <= j <= i + 3,
-        dict(interleave=3, window_size=(LEFT, 3), causal=False),
-        num_ranks=2,
-    ),
+    OverRanks("context_parallel", rule(**arguments), arguments, num_ranks=num_ranks)
+    for num_ranks, arguments in (
+        (2, dict(interleave=1)),
+        (4, dict(interleave=16)),
+        (4, dict(interleave=3, window_size=(LEFT, 0))),
+        (2, dict(interleave=2, causal=False)),
+        (2, dict(interleave=3, window_size=(LEFT, RIGHT), causal=False)),
+    )
 ]
 CASES = [  # sequences shorter than the ranks are many, without a context, without new tokens
     Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (1, 1), (1, 2)), heads=(4, 1), padding_rows=2),
@@ -260,11 +252,7 @@ def attended_by_hand(stored: Stored, sees, slopes=None) -> tuple[torch.Tensor, t
     return out, lse
 
 
-MASKED = {
-    "causal": ({}, is_causal),
-    "window": (dict(window_size=(LEFT, 0)), lambda i, j: i - LEFT <= j <= i),
-    "both-ways": (dict(causal=False), lambda i, j: True),
-}
+MASKED = {"causal": {}, "window": dict(window_size=(LEFT, 0)), "both-ways": dict(causal=False)}
 
 
 @pytest.mark.covers("B182", "B220")
@@ -278,11 +266,11 @@ MASKED = {
 def test_quantized_values_of_the_ranks_are_attended_to_by_hand(dealt, kind, package):
     num_ranks, interleave, masked = dealt
     tensors, quantized, stored = quantized_step(kind)
-    arguments, sees = MASKED[masked]
+    arguments = MASKED[masked]
     parts = attend_on_all(
         package, num_ranks, *tensors, **quantized, interleave=interleave, **arguments, return_lse=True
     )
-    for one, other in zip(parts, attended_by_hand(stored, sees), strict=True):
+    for one, other in zip(parts, attended_by_hand(stored, rule(**arguments)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 
@@ -291,7 +279,7 @@ def test_distances_are_those_of_the_whole_over_quantized_values(per):
     slopes = torch.linspace(0.1, 1.0, 4, dtype=torch.float64)
     tensors, quantized, stored = quantized_step("e4m3", per=per, round_query=False)
     parts = attend_on_all("refattn", 2, *tensors, **quantized, interleave=3, alibi_slopes=slopes, return_lse=True)
-    for one, other in zip(parts, attended_by_hand(stored, is_causal, slopes), strict=True):
+    for one, other in zip(parts, attended_by_hand(stored, rule(), slopes), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 
 

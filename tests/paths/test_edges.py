@@ -65,7 +65,7 @@ def test_scores_below_any_mask_are_scores(package, path, kernel, device):
     (out, lse), (plain, plain_lse) = (
         by_kernel(kernel, path, package, replace(inputs, query=torch.full_like(inputs.query, x))) for x in (2e3, 0.0)
     )
-    score = 64 * 2e3 * -9.0 * (0.1 if path.startswith("mla") else 0.125)
+    score = 64 * 2e3 * -9.0 * PATHS[path].arguments.get("softmax_scale", 0.125)
     off = 4 * 2.0**16 * torch.finfo(torch.float32).eps  # a few roundings of such a score, and so of a weight
     torch.testing.assert_close(out, plain, rtol=off, atol=off)
     torch.testing.assert_close(lse.double(), plain_lse.double() + score, rtol=0, atol=off)
@@ -118,12 +118,8 @@ def test_padding_sequences_change_nothing(path, package, device):
 def test_another_default_device_changes_nothing(path, package, name, device):
     """A process may make its tensors elsewhere; what a path makes for itself is where its arguments are."""
     inputs = lay_out(path, device)
-    slopes = dict(alibi_slopes=torch.rand(4).to(inputs.query))
-    if PATHS[path].refusal("fastattn", "alibi_slopes"):
-        slopes = {}
+    slopes = dict(alibi_slopes=torch.rand(4).to(inputs.query)) if PATHS[path].accepts(package, "alibi_slopes") else {}
     given = {"plain": {}, "softcap-and-slopes": dict(softcap=5.0, **slopes), "invariant": dict(batch_invariant=True)}
-    if PATHS[path].refusal(package, "batch_invariant"):
-        given["invariant"] = slopes
     expected = PATHS[path](package, inputs, **given[name], return_lse=True)
     with torch.device("meta"):
         answer = PATHS[path](package, inputs, **given[name], return_lse=True)
@@ -145,7 +141,7 @@ def test_tensors_of_any_strides(path, package, change, device):
     strided = each(each(lay_out(path, device), lambda x: x.nan_to_num(0.5, 0.5, 0.5)), change)
     side_by_side = each(strided, torch.Tensor.contiguous)
     pool = strided.key_cache
-    if (package, path) == ("fastattn", "sparse") and pool.stride(0) != pool.shape[1] * pool.stride(1):
+    if package == "fastattn" and PATHS[path].file == "sparse" and pool.stride(0) != pool.shape[1] * pool.stride(1):
         with pytest.raises(NotImplementedError, match="a pool is read token by token"):
             PATHS[path](package, strided)
         return

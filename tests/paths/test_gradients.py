@@ -61,7 +61,7 @@ def of(path: Path, case: Case = CASE, **arguments: Any) -> Call:
     def call(package: str, **options: Any) -> Any:
         return path.attend(package, batch, {name: options.pop(name) for name in tensors}, **fixed | options)
 
-    left_out = [name for name in OPTIONS["everything"] if path.refusal("refattn", name)]
+    left_out = [name for name in OPTIONS["everything"] if not path.accepts("refattn", name)]
     if not path.takes("window_size") or "window_size" in arguments:
         left_out.append("window_size")
     return Call(call, tensors, tuple(left_out))
@@ -302,8 +302,6 @@ def test_memory_to_write_to_requires_no_gradient(package):
 def test_the_fast_twin_refuses_gradients_by_name(name):
     call = CALLS[name]
     tensors, fixed = filled(call, "everything")
-    if name in PATHS and PATHS[name].refusal("fastattn", "alibi_slopes"):
-        tensors.pop("alibi_slopes", None)
     expected = call.function("fastattn", **tensors, **fixed)
     for which in tensors:
         wanting = tensors | {which: tensors[which].clone().requires_grad_()}

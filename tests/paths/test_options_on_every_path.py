@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,22 +212,39 @@ def test_what_is_written_and_merged_does_not_depend_on_what_the_process_sets(pac
             assert same.dtype == y.dtype and torch.equal(same, y), (name, i)
 
 
+# --- what a path does not take ---
+
+REFUSED = [(path, package, option) for path in PATHS for package, option in PATHS[path].refuses]
+
+
+@pytest.mark.parametrize(("path", "package", "option"), REFUSED)
+def test_an_option_that_a_path_does_not_take_is_refused_by_name(path, package, option, device):
+    slopes = dict(alibi_slopes=BIAS.to(device))
+    asked = dict(alibi_slopes=slopes, alibi_sqrt=dict(**slopes, alibi_sqrt=True), causal=dict(causal=False))
+    for one in [package] if package else ["refattn", "fastattn"]:
+        kind, message = PATHS[path].refusal(one, option)
+        with pytest.raises(kind, match=message):
+            PATHS[path](one, lay_out(path, device), **asked[option])
+
+
 # --- ALiBi by the root ---
 
 
 @pytest.mark.covers("B58")
-@each_package
-@each_path
+@pytest.mark.parametrize(
+    ("path", "package"),
+    [
+        (path, package)
+        for path, package in product(PATHS, ["refattn", "fastattn"])
+        if PATHS[path].accepts(package, "alibi_slopes", "alibi_sqrt")
+    ],
+)
 def test_the_root_of_the_distance(path, package, device):
     """One key at a distance: with queries of zeros and one slope, the weights are those of the bias alone."""
     inputs = lay_out(path, device)
     inputs.query.zero_()
     call = partial(PATHS[path], package, inputs, return_lse=True)
     slopes = BIAS.to(inputs.query.device)
-    if refusal := PATHS[path].refusal(package, "alibi_slopes"):
-        with pytest.raises(refusal[0], match=refusal[1]):
-            call(alibi_slopes=slopes, alibi_sqrt=True)
-        return
     out, lse = call(alibi_slopes=slopes, alibi_sqrt=True)
     if path == "differential":  # its answer has no LSE of one softmax per head
         wide = replace(
@@ -250,7 +268,9 @@ def test_the_root_of_the_distance(path, package, device):
 
 @pytest.mark.covers("B58")
 @pytest.mark.skipif("triton" not in [kernel.name for kernel in PRESENT], reason="needs Triton")
-@pytest.mark.parametrize("path", [path for path in PATHS if not PATHS[path].refusal("fastattn", "alibi_slopes")])
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if PATHS[path].accepts("fastattn", "alibi_slopes", "alibi_sqrt")]
+)
 def test_our_own_kernel_takes_the_root_where_it_takes_the_distance(path, device):
     inputs = build(replace(CASE, padding_rows=2), device=device)
     slopes = BIAS.to(device)
