@@ -320,7 +320,7 @@ def core_alone(mutations: list[Mutation], how: How, share: str, output: Path | N
     start = time.monotonic()
     files = core_files()
     outcomes = run_all([(None, [file]) for file in files], how)
-    unable = [file for file, outcome in zip(files, outcomes, strict=True) if outcome["broken"]]
+    unable = [file for file, outcome in zip(files, outcomes, strict=True) if outcome["status"] not in (0, 1)]
     failing = {test for outcome in outcomes for test in outcome["failed"]}
     files = [file for file in files if file not in unable]
     found |= circumstances(how.device) | {"left_out": sorted({*found.get("left_out", ()), *unable, *failing})}

@@ -247,6 +247,7 @@ def test_a_prompt_that_begins_like_one_under_way_waits_for_its_blocks(llama, ahe
     assert found == [(32, []), (0, [[1, 32]])]
 
 
+@pytest.mark.lets_a_pass_fail
 @pytest.mark.parametrize("kind", ["window", "latents"])
 def test_a_step_that_cannot_be_read_is_computed_again_whatever_is_under_way(kind, ahead, device, monkeypatch):
     """A prompt is under way after it, or a decode; a window pool holds the blocks of both steps."""
@@ -351,6 +352,7 @@ def test_decodes_that_share_a_prefix_are_launched_ahead(llama, ahead, monkeypatc
     assert all(said.index(f"launch {i + 1}") < said.index(f"read {i}") for i in range(5, steps))
 
 
+@pytest.mark.covers("A44")
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_rows_of_the_next_decode_are_those_of_its_requests(llama, block_size, monkeypatch, ahead):
     """What follows from the rows before equals what is made anew from the requests, but for the unknown token."""

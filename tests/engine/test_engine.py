@@ -390,18 +390,20 @@ def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
         assert written == sum(-(-(len(prompt) + 4) // 4) for prompt in prompts)
 
 
-@pytest.mark.covers("A45", "D169")
-def test_padding_rows_of_a_recorded_prompt_write_nothing(llama, recording_engine):
-    engine, lens = recording_engine(llama), (1, 20, 4)
+@pytest.mark.covers("A44", "A45", "D169")
+@pytest.mark.parametrize("lens", [(1, 20, 4), (1, 20, 5, 5)], ids=["rows", "tokens"])
+def test_padding_rows_of_a_recorded_prompt_write_nothing(lens, llama, recording_engine):
+    """Padding requests, or padding tokens alone, which come after the last request's."""
+    engine = recording_engine(llama)
     for first in (10, 40, 70):  # a shape is recorded when it has come twice
         for pool in itertools.chain.from_iterable(engine.caches):
             pool.fill_(torch.nan)
         outputs(engine, [[first + i] * n for i, n in enumerate(lens)], SamplingParams(max_tokens=1))
         for key_cache, _ in engine.caches:
-            written = (~key_cache.flatten(1).isnan()).any(1).sum()
-            assert written == sum(-(-n // 4) for n in lens)
+            written = (~key_cache.flatten(2).isnan()).any(2).sum()  # slots
+            assert written == sum(lens)
     prompts = [shape for shape in engine.runner._steps if shape.queries > 1]
-    assert any(shape.rows > len(lens) and shape.tokens > sum(lens) for shape in prompts)
+    assert [(shape.rows, shape.tokens > sum(lens)) for shape in prompts] == [(4, True)]
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -40,6 +40,7 @@ from tests.helpers.engines import MODELS
 from tests.helpers.tiny_models import SIZES, make_llama, make_model
 from twinattn.engine import BlockPool, CudaGraphs, Engine, Event, Request, SamplingParams, fast_sampling, sampling
 
+pytestmark = pytest.mark.lets_a_pass_fail
 TWINS = ("refattn", "fastattn")
 NAN = 96  # a token whose embedding is NaN, and so are the keys, values and logits of every query that sees it
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9]

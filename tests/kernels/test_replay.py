@@ -93,6 +93,7 @@ def in_one_memory(x, like, shift):
     return own.view(x.dtype).view(x.shape).copy_(x), out.view(like.dtype).view(like.shape)
 
 
+@pytest.mark.covers("A16")
 @in_each_path
 @pytest.mark.parametrize("twin", ["refattn", *PRESENT], ids=str)
 def test_an_output_may_be_written_over_an_input(name, twin, device):

@@ -710,7 +710,7 @@ def test_quantized_values_are_attended_to_by_the_formula(package, kind, per):
         assert_is_by_formula(out, arguments[0], keys, values, case)
 
 
-@pytest.mark.covers("C118")
+@pytest.mark.covers("C108", "C118")
 @pytest.mark.parametrize(
     ("options", "round_query", "kind", "kernel"),
     every_pair_on_cpu(["plain", "two-sided-window", "everything"], [False, True], ["e4m3", "e5m2"], PRESENT),

@@ -361,6 +361,17 @@ def test_the_twin_makes_virtual_batches_without_asking_the_device():
     assert (shapes.max_query_len, shapes.max_seq_len) == (known.max_query_len, known.max_seq_len)
 
 
+@pytest.mark.covers("D137")
+@pytest.mark.parametrize("longest", [1, 2, 31, 32, 33, 34, 64, 65])
+def test_there_is_a_virtual_batch_for_each_chunk_that_queries_may_touch(longest):
+    """Wherever in a chunk the first of them is: the lengths are on the device, and the plan must not wait for them."""
+    most = max(len({position // 32 for position in range(first, first + longest)}) for first in range(32))
+    batch = refattn.metadata.make_batch([longest] * 3, [200] * 3, [[*range(13)]] * 3)
+    names = ("cu_seqlens_q", "seq_lens", "block_table")
+    unknown = replace(batch, **{name: getattr(batch, name).to("meta") for name in names})
+    assert fastattn.local.plan(unknown, chunk_size=32, block_size=16).batch.num_seqs == 3 * most
+
+
 # --- arithmetic that shares no code with the reference ---
 
 

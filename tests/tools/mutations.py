@@ -353,6 +353,15 @@ MUTATIONS: list[Mutation] = [
         ("fastattn.dispatch:_into", "return out.copy_(answer), lse", "return answer, lse"),
     ),
     *breaks(
+        "A16",
+        "an output is written over what is still to be read",
+        (
+            "fastattn.dispatch:_memory",
+            "out.is_contiguous() and not _overlaps(out, read) else None",
+            "out.is_contiguous() else None",
+        ),
+    ),
+    *breaks(
         "B57 D127",
         "there are no sinks",
         ("refattn.attention:attend", "    if sinks is not None:", "    if False:"),
@@ -1346,6 +1355,11 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "C108",
+        "halves of keys and values are swapped in four calls",
+        ("fastattn.dispatch:_with_subtraction", "keys.of_halves(half, other)", "keys.of_halves(other, half)"),
+    ),
+    *breaks(
         "C109",
         "the norm is over all pairs",
         (
@@ -1821,6 +1835,15 @@ MUTATIONS: list[Mutation] = [
         "A45",
         "padding rows have slots",
         ("fastattn.kernels.torch_ops.metadata:slot_mapping", "nowhere = padding | (place < 0)", "nowhere = place < 0"),
+    ),
+    *breaks(
+        "A44",
+        "the next decode has its new block one token late",
+        (
+            "twinattn.engine.decode_rows:DecodeRows.next",
+            "for row in (last % block_size == 0).nonzero()",
+            "for row in (last % block_size == 1).nonzero()",
+        ),
     ),
     *breaks(
         "A44",
