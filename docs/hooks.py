@@ -451,6 +451,19 @@ def outcomes(results: dict[str, Any]) -> str:
         lines = ["| command | tests passed | errors of memory |", "|---|--:|--:|"]
         lines += [f"| `{run['command']}` | {run['passed']} | {run['errors']} |" for run in results["memcheck"]]
         return f"### Memory\n\n{ran}; {versions}.\n\n" + "\n".join(lines)
+    if "core" in results:
+        found = results["core"]
+        left = {name: entry for name, entry in found.items() if entry["verdict"] != "caught"}
+        lines = ["| row, place and what is broken | | tests that hold it |", "|---|---|---|"]
+        lines += [
+            f"| {name.replace(' | ', ', ')} | {entry['verdict']} | {', '.join(entry['held by'])} |"
+            for name, entry in left.items()
+        ]
+        caught = f"The tests of `make test` alone catch {len(found) - len(left)} of {len(found)} bugs; the others:"
+        return (
+            f"### Features broken on purpose, and the core of the tests\n\n{ran}; {versions}. {caught}\n\n"
+            + "\n".join(lines)
+        )
     if "mutants" in results:
         lines = ["| row | what is broken | its tests |", "|---|---|---|"]
         lines += [

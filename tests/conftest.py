@@ -243,6 +243,15 @@ def shapes_checked_in_some_cases(request):
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads cost more than they bring at the sizes of tiny models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def device(request) -> str:
     return request.config.getoption("--device")

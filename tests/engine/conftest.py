@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +18,5 @@ def no_pass_fails(request, caplog):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def in_one_thread(one_thread):
+    """Models, too, which fixtures of a module make."""

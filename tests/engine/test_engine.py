@@ -18,7 +18,17 @@ import twinattn.engine.cuda_graphs
 import twinattn.engine.demo
 import twinattn.engine.engine
 import twinattn.engine.scheduler
-from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.engines import (
+    GREEDY,
+    MODELS,
+    PROMPTS,
+    SYSTEM,
+    TWINS,
+    assert_nothing_is_held,
+    make_engine,
+    outputs,
+    transformers_outputs,
+)
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
 from twinattn.engine import (
@@ -40,16 +50,6 @@ TEMPERED = SamplingParams(max_tokens=5, temperature=0.9, top_p=0.95, seed=3)
 @pytest.fixture(scope="module")
 def llama(device):
     return make_llama(device)
-
-
-def transformers_outputs(model, prompts, max_tokens=5, attention="sdpa"):
-    model.set_attn_implementation(attention)
-    return [
-        model.generate(torch.tensor([p], device=model.device), max_new_tokens=max_tokens, do_sample=False)[
-            0, len(p) :
-        ].tolist()
-        for p in prompts
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ The models' latents have two groups of 128 numbers, of which those of the second
 shows which scale a number was multiplied with. What a layer does with a latent undoes the factor.
 """
 
-import importlib
 from types import ModuleType
 
 import pytest
@@ -15,17 +14,15 @@ import twinattn.engine.cuda_graphs
 import twinattn.engine.engine
 import twinattn.engine.layers
 from tests.helpers.drafts import Oracle, Wild
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine
 from tests.helpers.tiny_models import INDEX_SIZES, LATENT_SIZES, YARN, make_family, make_llama
-from twinattn.engine import CudaGraphs, Engine, NGram, SamplingParams, calibrate
+from twinattn.engine import CudaGraphs, NGram, SamplingParams, calibrate
 from twinattn.engine.layers import Causal, LatentStorage, Layer, SelectedLatentStorage
 
-TWINS = ("refattn", "fastattn")
 RANK, ROPE, INDEX = 256, INDEX_SIZES["qk_rope_head_dim"], INDEX_SIZES["index_head_dim"]
 BYTES = RANK + 2 * 4 + ROPE * 2
 PACKED = dict(kv_cache_dtype="fp8_ds_mla")
-SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
-GREEDY = SamplingParams(max_tokens=5, stop_token_ids=())
 WIDE = dict(kv_lora_rank=RANK, eos_token_id=None)
 MODELS = {
     "deepseek_v32": INDEX_SIZES | WIDE | dict(first_k_dense_replace=2),
@@ -47,13 +44,8 @@ def models(device):
     return {name: make_model(name, device) for name in MODELS}
 
 
-def make_engine(model, twin="refattn", **options):
-    twin = importlib.import_module(twin) if isinstance(twin, str) else twin
-    return Engine(model, twin=twin, **dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options)
-
-
 def outputs(engine, prompts=PROMPTS):
-    requests = engine.generate(prompts, GREEDY)
+    requests = engine.generate(prompts, UNSTOPPED)
     assert [request.error for request in requests] == [None] * len(prompts)
     return [request.output_ids for request in requests]
 

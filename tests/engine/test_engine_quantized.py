@@ -550,6 +550,7 @@ def test_after_the_first_step_no_answer_depends_on_what_else_is_served(models, p
     assert [engine.generate([prompt], GREEDY)[0].output_ids for prompt in PROMPTS] == together
 
 
+@pytest.mark.lets_a_pass_fail
 @pytest.mark.parametrize("how", ["nan", "raises"])
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 def test_a_request_that_fails_leaves_no_scales_behind(how, package, device):
@@ -723,6 +724,7 @@ def test_bad_prompts_are_named(models, prompts, message):
         calibrate(models["llama"], prompts)
 
 
+@pytest.mark.lets_a_pass_fail
 def test_a_prompt_that_fails_is_named(device):
     model = make_llama(device)
 

@@ -4,24 +4,20 @@
 see, so that most keys are not selected, and each mistake at the end changes the answers.
 """
 
-import importlib
-
 import pytest
 import torch
 from transformers import DynamicCache
 
 import twinattn.engine.cuda_graphs
 from tests.helpers.drafts import Wild
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import INDEX_SIZES, make_family
-from twinattn.engine import CudaGraphs, Engine, NGram, SamplingParams, calibrate, index_modules
+from twinattn.engine import CudaGraphs, NGram, calibrate, index_modules
 from twinattn.engine.layers import Causal, Layer, SelectedLatentStorage
 
-TWINS = ("refattn", "fastattn")
 RANK, ROPE, INDEX = (INDEX_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
-SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
-GREEDY = SamplingParams(max_tokens=5, stop_token_ids=())
 NO_EXPERTS = INDEX_SIZES | dict(first_k_dense_replace=3, eos_token_id=None)  # experts could not be captured
 MODELS = {
     "deepseek_v32": NO_EXPERTS,
@@ -29,17 +25,11 @@ MODELS = {
 }
 
 
-def transformers_outputs(model, prompts):
-    model.set_attn_implementation("eager")
-    rows = [torch.tensor([prompt], device=model.device) for prompt in prompts]
-    return [model.generate(row, max_new_tokens=5, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
-
-
 @pytest.fixture(scope="module")
 def models(device):
     """Models, and their answers by transformers' own code."""
     made = {name: make_family(name, device, **changes) for name, changes in MODELS.items()}
-    return {name: (model, transformers_outputs(model, PROMPTS)) for name, model in made.items()}
+    return {name: (model, transformers_outputs(model, PROMPTS, attention="eager")) for name, model in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +42,8 @@ def expected(models):
     return models["deepseek_v32"][1]
 
 
-def make_engine(model, twin="refattn", **options):
-    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
-    return Engine(model, twin=importlib.import_module(twin), **sizes)
-
-
 def outputs(engine, prompts=PROMPTS):
-    requests = engine.generate(prompts, GREEDY)
+    requests = engine.generate(prompts, UNSTOPPED)
     assert [request.error for request in requests] == [None] * len(prompts)
     return [request.output_ids for request in requests]
 
@@ -66,7 +51,7 @@ def outputs(engine, prompts=PROMPTS):
 def test_what_is_selected_decides(expected, device):
     """Else nothing here would show that it is right. With a topk past every length, attention is dense."""
     model = make_family("deepseek_v32", device, **NO_EXPERTS | dict(index_topk=100))
-    some, every = expected, transformers_outputs(model, PROMPTS)
+    some, every = expected, transformers_outputs(model, PROMPTS, attention="eager")
     assert outputs(make_engine(model, "fastattn")) == every
     assert sum(a != b for a, b in zip(some, every, strict=True)) >= 3
     assert len(set(map(tuple, some))) == len(PROMPTS)
@@ -137,7 +122,7 @@ def test_of_equal_scores_those_at_lower_positions_are_read(device, monkeypatch):
             layer.self_attn.indexer.weights_proj.weight.zero_()
     with monkeypatch.context() as stable:
         stable.setattr(torch.Tensor, "topk", stable_topk)
-        expected = transformers_outputs(model, PROMPTS[1:3])
+        expected = transformers_outputs(model, PROMPTS[1:3], attention="eager")
     for twin in TWINS:
         assert outputs(make_engine(model, twin), PROMPTS[1:3]) == expected
 

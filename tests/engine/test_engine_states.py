@@ -11,7 +11,7 @@ import torch
 
 import refattn
 import refattn.state_cache
-from tests.helpers.engines import SYSTEM, TWINS
+from tests.helpers.engines import SYSTEM, TWINS, transformers_outputs
 from tests.helpers.state_engines import (
     GREEDY,
     PROMPTS,
@@ -34,15 +34,9 @@ def qwen(device):
     return make_hybrid("qwen3_next", device)
 
 
-def transformers_outputs(model, prompts=PROMPTS):
-    model.set_attn_implementation("eager")
-    rows = [torch.tensor([prompt], device=model.device) for prompt in prompts]
-    return [model.generate(row, max_new_tokens=6, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
-
-
 @pytest.fixture(scope="module")
 def expected(qwen):
-    answers = transformers_outputs(qwen)
+    answers = transformers_outputs(qwen, PROMPTS, 6, "eager")
     assert len(set(map(tuple, answers))) == len(PROMPTS), "the model should not always say the same"
     return answers
 
@@ -88,7 +82,7 @@ FAMILIES = (
 def test_greedy_is_generate_for_every_family(family, twin, device):
     """With chunks, preemptions, cached prefixes and drafts at once."""
     model = make_hybrid(family, device)
-    expected = transformers_outputs(model, PROMPTS[1:])
+    expected = transformers_outputs(model, PROMPTS[1:], 6, "eager")
     drafts = drafts_of(PROMPTS[1:], expected)
     engine = make_engine(model, twin, num_blocks=9, max_num_batched_tokens=19, speculation=drafts)
     assert outputs(engine, PROMPTS[1:]) == expected
@@ -131,7 +125,7 @@ def test_a_conversation_goes_on_after_its_answer(qwen, device):
     longer = [*answer.tokens, 33, 34]
     (again,) = engine.generate([longer], GREEDY)
     assert engine.counters.cached_tokens == 24
-    assert [again.output_ids] == transformers_outputs(qwen, [longer])
+    assert [again.output_ids] == transformers_outputs(qwen, [longer], 6, "eager")
 
 
 def tokens_of(content):
@@ -142,7 +136,7 @@ def tokens_of(content):
 @pytest.mark.parametrize("twin", TWINS)
 def test_several_requests_begin_with_one_state(qwen, expected, twin, caplog):
     """In one step, two as decodes and two as prefills: the kept state is there for the next one, too."""
-    (after,) = transformers_outputs(qwen, [SYSTEM])
+    (after,) = transformers_outputs(qwen, [SYSTEM], 6, "eager")
     engine = make_engine(qwen, twin, num_kept_states=1)
     engine.generate([SYSTEM], SamplingParams(max_tokens=1))
     (slot,) = engine.scheduler.states.kept.values()
@@ -222,6 +216,7 @@ def test_rejected_drafts_are_rolled_back(qwen, expected, twin):
 # Failures.
 
 
+@pytest.mark.lets_a_pass_fail
 @pytest.mark.covers("R209")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_pass_that_fails_is_computed_again(qwen, expected, twin):
@@ -293,7 +288,7 @@ def test_states_are_float32_beside_pages(qwen, device):
 
 def test_a_model_is_what_it_was_without_an_engine(qwen, expected):
     make_engine(qwen)
-    assert transformers_outputs(qwen) == expected
+    assert transformers_outputs(qwen, PROMPTS, 6, "eager") == expected
 
 
 def test_steps_are_captured_on_a_gpu(qwen):

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from refattn.plan import Plan
 from twinattn.kit import (
     CASES,
     HARMLESS,
@@ -32,6 +33,7 @@ __all__ = [
     "assert_same_masks",
     "build",
     "each_case",
+    "first_keys",
     "masks_by_hand",
     "of_batches",
     "plan_and_attend",
@@ -39,6 +41,13 @@ __all__ = [
     "ragged_cases",
     "read_masks",
 ]
+
+
+def first_keys(plan: Plan) -> list[int]:
+    """List the first key of each sequence that has queries; all are 0 where a plan does not say."""
+    starts = [0] * plan.batch.num_seqs if plan.first_keys is None else plan.first_keys.tolist()
+    return [start for start, q in zip(starts, plan.batch.query_lens.tolist(), strict=True) if q]
+
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 # Half as many generated batches as generated numbers: each is a call of both twins.

@@ -2,6 +2,7 @@
 
 import importlib
 
+import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -22,15 +23,27 @@ TWINS = ("refattn", "fastattn")
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 7, [*SYSTEM, 50], list(range(60, 85))]
 GREEDY = SamplingParams(max_tokens=5)
+UNSTOPPED = SamplingParams(max_tokens=5, stop_token_ids=())
 
 
 def make_engine(model, twin="refattn", **options):
+    """Make an engine over a twin: its name, or a module that stands in for one."""
     sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
-    return Engine(model, twin=importlib.import_module(twin), **sizes)
+    return Engine(model, twin=importlib.import_module(twin) if isinstance(twin, str) else twin, **sizes)
 
 
 def outputs(engine, prompts, sampling=GREEDY):
-    return [request.output_ids for request in engine.generate(prompts, sampling)]
+    requests = engine.generate(prompts, sampling)
+    assert [request.error for request in requests] == [None] * len(prompts)
+    return [request.output_ids for request in requests]
+
+
+def transformers_outputs(model, prompts, max_tokens=5, attention="sdpa"):
+    """Return the tokens that transformers' own code generates for each prompt."""
+    model.set_attn_implementation(attention)
+    rows = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+    answers = [model.generate(row, max_new_tokens=max_tokens, do_sample=False) for row in rows]
+    return [answer[0, row.shape[1] :].tolist() for answer, row in zip(answers, rows, strict=True)]
 
 
 def assert_nothing_is_held(engine):

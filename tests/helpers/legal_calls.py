@@ -18,6 +18,7 @@ from refattn.ranks import Shard
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
 from tests.helpers.batches import build
+from tests.helpers.states import ints
 from tests.helpers.twin_files import public_names
 from tests.table import PATHS, SMALL, SMALLER
 
@@ -30,10 +31,6 @@ REQUESTS = dict(query_lens=[2, 1], seq_lens=[7, 20], block_tables=[[1, 2], [1, 3
 POOL = dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8)
 PAGES = dict(block_size=4, window_size=(3, 0))
 MASK = dict(causal=True)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def public_functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:

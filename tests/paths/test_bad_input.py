@@ -28,6 +28,7 @@ from refattn.plan import CascadePlan, Plan
 from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, tensors_in
 from tests.helpers.batches import build
 from tests.helpers.legal_calls import legal_calls
+from tests.helpers.states import ints
 from tests.table import PATHS, SMALL, SMALLER
 from twinattn.kit.call import OPTIONS as OPTION_NAMES
 
@@ -35,10 +36,6 @@ each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["re
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 NAN, INF = math.nan, math.inf
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def change(**fields):

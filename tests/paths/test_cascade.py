@@ -27,6 +27,7 @@ from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.shared_prefixes import SHARED
+from tests.helpers.states import ints
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.cascade, fastattn.cascade], ids=["ref", "fast"])
@@ -616,10 +617,6 @@ def other(level: Plan, *, first_keys: torch.Tensor | None = None, **tensors) -> 
     batch = dataclasses.replace(level.batch, **tensors)
     first_keys = level.first_keys if first_keys is None else first_keys
     return Plan(batch, level.block_size, level.causal, first_keys=first_keys)
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 BAD_LEVELS = {

@@ -18,9 +18,9 @@ import torch
 from tests.helpers.bad_input import bits, tensors_in
 from tests.helpers.legal_calls import legal_calls, legal_types, public_functions
 from tests.helpers.twin_files import shared_types
+from tests.table import each_package
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])
 
 WRONG = (None, object(), "nowhere", 0.5, [], torch.zeros(1, 1, dtype=torch.complex64), int)
 NO_DEVICES = ("nowhere", "cuda:99", 0.5, None, True)

@@ -6,16 +6,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.helpers.batches import build, plan_and_attend
+from tests.helpers.batches import build, first_keys, plan_and_attend
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference
-from tests.table import ODD, SPECS
+from tests.table import ODD, SPECS, each_package
 from twinattn.kit import prepare
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_odd = pytest.mark.parametrize("case", ODD, ids=str)
-each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])
 
 
 @each_package
@@ -84,12 +83,6 @@ def test_a_plan_of_one_twin_serves_the_other(spec, case, kernel, device):
 
     with kernel.forced():
         kernel.check(assert_served)
-
-
-def first_keys(plan) -> list[int]:
-    """List the first key of each sequence that has queries; all are 0 where a plan does not say."""
-    starts = [0] * plan.batch.num_seqs if plan.first_keys is None else plan.first_keys.tolist()
-    return [start for start, q in zip(starts, plan.batch.query_lens.tolist(), strict=True) if q]
 
 
 @each_odd

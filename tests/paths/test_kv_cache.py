@@ -25,15 +25,11 @@ from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
 from tests.helpers.batches import Case, build
 from tests.helpers.kernels_present import PRESENT
+from tests.helpers.stored import bits
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
 each_layout = pytest.mark.parametrize("layout", ["NHD", "HND"])
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, so that NaN equals NaN and -0 differs from 0."""
-    return x.contiguous().view(torch.uint8)
 
 
 def poisoned_pool(twin, layout, device, *, n=5, p=4, hk=2, d=8, dv=6, dtype=torch.float32):

@@ -21,7 +21,6 @@ from fastattn import dispatch
 from fastattn.kernels.torch_ops import metadata as torch_metadata
 from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.batch import Batch
-from refattn.plan import Plan
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     CASES,
@@ -31,6 +30,7 @@ from tests.helpers.batches import (
     assert_same_masks,
     build,
     each_case,
+    first_keys,
     masks_by_hand,
     of_batches,
     plan_and_attend,
@@ -74,12 +74,6 @@ def real(virtual: Batch, block_size: int) -> list[tuple[int, int, list[int]]]:
     """List the virtual sequences that have queries: query length, key length, the blocks they use."""
     lens = zip(virtual.query_lens.tolist(), virtual.seq_lens.tolist(), virtual.block_table.tolist(), strict=True)
     return [(q, s, blocks[: -(-s // block_size)]) for q, s, blocks in lens if q]
-
-
-def first_keys(plan: Plan) -> list[int]:
-    """List where the virtual sequences that have queries begin; all at 0 where a plan does not say."""
-    starts = [0] * plan.batch.num_seqs if plan.first_keys is None else plan.first_keys.tolist()
-    return [start for start, q in zip(starts, plan.batch.query_lens.tolist(), strict=True) if q]
 
 
 def forget(inputs: Paged, chunk_size: int, block_size: int) -> Paged:

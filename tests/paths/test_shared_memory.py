@@ -10,8 +10,8 @@ from einops import rearrange
 from refattn.overlap import check_apart
 from refattn.scales import Int8Scales
 from tests.helpers.legal_calls import legal_calls
+from tests.table import each_package
 
-each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 

@@ -11,12 +11,9 @@ import refattn.kv_cache
 import refattn.recurrent
 import refattn.state_cache
 from tests.helpers.states import attend, draw, ints, lengths
+from tests.helpers.stored import bits
 
 each_twin = pytest.mark.parametrize("twin", [refattn.state_cache, fastattn.state_cache], ids=["ref", "fast"])
-
-
-def bits(x):
-    return x.contiguous().view(torch.uint8)
 
 
 @each_twin

@@ -20,17 +20,9 @@ from twinattn.cli import main
 from twinattn.engine import SamplingParams, demo, demo_model
 from twinattn.engine.profile import PHASES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GUIDE = "You are a guide. "
 QUESTIONS = [GUIDE + "Why?", "Count to ten, and then back to one.", GUIDE + "How?", "Hm", GUIDE + "When and where?"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -422,6 +422,21 @@ def test_features_broken_on_purpose_are_a_table(monkeypatch):
     assert "| A1 | fastattn/a.py: nothing is copied | survives |" in shown
 
 
+def test_what_the_core_does_not_catch_is_a_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    results = dict(
+        **dict(date="2026-01-01T00:00:00+00:00", commit="0123456789ab", versions=dict(torch="2.13.0", triton=None)),
+        machine=dict(name="A Processor"),
+        core={
+            "A1 | refattn.a:copy | nothing is copied": {"verdict": "caught", "by": "tests/a.py::test_a"},
+            "at large | fastattn.b | no b": {"verdict": "missed", "held by": ["tests/engine/test_b.py"]},
+        },
+    )
+    shown = importlib.import_module("hooks").outcomes(results)
+    assert "The tests of `make test` alone catch 1 of 2 bugs; the others:" in shown
+    assert shown.endswith("\n| at large, fastattn.b, no b | missed | tests/engine/test_b.py |")
+
+
 @pytest.mark.parametrize(("collected", "says"), [(5, "; 2 of 5 had not finished"), (3, "1 failed."), (2, "1 failed.")])
 def test_more_outcomes_than_tests_leave_none_unfinished(collected, says, monkeypatch):
     """A test that fails, and once more when it is torn down, has two outcomes."""

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-import torch
 import uvicorn
 from typer.testing import CliRunner
 
@@ -27,7 +26,8 @@ from twinattn.engine.engine_thread import Answer
 from twinattn.engine.server.api import Api
 from twinattn.engine.server.ask import read_ask
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # 0 is a temperature, too, and bad input has its own errors
+# 0 is a temperature, too, and bad input has its own errors.
+pytestmark = pytest.mark.usefixtures("one_thread", "shapes_unchecked")
 TEMPLATE = (
     "{% for message in messages %}{% if message.role.startswith('critic') %}"
     "{{ raise_exception('no critics' ~ message.role.replace('critic', '').replace(' ', ', ')) }}{% endif %}"
@@ -37,15 +37,6 @@ MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content
 CHAT = "system: Be kind.\nuser: Why?\nassistant: "
 PROMPT = "Once upon a time"
 DRAWN = dict(temperature=0.9, top_p=0.95, seed=4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
