@@ -40,23 +40,10 @@ PREFIXES = [
         "prefixes[0]: expected a Prefix of Python ints, got Prefix(first=0, last=2, end=4.0)",
     ),
 ]
-BAD_INPUT = {
-    "two-dimensional-query": (r"query: expected \[t, h, d\]", lambda a: a | {"query": a["query"][0]}),
-    "heads-do-not-divide": (
-        "query: expected a number of heads that hk=2 divides, got h=3",
-        lambda a: a | {"query": a["query"][:, :3]},
-    ),
-    "another-type": ("key_cache: expected float32", lambda a: a | {"key_cache": a["key_cache"].half()}),
-    "another-head-size": ("key_cache: .* d=64", lambda a: a | {"key_cache": a["key_cache"][..., :32]}),
-    "pools-differ": ("value_cache: expected", lambda a: a | {"value_cache": a["value_cache"][:-1]}),
-    "window-below-minus-one": ("window_size: expected", lambda a: a | {"window_size": (-2, 0)}),
-    "negative-softcap": ("softcap: expected", lambda a: a | {"softcap": -1.0}),
-    "too-few-sinks": (r"sinks: expected floating point \[h=4\]", lambda a: a | {"sinks": torch.zeros(3)}),
-    "integer-slopes": (
-        "alibi_slopes: expected",
-        lambda a: a | {"alibi_slopes": torch.zeros(4, dtype=torch.int32)},
-    ),
-}
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -17,8 +17,8 @@ from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.ranks import Shard
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
+from tests.helpers.bad_input import ints
 from tests.helpers.batches import build
-from tests.helpers.states import ints
 from tests.helpers.twin_files import public_names
 from tests.table import PATHS, SMALL, SMALLER
 

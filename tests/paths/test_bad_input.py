@@ -25,10 +25,9 @@ from refattn.checks import check
 from refattn.keys import Pages, Pairs, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import CascadePlan, Plan
-from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, tensors_in
+from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, ints, tensors_in
 from tests.helpers.batches import build
 from tests.helpers.legal_calls import legal_calls
-from tests.helpers.states import ints
 from tests.table import PATHS, SMALL, SMALLER
 from twinattn.kit.call import OPTIONS as OPTION_NAMES
 
@@ -326,6 +325,13 @@ POOLS = [
     ("key_cache", "a pair", (1, 2), "key_cache: expected float32 [n, p, hk, d=8], got tuple"),
     ("key_cache", "halves", Tensor.half, "key_cache: expected float32 [n, p, hk, d=8], got float16 [10, 4, 2, 8]"),
     ("key_cache", "one block", lambda x: x[0], "key_cache: expected float32 [n, p, hk, d=8], got float32 [4, 2, 8]"),
+    (
+        "key_cache",
+        "narrower",
+        lambda x: x[..., :6],
+        "key_cache: expected float32 [n, p, hk, d=8], got float32 [10, 4, 2",
+    ),
+    ("query", "three heads", lambda x: x[:, :3], "query: expected a number of heads that hk=2 divides, got h=3"),
     ("key_cache", "no heads", lambda x: x[:, :, :0], "value_cache: expected float32 [n=10, p=4, hk=0, dv], got"),
     ("key_cache", "no rows", lambda x: x[:, :0], "value_cache: expected float32 [n=10, p=0, hk=2, dv], got float32"),
     ("key_cache", "elsewhere", meta, "key_cache: expected cpu, where query is, got meta"),
@@ -442,6 +448,20 @@ LEVELS = [
     ("plan", "None", None, "plan: expected a CascadePlan, got None"),
     ("plan", "a batch", lambda x: x.batch, "plan: expected a CascadePlan, got refattn.batch.Batch"),
     ("plan", "one level", lambda x: x.levels[0], "plan: expected a CascadePlan, got refattn.plan.Plan"),
+    ("plan", "levels alone", lambda x: [*x.levels], "plan: expected a CascadePlan, got list"),
+    (
+        "plan",
+        "without the first level",
+        lambda x: CascadePlan(x.batch, x.levels[1:]),
+        "levels[0].first_keys: expected 0 for sequence 0, as the levels before hold so many of its keys, got 4",
+    ),
+    ("plan", "int64 keys", level(0, first_keys=torch.tensor([0])), "first_keys: expected int32 [b=1], got int64 [1]"),
+    (
+        "plan",
+        "too few columns",
+        level(0, block_table=ints()[None]),
+        "block_table: expected at least 1 columns for the 4 keys of sequence 0 in blocks of 4, got 0",
+    ),
     (
         "plan",
         "no levels",
@@ -611,6 +631,7 @@ POOL_SIZES = [
     ("dtype", "a name", "float32", "dtype: expected a torch.dtype, got 'float32'"),
     *A_DEVICE,
 ]
+PAIRS_OF = "query: expected pairs of heads, in a number that"
 SLOTS = "slot_mapping: expected slots in 0..19, or -1 for padding, got "
 BAD = {
     "varlen.plan": [
@@ -630,6 +651,8 @@ BAD = {
         (*NO_BLOCK[:3], NO_BLOCK[3].partition("sequence")[0]),  # the plan's sequences are chunks
         *A_BLOCK_SIZE,
         ("chunk_size", "of broken blocks", 6, "chunk_size: expected a multiple of block_size=4, got 6"),
+        ("chunk_size", "half a block", 2, "chunk_size: expected a multiple of block_size=4, got 2"),
+        ("chunk_size", "negative", -4, "chunk_size: expected a positive int, got -4"),
         ("chunk_size", "a fraction", 8.0, "chunk_size: expected a positive int, got 8.0"),
         ("chunk_size", "zero", 0, "chunk_size: expected a positive int, got 0"),
         ("chunk_size", "None", None, "chunk_size: expected a positive int, got None"),
@@ -693,6 +716,12 @@ BAD = {
         ("key", "elsewhere", meta, "key: expected cpu, where query is, got meta"),
         ("value", "None", None, "value: expected float32 [s=25, hk=2, dv], got None"),
         ("value", "no head size", lambda x: x[..., :0], "value: expected a head size of at least 1, got"),
+        (
+            "value",
+            "a row too few",
+            lambda x: x[:24],
+            "value: expected float32 [s=25, hk=2, dv], got float32 [24, 2, 8]",
+        ),
         ("value", "elsewhere", meta, "value: expected cpu, where query is, got meta"),
         (
             "batch",
@@ -716,8 +745,21 @@ BAD = {
         *NO_PLAN,
         *of_pool("cache"),
         ("plan", "over rows", in_rows, "cache: expected float32 [2, 2, s, hk/2, d=8], got float32 [2, 2, 10, 4, 1, 8]"),
-        ("cache", "None", None, "cache: expected float32 [2, 2, n, p, hk/2, d=8], got None"),
-        ("cache", "a list", [], "cache: expected float32 [2, 2, n, p, hk/2, d=8], got list"),
+        *(
+            ("cache", what, bad, f"cache: expected float32 [2, 2, n, p, hk/2, d=8], got {got}")
+            for what, bad, got in (
+                ("None", None, "None"),
+                ("a list", [], "list"),
+                ("a half", lambda x: x[0], "float32 [2, 10, 4, 1, 8]"),
+                ("one half of two", lambda x: x[:1], "float32 [1, 2, 10, 4, 1, 8]"),
+                ("halves", Tensor.half, "float16 [2, 2, 10, 4, 1, 8]"),
+                ("narrower", lambda x: x[..., :6], "float32 [2, 2, 10, 4, 1, 6]"),
+            )
+        ),
+        ("query", "three heads", lambda x: x[:, :3], f"{PAIRS_OF} hk/2=1 divides, got h=3"),
+        ("cache", "three pairs", lambda x: x.repeat(1, 1, 1, 1, 3, 1), f"{PAIRS_OF} hk/2=3 divides, got h=4"),
+        ("lambda_full", "one a head", torch.zeros(4), "lambda_full: expected [], got float32 [4]"),
+        ("norm_weight", "of one half", torch.ones(8), "norm_weight: expected [2 * d=16], got float32 [8]"),
         ("cache", "elsewhere", meta, "cache: expected cpu, where query is, got meta"),
         ("lambda_full", "a number", 0.3, "lambda_full: expected [], got 0.3"),
         ("lambda_full", "an int", torch.tensor(1), "lambda_full: expected a floating point type, got int64 []"),
@@ -916,6 +958,11 @@ BAD = {
     "differential.write": [
         ("key", "a list", [], "key: expected float32 [t, hk=4, d=8], got list"),
         ("value", "None", None, "value: expected float32 [t, hk=4, d=8], got None"),
+        ("key", "three heads", lambda x: x[:, :3], "key: expected float32 [t, hk=4, d=8], got float32 [2, 3, 8]"),
+        ("key", "halves", Tensor.half, "key: expected float32 [t, hk=4, d=8], got float16 [2, 4, 8]"),
+        ("value", "one half", lambda x: x[:, ::2], "value: expected float32 [t, hk=4, d=8], got float32 [2, 2, 8]"),
+        ("cache", "one of two", lambda x: x[0], "cache: expected [2, 2, n, p, hk/2, d], got float32 [2, 5, 4, 2, 8]"),
+        ("slot_mapping", "twice", torch.tensor([3, 3]), "slot_mapping: expected each slot once, got slot 3"),
         ("value", "a row too few", lambda x: x[:1], "value: expected float32 [t=2, hk=2, dv=8], got float32 [1, 2, 8]"),
         ("cache", "None", None, "cache: expected [2, 2, n, p, hk/2, d], got None"),
         (

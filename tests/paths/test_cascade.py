@@ -27,7 +27,6 @@ from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.shared_prefixes import SHARED
-from tests.helpers.states import ints
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.cascade, fastattn.cascade], ids=["ref", "fast"])
@@ -610,88 +609,3 @@ def test_prefixes_that_overlap_are_named(twin):
     requests = [1] * 3, [60] * 3, [[1, 2, 3, 4]] * 3
     with pytest.raises(ValueError, match=r"prefixes\[1\]: expected to be apart"):
         twin.plan(make_batch(*requests), prefixes=[Prefix(0, 2, 16), Prefix(1, 3, 32)], block_size=16)
-
-
-def other(level: Plan, *, first_keys: torch.Tensor | None = None, **tensors) -> Plan:
-    """Make a level anew, with some of its tensors changed."""
-    batch = dataclasses.replace(level.batch, **tensors)
-    first_keys = level.first_keys if first_keys is None else first_keys
-    return Plan(batch, level.block_size, level.causal, first_keys=first_keys)
-
-
-BAD_LEVELS = {
-    "none": (lambda levels: [], "levels: expected at least one"),
-    "of-the-step-before": (
-        lambda levels: [levels[0], other(levels[1], seq_lens=levels[1].batch.seq_lens - 1)],
-        "levels: expected the 70 keys of sequence 0, got 69",
-    ),
-    "a-level-is-missing": (lambda levels: levels[1:], r"levels\[0\]\.first_keys: expected 0 for sequence 0.* got 48"),
-    "the-last-is-missing": (lambda levels: levels[:1], r"levels\[0\]: expected groups of the sequences"),
-    "of-another-batch": (
-        lambda levels: [other(levels[0], cu_seqlens_q=ints(0, 5), max_query_len=5, num_tokens=5), levels[1]],
-        r"levels\[0\]: expected groups of the sequences at query rows \[0, 1, 2, 3, 4\], got \[0, 5\]",
-    ),
-    "reaches-into-the-queries": (
-        lambda levels: [
-            other(levels[0], seq_lens=ints(64), max_seq_len=64, block_table=ints(*range(4))[None]),
-            other(levels[1], first_keys=levels[1].first_keys + 16, seq_lens=ints(6, 1, 2, 66)),
-        ],
-        r"levels\[0\]: expected to end before the first query of each sequence, at 48 of sequence 1, got 64 keys",
-    ),
-    "a-key-twice": (
-        lambda levels: [levels[0], other(levels[1], first_keys=levels[1].first_keys - 16)],
-        r"levels\[1\]\.first_keys: expected 48 for sequence 0",
-    ),
-    "first-keys-of-another-type": (
-        lambda levels: [other(levels[0], first_keys=levels[0].first_keys.long()), levels[1]],
-        r"first_keys: expected int32 \[b=1\], got int64 \[1\]",
-    ),
-    "no-block-table": (
-        lambda levels: [other(levels[0], block_table=None), levels[1]],
-        r"block_table: expected int32 \[b, m\], got None",
-    ),
-    "too-few-blocks": (
-        lambda levels: [other(levels[0], block_table=levels[0].batch.block_table[:, :2]), levels[1]],
-        "block_table: expected at least 3 columns for the 48 keys of sequence 0 in blocks of 16, got 2",
-    ),
-    "a-block-outside-the-pool": (
-        lambda levels: [other(levels[0], block_table=ints(0, 99, 1)[None]), levels[1]],
-        "key_cache: expected at least 100 blocks, as the block table leads to block 99",
-    ),
-}
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(("change", "message"), BAD_LEVELS.values(), ids=BAD_LEVELS)
-def test_bad_levels_are_named(twin, change, message):
-    step = lay_out(SHARED["one-prefix"])
-    plan = step.plan(twin)
-    with pytest.raises(ValueError, match=message):
-        twin.attention(*step.tensors[:3], CascadePlan(plan.batch, tuple(change(plan.levels))))
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("change", [lambda plan: plan.levels[-1], lambda plan: list(plan.levels)], ids=["plan", "list"])
-def test_what_is_no_plan_of_levels_is_named(twin, change):
-    step = lay_out(SHARED["one-prefix"])
-    with pytest.raises(ValueError, match="plan: expected a CascadePlan, got"):
-        twin.attention(*step.tensors[:3], change(step.plan(twin)))
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_tensors_and_options_are_named(twin):
-    step = lay_out(SHARED["one-prefix"])
-    query, key_cache, value_cache, batch = step.tensors
-    with pytest.raises(ValueError, match="key_cache: expected float32"):
-        plan_and_attend(twin, query, key_cache.half(), value_cache, batch, prefixes=step.prefixes)
-    with pytest.raises(ValueError, match="softcap: expected"):
-        plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, softcap=-1.0)
-    with pytest.raises(ValueError, match=r"sinks: expected floating point \[h=8\]"):
-        plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, sinks=torch.zeros(3))
-    with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
-        twin.find_prefixes([1], [1], [[0]], block_size=0)
-    with pytest.raises(ValueError, match="block_tables: expected 1 rows"):
-        twin.find_prefixes([1], [1], [], block_size=16)

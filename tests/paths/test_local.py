@@ -21,7 +21,6 @@ from fastattn import dispatch
 from fastattn.kernels.torch_ops import metadata as torch_metadata
 from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.batch import Batch
-from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     CASES,
     GARBAGE,
@@ -501,55 +500,3 @@ def test_batch_invariance_is_asked_of_the_kernel(monkeypatch, device):
 
 
 # --- bad input ---
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(
-    ("message", "change"),
-    [value for name, value in BAD_INPUT.items() if "window" not in name],
-    ids=[name for name in BAD_INPUT if "window" not in name],
-)
-def test_bad_input_is_named(twin, message, change, device):
-    inputs = build(Case("small", ((2, 5), (1, 20))), device=device)
-    good = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache, batch=inputs.batch)
-    with pytest.raises(ValueError, match=message):
-        plan_and_attend(twin, **change({"chunk_size": 16, **good}))
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(
-    ("chunk_size", "message"),
-    [
-        (24, "chunk_size: expected a multiple of block_size=16, got 24"),
-        (8, "chunk_size: expected a multiple of block_size=16, got 8"),
-        (1001, "chunk_size: expected a multiple of block_size=16, got 1001"),
-        (0, "chunk_size: expected a positive int, got 0"),
-        (-16, "chunk_size: expected a positive int, got -16"),
-    ],
-)
-def test_a_chunk_of_broken_blocks_is_named(twin, chunk_size, message):
-    inputs = build(Case("small", ((2, 5), (1, 20))))
-    with pytest.raises(ValueError, match=message):
-        plan_and_attend(twin, *inputs.tensors, chunk_size=chunk_size)
-    with pytest.raises(ValueError, match=message):
-        twin.plan(inputs.batch, chunk_size=chunk_size, block_size=16)
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_table_that_does_not_fit_is_named(twin):
-    inputs = build(Case("small", ((2, 5), (1, 40))))
-    with pytest.raises(ValueError, match="block_table: expected"):
-        twin.plan(replace(inputs.batch, block_table=None), chunk_size=16, block_size=16)
-    with pytest.raises(ValueError, match="block_table: expected at least 3 columns for the 40 keys of sequence 1"):
-        short = replace(inputs.batch, block_table=inputs.batch.block_table[:, :2])
-        twin.plan(short, chunk_size=16, block_size=16)
-    inputs.batch.block_table[1, 0] = 99  # a block of a chunk that is over
-    plan_and_attend(twin, *inputs.tensors, chunk_size=16)
-    inputs.batch.block_table[1, 2] = 99
-    with pytest.raises(
-        ValueError, match="key_cache: expected at least 100 blocks, as the block table leads to block 99"
-    ):
-        plan_and_attend(twin, *inputs.tensors, chunk_size=16)

@@ -22,7 +22,6 @@ import refattn.sliding_window
 import refattn.varlen
 from fastattn import dispatch
 from fastattn.kernels.triton import metadata as triton_metadata
-from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     CASES,
     GARBAGE,
@@ -461,41 +460,6 @@ def test_the_kernel_is_asked_for_invariance_and_given_the_trimmed_batch(monkeypa
 
 
 # --- bad input ---
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(("message", "change"), BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_is_named(twin, message, change, device):
-    inputs = build(Case("small", ((2, 5), (1, 20))), device=device)
-    good = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache, batch=inputs.batch)
-    with pytest.raises(ValueError, match=message):
-        plan_and_attend(twin, **change({"window_size": (3, 0), **good}))
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_block_outside_the_pool_is_named_if_a_query_sees_it(twin):
-    inputs = build(Case("small", ((2, 5), (1, 40))))
-    inputs.batch.block_table[1, 0] = 99  # out of the window
-    plan_and_attend(twin, *inputs.tensors, window_size=(3, 0))
-    inputs.batch.block_table[1, 2] = 99
-    with pytest.raises(
-        ValueError, match="key_cache: expected at least 100 blocks, as the block table leads to block 99"
-    ):
-        plan_and_attend(twin, *inputs.tensors, window_size=(3, 0))
-
-
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_sizes_are_named(twin):
-    batch = build(Case("small", ((2, 5), (1, 20)))).batch
-    with pytest.raises(ValueError, match="window_size: expected"):
-        twin.plan(batch, window_size=(-2, 0), block_size=16)
-    with pytest.raises(ValueError, match="block_size: expected a positive int"):
-        twin.plan(batch, window_size=(3, 0), block_size=0)
-    with pytest.raises(ValueError, match="block_table: expected"):
-        twin.plan(replace(batch, block_table=None), window_size=(3, 0), block_size=16)
 
 
 @each_twin
