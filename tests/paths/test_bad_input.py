@@ -28,7 +28,7 @@ from refattn.plan import CascadePlan, Plan
 from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD, bits, ints, tensors_in
 from tests.helpers.batches import build
 from tests.helpers.legal_calls import legal_calls
-from tests.table import PATHS, SMALL, SMALLER
+from tests.table import PATHS, SMALL, SMALLER, function_of
 from twinattn.kit.call import OPTIONS as OPTION_NAMES
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
@@ -991,11 +991,6 @@ BAD = {
     ],
     "differential.allocate": [*POOL_SIZES, *A_BLOCK_SIZE],
 }
-
-
-def function_of(package: str, call: str):
-    module, _, name = call.partition(".")
-    return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
 def takes(call: str, argument: str) -> bool:

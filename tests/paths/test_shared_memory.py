@@ -10,14 +10,9 @@ from einops import rearrange
 from refattn.overlap import check_apart
 from refattn.scales import Int8Scales
 from tests.helpers.legal_calls import legal_calls
-from tests.table import each_package
+from tests.table import each_package, function_of
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
-
-def function_of(package, call):
-    module, name = call.split(".")
-    return getattr(import_module(f"{package}.{module}"), name)
 
 
 def assert_refused(package, call, message, memory, **changed):
