@@ -315,6 +315,7 @@ def core_files() -> list[str]:
 def core_alone(mutations: list[Mutation], how: How, share: str, output: Path | None) -> bool:
     """Say which mutations the core of the tests catches without the rest; return whether it is 95 of 100."""
     found = json.loads(output.read_text()) if output and output.exists() else {"core": {}}
+    HITS.update(entry["by"] for entry in found["core"].values() if "by" in entry)
     part, parts = map(int, share.split("/"))
     left = [x for x in mutations[part - 1 :: parts] if name_of(x) not in found["core"]]
     start = time.monotonic()
@@ -398,7 +399,7 @@ def main() -> None:
         parser.error(f"no rows of docs/proof/coverage.toml: {', '.join(sorted(unknown))}")
     tests = covering_tests()
     chosen: list[tuple[Mutation | None, list[str]]] = []
-    for mutation in AT_LARGE if options.at_large or options.core else []:
+    for mutation in AT_LARGE if options.at_large or (options.core and not options.rows) else []:
         if options.name in f"{mutation.place} {mutation.name}":
             chosen.append((mutation, list(mutation.tests)))
     for mutation in [] if options.at_large else MUTATIONS:

@@ -104,6 +104,7 @@ CALLS = {
     "mla-prefill": of(PATHS["mla-prefill"], WITH_CONTEXT, softmax_scale=0.4),
     "context_parallel": of(PATHS["context_parallel"], WITH_CONTEXT, interleave=2),
     "sparse": of(PATHS["sparse"]),
+    "sparse-latents": of(PATHS["sparse-latents"], softmax_scale=0.4),
     "write": written(),
 }
 each_call = pytest.mark.parametrize("name", CALLS)

@@ -131,7 +131,7 @@ def test_every_row_with_tests_is_broken_in_both_packages(coverage):
 
 
 JUDGED = """
-import hypothesis, json, pytest, torch, triton  # once, and not in each of the processes
+import hypothesis, json, pathlib, pytest, sys, torch, triton  # once, and not in each of the processes
 from tests import mutants
 caught = next(one for one in mutants.MUTATIONS if one.rows == ("D159",) and one.place.startswith("refattn.merge"))
 harmless = caught._replace(name="harmless", place="refattn.merge", old="Merge partial answers", new="Merge answers")
@@ -141,13 +141,24 @@ mutants.covering_tests = lambda: {"D159": tests}
 chosen = [(mutation, tests) for mutation in (caught, harmless, no_python)]
 outcomes = mutants.run_all(chosen, mutants.How(1, 100.0))
 print(json.dumps([mutants.judge(mutation, outcome) for (mutation, _), outcome in zip(chosen, outcomes)]))
+mutants.core_files = lambda: ["tests/paths/test_merge.py"]
+output = pathlib.Path(sys.argv[1])
+output.write_text(json.dumps({"core": {mutants.name_of(no_python): {"verdict": "of an earlier run", "held by": []}}}))
+mutants.core_alone([no_python, harmless, caught], mutants.How(1, 100.0), "1/1", output)
 """
 
 
 @pytest.mark.timeout(300)
-def test_a_mutation_that_breaks_nothing_survives():
-    """And what is no Python is not taken for one that is caught."""
-    command = [sys.executable, "-c", JUDGED]
+def test_a_mutation_that_breaks_nothing_survives(tmp_path):
+    """And what is no Python is not taken for one that is caught. The core of the tests is asked for a share."""
+    command = [sys.executable, "-c", JUDGED, str(tmp_path / "core.json")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == [{"D159": "caught"}, {"D159": "survives"}, {"D159": "broken"}]
+    verdicts = [{"D159": "caught"}, {"D159": "survives"}, {"D159": "broken"}]
+    assert json.dumps(verdicts) in run.stdout.splitlines()
+    found = json.loads((tmp_path / "core.json").read_text())
+    earlier, harmless, caught = found["core"].values()
+    assert earlier["verdict"] == "of an earlier run"
+    assert harmless["verdict"] == "missed" and harmless["held by"] == ["tests/paths/test_merge.py"]
+    assert caught["verdict"] == "caught" and caught["by"].startswith("tests/paths/test_merge.py::")
+    assert found["left_out"] == [] and found["versions"]["torch"]
