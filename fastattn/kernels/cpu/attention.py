@@ -34,7 +34,8 @@ from torch.nn import functional
 
 from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Scratch, View, branches_of, schedule_of
-from fastattn.kernels.problem import compute_dtype, uses_positions
+from fastattn.kernels.kernel import options_of
+from fastattn.kernels.problem import asked_of, compute_dtype, uses_positions
 from fastattn.kernels.replay import Run
 from fastattn.kernels.torch_ops.merge import add_sinks, merge
 from refattn.keys import Pages
@@ -50,6 +51,8 @@ SHORT = 16  # with at most this many queries, the heads of a group are rows of o
 FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks NaN
 INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
 INVARIANT_SLAB = 512  # keys of such a tile: as many as ATen's call takes at a time
+
+PLAIN = options_of("softmax_scale", "sinks", "alibi_sqrt")  # sinks are added to an LSE; slopes are no plain option
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 TINY = torch.finfo(torch.float32).tiny
@@ -192,8 +195,8 @@ def _follow_each_other(pieces: Sequence[Piece], count: int) -> bool:
 
 
 def _is_plain(options: AttentionOptions) -> bool:
-    """Return whether it does not matter where a key stands, and nothing but ATen's call is needed."""
-    return not options.softcap and options.alibi_slopes is None and not options.batch_invariant
+    """Return whether nothing but ATen's call is needed: an option that is not named here is no such call's."""
+    return asked_of(options) <= PLAIN
 
 
 def _piece(
