@@ -19,6 +19,7 @@ from torch import Tensor
 
 from twinattn.kit import checks, contract, draws, gradients, landmarks, mistakes
 from twinattn.kit.adapters import kernel_of
+from twinattn.kit.bits import bits_of
 from twinattn.kit.drawn import Drawn
 from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected
 from twinattn.kit.finding import FAILED, Finding, Report
@@ -550,7 +551,7 @@ class _Evidence:
         if came.shape != given.shape:
             return came.numel() == given.numel() and self._alike(name, came.reshape(given.shape), given)
         if self.example.path == "kv_cache":
-            return torch.equal(came.double(), given.double())
+            return torch.equal(bits_of(came), bits_of(given.to(came.dtype)))
         if self.example.path == "select":  # in any order
             return torch.equal(came.long().sort().values, given.long().sort().values)
         given, came = given.to(came.dtype).double(), came.double()

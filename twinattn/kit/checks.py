@@ -355,8 +355,6 @@ def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 def token_invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare the last query of each sequence, alone, with the same query among the others, to the bit."""
-    if not kernel.claims.conventions:
-        raise NotClaimedError("claims nothing about the tokens of a sequence: @claims(conventions=True)")
     example = replace(example, options={**example.options, "batch_invariant": True})
     arguments = example.tensors(dtype, device)
     whole = ask(kernel, example, arguments)

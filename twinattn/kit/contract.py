@@ -1,6 +1,6 @@
 """The contract of a kernel, property by property: what it promises, and on which batches that is checked."""
 
-from twinattn.kit import combinations, landmarks, memory, numbers, sizes, state_checks
+from twinattn.kit import combinations, corners, landmarks, memory, numbers, sizes, state_checks
 from twinattn.kit.checks import (
     again,
     alone,
@@ -172,7 +172,14 @@ PROPERTIES = (
         everything,
         paths=("speculative",),
     ),
-    Property("listed twice", "A key that is listed twice counts twice.", listed_twice, everything, paths=SELECTED),
+    Property(
+        "listed twice",
+        "A key that is listed twice counts twice.",
+        listed_twice,
+        everything,
+        paths=SELECTED,
+        landmarks=corners.repeated,
+    ),
     Property(
         "long lists",
         "A query may have more keys than 2048 in its list.",
@@ -568,6 +575,13 @@ PROPERTIES = (
     *memory.PROPERTIES,
     *numbers.PROPERTIES,
     *sizes.PROPERTIES,
+    *corners.PROPERTIES,
+)
+
+
+LAST = (  # what takes longest: of a slow kernel all else is asked before its time is over
+    *("many keys", "together", "again", "many sequences", "options at shapes", "batch invariance", "invariant tokens"),
+    *("far rows", "offsets", "far blocks", "far slots", "many slots", "options past tiles", "16 bits"),
 )
 
 
@@ -581,4 +595,5 @@ def of_path(path: str) -> list[Property]:
         from twinattn.kit import backward  # its properties are made of what is here
 
         return list(backward.PROPERTIES)
-    return [x for x in PROPERTIES if not x.paths or path in x.paths]
+    chosen = [x for x in PROPERTIES if not x.paths or path in x.paths]
+    return sorted(chosen, key=lambda x: LAST.index(x.name) if x.name in LAST else -1)

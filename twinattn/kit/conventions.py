@@ -6,17 +6,24 @@ A sentence of that page that no property draws is one that a wrong kernel passes
 PREFILL, STATES = "chunked_prefill", "recurrent"
 
 STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row: by path, the properties
-    "Where is query $i$?": {PREFILL: ("mask", "many queries", "upper bounds")},
-    "What does a window mean?": {PREFILL: ("window", "far windows"), "sliding_window": ("mask",)},
+    "Where is query $i$?": {PREFILL: ("mask", "many queries", "upper bounds", "more queries than keys")},
+    "What does a window mean?": {
+        PREFILL: ("window", "far windows", "more queries than keys"),
+        "sliding_window": ("mask",),
+    },
     "What does a local chunk mean?": {"local": ("mask", "chunk sizes", "outside the chunk")},
     "What does an interval mean?": {"interval": ("mask", "outside the interval")},
     "Which of equal scores are selected?": {
         "select": ("ties", "kinds of scores", "few keys", "many scores", "order"),
         "sparse": ("listed twice", "long lists"),
     },
-    "Which scale?": {PREFILL: ("answer", "scale", "options at shapes"), "mla": ("scale",), STATES: ("read scale",)},
+    "Which scale?": {
+        PREFILL: ("answer", "scale", "options at shapes", "sizes of models"),
+        "mla": ("scale",),
+        STATES: ("read scale",),
+    },
     "In which order?": {PREFILL: ("softcap", "together", "options at shapes", "options past tiles")},
-    "ALiBi?": {PREFILL: ("alibi", "slopes", "root of the distance", "strides of options")},
+    "ALiBi?": {PREFILL: ("alibi", "slopes", "root of the distance", "strides of options", "more queries than keys")},
     "Sinks?": {PREFILL: ("sinks", "strides of options"), "cascade": ("sinks",)},
     "Which log-sum-exp?": {PREFILL: ("lse",), "merge": ("lse",), "cascade": ("lse",)},
     "A fully masked query?": {PREFILL: ("empty rows",), "merge": ("empty parts",)},
@@ -26,7 +33,12 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
         "sparse": ("not selected",),
         STATES: ("free slots", "entries unused"),
     },
-    "NaN that a query sees?": {PREFILL: ("nan",), "quantized": ("nan",), "merge": ("nan",), STATES: ("nan before",)},
+    "NaN that a query sees?": {
+        PREFILL: ("nan", "nan without weight"),
+        "quantized": ("nan",),
+        "merge": ("nan",),
+        STATES: ("nan before",),
+    },
     "Scores that are all `-inf`, of an infinite query or key?": {PREFILL: ("infinite key",)},
     "Which strides?": {
         PREFILL: ("strides", "last stride", "strides of options", "far rows", "offsets", "out strides"),
@@ -35,18 +47,27 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
         "varlen_backward": ("strides", "last stride", "strides of the gradient", "far rows"),
     },
     "A quantized key or value?": {
-        "quantized": ("answer", "scales", "scales per head", "scales per sequence", "format", "bytes", "query scale")
+        "quantized": (
+            "answer",
+            "scales",
+            "scales per head",
+            "scales per sequence",
+            "scales mixed",
+            "format",
+            "bytes",
+            "query scale",
+        )
     },
     "Slot `-1`?": {
         "kv_cache": ("padding", "holes", "any slots", "far slots", "rows past the slots"),
         STATES: ("padding slot",),
     },
-    "`out=`?": {PREFILL: ("out", "out strides", "out over the query")},
-    "Which lengths are legal?": {PREFILL: ("empty rows",), STATES: ("no tokens",)},
+    "`out=`?": {PREFILL: ("out", "out strides", "out over the query", "out beside the query")},
+    "Which lengths are legal?": {PREFILL: ("empty rows", "more queries than keys"), STATES: ("no tokens",)},
     "Where is a drafted token?": {"speculative": ("mask", "window", "alibi", "growing trees", "large trees")},
     "A block table that changes after `plan`?": {PREFILL: ("again",)},
     "Which compute type?": {PREFILL: ("answer", "products", "sizes of values", "slopes")},
-    "Autocast, the default type of the process?": {PREFILL: ("autocast",), STATES: ("autocast",)},
+    "Autocast, the default type of the process?": {PREFILL: ("autocast", "process"), STATES: ("autocast", "process")},
     "Gradients?": {"varlen_backward": ("mask", "gradients", "sinks", "empty rows", "padding")},
     "`batch_invariant=True`?": {PREFILL: ("batch invariance", "invariant tokens")},
 }

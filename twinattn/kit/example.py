@@ -20,11 +20,10 @@ from einops import rearrange
 from torch import Tensor
 
 from refattn.batch import Batch, Prefix
-from refattn.metadata import slot_mapping
 from refattn.modes import computing_in
 from refattn.scales import Fp8Scales
 from refattn.speculative import make_trees
-from twinattn.kit import gradients, packed
+from twinattn.kit import beside, gradients, packed
 from twinattn.kit import states as of_states
 from twinattn.kit.call import plan_and_attend
 from twinattn.kit.cases import HARMLESS, build, poisoned
@@ -51,6 +50,7 @@ ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache",
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
 SCALES = (1.7123, 0.2611)  # for fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
 CHAINS = 5  # the seed of trees that are chains
+OF_A_LAYER = ("norm_eps", "lambda_init", "lambda_full", "norm_weight")  # numbers of differential attention
 SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
 HOLES = ("first", "middle", "last")  # entries of a list that are no keys
 FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # with which keys count that are tens of thousands of tokens away
@@ -454,11 +454,13 @@ def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     caches = arguments.pop("key_cache"), arguments.pop("value_cache")
     cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in caches]) for half in (0, 1)])
     weight = torch.linspace(0.5, 1.5, 2 * example.head_size, dtype=torch.float32).to(dtype)
+    said = example.options.get
+    weights = {"": weight, "signs": weight * (torch.arange(len(weight)) % 3 - 1), "none": None}
     layer = dict(
-        lambda_full=torch.tensor(LAMBDAS[example.seed % 3], dtype=torch.float32),
-        lambda_init=LAMBDA_INIT,
-        norm_weight=weight,
-        norm_eps=1e-5,
+        lambda_full=torch.tensor(said("lambda_full", LAMBDAS[example.seed % 3]), dtype=torch.float32),
+        lambda_init=said("lambda_init", LAMBDA_INIT),
+        norm_weight=weights[said("norm_weight", "")],
+        norm_eps=said("norm_eps", 1e-5),
     )
     return {"query": arguments.pop("query"), "cache": cache, **arguments, **layer}
 
@@ -474,92 +476,20 @@ def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Ar
         arguments[name] = (arguments[name].float() / scale).to(kind)
         arguments[name] = arguments[name].view(torch.uint8) if as_bytes else arguments[name]
     several = {"heads": example.heads[1:], "sequences": (len(example.lens), example.heads[1])}
-    shape = several.get(arguments.pop("scales_of", ""))
+    of = arguments.pop("scales_of", "")
+    if of in ("values", "keys", "keys by sequence"):  # each in a form of its own
+        by_head = 0.7371 + 0.2713 * torch.arange(example.heads[1], dtype=torch.float32)
+        by_sequence = 0.6113 + 0.1931 * torch.arange(len(example.lens) * example.heads[1], dtype=torch.float32)
+        by_sequence = by_sequence.view(-1, example.heads[1])
+        forms = {"values": (key, value * by_head), "keys": (key * by_head, value)}
+        forms["keys by sequence"] = key * by_sequence, value * by_head
+        return arguments | dict(scales=Fp8Scales(*forms[of], query, kind))
+    shape = several.get(of)
     if shape is None:
         return arguments | dict(scales=Fp8Scales(key, value, query, kind))
     factors = (0.7371 + 0.2713 * torch.arange(math.prod(shape), dtype=torch.float32) % 1.2477).view(shape)
     of_queries = None if query is None else query * factors
     return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1), of_queries, kind))
-
-
-def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Make partial answers of the same queries; where a part is empty, its output is garbage or 0."""
-    generator = torch.Generator().manual_seed(example.seed)
-    shape = (example.num_tokens, example.heads[0])
-    outs, lses = [], []
-    for part in range(example.options.get("parts", 2)):
-        outs.append(torch.randn(*shape, example.head_size, generator=generator, dtype=torch.float32).to(dtype))
-        lses.append(torch.randn(shape, generator=generator, dtype=torch.float32) * 2 + 3 * (part % 2))
-        if example.options.get("empty"):
-            nothing = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5
-            lses[-1][nothing] = -torch.inf
-            outs[-1][nothing] = example.options.get("garbage", 0.0)
-    return dict(outs=outs, lses=lses)
-
-
-def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Draw new keys and values, a pool with numbers in it, and the slots that the tokens go to."""
-    generator = torch.Generator().manual_seed(example.seed)
-    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
-    t = example.num_tokens
-    slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
-    room, order = len(drawn.key_cache) * example.block_size, example.options.get("slots")
-    if order:
-        first = max(0, min(room - t, room - example.block_size - (t + 1) // 2))  # so that a run is over a block's end
-        places = {
-            "run": torch.arange(first, first + t),
-            "backwards": torch.arange(room - 1, room - 1 - t, -1),
-            "anywhere": torch.randperm(room, generator=generator)[:t],
-        }
-        slots[:t] = places[order]
-    if example.options.get("holes"):
-        slots[example.seed % 2 :: 3] = -1
-    before = example.options.get("first_block", 0)
-    slots = torch.where(slots < 0, slots, slots + before * example.block_size)
-    pools = {
-        name: torch.randn(pool.shape, generator=generator, dtype=torch.float32).to(dtype)
-        for name, pool in (("key_cache", drawn.key_cache), ("value_cache", drawn.value_cache))
-    }
-    if before:
-        pools = {name: torch.cat([pool[:1].expand(before, -1, -1, -1), pool]) for name, pool in pools.items()}
-    rows = {
-        name: torch.randn(
-            t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator, dtype=torch.float32
-        ).to(dtype)
-        for name in ("key", "value")
-    }
-    return dict(**rows, **pools, slot_mapping=slots)
-
-
-def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Draw scores, most of them on a plateau of exact zeros, as sums of ReLUs are."""
-    generator = torch.Generator().manual_seed(example.seed)
-    t, s = example.num_tokens, max((s for _, s in example.lens), default=0)
-    scores = torch.randn(t, s, generator=generator, dtype=torch.float32)
-    kind = example.options.get("kind", "plateau")
-    if kind == "crowded":  # in one binade, and many of them nearly alike, on either side of 0
-        scores = torch.where(scores > 0, 1.0, -1.0) * (1.0 + 0.1 * torch.rand(t, s, generator=generator))
-    if kind == "near":  # all of them one number in 16 bits
-        scores = 1.0 + 2.0**-12 * torch.rand(t, s, generator=generator, dtype=torch.float32)
-    if kind == "apart":  # any size, down to subnormal numbers, and infinite ones
-        scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
-        scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
-    if kind == "nan":
-        scores = scores.relu()
-        scores[torch.rand(t, s, generator=generator) < 0.1] = torch.nan
-        scores[:, ::5] = scores[:, ::5].copysign(torch.tensor(-1.0))
-    if kind == "plateau":
-        scores = (scores - 1.0).relu()
-    if kind == "zeros":
-        scores = torch.where(scores > 0, 0.0, -0.0)
-    if kind == "negative":
-        scores = -(scores - 1.0).relu()
-    for (_, length), rows in zip(
-        example.lens, torch.arange(t).split([q for q, _ in example.lens]), strict=True
-    ):  # a sequence has no keys past its end, and a query none after itself
-        position = torch.arange(length - len(rows), length)
-        scores[rows] = scores[rows].masked_fill(torch.arange(s) > position[:, None], -torch.inf)
-    return dict(scores=scores, topk=example.options.get("topk", 8))
 
 
 def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
@@ -570,7 +500,7 @@ def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
 def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
     h = example.heads[0]
-    options = {name: value for name, value in example.options.items() if name not in CALLED}
+    options = {name: value for name, value in example.options.items() if name not in (*CALLED, *OF_A_LAYER)}
     slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
     if slopes:
         numbers = torch.tensor(FAR_SLOPES if slopes == "far" else SLOPES, dtype=torch.float32)
@@ -582,8 +512,8 @@ def _options(example: Example) -> Arguments:
             torch.linspace(-1.13, 3.07, h, dtype=torch.float32) if h > 1 else torch.tensor([1.07], dtype=torch.float32)
         )
     for name, kind in (("alibi_slopes", slopes), ("sinks", sinks)):
-        if kind == "bfloat16":
-            options[name] = options[name].bfloat16()
+        if kind in ("bfloat16", "float16"):
+            options[name] = options[name].to(getattr(torch, kind))
     if sinks == "large":
         options["sinks"] = torch.tensor([0.5, 120.0, -120.0])[torch.arange(h) % 3]  # exp(120) is infinite
     return options
@@ -680,7 +610,7 @@ PATHS = {
             )
             for name in ("sparse_latents", "packed_latents")
         ),
-        Path("select", ("scores", "topk"), _scores, function="select", options=()),
+        Path("select", ("scores", "topk"), beside.scores, function="select", options=()),
         Path("speculative", ROWS_AND_PAGES, _paged, planned=("trees", "window_size"), pools=POOLS),
         Path(
             "differential",
@@ -692,11 +622,11 @@ PATHS = {
         Path("mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
         Path("packed_mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
         Path("quantized", (*ROWS_AND_PAGES, "scales"), _fp8, planned=("causal", "window_size"), pools=POOLS),
-        Path("merge", ("outs", "lses"), _partials, function="merge", options=()),
+        Path("merge", ("outs", "lses"), beside.partials, function="merge", options=()),
         Path(
             "kv_cache",
             ("key", "value", "key_cache", "value_cache", "slot_mapping"),
-            _new_tokens,
+            beside.new_tokens,
             function="write",
             pools=POOLS,
             options=(),

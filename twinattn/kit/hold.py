@@ -9,6 +9,7 @@ from torch import Tensor
 
 from refattn.keys import read_packed
 from twinattn.kit import gradients
+from twinattn.kit.bits import bits_of
 from twinattn.kit.example import PACKED, PATHS, Answers, Arguments, Example, expected
 from twinattn.kit.kernel import Kernel, device_of
 from twinattn.kit.property import Broken, CrashedError, RefusedError
@@ -121,7 +122,7 @@ def hold(
                 raise Broken(f"lse: expected float32, got {str(came.dtype).removeprefix('torch.')}")
             came = came.float()  # in float64 it is no more exact: the numbers that it is of were rounded
         if example.path == "kv_cache":
-            different = (came != want).flatten(2).any(-1).nonzero()
+            different = (bits_of(came) != bits_of(want)).flatten(2).any(-1).nonzero()
             if len(different):
                 block, row = different[0].tolist()
                 raise Broken(f"{name}: {len(different)} slots differ; the first is row {row} of block {block}")

@@ -211,11 +211,12 @@ class Kernel:
         if "plan" in self.parameters:
             limits = {"layers": ("gdn", "kda"), "conventions": True} | limits  # it has the path's own signature
         self.claims = Claims(
-            **{**{f.name: getattr(self._usual, f.name) for f in fields(Claims)}, **limits, **self.limits}
+            **{**{f.name: getattr(self.usual, f.name) for f in fields(Claims)}, **limits, **self.limits}
         )
 
     @property
-    def _usual(self) -> Claims:
+    def usual(self) -> Claims:
+        """What a function without claims of its path is taken to claim."""
         return OF_PATH.get(self.path, Claims())
 
     def words(self) -> list[str]:

@@ -21,12 +21,13 @@ MOST_NODES = 8  # nodes per tree
 LAYOUTS = (1, 2, 3, 4, 5)  # layouts of tensors in memory, by their number in `memory.laid_out`
 OPTIONAL = (*CALLED, *PATHS["varlen"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
-PAST_A_MODEL = 2**17 + 77  # keys: more than the longest sequences of most models
+PAST_A_MODEL = 2**18 + 77  # keys: more than the longest sequences of most models
+FAR = 2**12  # keys: over as many windows and chunks are long, too
 LONG_STEP = 577  # tokens of a step
 LONG_LIST = 2048  # selected keys
 WIDE_WINDOW = 4095
 TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # sizes of a state's keys and values
-PAST_A_THOUSAND = 4 * PAST_8_BITS  # sequences of a batch
+PAST_2048 = 2**11 + 5  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
 FARTHEST = 2**31 - 1  # the largest side of a window: what some callers give for no limit
 
@@ -42,10 +43,11 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
     heads, (head_size, value_head_size), block_size = shape or claims.shapes[0]
     most = min(claims.max_query_len or max(q for q, _ in lens), MOST_NODES if path == "speculative" else 10**6)
     pairs = [(min(q, most), max(s, claims.min_seq_len, 0 if path != "speculative" else min(q, most))) for q, s in lens]
+    longest = max((s for _, s in pairs), default=0)
     if path == "sliding_window":
-        options.setdefault("window_size", (300, 0))
+        options.setdefault("window_size", (300, 0) if longest < FAR else (longest * 7 // 8, 0))
     if path == "local":
-        options.setdefault("chunk_size", block_size * 3)
+        options.setdefault("chunk_size", block_size * (3 if longest < FAR else longest // block_size + 1))
     if path == "cascade":
         n = len(pairs)
         options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
@@ -140,10 +142,10 @@ def of_layouts(kernel: Kernel) -> list[Example]:
 def many_sequences(kernel: Kernel) -> list[Example]:
     """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
 
-    There are more decodes than 8 bits can count, and more than a thousand.
+    There are more decodes than 8 bits can count, over each number of keys up to theirs, and more than 2048.
     """
-    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_8_BITS))
-    crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_A_THOUSAND))
+    decodes = tuple((1, 1 + (7 * i) % PAST_8_BITS) for i in range(PAST_8_BITS))
+    crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_2048))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
     return [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
 
@@ -219,9 +221,9 @@ def invariant(kernel: Kernel) -> list[Example]:
     prompts = ((70, 130), (1, 9), (200, 333)) if not short else ((1, 130), (1, 9), (1, 333))
     return [
         example(kernel, tuple((1, s) for s in (SPLIT[0], 9, SPLIT[1]))),
-        example(kernel, ((1, SPLIT[2]), (1, 5), (1, 700)), most_heads(kernel)),
+        example(kernel, ((1, SPLIT[2]), (1, 5), (1, 700), (1, 9), (1, 30)), most_heads(kernel)),
         example(kernel, prompts),
-        example(kernel, tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))),
+        example(kernel, (*((1 + i % 3, 3 + (5 * i) % 23) for i in range(19)), (1, SPLIT[2]))),
     ]
 
 
@@ -282,6 +284,8 @@ def many_scores(kernel: Kernel) -> list[Example]:
     return [
         example(kernel, ((1, 70_000),)),
         example(kernel, ((3, 900),), topk=300),
+        example(kernel, ((1, 9000),), topk=5000),
+        example(kernel, ((1, 40_000),), topk=64, kind="near"),
         example(kernel, ((2, 20_000),), topk=64, kind="crowded"),
         example(kernel, ((1, 70_000),), topk=2048, kind="crowded"),
         example(kernel, ((2, 5000),), topk=2047, kind="zeros"),

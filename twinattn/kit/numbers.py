@@ -19,7 +19,16 @@ from twinattn.kit.draws import draw_example, padded, plain, with_option
 from twinattn.kit.example import PACKED, Arguments, Example, expected
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel, untouched
-from twinattn.kit.property import ATTENDS, READ_OUT, Broken, Draw, NotClaimedError, Property, outputs_alone
+from twinattn.kit.property import (
+    ATTENDS,
+    READ_OUT,
+    Broken,
+    Draw,
+    NotClaimedError,
+    Property,
+    RefusedError,
+    outputs_alone,
+)
 from twinattn.kit.tolerance import assert_close
 
 LARGE_PRODUCT = 40.0  # a query times a key: the sum of 64 squares is beyond 65504, the largest number of fp16
@@ -28,6 +37,8 @@ LARGEST_SQUARED = 1e15
 LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # log-sum-exps of parts
 LSE_ROUNDINGS = 16  # ulps of float32 that a log-sum-exp may be off
 FAR_SLOT = 2**24
+BELOW = 200.0  # the log-sum-exp of a part below that of another: its weight is then 0 in float32
+OF_16_BITS = ("bfloat16", "float16")  # types of slopes
 ROTARY = 300.0  # the size of rotary parts: they alone are no values
 
 
@@ -57,13 +68,14 @@ def large_products(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 
 
 def of_any_size(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where values are small, in fp16 below its normal numbers, and where they are large."""
+    """Compare where values are small, in fp16 below its normal numbers, and where they are large, or of one sign."""
     for size in SIZES[dtype]:
         arguments = example.tensors(dtype, device)
         for word in ("value", "value_cache", "outs"):
             if word in arguments:
                 x = arguments[word]
-                arguments[word] = [y * size for y in x] if isinstance(x, list) else x * size
+                signed = [y.abs() if example.seed % 2 else y for y in (x if isinstance(x, list) else [x])]
+                arguments[word] = [y * size for y in signed] if isinstance(x, list) else signed[0] * size
         try:
             hold(example, arguments, ask(kernel, example, arguments))
         except Broken as error:
@@ -101,9 +113,17 @@ def infinite_key(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
 
 
 def bias_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the log-sum-exp of biases alone, which is that of float32 in any type; and everything."""
+    """Compare the log-sum-exp of biases alone, which is that of float32 in any type; and everything.
+
+    Slopes of 16 bits may be refused in any words, but not be read or used as what they are not.
+    """
     arguments = example.tensors(dtype, device)
-    answers = ask(kernel, example, arguments)
+    try:
+        answers = ask(kernel, example, arguments)
+    except Broken as error:
+        if kernel.claims.conventions or example.options.get("alibi_slopes") not in OF_16_BITS:
+            raise
+        raise RefusedError(str(error)) from None
     hold(example, arguments, answers)
     if "lse" in answers:
         counted(kernel, example, arguments)
@@ -167,9 +187,15 @@ def ambient(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 
 @outputs_alone
 def nan_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into a row of one part: its output, or its log-sum-exp; that row is NaN, and no other."""
-    for word in ("outs", "lses"):
+    """Put NaN into a row of one part: its output, or its log-sum-exp; that row is NaN, and no other.
+
+    So it is where the weight of the part is 0 by rounding.
+    """
+    for word, below in (("outs", None), ("lses", None), ("outs", BELOW)):
         arguments = example.tensors(dtype, device)
+        if below is not None:
+            arguments["lses"] = [x.clone() for x in arguments["lses"]]
+            arguments["lses"][-1][0] = arguments["lses"][0][0] - below
         parts = arguments[word] = [x.clone() for x in arguments[word]]
         parts[-1][0] = torch.nan
         out = ask(kernel, example, arguments)["out"].detach().cpu()
@@ -258,10 +284,20 @@ def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
 
 
 def with_biases(draw: Draw, kernel: Kernel) -> Example:
-    """Draw slopes of float32, of 16 bits if that is claimed, and biases by the root of the distance if it is taken."""
-    of_16_bits = ("bfloat16",) if kernel.claims.conventions else ()
-    kinds = (True, *of_16_bits, *(("root",) if kernel.takes("alibi_sqrt") else ()))
+    """Draw slopes of float32 and of 16 bits, and biases by the root of the distance if it is taken."""
+    kinds = (True, *OF_16_BITS, *(("root",) if kernel.takes("alibi_sqrt") else ()))
     return draw_example(draw, kernel, options={"alibi_slopes": draw(st.sampled_from(kinds))})
+
+
+def of_short_slopes(kernel: Kernel) -> list[Example]:
+    """Return decodes over many keys with slopes of 16 bits."""
+    return [landmarks.example(kernel, ((1, 700), (1, 2500)), alibi_slopes=kind) for kind in OF_16_BITS]
+
+
+def summed(kernel: Kernel, type_number: int) -> list[Example]:
+    """Return a few batches, and such of many values of one sign, whose sum is beyond 65504; in each type."""
+    many = replace(landmarks.example(kernel, ((1, 700), (1, 2500), (3, 300))), seed=1)
+    return [*landmarks.some(kernel), many]
 
 
 def beside_others(draw: Draw, kernel: Kernel) -> Example:
@@ -288,6 +324,7 @@ PROPERTIES = (
         of_any_size,
         paths=(*(name for name in READ_OUT if "latents" not in name and "mla" not in name), "merge"),
         landmarks=landmarks.some,
+        in_type=summed,
     ),
     Property(
         "sizes of values",
@@ -322,7 +359,7 @@ PROPERTIES = (
         bias_in_compute_type,
         ("alibi_slopes",),
         ATTENDS,
-        landmarks=landmarks.long(alibi_slopes=True),
+        landmarks=landmarks.both(landmarks.long(alibi_slopes=True), of_short_slopes),
     ),
     Property(
         "root of the distance",

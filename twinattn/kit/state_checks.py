@@ -75,6 +75,8 @@ def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
 def nan_before(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Put NaN into the last value of the first sequence: other sequences are numbers, and so are tokens long before.
 
+    The token itself is NaN, also where it is written with a factor of 0.
+
     Tokens of the same tile may be NaN, too: a kernel by chunks multiplies their values by weights of 0.
     """
     arguments = example.tensors(dtype, device)
@@ -85,6 +87,8 @@ def nan_before(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
     first, last = sum(lengths[:i]), sum(lengths[: i + 1]) - 1
     value = arguments["value"] = arguments["value"].clone()
     value[last] = torch.nan
+    if example.seed % 2:
+        arguments["beta"][last] = 0.0
     out = ask(kernel, example, arguments)["out"].detach().cpu()
     may_be = torch.zeros(len(out), dtype=torch.bool)
     may_be[max(first, last + 1 - LONGEST_TILE) : last + 1] = True
@@ -208,6 +212,6 @@ PROPERTIES = (
         plain,
         nan_before,
         paths=("recurrent",),
-        landmarks=landmarks.of_two_tiles,
+        landmarks=landmarks.both(landmarks.of_two_tiles, landmarks.some),
     ),
 )

@@ -20,6 +20,7 @@ from twinattn.kit.workload import Workload
 TOKENS = ("query", "key", "value", "log_decay", "beta", "states")
 TABLES = ("state_indices", "has_initial_state", "num_accepted")
 NOWHERE = 2**31 - 1  # an index into no table and no pool
+NEGATIVE = (-1, -2, -(2**31))  # slots of padding
 LAYERS = {
     "gdn": "a decay per head, and the delta rule",
     "kda": "a decay per key channel, and the delta rule",
@@ -48,7 +49,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     columns = max([1, *queries.tolist()]) + 1 if options.get("drafts") else 1
     slots = torch.randperm(b * columns + 3, generator=generator)[: b * columns].int().view(b, columns)
     if options.get("padding"):
-        slots[1::2] = -1
+        slots[1::2] = torch.tensor(NEGATIVE, dtype=torch.int32).roll(example.seed)[torch.arange(b // 2) % 3][:, None]
     if options.get("stale") == "anything":
         slots[queries == 0] = NOWHERE
     elif options.get("stale") and queries.any():

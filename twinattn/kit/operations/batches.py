@@ -185,8 +185,8 @@ def draw_advance(case: Case, dtype: torch.dtype) -> Inputs:
     a |= dict(num_tokens=int(a["cu_seqlens_q"][-1]) + case["padding"], block_size=p, window=None)
     a["slots"] = slots_of_step(a, dtype)["out"]
     a["input_positions"] = positions_of(a, dtype)["out"] if case["input_positions"] else None
-    a["sampled_ids"] = drawn.whole(0, 1000, len(lens)) if case["sampled_ids"] else None
-    a["input_ids"] = drawn.whole(0, 1000, a["num_tokens"]) if case["sampled_ids"] else None
+    a["sampled_ids"] = drawn.whole(0, 2**31, len(lens)) if case["sampled_ids"] else None
+    a["input_ids"] = drawn.whole(0, 2**31, a["num_tokens"]) if case["sampled_ids"] else None
     stale = {name: torch.ones_like(a[name], dtype=torch.bool) for name in STEP if a[name] is not None}
     for name in stale:
         padding = padding_of(a, a[name])

@@ -10,7 +10,7 @@ from torch import Tensor
 from refattn.trees import Accepted, Trees
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, padding_of, unused
-from twinattn.kit.operations.moves import MOVED, layers
+from twinattn.kit.operations.moves import MOVED, layers, pools
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
 from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_size
 
@@ -66,12 +66,12 @@ def accepted_of(paths: list[list[int]], following: list[int], width: int) -> Ans
 
 
 def draw_accept(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw tokens of few kinds, so that the model often chooses what was drafted."""
+    """Draw tokens of few kinds, so that the model often chooses what was drafted; some alike in their last bits."""
     drawn = Drawn(case, dtype)
     a, past = draw_trees(case, drawn, case["shape"])
     t = int(a["cu_seqlens_q"][-1]) + case["padding"]
-    tokens = case["first_token"], case["first_token"] + case["tokens"]
-    a |= dict(drafts=drawn.whole(*tokens, t), chosen=drawn.whole(*tokens, t))
+    for name in ("drafts", "chosen"):
+        a[name] = case["first_token"] + case["apart"] * drawn.whole(0, case["tokens"], t)
     return Inputs(a, past | {name: padding_of(a, a[name]) for name in ("drafts", "chosen")})
 
 
@@ -110,7 +110,8 @@ ACCEPT = Operation(
         nodes=NODES,
         shape=("tree", "chain", "star"),
         tokens=(2, 1, 3),
-        first_token=(0, 2**17, 2**31 - 9),
+        first_token=(0, 2**17, 7, 2**31 - 2**18),
+        apart=(1, 2**16, 2**8),
         more=(0, 2),
         padding=(0, 3),
     ),
@@ -187,6 +188,8 @@ def put_at_an_edge(a: Arguments, numbers: str, drawn: Drawn) -> None:
         a["uniforms"][roots] = 1.0 if numbers == "ones" else 1.0 - 2.0**-24
     if numbers == "greedy":
         probs.zero_()[torch.arange(t), drawn.whole(0, v, t)] = 1.0
+    if numbers == "last":
+        probs.zero_()[:, -1] = 1.0
     if numbers == "few":  # and all other tokens of a large vocabulary have none
         probs *= torch.zeros(v).index_fill(0, torch.arange(1, 8) * (v // 8), 1.0)
     if numbers == "nothing":
@@ -272,6 +275,12 @@ ACCEPT_SAMPLED = Operation(
             dict(tokens=(151_936,), nodes=((3, 1),), numbers=("few",)),
             once=True,
         ),
+        Special(
+            "last token",
+            "The only token with a probability may be the last of a large vocabulary.",
+            dict(tokens=(262_145,), nodes=((2, 1),), numbers=("last",)),
+            once=True,
+        ),
         Special("greedy", "A distribution may be all on one token.", dict(numbers=("greedy",))),
         Special(
             "nothing", "Where probabilities are all 0, or NaN, there is no next token: -1.", dict(numbers=("nothing",))
@@ -313,7 +322,7 @@ def draw_compact(case: Case, dtype: torch.dtype) -> Inputs:
         some = sorted(drawn.order(count)[: int(drawn.whole(0, count + 1, 1))])
         row[: len(some)] = torch.tensor(some, dtype=torch.int32)
         counts.append(len(some))
-    caches = [drawn.numbers(n, p, *shape) for shape in layers(case, case["row"])]
+    caches = pools(case, drawn, *((n, p, *shape) for shape in layers(case, case["row"])))
     a |= table | dict(caches=caches, nodes=nodes, lens=torch.tensor(counts, dtype=torch.int32), block_size=p)
     past_nodes = torch.arange(w) >= torch.tensor(counts, dtype=torch.int64).reshape(-1, 1)
     free = unused(table["block_table"], lens, n, p)
@@ -353,7 +362,14 @@ COMPACT = Operation(
     "and `trees`; `nodes` `[b, w]` and `lens` `[b]`, or `accepted`; `block_size`",
     draw=draw_compact,
     oracle=compacted,
-    sizes=dict(nodes=NODES, more=(0, 2), block_size=(4, 1, 16, 3), caches=(2, 1, 3), row=((2, 8), (3, 5), (1, 1))),
+    sizes=dict(
+        nodes=NODES,
+        more=(0, 2),
+        block_size=(4, 1, 16, 3),
+        caches=(2, 1, 3),
+        row=((2, 8), (3, 5), (1, 1)),
+        types=(1, 2),
+    ),
     dimensions={name: x for name, x in PAST_TILES.items() if name != "padding"}
     | dict(block_size=of_size("block_size", BLOCKS), caches=of_size("caches", 129))
     | dict(elements=Dimension(lambda n: dict(row=(3, n), nodes=(4, 6)))),
@@ -365,6 +381,7 @@ COMPACT = Operation(
     outputs=(),
     changes=("caches",),
     exact=frozenset({"caches"}),
+    moves=True,
     strided=("caches", "parents", "nodes", "lens"),
     tables=("block_table",),
     pools=("caches",),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.operation import Answers, Mistake, Operation, word_of
 from twinattn.kit.property import Broken
@@ -45,7 +46,7 @@ def hold(operation: Operation, arguments: Arguments, came: Answers, size: float)
             raise Broken(f"{name}: shape {list(got.shape)}, expected {list(first.shape)}")
         _check_type(operation, arguments, name, got, first)
         if isinstance(right, list) or word_of(name) in operation.exact:
-            _hold_exactly(name, got, right if isinstance(right, list) else [right])
+            _hold_exactly(name, got, right if isinstance(right, list) else [right], operation.moves)
         else:
             terms = operation.terms(arguments) if operation.terms is not None else 1
             _hold_closely(name, got, right, low[name], size, 1.0, terms)
@@ -64,7 +65,7 @@ def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: A
                 if got != given:
                     return False
             elif isinstance(given, list) or word_of(name) in operation.exact:
-                _hold_exactly(name, got, given if isinstance(given, list) else [given])
+                _hold_exactly(name, got, given if isinstance(given, list) else [given], operation.moves)
             else:
                 right = operation.oracle(arguments, torch.float64)[name]
                 _hold_closely(
@@ -104,11 +105,13 @@ def _check_type(operation: Operation, arguments: Arguments, name: str, got: Tens
         raise Broken(f"{name}: {said[str(got.dtype)]}, expected float32")
 
 
-def _hold_exactly(name: str, got: Tensor, rights: list[Tensor]) -> None:
-    """Compare bit by bit with any of some tensors; a NaN is as good as another, and -0 is not 0."""
+def _hold_exactly(name: str, got: Tensor, rights: list[Tensor], moves: bool = False) -> None:
+    """Compare bit by bit with any of some tensors; a NaN is as good as another, if it did not move, and -0 is not 0."""
     alike = torch.zeros(got.shape, dtype=torch.bool)
     for right in rights:
-        if got.is_floating_point():
+        if moves and got.dtype == right.dtype:
+            alike |= bits_of(got) == bits_of(right)
+        elif got.is_floating_point():
             ours, theirs = got.double(), right.double()
             alike |= (ours == theirs) & (ours.signbit() == theirs.signbit()) | ours.isnan() & theirs.isnan()
         else:
@@ -116,6 +119,8 @@ def _hold_exactly(name: str, got: Tensor, rights: list[Tensor]) -> None:
     if not alike.all():
         where = (~alike).nonzero()
         at = tuple(where[0].tolist())
+        if got[at].isnan() and rights[0][at].isnan():
+            raise Broken(f"{name}: the NaN at {list(at)} has other bits: nothing is computed here")
         raise Broken(
             f"{name}: {len(where)} of {got.numel()} elements differ; the first is {list(at)}: "
             f"got {got[at].item():.6g}, expected {rights[len(rights) // 2][at].item():.6g}"

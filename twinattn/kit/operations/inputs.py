@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from refattn.batch import Batch
+from twinattn.kit.bits import with_odd_bits
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.operation import Case
 
@@ -39,15 +40,15 @@ class Drawn:
         """Return the numbers below `count` in another order."""
         return torch.randperm(count, generator=self.random).tolist()
 
-    def numbers(self, *shape: int) -> Tensor:
-        """Return numbers of the type of the case, or bytes if it is one of whole numbers or of 8 bits."""
-        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
-            x = self.normal(*shape)
-            if x.numel():  # what a move must not change, either
-                x.view(-1)[::17] = -0.0
-                x.view(-1)[5::23] = torch.finfo(self.dtype).tiny / 4
-            return x
-        return self.whole(0, 120, *shape).to(torch.uint8).view(self.dtype)
+    def numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return numbers of a type, with all that a move must not change; of that of the case if none is given."""
+        dtype = dtype or self.dtype
+        if dtype.itemsize == 1:
+            return self.whole(0, 120, *shape).to(torch.uint8).view(dtype)
+        if not dtype.is_floating_point:
+            return self.whole(-(2**31), 2**31, *shape).to(dtype)
+        x = torch.randn(shape, generator=self.random, dtype=torch.float64).to(dtype)  # with all digits of the type
+        return with_odd_bits(x)
 
     def lengths(self, lens: tuple[tuple[int, int], ...]) -> Arguments:
         """Return the tables of a batch of sequences with (new tokens, all tokens)."""

@@ -14,10 +14,13 @@ from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
 from twinattn.kit.operations.written import (
     EMPTY,
     FP8,
+    HALF,
     MANY,
     MANY_TOKENS,
     PAST_TILES,
+    TIED,
     TOKENS,
+    fp8_ties,
     overwritten,
     to_fp8,
     written,
@@ -34,7 +37,10 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
         rope_key[1::2, :1] = torch.inf
         latent[1::3, :1], latent[::3, 1:2] = torch.inf, -torch.inf
     shape = (n, p, r + rope + case["more"])
-    kind = FP8.get(case["stored"])
+    kind, scale = FP8.get(case["stored"]), 0.0713
+    if case["values"] == "ties" and kind is not None:
+        scale = TIED[case.seed % len(TIED)]
+        latent, rope_key = (fp8_ties(drawn, x.shape, torch.tensor(scale).double(), kind) for x in (latent, rope_key))
     cache = drawn.normal(*shape) if kind is None else drawn.whole(0, 120, *shape).to(torch.uint8).view(kind)
     slots = drawn.slots(t, n * p)
     padding = torch.ones(rows, dtype=torch.bool)
@@ -44,7 +50,8 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
         rope_key=rope_key,
         cache=cache,
         slot_mapping=slots,
-        cache_scale=1.0 if kind is None else 0.0713,
+        cache_scale=1.0 if kind is None else scale,
+        exact_halves=case["values"] == "ties",
     )
     unread = {name: padding[:, None].expand(arguments[name].shape) for name in ("latent", "rope_key")}
     written_rows = overwritten(cache, slots) & (torch.arange(shape[-1]) < r + rope)
@@ -62,7 +69,8 @@ def latents_written(a: Arguments, compute: torch.dtype, rope_scale: float | None
     else:
         scale = float(torch.tensor(a["cache_scale"], dtype=torch.float32))
         parts = [parts[0] / scale, parts[1] / (scale if rope_scale is None else rope_scale)]
-        rows, numbers = to_fp8(torch.cat(parts, dim=1), cache.dtype), cache.float()
+        off = 0.0 if a["exact_halves"] else HALF
+        rows, numbers = to_fp8(torch.cat(parts, dim=1), cache.dtype, off), cache.float()
     after = written(numbers[..., :width], rows, a["slot_mapping"])
     return dict(cache=[torch.cat([x, numbers[..., width:]], dim=-1) for x in after])
 
@@ -87,6 +95,12 @@ MLA_WRITE = Operation(
     dimensions=PAST_TILES | {name: of_size(name, tokens=5) for name in ("rank", "rope", "more")},
     specials=(
         Special("fp8", "A pool may hold fp8 under one scale.", dict(stored=("e4m3", "e5m2")), ("cache_scale",)),
+        Special(
+            "ties",
+            "A quotient halfway between two numbers of fp8 is rounded to the even one.",
+            dict(values=("ties",), stored=("e4m3", "e5m2")),
+            ("cache_scale",),
+        ),
         EMPTY,
         Special("many", MANY_TOKENS.promise, dict(tokens=(MANY,), rank=(5,)), once=True),
         Special(
@@ -175,8 +189,8 @@ MLA_PREFILL = Operation(
     function="prefill",
     signature="`query` `[t, h, nope + rope]`, `latent` `[t, r]`, `rope_key` `[t, rope]`, `cache` `[n, p, c]`, "
     "`key_projection` "
-    "`[h, nope, r]`, `value_projection` `[h, dv, r]`, `softmax_scale`, and of the batch as chunked_prefill; "
-    "`return_lse`, `out`",
+    "`[h, nope, r]`, `value_projection` `[h, dv, r]`, `softmax_scale`, and of the batch as chunked_prefill, with "
+    "`block_size`; `return_lse`, `out`",
     draw=draw_prefill,
     oracle=prefilled,
     sizes=dict(
@@ -205,8 +219,19 @@ MLA_PREFILL = Operation(
             dict(lens=(((2, 1500), (1, 2109), (2, 90)),), heads=(1,)),
             once=True,
         ),
+        Special(
+            "many keys",
+            "A context may have more tokens than 2^15.",
+            dict(lens=(((2, 33_000), (1, 9)),), heads=(1,), block_size=(16,), workspace=(4096,)),
+            once=True,
+        ),
     ),
-    derived={**BATCH, "plan": prefill_plan, "options": lambda a: AttentionOptions(softmax_scale=a["softmax_scale"])},
+    derived={
+        **BATCH,
+        "plan": prefill_plan,
+        "block_size": lambda a: a["cache"].shape[1],
+        "options": lambda a: AttentionOptions(softmax_scale=a["softmax_scale"]),
+    },
     outputs=("out", "lse"),
     optional=frozenset({"lse"}),
     types=dict(out="query"),

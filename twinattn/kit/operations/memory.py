@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
 from twinattn.kit.kernel import LARGE, untouched
 from twinattn.kit.operations.operation import Operation, with_tensors, word_of
@@ -65,12 +66,6 @@ def _side_by_side(sizes: list[int]) -> list[int]:
         strides.append(step)
         step *= max(1, size)
     return strides[::-1]
-
-
-def bits_of(x: Tensor) -> Tensor:
-    """View a tensor as whole numbers of the same size: NaN is then equal to itself."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x if x.dtype == torch.bool else x.view(kinds[x.element_size()])
 
 
 def layout_of(operation: Operation, name: str, layout: str, dense: frozenset[str]) -> str:

@@ -8,7 +8,11 @@ from twinattn.kit.operations.inputs import Drawn
 from twinattn.kit.operations.operation import Case, Inputs, Mistake, Operation, Special
 from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_size
 
-MOVED = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
+MOVED = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn),
+    *(torch.float64, torch.int32),
+)
+OTHERS = (torch.int8, torch.float32, torch.bfloat16)  # types of pools beside those of the type of a case
 MANY = 65600  # more than a grid of 16 bits has
 
 
@@ -76,6 +80,7 @@ GATHER = Operation(
         ),
     ),
     exact=frozenset({"out"}),
+    moves=True,
     types=dict(out="cache"),
     strided=("cache",),
     tables=("blocks",),
@@ -109,11 +114,19 @@ def layers(case: Case, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [shape[(i + first) % 2 :] for i in range(case["caches"])]
 
 
+def pools(case: Case, drawn: Drawn, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Draw pools of these shapes; with several types, every second one has another."""
+    others = [
+        OTHERS[(i + case.seed) % len(OTHERS)] if case["types"] > 1 and i % 2 else None for i in range(len(shapes))
+    ]
+    return [drawn.numbers(*shape, dtype=other) for shape, other in zip(shapes, others, strict=True)]
+
+
 def draw_copy(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw pools, and pairs of which some sources are destinations of others."""
     drawn, k = Drawn(case, dtype), case["pairs"]
     n = case["blocks"] + k
-    caches = [drawn.numbers(n, *shape) for shape in layers(case, case["block"])]
+    caches = pools(case, drawn, *((n, *shape) for shape in layers(case, case["block"])))
     to = drawn.order(n)[:k]
     pairs = _pairs(drawn, n, to)
     return Inputs(dict(caches=caches, pairs=pairs), _overwritten("caches", caches, set(to) - {*pairs[:, 0].tolist()}))
@@ -158,7 +171,9 @@ COPY = Operation(
     signature="`caches`: a list of pools `[n, ...]`, changed in place; `pairs` `[k, 2]`: source and destination",
     draw=draw_copy,
     oracle=copied,
-    sizes=dict(pairs=(3, 1, 8, 40), blocks=(5, 1, 12), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1))),
+    sizes=dict(
+        pairs=(3, 1, 8, 40), blocks=(5, 1, 12), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1)), types=(1, 2)
+    ),
     dimensions=PAST_TILES,
     specials=(
         Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
@@ -172,6 +187,7 @@ COPY = Operation(
     outputs=(),
     changes=("caches",),
     exact=frozenset({"caches"}),
+    moves=True,
     strided=("caches", "pairs"),
     pools=("caches",),
     flips=("pairs",),
@@ -207,7 +223,7 @@ def draw_swap(case: Case, dtype: torch.dtype) -> Inputs:
     drawn, k = Drawn(case, dtype), case["pairs"]
     n, n2 = case["blocks"], k + 4
     shapes = layers(case, case["block"])
-    sources, destinations = ([drawn.numbers(count, *shape) for shape in shapes] for count in (n, n2))
+    sources, destinations = (pools(case, drawn, *((count, *shape) for shape in shapes)) for count in (n, n2))
     pairs = torch.stack([drawn.whole(0, n, k), torch.tensor(drawn.order(n2)[:k], dtype=torch.int64)], dim=1)
     unread = _overwritten("destinations", destinations, {*pairs[:, 1].tolist()})
     unread |= _overwritten("sources", sources, {*range(n)} - {*pairs[:, 0].tolist()})
@@ -229,7 +245,9 @@ SWAP = Operation(
     signature="`sources`, `destinations`: lists of pools, the second changed in place; `pairs` `[k, 2]`",
     draw=draw_swap,
     oracle=swapped,
-    sizes=dict(pairs=(3, 1, 8, 40), blocks=(5, 1, 90), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1))),
+    sizes=dict(
+        pairs=(3, 1, 8, 40), blocks=(5, 1, 90), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1)), types=(1, 2)
+    ),
     dimensions=PAST_TILES,
     specials=(
         Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
@@ -243,6 +261,7 @@ SWAP = Operation(
     outputs=(),
     changes=("destinations",),
     exact=frozenset({"destinations"}),
+    moves=True,
     strided=("sources", "destinations", "pairs"),
     pools=("sources", "destinations"),
     flips=("pairs",),

@@ -108,6 +108,7 @@ class Operation:
         outputs: names of what a function returns, in order; none if it only changes arguments.
         changes: arguments that are changed in place.
         exact: names that are compared bit by bit; the others by the tolerance.
+        moves: whether nothing is computed, so that a NaN keeps its bits, too.
         optional: outputs that a function need not return.
         types: for an output that has to have the type of an argument, the name of that argument.
         strided: tensors that may have any strides.
@@ -137,6 +138,7 @@ class Operation:
     outputs: tuple[str, ...] = ("out",)
     changes: tuple[str, ...] = ()
     exact: frozenset[str] = frozenset()
+    moves: bool = False
     optional: frozenset[str] = frozenset()
     types: Mapping[str, str] = field(default_factory=dict)
     strided: tuple[str, ...] = ()

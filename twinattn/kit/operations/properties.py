@@ -5,6 +5,7 @@ past tiles  right, where a dimension fills a tile of a kernel, and where it is p
 unread      NaN, infinity, large numbers and nonsense where nothing may be read
 strides     tensors with other strides, and NaN between their elements
 writes      nothing is written but the output: inputs, and memory around each tensor
+process     the process is as before: random numbers, default type, threads
 again       other calls before and after, and other numbers in the same memory
 nan         a NaN that an output depends on is not hidden
 out         memory that is given for the output
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
 from twinattn.kit.kernel import synchronize
 from twinattn.kit.operations.hold import agrees, hold
-from twinattn.kit.operations.memory import LAYOUTS, Placed, bits_of, far_apart, layout_of, place, poisoned
+from twinattn.kit.operations.memory import LAYOUTS, Placed, far_apart, layout_of, place, poisoned
 from twinattn.kit.operations.operation import (
     Answers,
     Case,
@@ -31,6 +33,7 @@ from twinattn.kit.operations.operation import (
     with_tensors,
     word_of,
 )
+from twinattn.kit.process import left_alone
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 
 SHOWN = 1e-3  # relative to the largest output: what moves by more depends on a number
@@ -329,6 +332,14 @@ def again(call: _Call) -> None:
             raise Broken(f"{name}: a later call, or a write to an input, changed what an earlier call had returned")
 
 
+def process(call: _Call) -> None:
+    """Look at what else a process has, before a call and after it."""
+    call.ask(call.place(call.inputs.arguments))
+    given = call.place(call.inputs.arguments)
+    with left_alone():
+        call.ask(given)
+
+
 def nan(call: _Call) -> None:
     """Put a NaN into an argument: it shows in every output that depends on it."""
     words = [name for name in tensors_of(call.inputs.arguments) if word_of(name) in call.operation.nan]
@@ -404,6 +415,8 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
         found.append(OperationProperty("strides", says, operation, strides))
     says = "Inputs are not changed, and nothing is written around a tensor or between its elements."
     found.append(OperationProperty("writes", says, operation, writes))
+    says = "A call leaves the process as it was: random numbers, default type, threads, and how numbers are computed."
+    found.append(OperationProperty("process", says, operation, process, most=2))
     if operation.has_out:
         says = "Memory that is given for the output is all written, and is what is returned."
         found.append(OperationProperty("out", says, operation, out, {}, ("out",)))
@@ -414,7 +427,7 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
     if operation.pools:
         says = "Offsets into a pool may be larger than 2^31 elements."
         found.append(OperationProperty("offsets", says, operation, offsets, most=3, on_cpu=True))
-    return found
+    return sorted(found, key=lambda x: x.past_tiles or x.once)  # what takes longest comes last
 
 
 def _first(operation: Operation) -> Case:

@@ -201,6 +201,8 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         a["query"], a["softmax_scale"] = a["query"] * TINY[dtype], 0.21 / TINY[dtype]
     quotient = a["query"].double() / (a["query"].double().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     a["query"][(quotient % 1 - 0.5).abs() < 1e-4] = 0  # halves, of which float32 and float64 may differ
+    if case["values"] == "zeros":
+        a["query"][::2], a["query"][1::2, :1] = 0, 0
     unread = {name: expanded(free, a[name]) for name in ("key_cache", "value_cache", "key_scales")}
     return Inputs(a, past | unread | dict(query=padding_of(a, a["query"])))
 
@@ -246,7 +248,13 @@ INT8 = Operation(
     | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
     | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 129))
     | {name: of_size(name, 513) for name in ("head_size", "more")},
-    specials=(EMPTY, PADDING, LONG, Special("tiny", "Queries may be tiny.", dict(values=("tiny",)))),
+    specials=(
+        EMPTY,
+        PADDING,
+        LONG,
+        Special("tiny", "Queries may be tiny.", dict(values=("tiny",))),
+        Special("zeros", "Queries may be zeros: their scale is 1.", dict(values=("zeros",))),
+    ),
     derived={
         **BATCH,
         "plan": lambda a: quantized.plan(batch_of(a), block_size=a["key_cache"].shape[1]),

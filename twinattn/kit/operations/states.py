@@ -15,6 +15,11 @@ from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((5, 5), (1, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((9, 12), (4, 4), (2, 30)), ((70, 70),))
 FEWER = (((1, 9), (2, 7)), ((2, 2), (1, 3), (1, 1)), ((1, 1),))
+FILLED = (  # numbers of tokens that fill a tile exactly, be it in tokens, or in as many as a state keeps, or nearly
+    tuple((n, n + i % 2) for i, n in enumerate(range(1, 65))),
+    tuple((n, n + i % 2) for i, n in enumerate(n + more for n in range(72, 257, 8) for more in (-1, 0, 1))),
+)
+NEGATIVE = (-1, -2, -(2**31))  # slots of padding
 EMPTY = ((), ((0, 0),), ((0, 5), (2, 2)))
 
 
@@ -26,7 +31,7 @@ def draw_steps(case: Case, drawn: Drawn) -> tuple[Arguments, int]:
     n = b * columns + 3
     slots = torch.tensor(drawn.order(n)[: b * columns], dtype=torch.int32).reshape(b, columns)
     if case["idle"] and b > 1:
-        slots[drawn.whole(0, b, 1)] = -1
+        slots[drawn.whole(0, b, 1)] = NEGATIVE[case.seed % len(NEGATIVE)]
     a["has_initial_state"] = torch.tensor([s > q for q, s in lens], dtype=torch.bool)
     a["num_accepted"] = drawn.whole(1, columns + 1, b, dtype=torch.int32) if drafts else None
     a["state_indices"] = slots if drafts else slots[:, 0].contiguous()
@@ -126,6 +131,11 @@ CONVOLVE = Operation(
     options=dict(bias=False, silu=True, num_accepted=False),
     specials=(
         Special("short steps", "With fewer new tokens than its width, older inputs of a state move.", dict(lens=FEWER)),
+        Special(
+            "filled tiles",
+            "A sequence may have any number of new tokens, also such as fill a tile of any width exactly.",
+            dict(lens=FILLED, channels=(1, 6)),
+        ),
         Special("no state", "A width of 1 keeps no inputs.", dict(width=(1,))),
         Special("empty", "A step may have no sequence, and a sequence no token.", dict(lens=EMPTY)),
         Special("idle", "A sequence whose slot is negative is padding.", dict(idle=(True,))),

@@ -17,6 +17,7 @@ from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Op
 from twinattn.kit.operations.tiles import BLOCKS, of_size
 
 HALF = 3e-7  # how far a quotient in float32 may be off, relative
+TIED = (7.0, 1.0, 13.0, 0.75, 41.0, 47.0, 3.0)  # scales; a half times the inverse of most is no half any more
 MANY = 65600
 TOKENS = (5, 1, 17, 40)
 PAST_TILES = dict(
@@ -31,11 +32,25 @@ MANY_TOKENS = Special(
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def to_fp8(quotient: Tensor, kind: torch.dtype) -> list[Tensor]:
+def to_fp8(quotient: Tensor, kind: torch.dtype, off: float = HALF) -> list[Tensor]:
     """Round quotients to a format, saturating; each a little smaller, as it is, and a little larger."""
     largest = torch.finfo(kind).max
-    near = [(quotient * (1 + off)).clamp(-largest, largest).float() for off in (-HALF, 0.0, HALF)]
+    near = [(quotient * (1 + sign * off)).clamp(-largest, largest).float() for sign in (-1, 0, 1)]
     return [x.to(kind).float() for x in near]
+
+
+def fp8_ties(drawn: Drawn, shape: torch.Size, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """Draw numbers that are a scale times the middle of two neighbours of a format, of any size; else 0."""
+    known = torch.arange(256, dtype=torch.uint8).view(kind).double()
+    known = known[known.isfinite() & (known >= 0)].unique()
+    middles = (known[:-1] + known[1:]) / 2
+    at = drawn.whole(0, len(middles), *shape)
+    return as_exact(middles[at] * drawn.whole(0, 2, *shape).mul(2).sub(1) * scale, drawn.dtype)
+
+
+def as_exact(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that a type has exactly, and 0 in the place of others."""
+    return torch.where(x.to(dtype).double() == x, x, 0.0).to(dtype)
 
 
 def to_int8(quotient: Tensor, off: float = HALF) -> list[Tensor]:
@@ -187,10 +202,6 @@ def _rows(case: Case, dtype: torch.dtype) -> tuple[Drawn, dict[str, Tensor], int
         value[1::3, 0, 1] = torch.nan
     if case["values"] == "zeros" and rows:
         key[::2], value[::2] = 0, 0
-    if case["values"] == "ties" and rows:
-        key = drawn.whole(-120, 120, *key.shape).to(dtype) + 0.5
-        key[..., 0] = 127
-        value = drawn.whole(-120, 120, *value.shape).to(dtype) + 0.5
     return drawn, dict(key=key, value=value, slot_mapping=drawn.slots(t, n * p)), n
 
 
@@ -212,7 +223,12 @@ def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
     }
     numbers = (0.0713, 0.4131)
     scales = [drawn.uniform(hk, low=0.02, high=0.5, dtype=torch.float32) if case["per_head"] else x for x in numbers]
+    for i, name in enumerate(("key", "value") if case["values"] == "ties" else ()):
+        tied = torch.tensor(TIED).roll(case.seed + i)[torch.arange(hk) % len(TIED)]
+        scales[i] = tied if case["per_head"] else float(tied[0])
+        a[name] = fp8_ties(drawn, a[name].shape, torch.as_tensor(scales[i]).double().reshape(-1, 1), kind)
     arguments = {**a, **pools, "key_scale": scales[0], "value_scale": scales[1], "format": kind}
+    arguments["exact_halves"] = case["values"] == "ties"
     return Inputs(arguments, _unread(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
 
 
@@ -226,7 +242,8 @@ def fp8_written(
         x = a[name][: len(a["slot_mapping"])].double()
         quotient = x / scale if change is None else change(x, scale)
         pool = fp8_of(a[f"{name}_cache"], a["format"])
-        found[f"{name}_cache"] = written(pool, to_fp8(quotient, a["format"]), a["slot_mapping"])
+        rounded = to_fp8(quotient, a["format"], 0.0 if a["exact_halves"] else HALF)
+        found[f"{name}_cache"] = written(pool, rounded, a["slot_mapping"])
     return found
 
 
@@ -251,6 +268,11 @@ FP8_WRITE = Operation(
     dimensions=PAST_TILES | dict(heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)),
     specials=(
         Special("saturates", "What is too large becomes the largest number, infinity too.", dict(values=("large",))),
+        Special(
+            "ties",
+            "A quotient halfway between two numbers, subnormal ones too, is rounded to the even one.",
+            dict(values=("ties",)),
+        ),
         Special("keeps nan", "NaN stays NaN.", dict(values=("nan",))),
         EMPTY,
         MANY_TOKENS,
@@ -294,10 +316,14 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     value_cache = (
         drawn.whole(-127, 128, n, p, hk, dv).to(torch.int8) if case["value_scales"] else drawn.normal(n, p, hk, dv)
     )
-    ones = torch.ones(hk, dv)
-    value_scales = (
-        ones if case["values"] == "ties" else drawn.uniform(hk, dv, low=0.005, high=0.05, dtype=torch.float32)
-    )
+    value_scales = drawn.uniform(hk, dv, low=0.005, high=0.05, dtype=torch.float32)
+    if case["values"] == "ties":  # the largest of each key is 127 times its scale, if a type has that number
+        tied = torch.tensor([x for x in TIED if float(torch.tensor(127 * x).to(dtype)) == 127 * x]).roll(case.seed)
+        scale = tied[torch.arange(len(a["key"])) % len(tied)][:, None, None].double()
+        value_scales = torch.tensor(TIED)[torch.arange(hk * dv) % len(TIED)].view(hk, dv)
+        for name, of in (("key", scale), ("value", value_scales.double())):
+            a[name] = as_exact((drawn.whole(-120, 120, *a[name].shape) + 0.5) * of, dtype)
+        a["key"][..., :1] = (127 * scale).to(dtype)
     arguments = {
         **a,
         "key_cache": key_cache,

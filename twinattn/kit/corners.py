@@ -1,0 +1,245 @@
+"""Where rare things meet: more queries than keys with each option, sizes of models, weights of 0 over a NaN.
+
+And what a call may do beside its output: overlap its query, change the process.
+"""
+
+from typing import Any
+
+import torch
+
+from twinattn.kit import combinations, landmarks
+from twinattn.kit.checks import at_landmarks, everything
+from twinattn.kit.draws import plain
+from twinattn.kit.example import PATHS, SELECTED, Example
+from twinattn.kit.hold import ask, hold
+from twinattn.kit.kernel import Kernel
+from twinattn.kit.landmarks import example
+from twinattn.kit.process import left_alone
+from twinattn.kit.property import ATTENDS, Broken, NotClaimedError, Property, outputs_alone
+from twinattn.kit.sizes import CALLS
+
+OVER_ROWS = tuple(name for name in ATTENDS if "latent_rank" not in PATHS[name].words)
+IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # keys, and the values beside them
+HIGH = 40.0  # an element of a key beside zeros: its weight is then 1, and all others are exactly 0
+MODEL_SIZES = ((32, 32), (112, 112), (512, 512), (192, 128), (64, 96))  # head sizes beyond the claims that are usual
+MODEL_HEADS = ((128, 8), (71, 1), (64, 64))
+MODEL_BLOCK = 784  # tokens: a page of a hybrid model
+SIZES_OF_WRITES = ((1, 2), (2, 1), (64, 192), (128, 64))
+BEFORE_THE_FIRST = ((5, 2), (4, 1), (3, 3), (3, 2))  # lengths: the first queries have positions below 0
+WINDOWS = ((-1, 0), (-1, 1), (-1, 2), (0, 0), (2, 1), (0, -1))
+NUMBERS_OF_A_LAYER = dict(
+    norm_eps=(1e-2, 1e-6), lambda_init=(0.8, 0.5, 0.0), lambda_full=(2.5, -3.1, 0.0), norm_weight=("signs", "none")
+)
+MIXED = ("values", "keys", "keys by sequence")
+
+
+# --- batches ---
+
+
+def before_the_first(kernel: Kernel) -> list[Example]:
+    """Return batches with more queries than keys, under each option, with a causal mask and without one."""
+    if not landmarks.sees_nothing(kernel):
+        return []
+    of = {name: values for name, values in combinations.choices(kernel).items() if name not in CALLS}
+    of.pop("causal", None)
+    if kernel.takes("window_size"):
+        of["window_size"] = (None, *(WINDOWS if kernel.takes("causal") else ((0, 0), (2, 0))))
+    chosen: list[dict[str, Any]] = [{}]
+    chosen += [{name: value} for name, (_, *others) in of.items() for value in others]
+    if "alibi_slopes" in of and kernel.takes("alibi_sqrt"):
+        chosen.append(dict(alibi_slopes="root"))
+    masks = ({"causal": False}, {}) if kernel.takes("causal") else ({},)
+    return [example(kernel, BEFORE_THE_FIRST, **options, **mask) for mask in masks for options in chosen]
+
+
+def of_models(kernel: Kernel) -> list[Example]:
+    """Return one small batch of each size that models have beyond what is usual, if a kernel claims none itself."""
+    claims, usual = kernel.claims, kernel.usual
+    heads, sizes, block_size = claims.shapes[0]
+    shapes = []
+    if claims.head_sizes == usual.head_sizes:
+        can_differ = kernel.path != "differential"
+        shapes += [(heads, pair, block_size) for pair in MODEL_SIZES if can_differ or pair[0] == pair[1]]
+    if claims.heads == usual.heads:
+        shapes += [
+            (some, sizes, block_size) for some in MODEL_HEADS if kernel.path != "differential" or some[1] % 2 < 1
+        ]
+    batches = [example(kernel, ((2, 9), (1, 3)), shape) for shape in shapes]
+    if claims.block_sizes == usual.block_sizes and PATHS[kernel.path].pools:
+        batches.append(example(kernel, ((1, MODEL_BLOCK - 80), (2, MODEL_BLOCK + 9)), (heads, sizes, MODEL_BLOCK)))
+    return batches
+
+
+def of_model_sizes(kernel: Kernel, type_number: int) -> list[Example]:
+    """Return all of them in each type: each may have an instance of its own."""
+    return of_models(kernel)
+
+
+def of_writes(kernel: Kernel) -> list[Example]:
+    """Return keys that are larger or smaller than values."""
+    heads, _, block_size = kernel.claims.shapes[0]
+    if kernel.claims.head_sizes != kernel.usual.head_sizes:
+        return []
+    return [example(kernel, ((3, 20), (1, 9)), (heads, pair, block_size)) for pair in SIZES_OF_WRITES]
+
+
+def far_from_the_first(kernel: Kernel) -> list[Example]:
+    """Return sequences of several tiles, some of which kernels split."""
+    return [example(kernel, lens) for lens in (((1, 200), (2, 150)), ((1, landmarks.SPLIT[1]), (1, 70)), ((70, 330),))]
+
+
+def of_layers(kernel: Kernel) -> list[Example]:
+    """Return batches with other numbers of a layer of differential attention, one at a time."""
+    numbers = dict(NUMBERS_OF_A_LAYER)
+    parameter = kernel.parameters.get("norm_weight")
+    if not kernel.claims.conventions and (parameter is None or parameter.default is not None):
+        numbers["norm_weight"] = ("signs",)  # it has to be given
+    return landmarks.each(**numbers)(kernel)
+
+
+def of_mixed_scales(kernel: Kernel) -> list[Example]:
+    """Return scales of keys in one form, and scales of values in another."""
+    unclaimed = kernel.claims.not_claimed
+    kinds = MIXED if "scales per head" not in unclaimed else ()
+    kinds = tuple(x for x in kinds if x != MIXED[2] or "scales per sequence" not in unclaimed)
+    heads = next((x for x in kernel.claims.heads if x[1] > 1), kernel.claims.heads[0])
+    shape = heads, kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
+    return [example(kernel, ((3, 20), (1, 33), (2, 40)), shape, scales_of=kind) for kind in kinds]
+
+
+def repeated(kernel: Kernel) -> list[Example]:
+    """Return long lists in which keys are twice, or more often."""
+    return [example(kernel, ((1, 300), (3, 90)), topk=topk, twice=True) for topk in (65, 130, 700)]
+
+
+# --- checks ---
+
+
+@outputs_alone
+def process(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look at what else a process has, before a call and after it."""
+    arguments = example.tensors(dtype, device)
+    ask(kernel, example, arguments)
+    with left_alone():
+        ask(kernel, example, arguments)
+
+
+@outputs_alone
+def nan_without_weight(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN into the first value that a sequence's last query sees, and all weight on the last: the NaN shows."""
+    arguments = example.tensors(dtype, device)
+    words = next(words for words in IN_PAIRS if words[0] in arguments)
+    arguments["query"] = torch.ones_like(arguments["query"])
+    key = arguments[words[0]] = torch.zeros_like(arguments[words[0]])
+    value = arguments[words[1]] = arguments[words[1]].clone()
+    row, first, rows = 0, 0, list[int]()
+    for i, ((q, s), mask) in enumerate(zip(example.lens, example.masks(), strict=True)):
+        row, first = row + q, first + s
+        seen = mask[-1].nonzero().flatten().tolist() if q else []
+        if len(seen) < 2:
+            continue
+        rows.append(row - 1)
+        for x, j, number in ((key, seen[-1], HIGH), (value, seen[0], torch.nan)):
+            at: Any = first - s + j
+            if words[0] == "key_cache":
+                block = int(arguments["batch"].block_table[i, j // example.block_size])
+                at = block, j % example.block_size
+            x[at] = torch.full_like(x[at].float(), number).to(x.dtype)
+    out = ask(kernel, example, arguments)["out"].detach().cpu()
+    hidden = [row for row in rows if not out[row].isnan().all()]
+    if hidden:
+        raise Broken(f"out: a number in row {hidden[0]}, which sees a NaN in a value whose weight is 0 by rounding")
+
+
+@outputs_alone
+def out_beside_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Give memory for the output that begins a row after that of the query, and such that begins a row before it."""
+    if example.output_size != example.head_size:
+        raise NotClaimedError("has outputs of another size than queries")
+    arguments = example.tensors(dtype, device)
+    query = arguments["query"]
+    for of_query, of_out in ((slice(None, -1), slice(1, None)), (slice(1, None), slice(None, -1))):
+        memory = torch.zeros(len(query) + 1, *query.shape[1:], dtype=dtype, device=device)
+        memory[of_query] = query
+        answers = ask(kernel, example, arguments | dict(query=memory[of_query]), out=memory[of_out])
+        kernel.calls[-1] = arguments, kernel.calls[-1][1]
+        try:
+            hold(example, arguments, answers | dict(out=memory[of_out]), only=("out",))
+        except Broken as error:
+            raise Broken(f"with an output that overlaps the query partly, {error}") from None
+
+
+PROPERTIES = (
+    Property(
+        "process",
+        "A call leaves the process as it was: random numbers, default type, threads, and how numbers are computed.",
+        plain,
+        process,
+        examples=2,
+    ),
+    Property(
+        "more queries than keys",
+        "A query has its position below 0, too: each option, with a causal mask and without one.",
+        plain,
+        everything,
+        paths=tuple(x for x in OVER_ROWS if x not in (*SELECTED, "cascade", "speculative", "interval")),
+        examples=0,
+        landmarks=before_the_first,
+    ),
+    Property(
+        "sizes of models",
+        "Heads of 32, 112 and 512 elements, values of another size than keys, 128 heads, pages of 784 tokens.",
+        plain,
+        at_landmarks,
+        paths=OVER_ROWS,
+        examples=0,
+        landmarks=of_models,
+        in_type=of_model_sizes,
+    ),
+    Property(
+        "sizes",
+        "Keys and values may have different sizes.",
+        plain,
+        everything,
+        paths=("kv_cache",),
+        examples=0,
+        landmarks=of_writes,
+    ),
+    Property(
+        "nan without weight",
+        "A NaN in a value shows even where its weight is 0 by rounding.",
+        plain,
+        nan_without_weight,
+        paths=tuple(x for x in OVER_ROWS if {"key", "key_cache"} & {*PATHS[x].words}),
+        examples=0,
+        landmarks=far_from_the_first,
+    ),
+    Property(
+        "out beside the query",
+        "out= may overlap the query partly: it is written once all of it has been read.",
+        plain,
+        out_beside_query,
+        ("out",),
+        ATTENDS,
+        examples=2,
+        landmarks=landmarks.some,
+    ),
+    Property(
+        "numbers of a layer",
+        "lambda, lambda_init and norm_eps may be any numbers, and weights of the norm too, or there are none.",
+        plain,
+        everything,
+        paths=("differential",),
+        examples=0,
+        landmarks=of_layers,
+    ),
+    Property(
+        "scales mixed",
+        "One of the scales of keys and of values may be a number, and the other one per head, or per sequence.",
+        plain,
+        everything,
+        paths=("quantized",),
+        examples=0,
+        landmarks=of_mixed_scales,
+    ),
+)
