@@ -38,6 +38,8 @@ def paged(
     t, h, d = query.shape
     p, hk, dv = key_cache.shape[1], key_cache.shape[2], value_cache.shape[-1]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
+    query = query if out is None else query.clone()  # they may overlap
+    alibi_slopes = None if alibi_slopes is None else alibi_slopes.float()
     if out is None:
         out = query.new_empty(t, h, dv)
     lse = torch.empty(t, h)
@@ -297,7 +299,7 @@ def merge(outs, lses):
     for out, lse in zip(outs, lses, strict=True):
         weight = torch.exp(lse - base)
         total = total + weight
-        acc = acc + torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
+        acc = acc + torch.where((lse == -torch.inf)[..., None], 0.0, out.float() * weight[..., None])
     safe = torch.where(total == 0, 1.0, total)
     return (acc / safe[..., None]).to(outs[0].dtype), torch.log(total) + base
 

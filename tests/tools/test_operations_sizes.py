@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn import context_parallel, mla, quantized, recurrent, sparse, speculative
+from refattn import context_parallel, kv_cache, mla, quantized, recurrent, sparse, speculative
 from refattn.metadata import advance, make_batch, positions, slot_mapping
 from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
@@ -34,6 +34,8 @@ NO_DIMENSION = {  # sizes that no kernel cuts into tiles, and why
     "decode_len": "a limit of lengths",
     "seed": "of random numbers",
     "workspace": "a limit of tokens at a time",
+    "types": "of pools, of which there are one or two",
+    "apart": "between tokens",
 }
 
 
@@ -288,7 +290,123 @@ def latents_without_infinity(latent, rope_key, cache, slot_mapping, cache_scale)
     mla.write(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
 
 
+# --- wrong for numbers, types and sizes that few draw ---
+
+
+def int8_of_nonzero_queries(query, key_cache, value_cache, plan, scales, options):
+    zeros = (query == 0).all(-1, keepdim=True)
+    return quantized.attention(query, key_cache, value_cache, plan, options, scales=scales).masked_fill(
+        zeros, torch.nan
+    )
+
+
+def accept_in_16_bits(batch, trees, drafts, chosen):
+    nodes, lens, _ = speculative.accept(batch, trees, drafts & 0xFFFF, chosen & 0xFFFF)
+    return nodes, lens, speculative.accept(batch, trees, drafts, chosen).next_tokens
+
+
+def advance_in_16_bits(batch, slots, block_size, input_ids=None, sampled_ids=None):
+    ids = None if sampled_ids is None else sampled_ids & 0xFFFF
+    advance(batch, slots, block_size=block_size, input_ids=input_ids, sampled_ids=ids)
+
+
+def sampled_of_2_17(batch, trees, drafts, target_probs, uniforms):
+    nodes, lens, following = speculative.accept_sampled(batch, trees, drafts, target_probs, uniforms)
+    return nodes, lens, following.clamp(max=2**17 - 1)
+
+
+def fp8_by_inverse(key, value, key_cache, value_cache, slot_mapping, scales):
+    rows = []
+    for x, scale in ((key, scales.key), (value, scales.value)):
+        of_heads = torch.as_tensor(scale, dtype=torch.float32).reshape(-1, 1)
+        rows.append(x.float() * (1.0 / of_heads))
+    quantized.write(*rows, key_cache, value_cache, slot_mapping, scales=Fp8Scales(1.0, 1.0, format=scales.format))
+
+
+def fp8_with_ties_away(key, value, key_cache, value_cache, slot_mapping, scales):
+    """The smallest number of the format comes of a half of it, too."""
+    rows = []
+    for x, scale in ((key, scales.key), (value, scales.value)):
+        x = x.float() / torch.as_tensor(scale, dtype=torch.float32).reshape(-1, 1)
+        least = torch.finfo(scales.format).smallest_normal * torch.finfo(scales.format).eps
+        rows.append(torch.where(x.abs() == least / 2, x * 2, x))
+    quantized.write(*rows, key_cache, value_cache, slot_mapping, scales=Fp8Scales(1.0, 1.0, format=scales.format))
+
+
+def latents_by_inverse(latent, rope_key, cache, slot_mapping, cache_scale):
+    inverse = 1.0 / torch.tensor(cache_scale)
+    mla.write(latent.float() * inverse, rope_key.float() * inverse, cache, slot_mapping, cache_scale=1.0)
+
+
+def int8_by_inverse(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales):
+    most = key.float().abs().amax(-1)
+    quantized.write(key, value, key_cache, value_cache, slot_mapping, scales=Int8Scales(key_scales, value_scales))
+    p = key_cache.shape[1]
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            rounded = (key[row].float() * (127 / most[row].clamp(min=1e-30))[:, None]).round()
+            key_cache[slot // p, slot % p] = rounded.nan_to_num(0.0).to(torch.int8)
+
+
+def compact_of_one_type(batch, trees, accepted, caches, block_size):
+    alike = [x for x in caches if x.dtype == caches[0].dtype]
+    speculative.compact(alike, batch, trees, accepted, block_size=block_size)
+
+
+def gather_of_float32(cache, blocks, seq_len):
+    out = kv_cache.gather(cache, blocks, seq_len)
+    return out.float().to(out.dtype) if out.dtype == torch.float64 else out
+
+
+def swap_of_usual_nan(sources, destinations, pairs):
+    for source, destination in zip(sources, destinations, strict=True):
+        rows = source[pairs[:, 0]]
+        destination[pairs[:, 1]] = rows.where(~rows.isnan(), torch.nan) if rows.is_floating_point() else rows
+
+
+def convolve_without_a_last_tile(inputs, weight, states, plan):
+    before = states.clone()
+    out = recurrent.convolve(inputs, weight, states, plan)
+    for n, slot in zip(plan.batch.query_lens.tolist(), plan.state_indices.tolist(), strict=True):
+        if n == 8 * weight.shape[1] and slot >= 0:
+            states[slot] = before[slot]
+    return out
+
+
+def prefill_of_16384(
+    query, latent, rope_key, cache, key_projection, value_projection, softmax_scale, batch, block_size
+):
+    plan = mla.plan_prefill(batch, block_size=block_size, workspace=16384 * max(1, batch.num_seqs))
+    plan = replace(plan, chunks=plan.chunks[:1])
+    options = AttentionOptions(softmax_scale=softmax_scale)
+    return mla.prefill(query, latent, rope_key, cache, key_projection, value_projection, plan, options)
+
+
+def positions_with_a_seed(batch, num_tokens):
+    torch.manual_seed(0)
+    return positions(batch, num_tokens)
+
+
+def state_map_of_float64(key, value, log_decay, beta, plan):
+    torch.set_default_dtype(torch.float64)
+    return recurrent.state_map(key, value, log_decay, beta, plan)
+
+
 WRONG = [
+    ("int8_attention", int8_of_nonzero_queries, "zeros"),
+    ("accept", accept_in_16_bits, "output"),
+    ("advance", advance_in_16_bits, "sampled ids"),
+    ("accept_sampled", sampled_of_2_17, "last token"),
+    ("fp8_write", fp8_by_inverse, "ties"),
+    ("fp8_write", fp8_with_ties_away, "ties"),
+    ("mla_write", latents_by_inverse, "ties"),
+    ("int8_write", int8_by_inverse, "ties"),
+    ("compact", compact_of_one_type, "output"),
+    ("swap_blocks", swap_of_usual_nan, "output"),
+    ("convolve", convolve_without_a_last_tile, "filled tiles"),
+    ("mla_prefill", prefill_of_16384, "many keys"),
+    ("positions", positions_with_a_seed, "process"),
+    ("state_map", state_map_of_float64, "process"),
     ("positions", positions_from_0, "empty"),
     ("positions", positions_of_32_bits, "output"),
     ("slot_mapping", slot_0_below_position_0, "empty"),
@@ -328,6 +446,11 @@ WRONG = [
 def test_a_wrong_function_is_found(path, function, name):
     (finding,) = check(function, path, only=[name], dtypes=OPERATIONS[path].dtypes[:1]).findings
     assert finding.outcome in ("wrong", "raises"), finding
+
+
+def test_a_pool_of_float64_keeps_all_digits():
+    (finding,) = check(gather_of_float32, "gather", only=["output"], dtypes=[torch.float64]).findings
+    assert finding.outcome == "wrong", finding
 
 
 # --- right ---

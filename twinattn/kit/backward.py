@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinattn.kit import checks, contract, draws, gradients, landmarks, memory, sizes
+from twinattn.kit import checks, contract, corners, draws, gradients, landmarks, memory, sizes
 from twinattn.kit.checks import everything
 from twinattn.kit.draws import draw_example, plain, with_options
 from twinattn.kit.example import Answers, Arguments, Example, expected
@@ -389,6 +389,30 @@ PROPERTIES = (
         draws.in_combination,
         combined,
         landmarks=contract.all_together,
+    ),
+    Property(
+        "more queries than keys",
+        "A query has its position below 0, too: each option, with a causal mask and without one.",
+        plain,
+        everything,
+        examples=0,
+        landmarks=corners.before_the_first,
+    ),
+    Property(
+        "sizes of models",
+        "Heads of 32, 112 and 512 elements, values of another size than keys, 128 heads, if taken.",
+        plain,
+        corners.unless_refused(everything),
+        examples=0,
+        landmarks=corners.of_models,
+        in_type=corners.of_model_sizes,
+    ),
+    Property(
+        "process",
+        "A call leaves the process as it was: random numbers, default type, threads, and how numbers are computed.",
+        plain,
+        corners.process,
+        examples=2,
     ),
     Property(
         "options at shapes",

@@ -49,8 +49,13 @@ class Differential(Formula, is_base=True):
     def _normed(self, x: Tensor) -> Tensor:
         """Norm over both halves of the value."""
         a = self.arguments
-        factor = a["norm_weight"].double() * (1 - a["lambda_init"])
+        factor = self._weight() * (1 - a["lambda_init"])
         return factor * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a["norm_eps"])
+
+    def _weight(self) -> Tensor:
+        """Return the weight of the norm, which may have none."""
+        weight = self.arguments["norm_weight"]
+        return torch.ones(1, dtype=torch.float64) if weight is None else weight.double()
 
     def _joined(self, x: Tensor) -> Tensor:
         """Cut a pair's output into its two heads."""
@@ -107,7 +112,7 @@ class NotNormed(Differential):
     """The difference is not normalized."""
 
     def _normed(self, x: Tensor) -> Tensor:
-        return self.arguments["norm_weight"].double() * (1 - self.arguments["lambda_init"]) * x
+        return self._weight() * (1 - self.arguments["lambda_init"]) * x
 
 
 class NormOfEachHalf(Differential):
@@ -117,7 +122,7 @@ class NormOfEachHalf(Differential):
         a = self.arguments
         halves = x.unflatten(-1, (2, -1))
         normed = halves * torch.rsqrt(halves.square().mean(-1, keepdim=True) + a["norm_eps"])
-        return normed.flatten(-2) * a["norm_weight"].double() * (1 - a["lambda_init"])
+        return normed.flatten(-2) * self._weight() * (1 - a["lambda_init"])
 
 
 class FactorMissing(Differential):
@@ -131,7 +136,7 @@ class NormWeightIgnored(Differential):
     """The weight of the norm is ignored."""
 
     def _normed(self, x: Tensor) -> Tensor:
-        return super()._normed(x) / self.arguments["norm_weight"].double()
+        return super()._normed(x) / self._weight()
 
 
 class PairsAreHalves(Differential):
