@@ -14,21 +14,21 @@ from twinattn.kit.example import PATHS, SELECTED, Example
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.landmarks import example
-from twinattn.kit.process import left_alone
+from twinattn.kit.process import left_alone, restored
 from twinattn.kit.property import ATTENDS, Broken, Check, NotClaimedError, Property, RefusedError, outputs_alone
 from twinattn.kit.sizes import CALLS
 
 OVER_ROWS = tuple(name for name in ATTENDS if "latent_rank" not in PATHS[name].words)
 IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # keys, and the values beside them
 HIGH = 40.0  # an element of a key beside zeros: its weight is then 1, and all others are exactly 0
-MODEL_SIZES = ((32, 32), (112, 112), (512, 512), (192, 128), (64, 96))  # head sizes beyond the claims that are usual
+MODEL_SIZES = ((192, 128), (64, 96), (512, 512), (112, 112), (32, 32))  # head sizes beyond the claims that are usual
 MODEL_HEADS = ((128, 8), (71, 1), (64, 64))
 MODEL_BLOCK = 784  # tokens: a page of a hybrid model
 SIZES_OF_WRITES = ((1, 2), (2, 1), (64, 192), (128, 64))
 BEFORE_THE_FIRST = ((5, 2), (4, 1), (3, 3), (3, 2))  # lengths: the first queries have positions below 0
 WINDOWS = ((-1, 0), (-1, 1), (-1, 2), (0, 0), (2, 1), (0, -1))
 NUMBERS_OF_A_LAYER = dict(
-    norm_eps=(1e-2, 1e-6), lambda_init=(0.8, 0.5, 0.0), lambda_full=(2.5, -3.1, 0.0), norm_weight=("signs", "none")
+    norm_weight=("signs", "none"), norm_eps=(1e-2, 1e-6), lambda_init=(0.8, 0.5, 0.0), lambda_full=(2.5, -3.1, 0.0)
 )
 MIXED = ("values", "keys", "keys by sequence")
 
@@ -64,10 +64,10 @@ def of_models(kernel: Kernel) -> list[Example]:
         shapes += [
             (some, sizes, block_size) for some in MODEL_HEADS if kernel.path != "differential" or some[1] % 2 < 1
         ]
-    batches = [example(kernel, ((2, 9), (1, 3)), shape) for shape in shapes]
+    batches = []
     if claims.block_sizes == usual.block_sizes and PATHS[kernel.path].pools:
         batches.append(example(kernel, ((1, MODEL_BLOCK - 80), (2, MODEL_BLOCK + 9)), (heads, sizes, MODEL_BLOCK)))
-    return batches
+    return [*batches, *(example(kernel, ((2, 9), (1, 3)), shape) for shape in shapes)]
 
 
 def of_model_sizes(kernel: Kernel, type_number: int) -> list[Example]:
@@ -133,7 +133,8 @@ def unless_refused(check: Check) -> Check:
 def process(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Look at what else a process has, before a call and after it."""
     arguments = example.tensors(dtype, device)
-    ask(kernel, example, arguments)
+    with restored():  # the first call may import, and compile
+        ask(kernel, example, arguments)
     with left_alone():
         ask(kernel, example, arguments)
 
@@ -202,7 +203,7 @@ PROPERTIES = (
     ),
     Property(
         "sizes of models",
-        "Heads of 32, 112 and 512 elements, values of another size than keys, 128 heads, pages of 784 tokens, if taken.",
+        "Heads of 32, 112 and 512 elements, values of another size than keys, 128 heads, pages of 784, if taken.",
         plain,
         unless_refused(at_landmarks),
         paths=OVER_ROWS,

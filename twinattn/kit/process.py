@@ -13,6 +13,7 @@ import torch
 
 from twinattn.kit.property import Broken
 
+SEED = 90_517  # such as no kernel sets
 TINY = 1e-40  # a subnormal number of float32
 
 
@@ -22,8 +23,12 @@ def flushes() -> bool:
 
 
 KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {  # how it is read, how set, and to what
-    "the random numbers of torch": (torch.get_rng_state, torch.set_rng_state, None),
-    "the random numbers of Python": (random.getstate, random.setstate, None),
+    "the random numbers of torch": (
+        torch.get_rng_state,
+        torch.set_rng_state,
+        torch.Generator().manual_seed(SEED).get_state(),
+    ),
+    "the random numbers of Python": (random.getstate, random.setstate, random.Random(SEED).getstate()),
     "the default type": (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
     "the flush of numbers near 0": (flushes, torch.set_flush_denormal, False),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads, 2),
@@ -42,23 +47,29 @@ KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {  # how
 
 
 @contextmanager
+def restored() -> Iterator[None]:
+    """Put the process back into its state, whatever is done."""
+    before = {name: get() for name, (get, _, _) in KNOWN.items()}
+    try:
+        yield
+    finally:
+        for name, (_, put, _) in KNOWN.items():
+            put(before[name])
+
+
+@contextmanager
 def left_alone() -> Iterator[None]:
     """Look whether what is done leaves the process as it was, from a state that is none that a kernel may want.
 
     Raises:
         Broken: naming what was changed.
     """
-    before = {name: get() for name, (get, _, _) in KNOWN.items()}
-    try:
+    with restored():
         for _, put, value in KNOWN.values():
-            if value is not None:
-                put(value)
+            put(value)
         known = {name: get() for name, (get, _, _) in KNOWN.items()}
         yield
         changed = [name for name, (get, _, _) in KNOWN.items() if not _same(known[name], get())]
-    finally:
-        for name, (_, put, _) in KNOWN.items():
-            put(before[name])
     if changed:
         raise Broken(f"the process: a call changed {', '.join(changed)}")
 

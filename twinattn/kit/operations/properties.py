@@ -33,7 +33,7 @@ from twinattn.kit.operations.operation import (
     with_tensors,
     word_of,
 )
-from twinattn.kit.process import left_alone
+from twinattn.kit.process import left_alone, restored
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 
 SHOWN = 1e-3  # relative to the largest output: what moves by more depends on a number
@@ -334,7 +334,8 @@ def again(call: _Call) -> None:
 
 def process(call: _Call) -> None:
     """Look at what else a process has, before a call and after it."""
-    call.ask(call.place(call.inputs.arguments))
+    with restored():  # the first call may import, and compile
+        call.ask(call.place(call.inputs.arguments))
     given = call.place(call.inputs.arguments)
     with left_alone():
         call.ask(given)
