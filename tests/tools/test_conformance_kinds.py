@@ -11,7 +11,7 @@ import torch
 from tests.helpers import by_hand
 from tests.helpers.planted import plant
 from tests.helpers.planted_kinds import KINDS
-from twinattn.kit import Example, claims, contract, landmarks
+from twinattn.kit import Example, claims, contract, corners, landmarks
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.check import check
@@ -248,7 +248,8 @@ def test_a_report_says_what_was_drawn_and_what_was_not():
     lines = as_text(report).splitlines()[2:4]
     assert lines[0].startswith("drawn: float32; heads 8/2; head sizes 64; blocks of 16; up to ")
     assert lines[1].startswith(
-        "not drawn: groups of 1, 2, 3, 5, 6, 7, 8, 16; head sizes 80, 96, 128, 192, 256; blocks of 1, 8, 32, 64"
+        "not drawn: groups of 1, 2, 3, 5, 6, 7, 8, 16; head sizes 32, 80, 96, 112, 128, 192, 256, 512; "
+        "blocks of 1, 8, 32, 64, 128, 256, 784"
     )
     assert lines[0] in as_html([report])
     assert 'tests="1"' in as_junit(report)
@@ -257,6 +258,32 @@ def test_a_report_says_what_was_drawn_and_what_was_not():
 def test_by_default_all_that_is_usual_is_drawn():
     drawn = Drawn("chunked_prefill")
     kernel = Kernel("paged", "chunked_prefill", by_hand.paged)
-    for example in landmarks.every_shape(kernel):
+    for example in [*landmarks.every_shape(kernel), *corners.of_models(kernel)]:
         drawn.add(example)
     assert drawn.missing() == ""
+
+
+def test_far_keys_are_seen_through_long_chunks_and_windows():
+    """A chunk of three blocks, or a window of 300 keys, would hide what is far."""
+    by_path = {"local": ("chunk_size", 8270), "sliding_window": ("window_size", (7236, 0))}
+    for path, (name, least) in by_path.items():
+        kernel = Kernel("mine", path, getattr(by_hand, path))
+        assert landmarks.example(kernel, ((1, 8270),)).options[name] >= least
+        assert landmarks.example(kernel, ((1, 270),)).options[name] < least
+
+
+def test_what_is_beyond_usual_claims_may_be_refused_in_any_words():
+    def of_one_size(query, key, value, cu_seqlens_q, cu_seqlens_k):
+        assert query.shape[-1] == value.shape[-1] <= 256, "one head size up to 256"
+        return by_hand.varlen(query, key, value, cu_seqlens_q, cu_seqlens_k)
+
+    (finding,) = check(of_one_size, "varlen", only=["sizes of models"], **FLOAT32).findings
+    assert finding.outcome == "honoured" and finding.refused > 0
+
+
+def test_what_takes_longest_comes_last():
+    """Of a slow kernel all else is asked before its time is over."""
+    for path in ("chunked_prefill", "mla", "recurrent", "kv_cache"):
+        names = [x.name for x in contract.of_path(path)]
+        slow = [name for name in names if name in contract.LAST]
+        assert names[-len(slow) :] == slow and names[:2] == ["call", "writes"]

@@ -66,7 +66,7 @@ def no_shrinking(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Ask for fewer sequences, and let kernels by hand take more keys at a time."""
-    for name in ("PAST_8_BITS", "PAST_A_THOUSAND"):
+    for name in ("PAST_8_BITS", "PAST_2048"):
         monkeypatch.setattr(landmarks, name, 2**5 + 5)
     monkeypatch.setattr(landmarks, "SPLIT", (150, 250, 420))
     for name, number in dict(LONG_STEP=77, LONG_LIST=96, WIDE_WINDOW=70).items():

@@ -8,8 +8,8 @@ from twinattn.kit.example import PATHS, Example
 from twinattn.kit.operations import OPERATIONS, Case
 
 USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a KV head, of models that are served
-USUAL_SIZES = (64, 80, 96, 128, 192, 256)  # head sizes
-USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # tokens in a block
+USUAL_SIZES = (32, 64, 80, 96, 112, 128, 192, 256, 512)  # head sizes
+USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256, 784)  # tokens in a block
 WITHOUT_HEADS = ("select",)
 
 
