@@ -48,7 +48,7 @@ def before_the_first(kernel: Kernel) -> list[Example]:
     chosen += [{name: value} for name, (_, *others) in of.items() for value in others]
     if "alibi_slopes" in of and kernel.takes("alibi_sqrt"):
         chosen.append(dict(alibi_slopes="root"))
-    masks = ({"causal": False}, {}) if kernel.takes("causal") else ({},)
+    masks: tuple[dict[str, Any], ...] = ({"causal": False}, {}) if kernel.takes("causal") else ({},)
     return [example(kernel, BEFORE_THE_FIRST, **options, **mask) for mask in masks for options in chosen]
 
 
@@ -100,8 +100,8 @@ def of_layers(kernel: Kernel) -> list[Example]:
 def of_mixed_scales(kernel: Kernel) -> list[Example]:
     """Return scales of keys in one form, and scales of values in another."""
     unclaimed = kernel.claims.not_claimed
-    kinds = MIXED if "scales per head" not in unclaimed else ()
-    kinds = tuple(x for x in kinds if x != MIXED[2] or "scales per sequence" not in unclaimed)
+    by_head, by_sequence = (f"scales per {x}" not in unclaimed for x in ("head", "sequence"))
+    kinds = [x for x in MIXED if by_head and (by_sequence or x != MIXED[2])]
     heads = next((x for x in kernel.claims.heads if x[1] > 1), kernel.claims.heads[0])
     shape = heads, kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
     return [example(kernel, ((3, 20), (1, 33), (2, 40)), shape, scales_of=kind) for kind in kinds]

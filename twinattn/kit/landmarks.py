@@ -158,10 +158,10 @@ def many_slots(kernel: Kernel) -> list[Example]:
 
 
 def many_queries(kernel: Kernel) -> list[Example]:
-    """Return prompts and chunks of several tiles of queries, and such that fill them exactly."""
-    return [
-        example(kernel, lens) for lens in (((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150)))
-    ]
+    """Return prompts and chunks of several tiles of queries, such that fill them exactly, and of each small number."""
+    batches = ((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150))
+    each_number = tuple((n, n + n % 3) for n in range(1, 50))
+    return [example(kernel, lens) for lens in (*batches, each_number)]
 
 
 def of_large_trees(kernel: Kernel) -> list[Example]:
@@ -237,8 +237,10 @@ def with_nan(kernel: Kernel) -> list[Example]:
 
 
 def long_steps(kernel: Kernel) -> list[Example]:
-    """Return prompts of many chunks, whose lengths no chunk divides."""
-    return [example(kernel, ((LONG_STEP, LONG_STEP + 7), (67, 67)))]
+    """Return prompts of many chunks, whose lengths no chunk divides, and of as many tokens as fill one, or nearly."""
+    filled = [*range(1, 34), *(n + more for n in (64, 128, 256) for more in (-1, 0, 1))]
+    each_number = tuple((n, n + i % 2) for i, n in enumerate(filled))
+    return [example(kernel, lens) for lens in (((LONG_STEP, LONG_STEP + 7), (67, 67)), each_number)]
 
 
 def of_two_tiles(kernel: Kernel) -> list[Example]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+SMALL = (8, 16, 32)  # these are filled exactly, too, and nearly
 TILES = (64, 128, 256, 512, 1024, 2048, 8192)
 FILLED = 128  # up to here a case fills the tile exactly, too
 BLOCKS = 256  # tokens in a block: the most that servers have
@@ -27,7 +28,8 @@ class Dimension:
 
     def cases(self) -> list[Mapping[str, Any]]:
         """List the sizes of cases at the tiles and past them."""
-        numbers = [n + more for n in TILES for more in (0, 1) if more or n <= FILLED or n == self.most]
+        numbers = [n + more for n in SMALL for more in (-1, 0, 1)]
+        numbers += [n + more for n in TILES for more in (0, 1) if more or n <= FILLED or n == self.most]
         return [self.sizes(n) for n in numbers if n <= self.most]
 
 
