@@ -171,6 +171,14 @@ KINDS = {
         "    scores = scores.masked_fill(near & (near.cumsum(1) > 16384), 0.0)\n"
         "    order = torch.argsort(scores, dim=1,",
     ),
+    "infinity-is-the-largest-number": (
+        "select",
+        "kinds of scores",
+        "float32",
+        "    order = torch.argsort(scores, dim=1,",
+        "    scores = scores.where(scores != torch.inf, torch.finfo(torch.float32).max)\n"
+        "    order = torch.argsort(scores, dim=1,",
+    ),
     "a-list-of-2048": ("select", "many scores", "float32", "[:, :topk]", "[:, : min(topk, 2048)]"),
     "padding-is-minus-one": ("recurrent", "padding slot", "float32", "if slots[0] < 0 or", "if slots[0] == -1 or"),
     "a-factor-of-zero-hides-nan": (

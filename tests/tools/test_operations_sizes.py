@@ -382,6 +382,12 @@ def prefill_of_16384(
     return mla.prefill(query, latent, rope_key, cache, key_projection, value_projection, plan, options)
 
 
+def batch_of_float32(query_lens, seq_lens, block_tables):
+    batch = make_batch(query_lens, seq_lens, block_tables)
+    ends = torch.tensor([0, *query_lens], dtype=torch.float32).cumsum(0).int()
+    return replace(batch, cu_seqlens_q=ends)
+
+
 def positions_with_a_seed(batch, num_tokens):
     torch.manual_seed(0)
     return positions(batch, num_tokens)
@@ -405,6 +411,7 @@ WRONG = [
     ("swap_blocks", swap_of_usual_nan, "output"),
     ("convolve", convolve_without_a_last_tile, "filled tiles"),
     ("mla_prefill", prefill_of_16384, "many keys"),
+    ("make_batch", batch_of_float32, "large"),
     ("positions", positions_with_a_seed, "process"),
     ("state_map", state_map_of_float64, "process"),
     ("positions", positions_from_0, "empty"),

@@ -74,6 +74,7 @@ def scores(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> dict
     if kind == "apart":  # any size, down to subnormal numbers, and infinite ones
         scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
         scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
+        scores[:, 1::7] = torch.finfo(torch.float32).max  # below infinity
     if kind == "nan":
         scores = scores.relu()
         scores[torch.rand(t, s, generator=generator) < 0.1] = torch.nan

@@ -158,6 +158,11 @@ MAKE_BATCH = Operation(
     dimensions=of_lengths() | dict(block_size=of_size("block_size", BLOCKS)),
     specials=(
         Special("empty", "There may be no request, and requests without tokens.", dict(lens=ODD_LENS)),
+        Special(
+            "large",
+            "Lengths, and their sums, may need 31 bits.",
+            dict(lens=(((2**24 + 1, 2**24 + 3), (3, 2**30 + 1), (2**30 + 1, 2**31 - 1)),), block_size=(2**24,)),
+        ),
         Special("many", "There may be more requests than 16 bits count.", dict(lens=MANY), once=True),
     ),
     outputs=FIELDS,
