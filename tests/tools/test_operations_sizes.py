@@ -315,14 +315,6 @@ def sampled_of_2_17(batch, trees, drafts, target_probs, uniforms):
     return nodes, lens, following.clamp(max=2**17 - 1)
 
 
-def fp8_by_inverse(key, value, key_cache, value_cache, slot_mapping, scales):
-    rows = []
-    for x, scale in ((key, scales.key), (value, scales.value)):
-        of_heads = torch.as_tensor(scale, dtype=torch.float32).reshape(-1, 1)
-        rows.append(x.float() * (1.0 / of_heads))
-    quantized.write(*rows, key_cache, value_cache, slot_mapping, scales=Fp8Scales(1.0, 1.0, format=scales.format))
-
-
 def fp8_with_ties_away(key, value, key_cache, value_cache, slot_mapping, scales):
     """The smallest number of the format comes of a half of it, too."""
     rows = []
@@ -333,9 +325,12 @@ def fp8_with_ties_away(key, value, key_cache, value_cache, slot_mapping, scales)
     quantized.write(*rows, key_cache, value_cache, slot_mapping, scales=Fp8Scales(1.0, 1.0, format=scales.format))
 
 
-def latents_by_inverse(latent, rope_key, cache, slot_mapping, cache_scale):
-    inverse = 1.0 / torch.tensor(cache_scale)
-    mla.write(latent.float() * inverse, rope_key.float() * inverse, cache, slot_mapping, cache_scale=1.0)
+def latents_with_ties_away(latent, rope_key, cache, slot_mapping, cache_scale):
+    x = latent.float() / cache_scale
+    if cache.itemsize == 1:
+        least = torch.finfo(cache.dtype).smallest_normal * torch.finfo(cache.dtype).eps
+        x = torch.where(x.abs() == least / 2, x * 2, x)
+    mla.write(x, rope_key.float() / cache_scale, cache, slot_mapping, cache_scale=1.0)
 
 
 def int8_by_inverse(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales):
@@ -403,9 +398,8 @@ WRONG = [
     ("accept", accept_in_16_bits, "output"),
     ("advance", advance_in_16_bits, "sampled ids"),
     ("accept_sampled", sampled_of_2_17, "last token"),
-    ("fp8_write", fp8_by_inverse, "ties"),
     ("fp8_write", fp8_with_ties_away, "ties"),
-    ("mla_write", latents_by_inverse, "ties"),
+    ("mla_write", latents_with_ties_away, "ties"),
     ("int8_write", int8_by_inverse, "ties"),
     ("compact", compact_of_one_type, "output"),
     ("swap_blocks", swap_of_usual_nan, "output"),

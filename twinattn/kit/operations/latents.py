@@ -13,12 +13,12 @@ from twinattn.kit.operations.scores import PADDING, expanded, softmax, visible
 from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
 from twinattn.kit.operations.written import (
     EMPTY,
+    EXACT,
     FP8,
     HALF,
     MANY,
     MANY_TOKENS,
     PAST_TILES,
-    TIED,
     TOKENS,
     fp8_ties,
     overwritten,
@@ -39,7 +39,7 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
     shape = (n, p, r + rope + case["more"])
     kind, scale = FP8.get(case["stored"]), 0.0713
     if case["values"] == "ties" and kind is not None:
-        scale = TIED[case.seed % len(TIED)]
+        scale = EXACT[case.seed % len(EXACT)]
         latent, rope_key = (fp8_ties(drawn, x.shape, torch.tensor(scale).double(), kind) for x in (latent, rope_key))
     cache = drawn.normal(*shape) if kind is None else drawn.whole(0, 120, *shape).to(torch.uint8).view(kind)
     slots = drawn.slots(t, n * p)

@@ -17,7 +17,8 @@ from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Op
 from twinattn.kit.operations.tiles import BLOCKS, of_size
 
 HALF = 3e-7  # how far a quotient in float32 may be off, relative
-TIED = (7.0, 1.0, 13.0, 0.75, 41.0, 47.0, 3.0)  # scales; a half times the inverse of most is no half any more
+TIED = (7.0, 1.0, 13.0, 0.75, 41.0, 47.0, 3.0)  # scales that a write makes: 127 / largest is not their inverse
+EXACT = (1.0, 0.5, 4.0, 2.0**-7)  # scales that are given, whose inverse is exact: a kernel may multiply by it
 MANY = 65600
 TOKENS = (5, 1, 17, 40)
 PAST_TILES = dict(
@@ -224,7 +225,7 @@ def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
     numbers = (0.0713, 0.4131)
     scales = [drawn.uniform(hk, low=0.02, high=0.5, dtype=torch.float32) if case["per_head"] else x for x in numbers]
     for i, name in enumerate(("key", "value") if case["values"] == "ties" else ()):
-        tied = torch.tensor(TIED).roll(case.seed + i)[torch.arange(hk) % len(TIED)]
+        tied = torch.tensor(EXACT).roll(case.seed + i)[torch.arange(hk) % len(EXACT)]
         scales[i] = tied if case["per_head"] else float(tied[0])
         a[name] = fp8_ties(drawn, a[name].shape, torch.as_tensor(scales[i]).double().reshape(-1, 1), kind)
     arguments = {**a, **pools, "key_scale": scales[0], "value_scale": scales[1], "format": kind}
@@ -320,7 +321,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     if case["values"] == "ties":  # the largest of each key is 127 times its scale, if a type has that number
         tied = torch.tensor([x for x in TIED if float(torch.tensor(127 * x).to(dtype)) == 127 * x]).roll(case.seed)
         scale = tied[torch.arange(len(a["key"])) % len(tied)][:, None, None].double()
-        value_scales = torch.tensor(TIED)[torch.arange(hk * dv) % len(TIED)].view(hk, dv)
+        value_scales = torch.tensor(EXACT)[torch.arange(hk * dv) % len(EXACT)].view(hk, dv)
         for name, of in (("key", scale), ("value", value_scales.double())):
             a[name] = as_exact((drawn.whole(-120, 120, *a[name].shape) + 0.5) * of, dtype)
         a["key"][..., :1] = (127 * scale).to(dtype)
