@@ -299,7 +299,7 @@ def merge(outs, lses):
     for out, lse in zip(outs, lses, strict=True):
         weight = torch.exp(lse - base)
         total = total + weight
-        acc = acc + torch.where((lse == -torch.inf)[..., None], 0.0, out.float() * weight[..., None])
+        acc = acc + torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
     safe = torch.where(total == 0, 1.0, total)
     return (acc / safe[..., None]).to(outs[0].dtype), torch.log(total) + base
 

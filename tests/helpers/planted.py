@@ -621,7 +621,7 @@ PLANTED = [
         "merge",
         "merge-garbage-times-zero",
         "empty parts",
-        "torch.where((lse == -torch.inf)[..., None], 0.0, out.float() * weight[..., None])",
+        "torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])",
         "out.float() * weight[..., None]",
     ),
     ("merge", "merge-lse-is-maximum", "lse", "torch.log(total) + base", "top"),

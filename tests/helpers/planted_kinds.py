@@ -188,13 +188,6 @@ KINDS = {
         "written = beta[row]",
         "value = torch.where(beta[..., None] == 0, 0.0, value)\n            written = beta[row]",
     ),
-    "a-part-far-below-hides-nan": (
-        "merge",
-        "nan",
-        "float32",
-        "torch.where((lse == -torch.inf)[..., None]",
-        "torch.where((weight == 0)[..., None]",
-    ),
     "rows-of-32-bits": (
         "paged",
         "far rows",

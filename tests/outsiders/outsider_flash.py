@@ -151,5 +151,5 @@ def merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     stack = torch.stack(lses)
     lse = stack.logsumexp(0)
     weights = torch.exp(stack - lse.masked_fill(lse == -inf, 0.0))[..., None]
-    parts = torch.stack(outs).masked_fill((stack == -inf)[..., None], 0.0)
+    parts = torch.stack(outs).masked_fill(weights == 0, 0.0)
     return (weights * parts).sum(0), lse

@@ -263,6 +263,12 @@ def merge_of_high_parts(outs, lses):
     return merge(outs, [x.masked_fill(x < -80, -torch.inf) for x in lses])
 
 
+@claims(conventions=True)
+def merge_without_light_parts(outs, lses):
+    top = torch.stack(lses).amax(0)
+    return merge([x.masked_fill((y < top - 104)[..., None], 0.0) for x, y in zip(outs, lses, strict=True)], lses)
+
+
 def merge_of_rounded_lses(outs, lses):
     return merge(outs, [x.to(outs[0].dtype).float() for x in lses])
 
@@ -305,6 +311,7 @@ WRONG = [
     ("chunked_prefill", row_b_is_of_sequence_b, "empty rows", torch.float32),
     ("chunked_prefill", window_of_one_instance, "options at shapes", torch.bfloat16),
     ("merge", merge_of_high_parts, "levels", torch.float32),
+    ("merge", merge_without_light_parts, "nan", torch.float32),
     ("merge", merge_of_rounded_lses, "levels", torch.bfloat16),
     ("merge", merge_of_one_part, "empty parts", torch.float32),
     ("merge", merge_by_the_first_strides, "strides", torch.float32),

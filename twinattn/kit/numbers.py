@@ -189,9 +189,10 @@ def ambient(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 def nan_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Put NaN into a row of one part: its output, or its log-sum-exp; that row is NaN, and no other.
 
-    So it is where the weight of the part is 0 by rounding.
+    So it is where the weight of the part is 0 by rounding, if that is claimed: many merges leave such parts out.
     """
-    for word, below in (("outs", None), ("lses", None), ("outs", BELOW)):
+    rounds = [("outs", None), ("lses", None), *([("outs", BELOW)] if kernel.claims.conventions else [])]
+    for word, below in rounds:
         arguments = example.tensors(dtype, device)
         if below is not None:
             arguments["lses"] = [x.clone() for x in arguments["lses"]]
