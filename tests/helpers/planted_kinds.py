@@ -100,14 +100,6 @@ KINDS = {
         VALUES,
         VALUES.replace("j % p", "j % p % 256"),
     ),
-    "a-part-without-weight-hides-nan": (
-        "paged",
-        "nan without weight",
-        "float32",
-        "acc = sum(part[0] * torch.exp(part[2] - whole)[..., None] for part in parts)",
-        "shares = [torch.exp(part[2] - whole)[..., None] for part in parts]\n"
-        "        acc = sum(torch.where(x == 0, 0.0, part[0]) * x for part, x in zip(parts, shares, strict=True))",
-    ),
     "partial-outputs-overflow": (
         "paged",
         "sizes of values",

@@ -259,6 +259,13 @@ def window_of_one_instance(query, key_cache, value_cache, batch, window_size=(-1
     return attention(query, key_cache, value_cache, batch, window_size)
 
 
+@claims(conventions=True)
+def light_keys_hide_nan(query, key_cache, value_cache, batch):
+    """Keys of zeros beside a large one have no weight."""
+    light = (key_cache == 0).all(-1, keepdim=True)
+    return attention(query, key_cache, value_cache.masked_fill(light & value_cache.isnan(), 0.0), batch)
+
+
 def merge_of_high_parts(outs, lses):
     return merge(outs, [x.masked_fill(x < -80, -torch.inf) for x in lses])
 
@@ -309,6 +316,7 @@ WRONG = [
     ("chunked_prefill", blocks_by_shifts, "answer", torch.float32),
     ("chunked_prefill", heads_of_whole_16, "answer", torch.float32),
     ("chunked_prefill", row_b_is_of_sequence_b, "empty rows", torch.float32),
+    ("chunked_prefill", light_keys_hide_nan, "nan without weight", torch.float32),
     ("chunked_prefill", window_of_one_instance, "options at shapes", torch.bfloat16),
     ("merge", merge_of_high_parts, "levels", torch.float32),
     ("merge", merge_without_light_parts, "nan", torch.float32),

@@ -146,7 +146,12 @@ def process(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 
 @outputs_alone
 def nan_without_weight(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into the first value that a sequence's last query sees, and all weight on the last: the NaN shows."""
+    """Put NaN into the first value that a sequence's last query sees, and all weight on the last: the NaN shows.
+
+    Many kernels leave out parts of no weight, so it is asked of those that claim it.
+    """
+    if not kernel.claims.conventions:
+        raise NotClaimedError("claims nothing about NaN whose weight is 0 by rounding: @claims(conventions=True)")
     arguments = example.tensors(dtype, device)
     words = next(words for words in IN_PAIRS if words[0] in arguments)
     arguments["query"] = torch.ones_like(arguments["query"])
