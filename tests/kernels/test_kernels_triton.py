@@ -51,6 +51,7 @@ from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles
 from fastattn.kernels.triton.tuning import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
 from refattn.batch import Batch
+from refattn.keys import Pages
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -119,11 +120,30 @@ def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeyp
         **options,
     )
     names = order.priorities(problem)
-    for other in ("fa4", "fa3", "fa2", "torch_flash"):
+    for other in ("fa4", "fa3"):
         assert (names.index("triton") < names.index(other)) == taken
+    assert names.index("triton") < names.index("fa2") < names.index("torch_flash"), "on Hopper in any case"
 
 
 # --- attention ---
+
+
+@pytest.mark.parametrize("rows", [2, 40], ids=["turned", "many-rows"])
+def test_nothing_is_read_between_the_windows_of_rows_that_stand_apart(rows):
+    """NaN lies there in keys and values, and no row sees it."""
+    generator = torch.Generator().manual_seed(0)
+    query, (keys, values) = (
+        torch.randn(rows, 1, 16, generator=generator),
+        torch.randn(2, 16, 16, 1, 16, generator=generator),
+    )
+    keys[7], values[7] = torch.nan, torch.nan
+    positions = torch.cat([torch.arange(20, 20 + rows // 2), torch.arange(250 - rows // 2, 250)]).int()
+    batch = make_batch([rows], [256], [list(range(16))])
+    plan = Plan(batch, block_size=16, window_size=(9, -1), positions=positions)
+    out, lse = refattn.attention.attend_plan(query, Pages(keys, values), plan, AttentionOptions())
+    twin, twin_lse = triton_attention.attend_to_keys(query, Pages(keys, values), plan, AttentionOptions(), None)
+    torch.testing.assert_close(twin, out)
+    torch.testing.assert_close(twin_lse, lse)
 
 
 by_reference = partial(twinattn.kit.plan_and_attend, refattn.chunked_prefill)

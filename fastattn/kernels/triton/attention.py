@@ -15,6 +15,11 @@ Under `batch_invariant` no bit of an answer may depend on the others, nor on how
 with it. So a split is a fixed run of keys, whose place does not move, and parts are merged one after the other: then a
 part in which a query sees nothing changes nothing.
 
+Who knows the kernel of notebook 10 finds it here again: `part` is `program_id(1)` in `share_run` of `merge.py`, `read`
+is `keys.how.load`, the block table is read by `keys.where.find`, `visible_keys` is in `masks.py`, `rescale` is `shrink`
+and `acc` is `total`. The files beside this one are read best in the order of their use: `queries.py`, `masks.py`,
+`merge.py`, `keys.py`.
+
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
 
@@ -135,11 +140,11 @@ def attend(queries, keys, mask, options, split, out, TILE):
     """Attend from a tile of query rows to a run of keys, a step of keys at a time, by an online softmax."""
     split.begin(split)
     tile = find_tile(queries, TILE)  # the query rows of this program
-    if tile.first_row >= tile.num_rows:
+    if tile.first_row >= tile.num_rows:  # the grid is a bound; a program without rows may have padding to fill
         split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
         return
     sight = mask.look(mask, queries, tile, TILE)  # the keys that some row sees
-    run = Run(sight.first, sight.begin, sight.end)
+    run = Run(sight.first, sight.begin, sight.end)  # a sight may have more fields; the loop needs these
     run, is_done = split.share(split, queries, mask, out, tile, run, TILE, keys.VALUE_HEAD_SIZE)
     if is_done:
         split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
@@ -165,7 +170,7 @@ def attend(queries, keys, mask, options, split, out, TILE):
             if mask.LEFT:
                 is_key &= j >= run.first
             if TILE.PHASES == 3 and phase == 1:
-                seen = Step(is_key, j, j)
+                seen = Step(is_key, j, j)  # every row sees all of them
             else:
                 seen = mask.step(mask, tile, sight, start, is_key, TILE)
             place, ahead = keys.where.find(keys.where, tile, run, start, ahead, TILE)  # where are the keys?

@@ -24,7 +24,7 @@ def is_there(device: torch.device) -> bool:
 
 
 def is_aligned(x: Tensor, *strides: int) -> bool:
-    """Return whether a row lies side by side, and rows begin at multiples of 16 elements, so that Triton knows it."""
+    """Return whether a row lies side by side, with strides that Triton knows to be multiples of 16."""
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *strides))
 
 

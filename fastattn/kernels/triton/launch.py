@@ -37,7 +37,7 @@ from fastattn.kernels.device import is_rocm
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 CHANGING = (  # these change from batch to batch, which must not lead to another compilation
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "positions", "first_keys", "table_row_stride"),
-    *("num_tokens", "num_seqs", "splits", "left", "right", "first_visible", "last_visible"),
+    *("num_tokens", "num_seqs", "programs", "splits", "left", "right", "first_visible", "last_visible"),
     *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
 )
 

@@ -117,6 +117,17 @@ def step_in_window(mask, tile, sight, start, is_key, TILE):
 
 @triton.jit
 @no_type_check
+def step_in_windows_apart(mask, tile, sight, start, is_key, TILE):
+    """Read the keys of a step in the window of some row: between rows that stand far apart lies what no row sees."""
+    KEYS: tl.constexpr = TILE.KEYS_AXIS
+    j = start + tl.arange(0, TILE.KEYS)
+    distance = tl.expand_dims(tile.positions, KEYS) - tl.expand_dims(j, 1 - KEYS)
+    near = (distance >= -mask.right) & (distance <= mask.left) & tl.expand_dims(tile.is_row, KEYS)
+    return Step(is_key & (tl.max(near.to(tl.int32), 1 - KEYS) > 0), j, j)
+
+
+@triton.jit
+@no_type_check
 def visible_in_window(mask, tile, step, TILE):
     """Compare positions."""
     KEYS: tl.constexpr = TILE.KEYS_AXIS
@@ -397,4 +408,6 @@ def mask_of(plan: Plan, tree: TreePlan | None = None, *, slopes: bool = False, n
         )
     if plan.first_visible is not None:
         return Intervals(**INTERVALS, **window, first_visible=plan.first_visible, last_visible=plan.last_visible)
+    if plan.positions is not None and left >= 0 and right >= 0:
+        return Window(**WINDOW | dict(step=tl.constexpr(step_in_windows_apart)), **window)
     return Window(**WINDOW, **window)

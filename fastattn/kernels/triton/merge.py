@@ -10,12 +10,12 @@ What share of the keys a program has is a NamedTuple that carries its own functi
     After    few keys, and an output that another kernel has written over the others is taken into the softmax
     Repair   all keys, but only where another kernel has written NaN
 
-Each is a NamedTuple that carries its own functions:
+Each has the functions
 
-    begin(split)                                          before anything is read or written
-    share(split, queries, mask, out, tile, run, TILE)     the keys of this program, and whether there is nothing to do
-    take(split, softmax, out, tile, sight)                what another kernel has found
-    end(split, queries, out, tile, TILE)                  after everything
+    begin(split)                                              before anything is read or written
+    share(split, queries, mask, out, tile, run, TILE, DV)     the keys of this program, and whether nothing is to do
+    take(split, softmax, queries, out, tile, sight, DV)       what another kernel has found
+    end(split, queries, out, tile, DV)                        after everything
 
 The splits of one call lie side by side, and `reduce_splits` merges them. The parts that `fastattn.merge` is given lie
 anywhere in memory, so each is an argument of its own, and each number of them another compilation. Up to

@@ -5,20 +5,21 @@ A prompt has operations to do rather than bytes to read, and the tensor cores do
 two groups of four warps has 64 of the 128 query rows of a tile; while one takes exponentials, the products of the other
 go on. A third group copies keys and values into two slots of shared memory, ahead of both:
 
-    bring       | keys 2, values 1 -> slot 1 | keys 3, values 2 -> slot 0 |
+    bring       | keys 2, values 1 -> slot 0 | keys 3, values 2 -> slot 1 |
     multiply    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |      softmax 2 ...
     multiply            softmax 0    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |
 
 A slot holds the keys of a step and the values of the step before, which are multiplied together: so the product with
-the values goes on during a softmax, too. A program takes tile after tile, those with most keys first, and the keys of
-the next tile come while the last rows of this one are stored.
+the values goes on during a softmax, too. A program takes tile after tile, from the end of the last sequence on, where
+rows see most keys, and the keys of the next tile come while the last rows of this one are stored. Nothing makes the two
+groups take turns: barriers that did so (ping-pong) gained nothing here.
 
 Triton does not let a kernel say which warps do what, so this one is written in Gluon, Triton's language a floor below,
 where layouts and barriers are written out. Gluon has no interpreter.
 
 Source: Shah et al. 2024, "FlashAttention-3": roles for warps (3.1), and the product with the values beside the next
-    softmax (3.2). Keys come by `cp.async` there, too, where a page is not a whole step. Hopper's asynchronous products
-    and barriers: the PTX manual, "wgmma" and "mbarrier".
+    softmax (3.2). It copies tiles in bulk (TMA); here each thread copies 16 bytes (`cp.async`), from rows and from
+    pages of any size. Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier".
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -156,6 +157,11 @@ def takes(
     )
 
 
+def _reach(pool: Tensor) -> int:
+    """Return how far the last element of a pool is from its first one."""
+    return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
+
+
 def launch(
     query: Tensor,
     key: Tensor,
@@ -191,7 +197,7 @@ def launch(
         KEYS=128,
         PAGES=key.ndim == 4,
         SAME_OFFSETS=key.stride() == value.stride(),
-        INT64_OFFSETS=any(x.shape[0] * x.stride(0) >= 2**31 for x in (key, value)),
+        INT64_OFFSETS=any(_reach(x) >= 2**31 for x in (key, value)),
         REGISTERS=REGISTERS[key.ndim],
     )
     programs = count_tiles(batch, num_tokens, group, ROWS) * num_kv_heads
@@ -216,7 +222,7 @@ def launch(
 @gluon.jit
 @no_type_check
 def _find_tile(program, programs, queries, mask, TILE):
-    """Return the rows that a program of so many has, those that see most keys first, and the keys that they see."""
+    """Return the rows that a program of so many has, from the last tile to the first, and the keys that they see."""
     KV_HEADS: gl.constexpr = queries.HEADS // queries.GROUP
     number = (programs - 1 - program) // KV_HEADS
     sequence, first_row = find_rows(queries.cu_seqlens_q, number, queries.num_seqs, queries.GROUP, TILE.ROWS, False)
@@ -267,7 +273,7 @@ def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
     for half in gl.static_range(2):
         rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
-        offsets = tokens * queries.strides[0] + (rows % queries.GROUP) * queries.strides[1]
+        offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
         _copy(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
     async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
 
@@ -290,7 +296,7 @@ def _read_table(where, tile, j, PAGES: gl.constexpr):
 def _offsets(where, blocks, j, strides, TILE):
     """Return how far keys, or values, are from the first of their head."""
     if TILE.INT64_OFFSETS:
-        blocks = blocks.to(gl.int64)
+        blocks, j = blocks.to(gl.int64), j.to(gl.int64)
     return blocks * strides[0] + j % where.BLOCK_SIZE * strides[1] if TILE.PAGES else (blocks + j) * strides[0]
 
 
@@ -299,7 +305,7 @@ def _offsets(where, blocks, j, strides, TILE):
 def _bring(queries, keys, mask, room, programs, TILE):
     """Bring the queries of each tile, and with the keys of a step the values of the step before."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = gl.program_id(0) * 0  # those before this one
+    tiles = gl.program_id(0) * 0  # those before this one: 0, as a number that a loop may change
     items = gl.program_id(0) * 0  # keys and values that came, of all tiles
     for program in range(gl.program_id(0), programs, gl.num_programs(0)):
         tile = _find_tile(program, programs, queries, mask, TILE)
@@ -313,7 +319,7 @@ def _bring(queries, keys, mask, room, programs, TILE):
             j = tile.run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
             blocks = _read_table(keys.where, tile, j, TILE.PAGES)
             value_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
-            is_value = j < 0
+            is_value = j < 0  # none: the first step has no step before it
             for step in range(tile.steps + 1):
                 slot = items % SLOTS
                 is_key = j < tile.run.end
@@ -351,13 +357,13 @@ def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _softmax(
-    products, first_key, sees_from, sees_to, row_max, row_sum, options, MASKED: gl.constexpr, SCORES: gl.constexpr
+    products, first_key, first_seen, last_seen, row_max, row_sum, options, MASKED: gl.constexpr, SCORES: gl.constexpr
 ):
     """Take a step of products into the online softmax."""
     KEYS: gl.constexpr = products.shape[1]
     if MASKED:
         j = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-        visible = (j[None, :] >= sees_from[:, None]) & (j[None, :] <= sees_to[:, None])
+        visible = (j[None, :] >= first_seen[:, None]) & (j[None, :] <= last_seen[:, None])
         products = gl.where(visible, products, float("-inf"))
     return update_softmax(products, row_max, row_sum, options.scale, False)
 
@@ -371,8 +377,8 @@ def _attend_steps(
     q,
     room,
     tile,
-    sees_from,
-    sees_to,
+    first_seen,
+    last_seen,
     options,
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
@@ -389,7 +395,7 @@ def _attend_steps(
         sums = warpgroup_mma(weights, room.value.index(slot), total, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
         x, shrink, row_max, row_sum = _softmax(
-            products, tile.run.begin + step * KEYS, sees_from, sees_to, row_max, row_sum, options, MASKED, SCORES
+            products, tile.run.begin + step * KEYS, first_seen, last_seen, row_max, row_sum, options, MASKED, SCORES
         )
         # Without a branch between them, the compiler would put the softmax behind the wait for the values.
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
@@ -423,11 +429,11 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             # Each row sees the keys from one to another, and every row of the tile sees some steps whole.
             rows = tile.first_row + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
             positions = tile.context + rows // queries.GROUP
-            sees_from, sees_to = positions * 0, positions * 0 + (tile.run.end - 1)
+            first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
             if mask.LEFT:
-                sees_from = positions - gl.minimum(mask.left, positions)
+                first_seen = positions - gl.minimum(mask.left, positions)
             if mask.RIGHT:
-                sees_to = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
+                last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
             all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
             plain_from = gl.minimum(1 + gl.maximum(all_from - tile.run.begin - 1, 0) // TILE.KEYS, tile.steps)
             plain_to = gl.maximum(gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, plain_from)
@@ -445,22 +451,23 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             row_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
             x, _, row_max, row_sum = _softmax(
-                products, tile.run.begin, sees_from, sees_to, row_max, row_sum, options, True, SCORES
+                products, tile.run.begin, first_seen, last_seen, row_max, row_sum, options, True, SCORES
             )
             weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            # The first step is masked always; then come a masked run, one that all rows see, and another masked one.
             state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
             if mask.LEFT:
                 state = _attend_steps(
-                    state, 1, plain_from, q, room, tile, sees_from, sees_to, options, True, SCORES, OUTPUT
+                    state, 1, plain_from, q, room, tile, first_seen, last_seen, options, True, SCORES, OUTPUT
                 )
             state = _attend_steps(
-                state, plain_from, plain_to, q, room, tile, sees_from, sees_to, options, False, SCORES, OUTPUT
+                state, plain_from, plain_to, q, room, tile, first_seen, last_seen, options, False, SCORES, OUTPUT
             )
             state = _attend_steps(
-                state, plain_to, tile.steps, q, room, tile, sees_from, sees_to, options, True, SCORES, OUTPUT
+                state, plain_to, tile.steps, q, room, tile, first_seen, last_seen, options, True, SCORES, OUTPUT
             )
             weights, total, row_max, row_sum, items = state
-            mbarrier.arrive(room.no_queries.index(query_slot))
+            mbarrier.arrive(room.no_queries.index(query_slot))  # the barrier of the last step stood behind the reads
             tiles += 1
             slot = items % SLOTS
             mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
