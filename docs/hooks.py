@@ -61,7 +61,7 @@ from twinattn.course.exercises import in_page, learner, lists, predict
 from twinattn.course.exercises.exercise import Exercise
 from twinattn.course.exercises.functions import EXERCISES
 from twinattn.kit import field
-from twinattn.kit.contract import PROPERTIES, of_path
+from twinattn.kit.properties import PROPERTIES, of_path
 from twinattn.kit.property import ATTENDS
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)

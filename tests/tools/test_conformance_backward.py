@@ -8,7 +8,7 @@ import torch
 from tests.helpers import backward_by_hand
 from tests.helpers.gpu_package_doubles import install
 from tests.helpers.planted_backward import PLANTED, plant
-from twinattn.kit import Example, claims, contract, gradients, landmarks, mistakes, oracle, property, vacuous
+from twinattn.kit import Example, claims, gradients, landmarks, mistakes, oracle, properties, property, vacuous
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.adapters import ADAPTERS
@@ -276,7 +276,7 @@ def test_the_oracle_by_hand_is_the_reference_by_autograd(options):
 
 
 def test_a_landmark_of_gradients_is_a_property_of_the_contract():
-    names = [x.name for x in contract.of_path(PATH)]
+    names = [x.name for x in properties.of_path(PATH)]
     assert len(names) == len(set(names)) >= 20 and "gradients" in names
     assert find("refattn.varlen", PATH).claims.heads[-1] == (4, 2)
 

@@ -11,7 +11,7 @@ import torch
 from tests.helpers import by_hand
 from tests.helpers.planted import plant
 from tests.helpers.planted_kinds import KINDS
-from twinattn.kit import Example, claims, contract, corners, landmarks
+from twinattn.kit import Example, claims, corners, landmarks, properties
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.check import check
@@ -58,7 +58,7 @@ def test_each_convention_names_its_properties():
     rows = re.findall(r"^\| (.+?) \| .+ \|$", page, re.MULTILINE)
     asked = [row for row in rows if row not in ("question",) and not row.startswith("---")]
     assert sorted(asked) == sorted({**STATED, **NOT_ASKED})
-    known = {(path, x.name) for path in PATHS for x in contract.of_path(path)}
+    known = {(path, x.name) for path in PATHS for x in properties.of_path(path)}
     named = {(path, name) for properties in STATED.values() for path, names in properties.items() for name in names}
     assert named <= known, sorted(named - known)
 
@@ -94,7 +94,7 @@ def test_a_log_sum_exp_near_zero_is_held_to_the_size_of_its_scores():
     kernel = Kernel("mine", "mla", by_another_sum)
     for seed in range(12):
         example = Example("mla", ((1, 2),), (1, 1), 96, 64, seed=seed)
-        contract.lse(kernel, example, torch.float32, "cpu")
+        properties.lse(kernel, example, torch.float32, "cpu")
 
 
 def test_a_log_sum_exp_of_float64_is_judged_as_the_rounded_numbers_that_it_is_of():
@@ -284,6 +284,6 @@ def test_what_is_beyond_usual_claims_may_be_refused_in_any_words():
 def test_what_takes_longest_comes_last():
     """Of a slow kernel all else is asked before its time is over."""
     for path in ("chunked_prefill", "mla", "recurrent", "kv_cache"):
-        names = [x.name for x in contract.of_path(path)]
-        slow = [name for name in names if name in contract.LAST]
+        names = [x.name for x in properties.of_path(path)]
+        slow = [name for name in names if name in properties.LAST]
         assert names[-len(slow) :] == slow and names[:2] == ["call", "writes"]

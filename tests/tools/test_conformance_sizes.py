@@ -13,7 +13,7 @@ from refattn.merge import merge
 from refattn.options import AttentionOptions
 from tests.helpers import by_hand
 from tests.helpers.planted import PAST_A_SIZE, RETURNED, UNNAMED, plant
-from twinattn.kit import Example, claims, combinations, contract, landmarks, mistakes, sizes
+from twinattn.kit import Example, claims, combinations, landmarks, mistakes, properties, sizes
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.check import check
@@ -77,7 +77,7 @@ def test_any_two_choices_meet():
     for (one, xs), (other, ys) in itertools.combinations(of.items(), 2):
         assert {(case[one], case[other]) for case in cases} == set(itertools.product(xs, ys))
     assert {"causal", "window_size", "sinks", "layout", "poison", "return_lse", "out"} <= set(of)
-    assert len(contract.all_together(kernel)) <= 40
+    assert len(properties.all_together(kernel)) <= 40
 
 
 def test_each_option_meets_each_shape():
@@ -224,7 +224,7 @@ def test_what_may_not_show_does_not(lens, heads, options):
 
 def test_what_is_only_asked_at_landmarks_has_some():
     kernel = Kernel("paged", "chunked_prefill", by_hand.paged)
-    for prop in contract.of_path("chunked_prefill"):
+    for prop in properties.of_path("chunked_prefill"):
         assert prop.examples != 0 or prop.landmarks(kernel), prop.name
 
 

@@ -19,16 +19,16 @@ from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
 from tests.helpers.planted_kinds import KINDS
-from twinattn.kit import Example, claims, contract, field, hold, isolate, landmarks, mistakes
+from twinattn.kit import Example, claims, field, hold, isolate, landmarks, mistakes, properties
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.adapters import ADAPTERS, over_gathered_states
 from twinattn.kit.check import check, reproduce
-from twinattn.kit.contract import PROPERTIES
 from twinattn.kit.example import PACKED, PATHS
 from twinattn.kit.field import list_failures, results, tables
 from twinattn.kit.isolate import check_apart
 from twinattn.kit.kernel import BadKernelError, find
+from twinattn.kit.properties import PROPERTIES
 from twinattn.kit.property import Broken, CrashedError
 from twinattn.kit.report import MOST_ROWS, as_html, as_text
 
@@ -331,7 +331,7 @@ def test_a_wrong_lse_is_one_finding():
     report = check(plant("paged", *BASE_TWO, **TILES), "chunked_prefill", examples=2, dtypes=[torch.float32])
     assert failed(report) == ["lse"]
     without = {finding.property for finding in report.findings if finding.without_lse}
-    assert without == {x.name for x in contract.of_path("chunked_prefill") if x.compares_lse} - {
+    assert without == {x.name for x in properties.of_path("chunked_prefill") if x.compares_lse} - {
         *("lse", "batch invariance", "invariant tokens", "graph"),  # the others are not asked
         *("root of the distance", "autocast"),
     }
@@ -382,7 +382,7 @@ def test_an_lse_that_is_not_claimed_is_not_compared():
 
 def test_the_lse_is_asked_before_what_compares_it():
     for path in PATHS:
-        names = [x.name for x in contract.of_path(path) if x.compares_lse]
+        names = [x.name for x in properties.of_path(path) if x.compares_lse]
         assert "lse" not in names[1:]
 
 
@@ -469,7 +469,7 @@ def test_what_cannot_be_called_is_named(target, path, message):
 
 def test_every_path_has_properties_and_every_property_a_path():
     for path in PATHS:
-        assert len(contract.of_path(path)) >= 6
+        assert len(properties.of_path(path)) >= 6
     assert all(set(x.paths) <= set(PATHS) for x in PROPERTIES)
 
 

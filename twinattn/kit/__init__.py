@@ -8,7 +8,7 @@ the search for failing batches needs the extra `conformance`.
     workload     a call as plain numbers: of a test, of the kit, of the search, of the benchmark
     oracle       its right answer, in float64, without the reference
     cases        the batches of the tests, in a poisoned pool       spec, readout    five proofs of a path
-    example      the workloads that the kit draws                   contract         what a kernel promises, as a table
+    example      the workloads that the kit draws                   properties       what a kernel promises, as a table
     property     one thing that it promises                         draws            batches for it
     checks, hold what it is asked, and its right answer             numbers, memory  of any size; anywhere
     conventions  which property asks which convention               drawn, finding   what was asked, and what came of it

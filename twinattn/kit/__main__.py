@@ -22,12 +22,12 @@ from rich.text import Text
 from refattn.checks import check_file, check_folder, check_number, check_sizes
 from twinattn.kit import field
 from twinattn.kit.adapters import ADAPTERS
-from twinattn.kit.contract import of_path
 from twinattn.kit.example import PATHS
 from twinattn.kit.finding import Finding, Report
 from twinattn.kit.isolate import check_apart
 from twinattn.kit.kernel import HALVES, BadKernelError, check_device, find
 from twinattn.kit.operations import OPERATIONS
+from twinattn.kit.properties import of_path
 from twinattn.kit.report import STYLES, as_html, as_junit, lines, mark
 from twinattn.kit.vacuity import PLANTED, find_check, vacuous
 

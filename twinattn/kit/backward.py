@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinattn.kit import checks, contract, corners, draws, gradients, landmarks, memory, sizes
+from twinattn.kit import checks, corners, draws, gradients, landmarks, memory, properties, sizes
 from twinattn.kit.checks import everything
 from twinattn.kit.draws import draw_example, plain, with_options
 from twinattn.kit.example import Answers, Arguments, Example, expected
@@ -388,7 +388,7 @@ PROPERTIES = (
         "All options can be combined, any two of them, with any layout, and with a gradient of the log-sum-exp.",
         draws.in_combination,
         combined,
-        landmarks=contract.all_together,
+        landmarks=properties.all_together,
     ),
     Property(
         "more queries than keys",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from torch import Tensor
 
-from twinattn.kit import checks, contract, draws, gradients, landmarks, mistakes
+from twinattn.kit import checks, draws, gradients, landmarks, mistakes, properties
 from twinattn.kit.adapters import kernel_of
 from twinattn.kit.bits import bits_of
 from twinattn.kit.drawn import Drawn
@@ -107,7 +107,7 @@ def check(
             tell(name, example)
 
     began = time.monotonic()
-    chosen = contract.of_path(kernel.path)
+    chosen = properties.of_path(kernel.path)
     if only is not None:
         only = list(only)
         unknown = set(only) - {x.name for x in chosen}
@@ -122,7 +122,7 @@ def check(
     blamed: list[str] = []
     look = partial(_look, kinds, device, examples, blamed, repeat)
     ended = ""  # why nothing else is asked
-    lse = next((x for x in contract.of_path(kernel.path) if x.name == "lse"), None)
+    lse = next((x for x in properties.of_path(kernel.path) if x.name == "lse"), None)
     if "lse" in kernel.claims.not_claimed:
         kernel = replace(kernel, without_lse=True)
     is_lse_known = kernel.without_lse  # it is asked in its turn, or once something fails that compares it
@@ -168,7 +168,7 @@ def reproduce(
         Broken: if it does not hold.
     """
     kernel = kernel_of(target, example.path)
-    prop = next(x for x in contract.of_path(example.path) if x.name == name)
+    prop = next(x for x in properties.of_path(example.path) if x.name == name)
     if isinstance(prop, OperationProperty):
         for _ in range(times):
             prop.attempt(kernel, example, getattr(torch, dtype), device)

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
-from twinattn.kit import contract
+from twinattn.kit import properties
 from twinattn.kit.adapters import kernel_of
 from twinattn.kit.check import SEED, check, claims_as_words, parse_example
 from twinattn.kit.drawn import Drawn
@@ -107,7 +107,7 @@ def check_apart(
         if not left:
             break
         name = last["property"] if last is not None else left[0]
-        prop = next(x for x in contract.of_path(report.path) if x.name == name)
+        prop = next(x for x in properties.of_path(report.path) if x.name == name)
         example = (last or {}).get("example", "")
         kind = example.partition("(")[0]
         says = f"from twinattn.kit.check import {kind}, reproduce; reproduce({target!r}, {name!r}, {example})"
@@ -120,9 +120,9 @@ def check_apart(
         if not left or time.monotonic() - began > seconds:
             break
     for name in left or ():
-        prop = next(x for x in contract.of_path(report.path) if x.name == name)
+        prop = next(x for x in properties.of_path(report.path) if x.name == name)
         found[name] = Finding(name, prop.promise, "not reached", "the time was over")
-    order = [x.name for x in contract.of_path(report.path)]
+    order = [x.name for x in properties.of_path(report.path)]
     report.findings = sorted(found.values(), key=lambda finding: order.index(finding.property))
     report.seconds = round(time.monotonic() - began, 1)
     return report
@@ -194,7 +194,7 @@ def _do(task: dict[str, Any], log: TextIO) -> int:
         kernel = kernel_of(task["target"], task["path"])
         limits = {name: tuples(values) for name, values in task.get("limits", {}).items()}
         kernel = replace(kernel, limits={**kernel.limits, **limits}) if limits else kernel
-        names = [x.name for x in contract.of_path(kernel.path)]
+        names = [x.name for x in properties.of_path(kernel.path)]
         chosen = names if task["only"] is None else task["only"]
         dtypes = [getattr(torch, name) for name in task["dtypes"]] or None
         claims = claims_as_words(kernel)

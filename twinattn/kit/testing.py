@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from twinattn.kit import contract
 from twinattn.kit.adapters import kernel_of
 from twinattn.kit.check import check
 from twinattn.kit.kernel import Kernel
+from twinattn.kit.properties import of_path
 from twinattn.kit.report import of_failure
 
 
@@ -37,7 +37,7 @@ def properties(
     """
     kernel = kernel_of(target, path)
 
-    @pytest.mark.parametrize("name", [x.name for x in contract.of_path(kernel.path)])
+    @pytest.mark.parametrize("name", [x.name for x in of_path(kernel.path)])
     def test(name: str) -> None:
         _check(kernel, name, device=device, **options)
 
