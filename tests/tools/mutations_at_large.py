@@ -37,6 +37,20 @@ def planted(name: str, place: str, old: Text, new: Text, *tests: str) -> Mutatio
 AT_LARGE: list[Mutation] = [
     # --- which latents are for warps with roles ---
     planted(
+        "keys between the windows of rows that stand apart are read",
+        "fastattn.kernels.triton.masks:mask_of",
+        "plan.positions is not None and left >= 0 and right >= 0",
+        "plan.positions is None and left >= 0 and right >= 0",
+        TRITON,
+    ),
+    planted(
+        "prompts under a cap are for warps with roles, too",
+        "fastattn.kernels.triton.prompts_hopper:takes",
+        "asked_of(plan, options) <= KNOWS",
+        "asked_of(plan) <= KNOWS",
+        "tests/kernels/test_prompts_hopper.py",
+    ),
+    planted(
         "latents in a window, too",
         "fastattn.kernels.triton.latents_hopper:takes",
         "plan.window == (-1, 0) and not",
