@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.kernels.test_compile import LAUNCHED
+from tests.helpers.launched import LAUNCHED
 
 ROOT = Path(__file__).parent.parent.parent
 MOST_OF_A_KERNEL, MOST_OF_A_FUNCTION = 15, 8

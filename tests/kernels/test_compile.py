@@ -14,8 +14,7 @@ import torch
 import fastattn.kernels
 import twinattn.engine.kernels
 from fastattn.kernels import device as devices
-
-LAUNCHED = ("attend", "attend_pairs", "reduce_splits", "reduce_pairs")  # beside those that are named kernels
+from tests.helpers.launched import LAUNCHED
 
 
 def our_kernels() -> set[str]:

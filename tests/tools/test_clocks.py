@@ -103,10 +103,10 @@ def test_pages_divide_no_times_of_before_the_rule(monkeypatch):
     old = dict(path="recurrent", workload="prefill", clock="events", floor=1e-4, limit="bytes")
     old["contenders"] = [dict(name="fastattn", median=5e-4), dict(name="FLA", median=8e-4)]
     assert readme.line("a prompt", old, False) == (
-        "| a prompt | recurrent | **500\u00a0µs** | FLA | 800\u00a0µs | by events |"
+        "| a prompt | by events | **500\u00a0µs** | 800\u00a0µs | FLA | recurrent |"
     )
     assert "0.62" not in hooks.contenders([old]) + hooks.in_short([old]) and hooks._beside_peers([old]) == ""
     new = old | dict(contenders=[*old["contenders"], dict(name="host", median=9e-4, uncaptured="no")])
     for entry, graph in zip(new["contenders"], (4e-4, 5e-4), strict=False):
         entry |= dict(graph=dict(median=graph), ratio=1.0)
-    assert "| FLA | 500\u00a0µs | 0.80 |" in readme.line("a prompt", new, False)
+    assert "| 0.80 | **400\u00a0µs** | 500\u00a0µs | FLA |" in readme.line("a prompt", new, False)
