@@ -521,7 +521,7 @@ def test_a_kernel_that_takes_its_process_with_it(stranger, function, outcome, de
 
 def test_a_kernel_that_is_checked_when_the_time_is_over_does_not_hang(stranger):
     task = dict(target="stranger:hangs", path="merge", device="cpu", dtypes=["float32"], examples=8, only=["answer"])
-    ended = isolate._watch(task | dict(seconds=1.0), stranger / "log", 60.0, 1.0)
+    ended = isolate.watch(task | dict(seconds=1.0), stranger / "log", 60.0, 1.0)
     assert ended == ("not reached", "the time was over while it was checked")
 
 

@@ -29,6 +29,7 @@ from twinattn.kit.kernel import HALVES, BadKernelError, check_device, find
 from twinattn.kit.operations import OPERATIONS
 from twinattn.kit.properties import of_path
 from twinattn.kit.report import STYLES, as_html, as_junit, lines, mark
+from twinattn.kit.timed import time_apart
 from twinattn.kit.vacuity import PLANTED, find_check, vacuous
 
 
@@ -73,6 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(
             option, dest=name, action="append", type=kind, metavar="N", help=f"{says}; instead of what it claims"
         )
+    parser.add_argument(
+        "--time", action="store_true", help="time it, --examples calls of each workload, and check what was timed"
+    )
     parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
@@ -119,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.kernel is None:
         parser.error("name a kernel as module:function, or use --list")
     try:
-        report = check_apart(asked.kernel, asked.path, **options)
+        report = _timed(asked, options) if asked.time else check_apart(asked.kernel, asked.path, **options)
     except BadKernelError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -136,6 +140,12 @@ def main(arguments: list[str] | None = None) -> int:
         console.print("nothing was checked: the kernel refuses every batch", style="yellow")
     broken = report.failures or report.not_reached or report.has_checked_nothing
     return 1 if broken or (asked.strict and report.lapses) else 0
+
+
+def _timed(asked: argparse.Namespace, options: dict[str, Any]) -> Report:
+    """Time a kernel, and hold what was timed to the reference."""
+    taken = {name: options[name] for name in ("device", "dtypes", "seconds", "patience", "limits")}
+    return time_apart(asked.kernel, asked.path, calls=asked.examples, **taken)
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -163,6 +173,8 @@ def _check_options(asked: argparse.Namespace) -> None:
     check_file("--html", asked.html)
     check_file("--junit", asked.junit)
     check_folder("--out", asked.out.parent if asked.out else None)
+    if asked.time and (asked.only or asked.all_installed or asked.repeat != 1):
+        raise ValueError("--time: expected one kernel, without --property, --repeat and --all-installed")
     known = {x.name for path in (*PATHS, *OPERATIONS) for x in of_path(path)}
     for name in asked.only or ():
         if name not in known:

@@ -255,6 +255,11 @@ def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
     return _EXPECTED[asked.digest()]
 
 
+def forget_expected() -> None:
+    """Let go of the answers that `expected` has kept: each of a large batch is asked once."""
+    _EXPECTED.clear()
+
+
 def _note(x: Any, update: Callable[[Any], None]) -> None:
     """Pass on every bit of some arguments: of their tensors the type, the shape and the numbers, wherever they lie."""
     if isinstance(x, Tensor):

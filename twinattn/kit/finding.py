@@ -62,6 +62,7 @@ class Report:
         drawn: what it was asked.
         asked: how it was checked: the number of batches, the seed, and how often each was tried.
         notes: what its author should know, such as a parameter that has no meaning.
+        times: of a kernel that was timed, by workload.
     """
 
     kernel: str
@@ -73,6 +74,7 @@ class Report:
     drawn: Drawn | None = None
     asked: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    times: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_checked_nothing(self) -> bool:
@@ -100,6 +102,7 @@ class Report:
         values = dict(kernel=self.kernel, path=self.path, device=self.device, seconds=self.seconds)
         values |= dict(findings=[asdict(finding) for finding in self.findings], claims=dict(self.claims))
         values |= dict(drawn=self.drawn.as_dict() if self.drawn else {}, asked=dict(self.asked), notes=list(self.notes))
+        values |= dict(times=self.times) if self.times else {}
         return values | dict(about=about(self.device))
 
 

@@ -1,6 +1,7 @@
 """Call a kernel, and hold what it returns to the reference, by the one tolerance."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,8 +23,28 @@ LOUD = 100.0  # factor on the queries, at which exp(score) overflows
 def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> Answers:
     """Call the kernel, and turn what it raises into what it means; look at what came in, and at what it returns."""
     before = {name: (x, _bits(x)) for name, x in inputs_of(example, arguments, more) if x.numel() <= MOST_COMPARED}
-    try:
+    with raised(kernel, arguments):
         answers = kernel(example, arguments, **more)
+    for name, (x, bits) in before.items():
+        if not torch.equal(_bits(x), bits):
+            at = int((_bits(x) != bits).nonzero()[0]) // x.itemsize
+            where = [int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)] if x.ndim else []
+            raise Broken(f"{name}: changed at {where}: a call may change nothing but its output")
+    check_shape(example, arguments, answers)
+    return answers
+
+
+@contextmanager
+def raised(kernel: Kernel, arguments: Arguments) -> Iterator[None]:
+    """Turn what a kernel raises into what it means.
+
+    Raises:
+        RefusedError: if it says that it does not compute this.
+        CrashedError: if its device does not answer any more.
+        Broken: if it is something else.
+    """
+    try:
+        yield
     except NotImplementedError as error:
         raise RefusedError(str(error)) from error
     except (Exception, SystemExit) as error:  # a stranger's kernel raises what it likes
@@ -33,13 +54,6 @@ def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> 
         if not _answers_still(arguments):
             raise CrashedError(f"{type(error).__name__}: {says}") from error
         raise Broken(f"raised {type(error).__name__}: {says}") from error
-    for name, (x, bits) in before.items():
-        if not torch.equal(_bits(x), bits):
-            at = int((_bits(x) != bits).nonzero()[0]) // x.itemsize
-            where = [int(i) for i in torch.unravel_index(torch.tensor(at), x.shape)] if x.ndim else []
-            raise Broken(f"{name}: changed at {where}: a call may change nothing but its output")
-    check_shape(example, arguments, answers)
-    return answers
 
 
 def inputs_of(example: Example, arguments: Arguments, more: Arguments) -> Iterator[tuple[str, Tensor]]:

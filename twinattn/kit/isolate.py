@@ -78,7 +78,7 @@ def check_apart(
                 target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left
             )
             task |= dict(repeat=repeat, limits=dict(limits or {}))
-            outcome, status = _watch(task | dict(seconds=rest), log, patience, rest + patience)
+            outcome, status = watch(task | dict(seconds=rest), log, patience, rest + patience)
             events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         names, last = None, None
         for event in events:
@@ -128,17 +128,25 @@ def check_apart(
     return report
 
 
-def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> tuple[str, str]:
+def watch(
+    task: dict[str, Any],
+    log: Path,
+    patience: float,
+    seconds: float,
+    *,
+    module: str = "twinattn.kit.isolate",
+    environment: Mapping[str, str] = ONE_THREAD,
+) -> tuple[str, str]:
     """Run a task in a process, and return how it ended, in words too: "" if well, "crashed", "hung", "not reached"."""
     said = log.with_name("stderr")
     with said.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "twinattn.kit.isolate", str(log), json.dumps(task)],
+            [sys.executable, "-m", module, str(log), json.dumps(task)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             start_new_session=True,
-            env={**ONE_THREAD, **os.environ},
+            env={**environment, **os.environ},
         )
     size, began = 0, time.monotonic()
     since = began

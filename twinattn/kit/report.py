@@ -71,6 +71,8 @@ def as_junit(report: Report, *, is_strict: bool = False) -> str:
     lapses, failed = [x.property for x in report.lapses] if is_strict else [], 0
     for finding in report.findings:
         case = ElementTree.SubElement(suite, "testcase", classname=report.kernel, name=finding.property)
+        if finding.property in report.times:
+            case.set("time", str(report.times[finding.property]["seconds"]["median"]))
         text = "\n".join(text for _, text in of_failure(finding))
         if finding.outcome in (*FAILED, "not reached") or finding.property in lapses:
             says = finding.detail or finding.outcome

@@ -1,0 +1,403 @@
+"""Time a kernel so that what was timed is what was checked: `twinattn prove my_package:my_attention --path mla --time`.
+
+Every timed call has inputs of its own, drawn just before it from a seed that did not exist when the kernel was
+imported, and its sequences in an order of their own. What it returns is copied before the clock stops, into memory
+that held NaN. All copies are held to the reference after the last call, in random order, in a process that never
+imports the kernel. A kernel that is right in some calls only is found wrong, and then no time is reported.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import SystemRandom
+from time import monotonic, perf_counter
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from twinattn.kit.adapters import kernel_of
+from twinattn.kit.bits import bits_of
+from twinattn.kit.check import claims_as_words, parse_example
+from twinattn.kit.example import PATHS, SELECTED, Answers, Arguments, Example, forget_expected
+from twinattn.kit.finding import Finding, Report
+from twinattn.kit.hold import ask, hold, raised
+from twinattn.kit.isolate import tuples, watch
+from twinattn.kit.kernel import BadKernelError, Kernel, find, notes_on
+from twinattn.kit.landmarks import Lens, example
+from twinattn.kit.property import Broken, CrashedError, RefusedError
+
+WARM_UPS = 3  # calls before the clock, after the one that compiles
+CALLS = 20  # that are timed
+FEWEST = 5  # outputs that are held to the reference, however long it takes
+TOPK = 256  # selected keys of a query
+FLUSHED = 2**28  # bytes that are written between two calls on a GPU: more than its caches hold
+USUAL = ((32, 8), (128, 1), (32, 2), (128, 128), (576, 512), 16, 64)  # sizes that are timed if they are claimed
+LENS: dict[str, Lens] = {
+    "decode": ((1, 197), (1, 513), (1, 78), (1, 350)),
+    "prompt": ((128, 128), (61, 61), (97, 97)),
+    "mixed": ((1, 300), (64, 201), (1, 90), (40, 40)),
+}
+ON_GPU = {"decode": (16, 8), "prompt": (16, 1), "mixed": (16, 4)}  # keys there, and sequences, as factors
+
+# Taken before any kernel is imported, which might replace them.
+_DRAWN = SystemRandom()
+_COPY, _EMPTY, _FULL, _EQUAL = Tensor.copy_, torch.empty, torch.full, torch.equal
+_SYNCHRONIZE = torch.accelerator.synchronize
+
+
+@dataclass
+class Measured:
+    """What was timed: a batch for each call, the seconds of each, and copies of what each returned."""
+
+    examples: list[Example]
+    seconds: list[float]
+    answers: list[Answers]
+
+
+def workloads(kernel: Kernel, device: str) -> dict[str, Example]:
+    """Return the batches that are timed, by name: those of several queries only if the kernel claims them.
+
+    Raises:
+        BadKernelError: if its path is no attention.
+    """
+    if kernel.path not in PATHS or not PATHS[kernel.path].attends:
+        attends = ", ".join(path.name for path in PATHS.values() if path.attends)
+        raise BadKernelError(f"--time: expected a path of attention, {attends}; got {kernel.path}")
+    claims = kernel.claims
+    shape = tuple(
+        next((x for x in USUAL if x in claimed), claimed[0])
+        for claimed in (claims.heads, claims.head_sizes, claims.block_sizes)
+    )
+    options = {"topk": TOPK} if kernel.path in SELECTED else {}
+    found = {}
+    for name, lens in LENS.items():
+        if claims.max_query_len is not None and max(q for q, _ in lens) > claims.max_query_len:
+            continue
+        if device != "cpu":
+            keys, times = ON_GPU[name]
+            lens = tuple((q if q == 1 else q * keys, s * keys) for q, s in lens) * times
+        found[name] = example(kernel, lens, shape, **options)  # type: ignore[arg-type]
+    return found
+
+
+def time_kernel(
+    target: str | Callable[..., Any] | Kernel,
+    path: str | None = None,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    calls: int = CALLS,
+    only: Sequence[str] | None = None,
+    seconds: float = 600.0,
+) -> Report:
+    """Time a kernel in this process, and hold all that it returned to the reference; `time_apart` does so in two.
+
+    Args:
+        target: as in `check`.
+        path: which path it computes.
+        device: where the tensors are.
+        dtype: of the queries; if None bfloat16 on a GPU, if the kernel claims it, else the first that it claims.
+        calls: that are timed of each workload.
+        only: names of workloads.
+        seconds: for holding the outputs of a workload to the reference; at least five are, however long it takes.
+
+    Raises:
+        BadKernelError: if the kernel cannot be called, or its path is no attention.
+    """
+    kernel = kernel_of(target, path)
+    began, dtype = monotonic(), dtype or _dtype(kernel, device)
+    report = Report(kernel.name, kernel.path, device, claims=claims_as_words(kernel), notes=notes_on(kernel))
+    for name, batch in workloads(kernel, device).items():
+        if only is None or name in only:
+            try:
+                measured = measure(kernel, batch, dtype, device, calls)
+            except (Broken, RefusedError) as error:
+                report.findings.append(_finding(name, batch, dtype, error))
+            else:
+                judge(report, name, measured, dtype, seconds)
+    report.seconds = round(monotonic() - began, 1)
+    return report
+
+
+def measure(kernel: Kernel, batch: Example, dtype: torch.dtype, device: str, calls: int) -> Measured:
+    """Time calls of a kernel, each on inputs of its own, and keep what each returned.
+
+    Raises:
+        Broken: if it raises, or returns what is no output, or memory that it has returned before or still writes.
+        RefusedError: if it refuses.
+    """
+    one = anew(batch)
+    ask(kernel, one, one.tensors(dtype, device), return_lse=False)
+    kernel.calls.clear()
+    measured = Measured([], [], [])
+    returned: list[Answers] = []  # held, so that no allocator hands this memory out again
+    room: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    seats: Arguments = {}
+    for turn in range(WARM_UPS + calls):
+        fresh = anew(batch)
+        arguments = _seated(fresh.tensors(dtype, device), seats)
+        given = kernel.asked(fresh, arguments | dict(return_lse=False))
+        copies = {name: _FULL(shape, torch.nan, dtype=kind, device=device) for name, (shape, kind) in room.items()}
+        _spoil([*copies.values(), arguments["query"]])
+        with raised(kernel, arguments):
+            answers, taken = _clocked(kernel, given, copies, device)
+        _look(answers, room if turn else {}, turn - WARM_UPS)
+        if not turn:
+            room = {name: (x.shape, x.dtype) for name, x in answers.items()}
+        if turn >= WARM_UPS:
+            measured.examples.append(fresh)
+            measured.seconds.append(taken)
+            measured.answers.append({name: x.cpu() for name, x in copies.items()})
+            returned.append(answers)
+    _hold_still(returned, measured.answers)
+    return measured
+
+
+def _clocked(kernel: Kernel, given: Arguments, copies: Answers, device: str) -> tuple[Answers, float]:
+    """Call a kernel, copy what it returns, wait for the whole device, and return the seconds of all that."""
+    _wait(device)
+    start = perf_counter()
+    answers = kernel.named(kernel.function(**given))
+    for name, x in copies.items():  # what is not ready now is not copied, whatever computes it
+        _COPY(x, answers[name])
+    _wait(device)
+    return answers, perf_counter() - start
+
+
+def anew(batch: Example) -> Example:
+    """Return a batch of the same size with other numbers, blocks, and another order of its sequences."""
+    return replace(batch, seed=_DRAWN.randrange(2**31), lens=tuple(_DRAWN.sample(batch.lens, len(batch.lens))))
+
+
+def _seated(arguments: Arguments, seats: Arguments) -> Arguments:
+    """Put the tensors of a call where those of the call before were: an address says nothing of what is there."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.is_contiguous()}
+    for name, x in tensors.items():
+        seat = seats.setdefault(name, x)
+        if seat is not x and seat.shape == x.shape:
+            tensors[name] = _COPY(seat, x)
+    return arguments | tensors
+
+
+def _wait(device: str) -> None:
+    """Wait for all streams of a device."""
+    if device != "cpu":
+        _SYNCHRONIZE(device)
+
+
+def _spoil(like: Sequence[Tensor]) -> None:
+    """Put NaN into memory that the next `torch.empty` may get, and write over what a GPU's caches hold."""
+    for x in [_FULL(y.shape, torch.nan, dtype=y.dtype, device=y.device) for y in like for _ in range(2)]:
+        del x
+    if like[0].device.type != "cpu":
+        _EMPTY(FLUSHED, dtype=torch.uint8, device=like[0].device).zero_()
+
+
+def _look(answers: Answers, room: dict[str, tuple[torch.Size, torch.dtype]], turn: int) -> None:
+    """Look at what a call returned: plain tensors of the shapes and types of the call before."""
+    for name, x in answers.items():
+        if type(x) is not Tensor:
+            raise Broken(f"{name}: expected a plain tensor, got {type(x).__name__}")
+    came = {name: (x.shape, x.dtype) for name, x in answers.items()}
+    if room and came != room:
+        raise Broken(f"call {turn}: expected {_says(room)}, as before, got {_says(came)}")
+
+
+def _says(room: dict[str, tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{name} {list(shape)} {str(kind).removeprefix('torch.')}" for name, (shape, kind) in room.items())
+
+
+def _hold_still(returned: Sequence[Answers], copies: Sequence[Answers]) -> None:
+    """Look whether outputs lie in memory of their own, and are what they were when the clock stopped."""
+    owners: dict[int, int] = {}
+    for i, answers in enumerate(returned):
+        for x in answers.values():
+            owner = owners.setdefault(x.untyped_storage().data_ptr(), i)
+            if owner != i and x.numel():
+                raise Broken(f"out: calls {owner} and {i} return the same memory: an output that is kept would change")
+    for i, (answers, kept) in enumerate(zip(returned, copies, strict=True)):
+        for name, x in answers.items():
+            if not _EQUAL(bits_of(x.detach().cpu().contiguous()), bits_of(kept[name])):
+                raise Broken(f"{name}: call {i} was still writing when the clock stopped, or a later call changed it")
+
+
+# --- after the clock ---
+
+
+def judge(report: Report, name: str, measured: Measured, dtype: torch.dtype, seconds: float) -> None:
+    """Hold what was timed to the reference, in random order, time the reference, and put both into a report."""
+    reference = find(PATHS[report.path].module, report.path)
+    order, ends, times, held = list(range(len(measured.examples))), monotonic() + seconds, list[float](), 0
+    _DRAWN.shuffle(order)
+    for i in order:
+        if held >= FEWEST and monotonic() > ends:
+            break
+        batch = measured.examples[i]
+        arguments = batch.tensors(dtype)
+        try:
+            hold(batch, arguments, measured.answers[i])
+        except Broken as error:
+            late = Broken(f"call {i} of {len(order)} that were timed: {error}")
+            report.findings.append(_finding(name, batch, dtype, late, held + 1))
+            return
+        forget_expected()
+        held += 1
+        given = reference.asked(batch, batch.tensors(dtype, report.device) | dict(return_lse=False))
+        copies = {"out": torch.empty(measured.answers[i]["out"].shape, dtype=dtype, device=report.device)}
+        times.append(_clocked(reference, given, copies, report.device)[1])
+    ours, its = _summary(measured.seconds), _summary(times[1:] or times)  # its first call is one that plans
+    report.times[name] = dict(
+        seconds=ours,
+        reference=its,
+        samples=measured.seconds,
+        calls=len(order),
+        held=held,
+        batch=repr(measured.examples[0]),
+    )
+    says = f"{_as_text(ours)}; reference {_as_text(its)}, {its['median'] / ours['median']:.2f} times as long"
+    promise = f"{says}; {held} of {len(order)} outputs held to it."
+    report.findings.append(Finding(name, promise, "honoured", examples=held, dtype=_word(dtype)))
+
+
+def _finding(name: str, batch: Example, dtype: torch.dtype, error: Exception, examples: int = 1) -> Finding:
+    """Return what came of a workload that has no time."""
+    outcome = "refused" if isinstance(error, RefusedError) else "raises" if "raised " in str(error) else "wrong"
+    promise = "What is timed is right, in every call."
+    refused = examples if outcome == "refused" else 0
+    return Finding(name, promise, outcome, str(error), examples, refused, repr(batch), _word(dtype))
+
+
+def _summary(samples: Sequence[float]) -> dict[str, float]:
+    """Return the median of some seconds, and between what three fifths of them lie."""
+    if len(samples) < 2:
+        return dict.fromkeys(("median", "low", "high"), samples[0])
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return dict(median=statistics.median(samples), low=fifths[0], high=fifths[3])
+
+
+def _as_text(times: dict[str, float]) -> str:
+    scale, unit = (1e6, "us") if times["median"] < 1e-3 else (1e3, "ms")
+    median, low, high = (f"{scale * times[name]:.4g}" for name in ("median", "low", "high"))
+    return f"{median} {unit} ({low} to {high})"
+
+
+def _dtype(kernel: Kernel, device: str) -> torch.dtype:
+    claimed = kernel.claims.dtypes
+    return torch.bfloat16 if device != "cpu" and torch.bfloat16 in claimed else claimed[0]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- in two processes ---
+
+
+def time_apart(
+    target: str,
+    path: str | None = None,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[str] = (),
+    calls: int = CALLS,
+    seconds: float = 600.0,
+    patience: float = 60.0,
+    limits: dict[str, Any] | None = None,
+) -> Report:
+    """Time a kernel in a process of its own, and hold what it returned to the reference in this one.
+
+    Args:
+        target: as in `check_apart`.
+        path: which path it computes.
+        device: where the tensors are.
+        dtypes: names of types, of which the first is taken; as in `time_kernel` if none.
+        calls: that are timed of each workload.
+        seconds: for all calls, and once more for holding their outputs.
+        patience: seconds without a sign of life, after which the process is ended.
+        limits: claims that go before those of the kernel.
+
+    Raises:
+        BadKernelError: if the kernel cannot be called, or its path is no attention.
+    """
+    began = monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        task = dict(target=target, path=path, device=device, dtypes=list(dtypes), calls=calls, limits=limits or {})
+        outcome, status = watch(task, log, patience, seconds, module=__name__, environment={})
+        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        head: dict[str, Any] = (
+            events[0] if events else {"error": f"{target}: its process ended before the first call: {status}"}
+        )
+        if "error" in head:
+            raise BadKernelError(head["error"])
+        dtype = getattr(torch, head["dtype"])
+        report = Report(target, head["path"], device, claims=head["claims"], notes=tuple(head["notes"]))
+        report.asked = dict(calls=calls)
+        done = {event["workload"]: event for event in events[1:]}
+        for name, text in head["workloads"].items():
+            event = done.get(name)
+            if event is None:
+                says = status or "its process ended with status 0 in the middle of a call"
+                finding = Finding(name, "It can be timed.", outcome or "crashed", says, example=text)
+                report.findings.append(finding)
+                outcome, status = "not reached", "the process of the kernel had ended"
+            elif "finding" in event:
+                report.findings.append(Finding(**{key: tuples(value) for key, value in event["finding"].items()}))
+            else:
+                answers = torch.load(Path(folder, event["file"]), weights_only=True)
+                batches = [parse_example(example) for example in event["examples"]]
+                assert all(isinstance(x, Example) for x in batches)
+                measured = Measured(batches, event["seconds"], answers)  # type: ignore[arg-type]
+                judge(report, name, measured, dtype, seconds / len(head["workloads"]))
+    report.seconds = round(monotonic() - began, 1)
+    return report
+
+
+def main() -> None:
+    """Time the kernel of the task that is the second argument; the first names the file for what comes of it."""
+    log = Path(sys.argv[1])
+    with log.open("w", buffering=1) as file:
+        sys.exit(_do(json.loads(sys.argv[2]), file, log.parent))
+
+
+def _do(task: dict[str, Any], log: TextIO, folder: Path) -> int:
+    def say(**event: Any) -> None:
+        log.write(json.dumps(event) + "\n")
+
+    device = task["device"]
+    try:
+        kernel = kernel_of(task["target"], task["path"])
+        limits = {name: tuples(values) for name, values in task["limits"].items()}
+        kernel = replace(kernel, limits={**kernel.limits, **limits}) if limits else kernel
+        batches = workloads(kernel, device)
+    except BadKernelError as error:
+        say(error=str(error))
+        return 2
+    dtype = getattr(torch, task["dtypes"][0]) if task["dtypes"] else _dtype(kernel, device)
+    names = {name: repr(batch) for name, batch in batches.items()}
+    about = dict(claims=claims_as_words(kernel), notes=notes_on(kernel), path=kernel.path)
+    say(**about, dtype=_word(dtype), workloads=names)
+    for name, batch in batches.items():
+        try:
+            measured = measure(kernel, batch, dtype, device, task["calls"])
+        except (Broken, RefusedError) as error:
+            say(workload=name, finding=vars(_finding(name, batch, dtype, error)))
+            continue
+        except CrashedError as error:
+            say(
+                workload=name,
+                finding=vars(replace(_finding(name, batch, dtype, Broken(str(error))), outcome="crashed")),
+            )
+            return 0
+        torch.save(measured.answers, folder / name)
+        say(workload=name, file=name, seconds=measured.seconds, examples=[repr(x) for x in measured.examples])
+    return 0
+
+
+if __name__ == "__main__":
+    main()
