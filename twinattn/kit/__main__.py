@@ -77,6 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--time", action="store_true", help="time it, --examples calls of each workload, and check what was timed"
     )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="with --time: the workloads of this file of FlashInfer-Bench, JSONL"
+    )
     parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
@@ -145,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _timed(asked: argparse.Namespace, options: dict[str, Any]) -> Report:
     """Time a kernel, and hold what was timed to the reference."""
     taken = {name: options[name] for name in ("device", "dtypes", "seconds", "patience", "limits")}
-    return time_apart(asked.kernel, asked.path, calls=asked.examples, **taken)
+    return time_apart(asked.kernel, asked.path, calls=asked.examples, trace=asked.trace, **taken)
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -175,6 +178,8 @@ def _check_options(asked: argparse.Namespace) -> None:
     check_folder("--out", asked.out.parent if asked.out else None)
     if asked.time and (asked.only or asked.all_installed or asked.repeat != 1):
         raise ValueError("--time: expected one kernel, without --property, --repeat and --all-installed")
+    if asked.trace and not asked.time:
+        raise ValueError("--trace: expected --time, which replays it")
     known = {x.name for path in (*PATHS, *OPERATIONS) for x in of_path(path)}
     for name in asked.only or ():
         if name not in known:

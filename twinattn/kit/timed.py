@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
+from twinattn.kit import traces
 from twinattn.kit.adapters import kernel_of
 from twinattn.kit.bits import bits_of
 from twinattn.kit.check import claims_as_words, parse_example
@@ -85,6 +86,22 @@ def workloads(kernel: Kernel, device: str) -> dict[str, Example]:
     return found
 
 
+def replayed(kernel: Kernel, file: Path) -> tuple[dict[str, Example], torch.dtype]:
+    """Return the batches of a file of FlashInfer-Bench, by name, and the type of their queries.
+
+    Raises:
+        BadKernelError: if they are none of the kernel's path, or the kernel does not take their scale.
+    """
+    try:
+        batches, dtype = traces.read(file, kernel.path)
+    except ValueError as error:
+        raise BadKernelError(str(error)) from error
+    scales = {x.options["softmax_scale"] for x in batches.values() if x.options}
+    if scales and not kernel.takes("softmax_scale"):
+        raise BadKernelError(f"--trace: expected a kernel with a parameter softmax_scale, which is {min(scales)} there")
+    return batches, dtype
+
+
 def time_kernel(
     target: str | Callable[..., Any] | Kernel,
     path: str | None = None,
@@ -93,6 +110,7 @@ def time_kernel(
     dtype: torch.dtype | None = None,
     calls: int = CALLS,
     only: Sequence[str] | None = None,
+    trace: Path | None = None,
     seconds: float = 600.0,
 ) -> Report:
     """Time a kernel in this process, and hold all that it returned to the reference; `time_apart` does so in two.
@@ -104,15 +122,18 @@ def time_kernel(
         dtype: of the queries; if None bfloat16 on a GPU, if the kernel claims it, else the first that it claims.
         calls: that are timed of each workload.
         only: names of workloads.
+        trace: a file of FlashInfer-Bench, whose workloads are taken, and their type if none is said.
         seconds: for holding the outputs of a workload to the reference; at least five are, however long it takes.
 
     Raises:
         BadKernelError: if the kernel cannot be called, or its path is no attention.
     """
     kernel = kernel_of(target, path)
-    began, dtype = monotonic(), dtype or _dtype(kernel, device)
+    began = monotonic()
+    batches, usual = replayed(kernel, trace) if trace else (workloads(kernel, device), _dtype(kernel, device))
+    dtype = dtype or usual
     report = Report(kernel.name, kernel.path, device, claims=claims_as_words(kernel), notes=notes_on(kernel))
-    for name, batch in workloads(kernel, device).items():
+    for name, batch in batches.items():
         if only is None or name in only:
             try:
                 measured = measure(kernel, batch, dtype, device, calls)
@@ -308,6 +329,7 @@ def time_apart(
     seconds: float = 600.0,
     patience: float = 60.0,
     limits: dict[str, Any] | None = None,
+    trace: Path | None = None,
 ) -> Report:
     """Time a kernel in a process of its own, and hold what it returned to the reference in this one.
 
@@ -320,6 +342,7 @@ def time_apart(
         seconds: for all calls, and once more for holding their outputs.
         patience: seconds without a sign of life, after which the process is ended.
         limits: claims that go before those of the kernel.
+        trace: a file of FlashInfer-Bench, whose workloads are taken.
 
     Raises:
         BadKernelError: if the kernel cannot be called, or its path is no attention.
@@ -328,6 +351,7 @@ def time_apart(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         task = dict(target=target, path=path, device=device, dtypes=list(dtypes), calls=calls, limits=limits or {})
+        task |= dict(trace=str(trace) if trace else "")
         outcome, status = watch(task, log, patience, seconds, module=__name__, environment={})
         events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         head: dict[str, Any] = (
@@ -374,15 +398,16 @@ def _do(task: dict[str, Any], log: TextIO, folder: Path) -> int:
         kernel = kernel_of(task["target"], task["path"])
         limits = {name: tuples(values) for name, values in task["limits"].items()}
         kernel = replace(kernel, limits={**kernel.limits, **limits}) if limits else kernel
-        batches = workloads(kernel, device)
+        trace = Path(task["trace"]) if task["trace"] else None
+        batches, usual = replayed(kernel, trace) if trace else (workloads(kernel, device), _dtype(kernel, device))
     except BadKernelError as error:
         say(error=str(error))
         return 2
-    dtype = getattr(torch, task["dtypes"][0]) if task["dtypes"] else _dtype(kernel, device)
+    dtype = getattr(torch, task["dtypes"][0]) if task["dtypes"] else usual
     names = {name: repr(batch) for name, batch in batches.items()}
     about = dict(claims=claims_as_words(kernel), notes=notes_on(kernel), path=kernel.path)
     say(**about, dtype=_word(dtype), workloads=names)
-    for name, batch in batches.items():
+    for i, (name, batch) in enumerate(batches.items()):
         try:
             measured = measure(kernel, batch, dtype, device, task["calls"])
         except (Broken, RefusedError) as error:
@@ -394,8 +419,8 @@ def _do(task: dict[str, Any], log: TextIO, folder: Path) -> int:
                 finding=vars(replace(_finding(name, batch, dtype, Broken(str(error))), outcome="crashed")),
             )
             return 0
-        torch.save(measured.answers, folder / name)
-        say(workload=name, file=name, seconds=measured.seconds, examples=[repr(x) for x in measured.examples])
+        torch.save(measured.answers, folder / str(i))
+        say(workload=name, file=str(i), seconds=measured.seconds, examples=[repr(x) for x in measured.examples])
     return 0
 
 
