@@ -1,14 +1,15 @@
 """Workloads of FlashInfer-Bench: read as batches of the kit, replayed, and refused where they say too little."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from twinattn.kit import __main__ as command
 from twinattn.kit import traces
-from twinattn.kit.example import Example
+from twinattn.kit.example import Example, expected
 from twinattn.kit.timed import time_kernel
 
 GQA = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
@@ -68,6 +69,17 @@ def test_a_workload_is_a_batch(name, tmp_path):
     assert traces.read(file, batch.path) == ({"8f2c": batch}, dtype)
 
 
+SMALL = """
+import torch
+from refattn import varlen
+from twinattn.kit import claims
+
+@claims(dtypes=(torch.float32,), heads=((2, 1),), head_sizes=((64, 64),))
+def attend(query, key, value, batch, causal=True, softmax_scale=None):
+    return varlen.attention(query, key, value, varlen.plan(batch, causal=causal))
+"""
+
+
 WRONG = {
     "another path": ({}, "mla", "expected a definition for --path mla, got chunked_prefill"),
     "drawn lengths": ({"kv_indptr": None}, "chunked_prefill", "line 1: expected 'kv_indptr', there is none"),
@@ -104,6 +116,50 @@ def test_without_definitions(tmp_path):
         traces.read(file, "varlen")
 
 
+WRITTEN = {
+    "paged": Example("chunked_prefill", ((3, 40), (1, 16), (2, 17)), (4, 2), 64, 0, 16, seed=1),
+    "ragged": Example("varlen", ((3, 7), (0, 0), (2, 5)), (4, 2), 64),
+    "latents": Example("mla", ((1, 20), (2, 33)), (4, 1), 96, 64, 16, options={"softmax_scale": 0.07}),
+}
+
+
+@pytest.mark.parametrize("batch", WRITTEN.values(), ids=list(WRITTEN))
+def test_what_is_written_is_read_and_its_reference_is_right(batch, tmp_path):
+    [file] = traces.write(tmp_path, {"one": batch}, torch.float32)
+    trace = json.loads(file.read_text())
+    read, dtype = traces.read(file, batch.path)
+    assert ([replace(x, seed=batch.seed) for x in read.values()], dtype) == ([batch], torch.float32)
+    definition = json.loads(next(tmp_path.rglob(f"definitions/*/{trace['definition']}.json")).read_text())
+    for spec in (definition["inputs"] | definition["outputs"]).values():
+        assert set(spec["shape"] or ()) <= set(definition["axes"])
+    variable = {axis for axis, x in definition["axes"].items() if x["type"] == "var"}
+    assert set(trace["workload"]["axes"]) == variable
+    assert set(trace["workload"]["inputs"]) == set(definition["inputs"])
+
+    arguments = batch.tensors(torch.float32)
+    given = {"sm_scale": trace["workload"]["inputs"]["sm_scale"]["value"]}
+    [blob] = tmp_path.rglob("*.safetensors")
+    given |= load_file(blob)
+    if batch.path == "mla":
+        rank, size = batch.value_size, batch.head_size
+        for words, x in ((("q_nope", "q_pe"), arguments["query"]), (("ckv_cache", "kpe_cache"), arguments["cache"])):
+            given |= dict(zip(words, (x[..., :rank], x[..., rank:size]), strict=True))
+    else:
+        names = {"query": "q", "key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache"}
+        given |= {its: arguments[ours] for ours, its in names.items() if ours in arguments}
+    code = {}
+    exec(definition["reference"], code)
+    wide, _ = expected(batch, arguments)
+    torch.testing.assert_close(code["run"](**given).double(), wide["out"].double(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_has_no_words_for_is_not_written(tmp_path):
+    batch = Example("chunked_prefill", ((1, 5),), options={"window_size": (3, 0)})
+    with pytest.raises(ValueError, match="with no option but softmax_scale"):
+        traces.write(tmp_path, {"one": batch}, torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_is_replayed(tmp_path, capsys):
     """Timed, and checked, in the type that it says; only with --time."""
     (const, inputs, lengths, scale), _ = KNOWN["gqa_ragged_prefill_causal_h4_kv2_d64"]
@@ -112,3 +168,14 @@ def test_it_is_replayed(tmp_path, capsys):
     assert [(x.property, x.outcome, x.dtype) for x in report.findings] == [("8f2c", "honoured", "float16")]
     assert command.main(["refattn.varlen", f"--trace={file}"]) == 2
     assert "--trace: expected --time" in capsys.readouterr().err
+
+
+def test_what_the_command_times_it_writes(tmp_path, capsys):
+    """And times what it has written."""
+    (tmp_path / "small.py").write_text(SMALL)
+    asked = [f"{tmp_path / 'small.py'}:attend", "--path=varlen", "--time", "--examples=2"]
+    assert command.main([*asked, f"--write-trace={tmp_path / 'set'}"]) == 0
+    [file] = (tmp_path / "set").rglob("*.jsonl")
+    assert len(file.read_text().splitlines()) == 3
+    assert command.main([*asked, f"--trace={file}"]) == 0
+    assert capsys.readouterr().out.count("2 of 2 outputs held to it") == 6

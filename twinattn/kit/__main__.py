@@ -80,6 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="with --time: the workloads of this file of FlashInfer-Bench, JSONL"
     )
+    parser.add_argument(
+        "--write-trace", type=Path, metavar="FOLDER", help="with --time: write the workloads here, as FlashInfer-Bench"
+    )
     parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
@@ -127,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("name a kernel as module:function, or use --list")
     try:
         report = _timed(asked, options) if asked.time else check_apart(asked.kernel, asked.path, **options)
-    except BadKernelError as error:
+    except (BadKernelError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if asked.json:
@@ -148,7 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _timed(asked: argparse.Namespace, options: dict[str, Any]) -> Report:
     """Time a kernel, and hold what was timed to the reference."""
     taken = {name: options[name] for name in ("device", "dtypes", "seconds", "patience", "limits")}
-    return time_apart(asked.kernel, asked.path, calls=asked.examples, trace=asked.trace, **taken)
+    return time_apart(
+        asked.kernel, asked.path, calls=asked.examples, trace=asked.trace, write_trace=asked.write_trace, **taken
+    )
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -178,8 +183,10 @@ def _check_options(asked: argparse.Namespace) -> None:
     check_folder("--out", asked.out.parent if asked.out else None)
     if asked.time and (asked.only or asked.all_installed or asked.repeat != 1):
         raise ValueError("--time: expected one kernel, without --property, --repeat and --all-installed")
-    if asked.trace and not asked.time:
-        raise ValueError("--trace: expected --time, which replays it")
+    for option in ("trace", "write_trace"):
+        if getattr(asked, option) and not asked.time:
+            raise ValueError(f"--{option.replace('_', '-')}: expected --time, which replays workloads")
+    check_folder("--write-trace", asked.write_trace)
     known = {x.name for path in (*PATHS, *OPERATIONS) for x in of_path(path)}
     for name in asked.only or ():
         if name not in known:

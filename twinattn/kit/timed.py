@@ -330,6 +330,7 @@ def time_apart(
     patience: float = 60.0,
     limits: dict[str, Any] | None = None,
     trace: Path | None = None,
+    write_trace: Path | None = None,
 ) -> Report:
     """Time a kernel in a process of its own, and hold what it returned to the reference in this one.
 
@@ -343,9 +344,11 @@ def time_apart(
         patience: seconds without a sign of life, after which the process is ended.
         limits: claims that go before those of the kernel.
         trace: a file of FlashInfer-Bench, whose workloads are taken.
+        write_trace: a folder for the workloads as a data set of FlashInfer-Bench.
 
     Raises:
         BadKernelError: if the kernel cannot be called, or its path is no attention.
+        ValueError: if a workload cannot be written.
     """
     began = monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -362,6 +365,9 @@ def time_apart(
         dtype = getattr(torch, head["dtype"])
         report = Report(target, head["path"], device, claims=head["claims"], notes=tuple(head["notes"]))
         report.asked = dict(calls=calls)
+        if write_trace is not None:
+            asked = {name: parse_example(text) for name, text in head["workloads"].items()}
+            traces.write(write_trace, {name: x for name, x in asked.items() if isinstance(x, Example)}, dtype)
         done = {event["workload"]: event for event in events[1:]}
         for name, text in head["workloads"].items():
             event = done.get(name)

@@ -7,13 +7,16 @@ safetensors, whose paths begin at the folder of the data set. Numbers of queries
 
 import json
 import math
+import uuid
 from collections.abc import Mapping
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from twinattn.kit.cases import build
 from twinattn.kit.example import Example
 
 HEADER = 8  # bytes of a file of safetensors that say how long its description is
@@ -21,6 +24,53 @@ INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PATH_OF = {"ckv_cache": "mla", "k_cache": "chunked_prefill", "k": "varlen"}  # by an input that only it has
 Values = Mapping[str, Any]
+REFERENCE = """import torch
+
+
+def run({inputs}):
+    out = torch.zeros_like({query})
+    for b in range(len(kv_indptr) - 1):
+        first, last = qo_indptr[b : b + 2].tolist()
+        begin, end = kv_indptr[b : b + 2].tolist()
+{rows}
+        rows, s, n = {queries}[first:last].float(), len(key), last - first
+        group = rows.shape[1] // key.shape[1]
+        key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
+        scores = torch.einsum("thd,shd->hts", rows, key) * sm_scale
+        at = torch.arange(s - n, s, device=out.device)[:, None]
+        sees = torch.arange(s, device=out.device) <= at
+        weights = scores.masked_fill(~sees, -torch.inf).softmax(-1).nan_to_num(0.0)
+        out[first:last] = torch.einsum("hts,shd->thd", weights, value).to(out.dtype)
+    return out
+"""
+PAGES = """        pages = kv_indices[begin:end].long()
+        length = (len(pages) - 1) * {pool}.shape[1] + int(kv_last_page_len[b]) if len(pages) else 0
+"""
+ROWS = {  # how a reference finds the keys and the values of a sequence, [s, hk, d]
+    "varlen": "        key, value = k[begin:end], v[begin:end]",
+    "chunked_prefill": PAGES.format(pool="k_cache")
+    + "        key, value = (x[pages].flatten(0, 1)[:length] for x in (k_cache, v_cache))",
+    "mla": PAGES.format(pool="ckv_cache")
+    + "        value, rotary = (x[pages].flatten(0, 1)[:length, None] for x in (ckv_cache, kpe_cache))\n"
+    + "        key = torch.cat([value, rotary], dim=-1)",
+}
+SHAPES: dict[str, dict[str, list[str]]] = {  # the axes of the inputs, the query first
+    "varlen": {
+        "q": ["total_q", "num_qo_heads", "head_dim"],
+        **{word: ["total_kv", "num_kv_heads", "head_dim"] for word in ("k", "v")},
+    },
+    "chunked_prefill": {
+        "q": ["total_q", "num_qo_heads", "head_dim"],
+        **{word: ["num_pages", "page_size", "num_kv_heads", "head_dim"] for word in ("k_cache", "v_cache")},
+    },
+    "mla": {
+        "q_nope": ["total_q", "num_qo_heads", "head_dim_ckv"],
+        "q_pe": ["total_q", "num_qo_heads", "head_dim_kpe"],
+        "ckv_cache": ["num_pages", "page_size", "head_dim_ckv"],
+        "kpe_cache": ["num_pages", "page_size", "head_dim_kpe"],
+    },
+}
+OP_TYPES = {"varlen": "gqa_ragged", "chunked_prefill": "gqa_paged", "mla": "mla_paged"}
 
 
 def read(file: Path, path: str) -> tuple[dict[str, Example], torch.dtype]:
@@ -133,3 +183,119 @@ def _tensor(root: Path, workload: Values, name: str) -> list[int]:
     numbers = torch.frombuffer(bytearray(data[begin + first : begin + last]), dtype=INTEGERS[about["dtype"]])
     integers: list[int] = numbers.tolist()
     return integers
+
+
+def write(folder: Path, batches: Mapping[str, Example], dtype: torch.dtype) -> list[Path]:
+    """Write batches as a data set of FlashInfer-Bench: definitions with a reference, workloads, and their lengths.
+
+    Args:
+        folder: of the data set; files of the same names are replaced.
+        batches: of the paths that `read` reads, without padding, with no option but a softmax scale.
+        dtype: of queries, keys and values.
+
+    Returns:
+        The files of workloads.
+
+    Raises:
+        ValueError: if the format has no words for a batch; nothing is written then.
+    """
+    for batch in batches.values():
+        other = [name for name in batch.options if name != "softmax_scale"]
+        is_of_two_sizes = batch.path != "mla" and batch.value_size != batch.head_size
+        if batch.path not in OP_TYPES or other or is_of_two_sizes or batch.padding_rows:
+            paths = ", ".join(OP_TYPES)
+            expected = f"expected a path of {paths}, one head size, no padding, with no option but softmax_scale"
+            raise ValueError(f"--write-trace: {expected}, got {batch}")
+    lines: dict[Path, list[str]] = {}
+    for batch in batches.values():
+        definition, op_type = _defined(batch, dtype), OP_TYPES[batch.path]
+        name = definition["name"]
+        for kind in ("definitions", "workloads", f"blob/workloads/{op_type}"):
+            (folder / kind / (name if kind.startswith("blob") else op_type)).mkdir(parents=True, exist_ok=True)
+        (folder / "definitions" / op_type / f"{name}.json").write_text(json.dumps(definition, indent=2) + "\n")
+        own = str(uuid.uuid4())
+        blob = f"./blob/workloads/{op_type}/{name}/{name}_{own}.safetensors"
+        tables = _tables(batch)
+        _save(folder / blob, tables)
+        inputs: dict[str, Any] = {word: {"type": "random"} for word in SHAPES[batch.path]}
+        inputs |= {word: {"type": "safetensors", "path": blob, "tensor_key": word} for word in tables}
+        usual = 0.1 if batch.path == "mla" else batch.head_size**-0.5  # as the kit asks where nothing is said
+        inputs["sm_scale"] = {"type": "scalar", "value": batch.options.get("softmax_scale", usual)}
+        axes = {"total_q": batch.num_tokens, "len_indptr": len(batch.lens) + 1}
+        if batch.path == "varlen":
+            axes["total_kv"] = sum(s for _, s in batch.lens)
+        else:
+            pages = len(tables["kv_indices"])
+            axes |= dict(num_pages=max(tables["kv_indices"], default=0) + 1, num_kv_indices=pages)
+            axes["batch_size"] = len(batch.lens)
+        workload = dict(uuid=own, axes=axes, inputs=inputs)
+        line = json.dumps(dict(definition=name, workload=workload, solution=None, evaluation=None))
+        lines.setdefault(folder / "workloads" / op_type / f"{name}.jsonl", []).append(line)
+    for file, texts in lines.items():
+        file.write_text("\n".join(texts) + "\n")
+    return list(lines)
+
+
+def _defined(batch: Example, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the definition of a batch."""
+    (h, hk), d, page = batch.heads, batch.head_size, batch.block_size
+    rank, word = batch.value_size, str(dtype).removeprefix("torch.")
+    if batch.path == "mla":
+        const = dict(num_qo_heads=h, head_dim_ckv=rank, head_dim_kpe=batch.rope_size, page_size=page)
+        name = f"mla_paged_prefill_causal_h{h}_ckv{rank}_kpe{batch.rope_size}_ps{page}"
+    else:
+        const = dict(num_qo_heads=h, num_kv_heads=hk, head_dim=d)
+        const |= {} if batch.path == "varlen" else dict(page_size=page)
+        name = f"{OP_TYPES[batch.path]}_prefill_causal_h{h}_kv{hk}_d{d}"
+        name += "" if batch.path == "varlen" else f"_ps{page}"
+    shapes = dict(SHAPES[batch.path])
+    query, *_ = shapes
+    ends = ["qo_indptr", "kv_indptr"]
+    variable = ["total_q", "len_indptr"]
+    inputs = {of: dict(shape=shape, dtype=word) for of, shape in shapes.items()}
+    inputs |= {of: dict(shape=["len_indptr"], dtype="int32") for of in ends}
+    constraints = ["total_q == qo_indptr[-1].item()"]
+    if batch.path == "varlen":
+        variable.append("total_kv")
+        constraints.append("total_kv == kv_indptr[-1].item()")
+    else:
+        variable += ["num_pages", "num_kv_indices", "batch_size"]
+        constraints.append("num_kv_indices == kv_indptr[-1].item()")
+        inputs["kv_indices"] = dict(shape=["num_kv_indices"], dtype="int32")
+        inputs["kv_last_page_len"] = dict(shape=["batch_size"], dtype="int32")
+    inputs["sm_scale"] = dict(shape=None, dtype="float32")  # type: ignore[dict-item]
+    queries = "torch.cat([q_nope, q_pe], dim=-1)" if batch.path == "mla" else "q"
+    code = REFERENCE.format(inputs=", ".join(inputs), query=query, queries=queries, rows=ROWS[batch.path].rstrip())
+    axes: dict[str, Any] = {axis: dict(type="const", value=size) for axis, size in const.items()}
+    axes |= {axis: dict(type="var") for axis in variable}
+    outputs = {"output": dict(shape=shapes[query], dtype=word)}
+    about = dict(name=name, op_type=OP_TYPES[batch.path], axes=axes, inputs=inputs, outputs=outputs)
+    return about | dict(constraints=constraints, reference=code)
+
+
+def _tables(batch: Example) -> dict[str, list[int]]:
+    """Return the lengths and the pages of a batch."""
+    page = 1 if batch.path == "varlen" else batch.block_size
+    pages = [-(-s // page) for _, s in batch.lens]
+    ends = {"qo_indptr": [q for q, _ in batch.lens], "kv_indptr": pages}
+    tables = {name: [0, *accumulate(lengths)] for name, lengths in ends.items()}
+    if batch.path != "varlen":
+        drawn = build(replace(batch, heads=(1, 1), head_size=1, value_head_size=1), seed=batch.seed).batch.block_table
+        assert drawn is not None
+        tables["kv_indices"] = [x for row, n in zip(drawn.tolist(), pages, strict=True) for x in row[:n]]
+        tables["kv_last_page_len"] = [
+            s - (n - 1) * page if n else 0 for (_, s), n in zip(batch.lens, pages, strict=True)
+        ]
+    return tables
+
+
+def _save(file: Path, tables: Mapping[str, list[int]]) -> None:
+    """Write tables of int32 as a file of safetensors."""
+    about, data = {}, b""
+    for name, numbers in tables.items():
+        rows = b"".join(x.to_bytes(4, "little", signed=True) for x in numbers)
+        about[name] = dict(dtype="I32", shape=[len(numbers)], data_offsets=[len(data), len(data) + len(rows)])
+        data += rows
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % HEADER)
+    file.write_bytes(len(text).to_bytes(HEADER, "little") + text + data)
