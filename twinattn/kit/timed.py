@@ -43,7 +43,7 @@ LENS: dict[str, Lens] = {
     "prompt": ((128, 128), (61, 61), (97, 97)),
     "mixed": ((1, 300), (64, 201), (1, 90), (40, 40)),
 }
-ON_GPU = {"decode": (16, 8), "prompt": (16, 1), "mixed": (16, 4)}  # keys there, and sequences, as factors
+ON_GPU = {"decode": (8, 4), "prompt": (16, 1), "mixed": (8, 4)}  # keys there, and sequences, as factors
 
 # Taken before any kernel is imported, which might replace them.
 _DRAWN = SystemRandom()
@@ -145,8 +145,15 @@ def time_kernel(
     return report
 
 
-def measure(kernel: Kernel, batch: Example, dtype: torch.dtype, device: str, calls: int) -> Measured:
-    """Time calls of a kernel, each on inputs of its own, and keep what each returned.
+def measure(
+    kernel: Kernel,
+    batch: Example,
+    dtype: torch.dtype,
+    device: str,
+    calls: int,
+    on_call: Callable[[], None] = lambda: None,
+) -> Measured:
+    """Time calls of a kernel, each on inputs of its own, and keep what each returned; `on_call` is called before each.
 
     Raises:
         Broken: if it raises, or returns what is no output, or memory that it has returned before or still writes.
@@ -160,6 +167,7 @@ def measure(kernel: Kernel, batch: Example, dtype: torch.dtype, device: str, cal
     room: dict[str, tuple[torch.Size, torch.dtype]] = {}
     seats: Arguments = {}
     for turn in range(WARM_UPS + calls):
+        on_call()
         fresh = anew(batch)
         arguments = _seated(fresh.tensors(dtype, device), seats)
         given = kernel.asked(fresh, arguments | dict(return_lse=False))
@@ -368,7 +376,7 @@ def time_apart(
         if write_trace is not None:
             asked = {name: parse_example(text) for name, text in head["workloads"].items()}
             traces.write(write_trace, {name: x for name, x in asked.items() if isinstance(x, Example)}, dtype)
-        done = {event["workload"]: event for event in events[1:]}
+        done = {event["workload"]: event for event in events[1:] if "workload" in event}
         for name, text in head["workloads"].items():
             event = done.get(name)
             if event is None:
@@ -415,7 +423,7 @@ def _do(task: dict[str, Any], log: TextIO, folder: Path) -> int:
     say(**about, dtype=_word(dtype), workloads=names)
     for i, (name, batch) in enumerate(batches.items()):
         try:
-            measured = measure(kernel, batch, dtype, device, task["calls"])
+            measured = measure(kernel, batch, dtype, device, task["calls"], on_call=lambda: say(alive=True))
         except (Broken, RefusedError) as error:
             say(workload=name, finding=vars(_finding(name, batch, dtype, error)))
             continue
