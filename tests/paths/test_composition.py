@@ -16,6 +16,7 @@ from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.twin_files import PATHS as FILES
 
 H, HK, D = 4, 2, 8
 RANK, ROPE = 16, 8
@@ -308,3 +309,11 @@ def test_what_no_storage_is_read_under_is_refused(device):
                 path.attention(
                     *(x.to(device) for x in stored.tensors), plan, AttentionOptions(softmax_scale=SCALE), **more
                 )
+
+
+def test_every_storage_meets_every_plan():
+    """In this file, but for selected keys and ranks, which read no others' plans."""
+    plans = {mask.path for mask in [*MASKS.values(), *ROWS.values()]}
+    assert plans == {*FILES} - {"differential", "mla", "quantized", "sparse", "context_parallel"}
+    read = {lay_out(storage, torch.float32).path for storage in OVER_PAGES}
+    assert read - {"chunked_prefill"} == {"differential", "mla", "quantized"}

@@ -13,7 +13,6 @@ from tests.helpers.kernels_present import has_to_compute
 from tests.helpers.legal_calls import MODULES, public_functions
 from tests.helpers.twin_files import OVER_STATES, TWINS
 from tests.helpers.twin_files import PATHS as FILES
-from tests.paths import test_composition as composition
 from tests.table import CASE, PATHS, PLANS, SPECS, rule
 from twinattn.bench.rows import rows
 from twinattn.kit import example, workload
@@ -31,14 +30,6 @@ def test_every_path_of_the_packages_is_in_the_table():
     assert {path.attention for path in PATHS.values()} == attend | {"interval.attention"}
     assert {path.file for path in PATHS.values()} == {*FILES}
     assert {*MODULES} == {*TWINS}
-
-
-def test_every_storage_meets_every_plan():
-    """In `test_composition`, but for selected keys and ranks, which read no others' plans."""
-    plans = {mask.path for mask in [*composition.MASKS.values(), *composition.ROWS.values()]}
-    assert plans == {*FILES} - {"differential", "mla", "quantized", "sparse", "context_parallel"}
-    read = {composition.lay_out(storage, torch.float32).path for storage in composition.OVER_PAGES}
-    assert read - {"chunked_prefill"} == {"differential", "mla", "quantized"}
 
 
 @pytest.mark.parametrize(("name", "paths"), [("kit", {*example.PATHS, *OPERATIONS}), ("search", {*workload.PATHS})])
