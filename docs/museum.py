@@ -101,7 +101,7 @@ def shown(each: Exhibit, says: str, reports: str, tests: str) -> Iterator[str]:
 
 
 def symptoms(picture: Picture) -> set[str]:
-    """Return what a picture shows, by the names of `SYMPTOMS`."""
+    """Return the symptoms that a picture shows: names in `SYMPTOMS`."""
     pairs = [pair for lines in zip(picture.right, picture.wrong, strict=True) for pair in zip(*lines, strict=True)]
     if isinstance(pairs[0][0], str):
         wrong = {cell for should, cell in pairs if cell != should}

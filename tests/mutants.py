@@ -75,7 +75,7 @@ class Recorder:
         self.results, self.left_out, self.failed = results, left_out, set()
 
     def pytest_addoption(self, parser: Any) -> None:
-        """Let pyproject.toml have its time limits where pytest-timeout is not installed."""
+        """Accept the time limits of pyproject.toml where pytest-timeout is not installed."""
         for name in () if HAS_TIME_LIMITS else ("timeout", "timeout_method"):
             parser.addini(name, "of pytest-timeout")
 
@@ -313,7 +313,7 @@ def core_files() -> list[str]:
 
 
 def core_alone(mutations: list[Mutation], how: How, share: str, output: Path | None) -> bool:
-    """Say which mutations the core of the tests catches without the rest; return whether it is 95 of 100."""
+    """Print which mutations the core tests catch without the rest; return whether they catch at least 95 of 100."""
     found = json.loads(output.read_text()) if output and output.exists() else {"core": {}}
     HITS.update(entry["by"] for entry in found["core"].values() if "by" in entry)
     part, parts = map(int, share.split("/"))
@@ -389,7 +389,9 @@ def main() -> None:
     )
     parser.add_argument("--core", action="store_true", help="all of both, by the tests of `make test` alone")
     parser.add_argument("--share", default="1/1", help="with --core: 2/4 takes the second of four parts")
-    parser.add_argument("--until", type=float, default=math.inf, help="with --core: begin none after so many seconds")
+    parser.add_argument(
+        "--until", type=float, default=math.inf, help="with --core: seconds, after which no further mutation begins"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutations, and run none")
     parser.add_argument("--output", type=Path, help="JSON file to write the results to")
     options = parser.parse_args()

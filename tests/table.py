@@ -77,7 +77,7 @@ def sharing(batch: Batch, length: int) -> tuple[int, int]:
 
 
 def share(batch: Batch, block_size: int) -> Batch:
-    """Let sequences begin with the first two blocks of one of them."""
+    """Give all sequences the first two blocks of one sequence, as a shared prefix."""
     assert batch.block_table is not None
     (first, last), table = sharing(batch, 2 * block_size), batch.block_table.clone()
     table[first:last, :2] = table[first : first + 1, :2].clone()
@@ -91,7 +91,7 @@ def chains(step: Step) -> dict[str, Any]:
 
 
 def causal_intervals(step: Step) -> dict[str, Any]:
-    """Say in intervals what a causal mask says."""
+    """Return the intervals that show the same keys as a causal mask."""
     made: dict[str, Any] = step.path.causal(step.batch, step.num_rows)._asdict()
     return made
 
@@ -371,12 +371,12 @@ REFUSED = {  # by each path, each with what the error says, over two sequences i
 
 
 def spec(path: str, **arguments: Any) -> PathSpec:
-    """Return what a path promises under some arguments of its plan."""
+    """Return the spec of a path for some arguments of its plan: the mask that it promises."""
     paged = PATHS[path].keys != "rows"
     return PathSpec(path, rule(**arguments), arguments, paged=paged, bad_arguments=REFUSED[path])
 
 
-SPECS = [  # of the paths over plain rows and pages; the proofs of other storages are in the files of their paths
+SPECS = [  # paths over plain rows and pages; the proofs of other storages are in the files of their paths
     spec("chunked_prefill"),
     spec("chunked_prefill", window_size=(LEFT, 0)),
     spec("sliding_window", window_size=(LEFT, 0)),

@@ -23,7 +23,7 @@ def fields_of(kind: type, *names: str) -> frozenset[str]:
 
 
 # What kernels have in common. It is written out: a field that comes to one of these types is in no set, and refused.
-# The kernel that learns to compute it adds it to its own `knows`; here it would be known to all of them.
+# A kernel that computes a new field adds it to its own `knows`. Added here, it would count as known to all kernels.
 BATCH = fields_of(
     Batch, *("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "num_keys", "num_tokens")
 )

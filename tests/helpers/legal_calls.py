@@ -59,7 +59,7 @@ def _call(query: torch.Tensor, plan: Any, width: int = 8, **more: Any) -> dict[s
 
 def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     def of(name: str, width: int = 8, **more: Any) -> Callable[[], dict[str, Any]]:
-        """Return what makes the arguments of a path of the table."""
+        """Return the function that builds the arguments of a path in `tests/table.py`."""
 
         def made() -> dict[str, Any]:
             inputs = build(SMALL)

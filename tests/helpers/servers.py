@@ -25,7 +25,7 @@ def words_of(code: str) -> list[str]:
 
 
 def places_of(page: str, column: str) -> list[tuple[str, str]]:
-    """Return what the column of a server says to be in which file: (`EngineCore.step`, `v1/engine/core.py`)."""
+    """Return the names in a server's column, each with its file: `EngineCore.step`, `v1/engine/core.py`."""
     found: list[tuple[str, str]] = []
     for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         head, _, *rows = [line.strip().strip("|").split(" | ") for line in table.splitlines()]

@@ -605,7 +605,7 @@ def test_the_page_of_wrong_addresses_finds_the_site(asked, top, style, site):
 
 
 def top_found(text: str, asked: str, style: str | None = None) -> str:
-    """Return what the page of wrong addresses takes for the top of the site, where an address is asked that is none.
+    """Return the address that the 404 page finds as the top of the site, when a wrong address is asked for.
 
     The style of the site is in the folder `style`, as the server says that the page asks.
     """

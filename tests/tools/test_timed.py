@@ -74,7 +74,7 @@ def lazy(query, key_cache, value_cache, seq_lens, block_table):
 
 
 def later(query, key_cache, value_cache, seq_lens, block_table):
-    """Let a thread compute, and return before it has."""
+    """Compute in a thread, and return before it is done."""
     out = torch.zeros_like(query)
     given = [x.clone() for x in (query, key_cache, value_cache, seq_lens, block_table)]
 

@@ -98,7 +98,7 @@ class _LaunchedError(Exception):
 
 
 def launch_of(call: Call) -> FirstLaunch:
-    """Return what a call launches first on an NVIDIA H200, without launching it."""
+    """Return the first kernel that a call launches on an NVIDIA H200, with its arguments, without launching it."""
 
     def launch(kernel: Any, grid: Any, changing: Mapping[str, Any], arguments: Mapping[str, Any], options: Any) -> None:
         raise _LaunchedError(kernel, grid, changing, arguments)

@@ -59,7 +59,7 @@ def restored() -> Iterator[None]:
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """Look whether what is done leaves the process as it was, from a state that is none that a kernel may want.
+    """Put the process into unusual states of its own, and check that a call leaves all of them as they are.
 
     Raises:
         Broken: naming what was changed.

@@ -70,11 +70,8 @@ def workloads(kernel: Kernel, device: str) -> dict[str, Example]:
         attends = ", ".join(path.name for path in PATHS.values() if path.attends)
         raise BadKernelError(f"--time: expected a path of attention, {attends}; got {kernel.path}")
     claims = kernel.claims
-    shape = tuple(
-        next((x for x in USUAL if x in claimed), claimed[0])
-        for claimed in (claims.heads, claims.head_sizes, claims.block_sizes)
-    )
-    options = {"topk": TOPK} if kernel.path in SELECTED else {}
+    shape = _usual(claims.heads), _usual(claims.head_sizes), _usual(claims.block_sizes)
+    options: dict[str, Any] = {"topk": TOPK} if kernel.path in SELECTED else {}
     found = {}
     for name, lens in LENS.items():
         if claims.max_query_len is not None and max(q for q, _ in lens) > claims.max_query_len:
@@ -82,8 +79,13 @@ def workloads(kernel: Kernel, device: str) -> dict[str, Example]:
         if device != "cpu":
             keys, times = ON_GPU[name]
             lens = tuple((q if q == 1 else q * keys, s * keys) for q, s in lens) * times
-        found[name] = example(kernel, lens, shape, **options)  # type: ignore[arg-type]
+        found[name] = example(kernel, lens, shape, **options)
     return found
+
+
+def _usual(claimed: Sequence[Any]) -> Any:
+    """Return a size that is claimed, one of `USUAL` if there is one."""
+    return next((x for x in USUAL if x in claimed), claimed[0])
 
 
 def replayed(kernel: Kernel, file: Path) -> tuple[dict[str, Example], torch.dtype]:
@@ -388,9 +390,10 @@ def time_apart(
                 report.findings.append(Finding(**{key: tuples(value) for key, value in event["finding"].items()}))
             else:
                 answers = torch.load(Path(folder, event["file"]), weights_only=True)
-                batches = [parse_example(example) for example in event["examples"]]
-                assert all(isinstance(x, Example) for x in batches)
-                measured = Measured(batches, event["seconds"], answers)  # type: ignore[arg-type]
+                parsed = [parse_example(text) for text in event["examples"]]
+                batches = [x for x in parsed if isinstance(x, Example)]
+                assert len(batches) == len(parsed)
+                measured = Measured(batches, event["seconds"], answers)
                 judge(report, name, measured, dtype, seconds / len(head["workloads"]))
     report.seconds = round(monotonic() - began, 1)
     return report

@@ -252,7 +252,7 @@ def _defined(batch: Example, dtype: torch.dtype) -> dict[str, Any]:
     query, *_ = shapes
     ends = ["qo_indptr", "kv_indptr"]
     variable = ["total_q", "len_indptr"]
-    inputs = {of: dict(shape=shape, dtype=word) for of, shape in shapes.items()}
+    inputs: dict[str, Any] = {of: dict(shape=shape, dtype=word) for of, shape in shapes.items()}
     inputs |= {of: dict(shape=["len_indptr"], dtype="int32") for of in ends}
     constraints = ["total_q == qo_indptr[-1].item()"]
     if batch.path == "varlen":
@@ -263,7 +263,7 @@ def _defined(batch: Example, dtype: torch.dtype) -> dict[str, Any]:
         constraints.append("num_kv_indices == kv_indptr[-1].item()")
         inputs["kv_indices"] = dict(shape=["num_kv_indices"], dtype="int32")
         inputs["kv_last_page_len"] = dict(shape=["batch_size"], dtype="int32")
-    inputs["sm_scale"] = dict(shape=None, dtype="float32")  # type: ignore[dict-item]
+    inputs["sm_scale"] = dict(shape=None, dtype="float32")
     queries = "torch.cat([q_nope, q_pe], dim=-1)" if batch.path == "mla" else "q"
     code = REFERENCE.format(inputs=", ".join(inputs), query=query, queries=queries, rows=ROWS[batch.path].rstrip())
     axes: dict[str, Any] = {axis: dict(type="const", value=size) for axis, size in const.items()}

@@ -52,8 +52,7 @@ FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks
 INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
 INVARIANT_SLAB = 512  # keys of such a tile: as many as ATen's call takes at a time
 
-PLAIN = options_of("softmax_scale", "sinks", "alibi_sqrt")  # sinks are added to an LSE; slopes are no plain option
-
+PLAIN = options_of("softmax_scale", "sinks", "alibi_sqrt")  # options of a plain call; sinks are merged in afterwards
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 TINY = torch.finfo(torch.float32).tiny
 
@@ -195,7 +194,7 @@ def _follow_each_other(pieces: Sequence[Piece], count: int) -> bool:
 
 
 def _is_plain(options: AttentionOptions) -> bool:
-    """Return whether nothing but ATen's call is needed: an option that is not named here is no such call's."""
+    """Return whether ATen's call alone computes all options that are set; one that is not in `PLAIN` needs a mask."""
     return asked_of(options) <= PLAIN
 
 

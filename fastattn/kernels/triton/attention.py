@@ -15,10 +15,10 @@ Under `batch_invariant` no bit of an answer may depend on the others, nor on how
 with it. So a split is a fixed run of keys, whose place does not move, and parts are merged one after the other: then a
 part in which a query sees nothing changes nothing.
 
-Who knows the kernel of notebook 10 finds it here again: `part` is `program_id(1)` in `share_run` of `merge.py`, `read`
-is `keys.how.load`, the block table is read by `keys.where.find`, `visible_keys` is in `masks.py`, `rescale` is `shrink`
-and `acc` is `total`. The files beside this one are read best in the order of their use: `queries.py`, `masks.py`,
-`merge.py`, `keys.py`.
+The kernel of notebook 10 is here again under these names: `part` is `program_id(1)` in `share_run` of `merge.py`,
+`read` is `keys.how.load`, the block table is read by `keys.where.find`, `visible_keys` is in `masks.py`, `rescale` is
+`shrink` and `acc` is `total`. The files beside this one are read best in the order of their use: `queries.py`,
+`masks.py`, `merge.py`, `keys.py`.
 
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """

@@ -55,10 +55,10 @@ KNOWS = BATCH | fields_of(
     Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
 )
 KNOWS |= known_options("softmax_scale", "sinks")  # what a plan and a layer may ask for
-ROWS = 128  # a tile has so many, half of them for each group of warps that multiplies
+ROWS = 128  # rows in a tile; each of the two multiplying groups of warps has half of them
 PANEL = tl.constexpr(64)  # elements of a row that lie side by side in shared memory
 SLOTS = tl.constexpr(2)  # for tiles of queries, and for steps of keys and values
-REGISTERS = {3: (216, 72), 4: (208, 88)}  # threads that multiply have so many, and those that bring rows, or pages
+REGISTERS = {3: (216, 72), 4: (208, 88)}  # per multiplying and per loading thread, over rows [t, hk, d] and pages
 
 
 class Sizes(NamedTuple):
@@ -222,7 +222,7 @@ def launch(
 @gluon.jit
 @no_type_check
 def _find_tile(program, programs, queries, mask, TILE):
-    """Return the rows that a program of so many has, from the last tile to the first, and the keys that they see."""
+    """Return the tile of a program, counted from the last one, and the keys that its rows see."""
     KV_HEADS: gl.constexpr = queries.HEADS // queries.GROUP
     number = (programs - 1 - program) // KV_HEADS
     sequence, first_row = find_rows(queries.cu_seqlens_q, number, queries.num_seqs, queries.GROUP, TILE.ROWS, False)
@@ -305,7 +305,7 @@ def _offsets(where, blocks, j, strides, TILE):
 def _bring(queries, keys, mask, room, programs, TILE):
     """Bring the queries of each tile, and with the keys of a step the values of the step before."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = gl.program_id(0) * 0  # those before this one: 0, as a number that a loop may change
+    tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # keys and values that came, of all tiles
     for program in range(gl.program_id(0), programs, gl.num_programs(0)):
         tile = _find_tile(program, programs, queries, mask, TILE)
