@@ -27,7 +27,7 @@ from fastattn.kernels.triton.keys import token_tile, where_of, zeros
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
 from fastattn.kernels.triton.merge import Out, merge_parts, normalize, places_of, update_softmax
-from fastattn.kernels.triton.queries import Queries, Sizes, contiguous, find_tile, is_one_tile, options_of
+from fastattn.kernels.triton.queries import Sizes, contiguous, find_tile, is_one_tile, options_of, queries_of
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, pad, sms_of
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -101,18 +101,6 @@ def bind_differential(
         STARTS=0,
         LAST_FIRST=True,
     )
-    queries = Queries(
-        query=query,
-        strides=query.stride(),
-        cu_seqlens_q=batch.cu_seqlens_q,
-        seq_lens=batch.seq_lens,
-        positions=None,
-        first_keys=None,
-        num_tokens=num_tokens,
-        num_seqs=batch.num_seqs,
-        HEADS=tl.constexpr(num_heads // 2),
-        GROUP=tl.constexpr(group),
-    )
     keys = PairedKeys(
         cache=cache,
         strides=cache.stride(),
@@ -128,7 +116,7 @@ def bind_differential(
         (tiles * num_pairs, tuning.splits),
         {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | layer_args,
         dict(
-            queries=queries,
+            queries=queries_of(query, batch, num_heads // 2, group),
             keys=keys,
             mask=mask,
             options=options_of(options, scale),

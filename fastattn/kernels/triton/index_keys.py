@@ -23,7 +23,7 @@ from fastattn.kernels.replay import key_of_launch, launch_once
 from fastattn.kernels.triton.launch import CHANGING, Launch, converts_fp8, overlapping, pdl_wait
 from fastattn.kernels.triton.masks import visible_keys
 from fastattn.kernels.triton.quantized import dequantize, dequantize_pairs, power_of_two, to_fp8
-from fastattn.kernels.triton.queries import Queries, count_tiles, find_rows
+from fastattn.kernels.triton.queries import count_tiles, find_rows, queries_of
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, pad, sms_of
 from refattn.batch import Batch
 from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
@@ -169,7 +169,7 @@ def _launch_scores(
         {"queries.query": query, "weights": weights, "pool.index_cache": keys, "pool.scales": scales}
         | {"result": result},
         dict(
-            queries=_queries_of(query, batch),
+            queries=queries_of(query, batch, query.shape[1], group=1),
             weight_strides=weights.stride(),
             pool=_pool_of(keys, scales, index_cache, batch),
             mask=_visible_of(plan),
@@ -202,22 +202,6 @@ def _tune(query: Tensor, index_cache: Tensor, key_bytes: int, *, one_row: bool) 
     )
     stored_bytes = size * index_cache.itemsize
     return fit(asked, query.device, row_bytes=pad(size) * key_bytes // size, key_bytes=stored_bytes)
-
-
-def _queries_of(query: Tensor, batch: Batch) -> Queries:
-    """Return index queries as a kernel takes them."""
-    return Queries(
-        query=query,
-        strides=query.stride(),
-        cu_seqlens_q=batch.cu_seqlens_q,
-        seq_lens=batch.seq_lens,
-        positions=None,
-        first_keys=None,
-        num_tokens=len(query),
-        num_seqs=batch.num_seqs,
-        HEADS=tl.constexpr(query.shape[1]),
-        GROUP=tl.constexpr(1),
-    )
 
 
 def _pool_of(keys: Tensor, scales: Tensor | None, index_cache: Tensor, batch: Batch) -> Pool:

@@ -46,7 +46,7 @@ from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.masks import Run, all_visible_in_window, mask_of, visible_keys
 from fastattn.kernels.triton.merge import Out, Part, Whole, normalize, update_softmax
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
-from fastattn.kernels.triton.queries import Queries, count_tiles, find_rows, layer_args, options_of
+from fastattn.kernels.triton.queries import count_tiles, find_rows, layer_args, options_of, queries_of
 from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -180,18 +180,6 @@ def launch(
     num_kv_heads = value.shape[-2]
     group = num_heads // num_kv_heads
     query, scale = with_positive_scale(query, options.softmax_scale)
-    queries = Queries(
-        query=query,
-        strides=query.stride(),
-        cu_seqlens_q=batch.cu_seqlens_q,
-        seq_lens=batch.seq_lens,
-        positions=None,
-        first_keys=None,
-        num_tokens=num_tokens,
-        num_seqs=batch.num_seqs,
-        HEADS=tl.constexpr(num_heads),
-        GROUP=tl.constexpr(group),
-    )
     sizes = Sizes(
         ROWS=ROWS,
         KEYS=128,
@@ -207,7 +195,7 @@ def launch(
         {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
         | layer_args(query, options),
         dict(
-            queries=queries,
+            queries=queries_of(query, batch, num_heads, group),
             keys=keys_of(query, key, value, plan, ROWS, quantization=quantization, aligned=False),
             mask=mask_of(plan),
             options=options_of(options, scale),

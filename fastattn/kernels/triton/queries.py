@@ -229,6 +229,29 @@ def find_tile(queries, TILE):
     )
 
 
+def queries_of(query: Tensor, batch: Batch, num_heads: int, group: int) -> Queries:
+    """Return queries that stand at the ends of their sequences, as the kernels take them.
+
+    Args:
+        query: [t, h, d], any strides.
+        batch: the lengths.
+        num_heads: query heads; of pairs half as many.
+        group: query heads that share a KV head.
+    """
+    return Queries(
+        query=query,
+        strides=query.stride(),
+        cu_seqlens_q=batch.cu_seqlens_q,
+        seq_lens=batch.seq_lens,
+        positions=None,
+        first_keys=None,
+        num_tokens=query.shape[0],
+        num_seqs=batch.num_seqs,
+        HEADS=tl.constexpr(num_heads),
+        GROUP=tl.constexpr(group),
+    )
+
+
 def is_one_tile(batch: Batch, group: int, rows: int) -> bool:
     """Return whether a tile holds all query rows of any sequence."""
     return batch.max_query_len * group <= rows
