@@ -37,9 +37,12 @@ CORE = {
         *("bad_input", "composition", "edges", "every_argument", "every_path", "gradients", "isolation", "kv_cache"),
         *("masks", "merge", "metadata", "options_on_every_path", "shared_memory", "state_cache", "steps"),
     ),
-    "kernels": ("asked", "launch", "memory", "native", "replay"),
-    "engine": ("arguments", "both_twins", "detokenize", "layers"),
-    "integrations": ("each", "flash_attn", "vllm_interface"),
+    "kernels": ("asked", "kernels_triton", "launch", "memory", "native", "replay"),
+    "engine": (
+        *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "layers", "sampling"),
+        *("speculation", "window_pool"),
+    ),
+    "integrations": ("each", "flash_attn", "transformers", "vllm_interface"),
     "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),
 }
 CORE_SECONDS = 2.0  # the most CPU time of a core test

@@ -36,7 +36,6 @@ import fastattn.varlen
 import refattn.varlen
 from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
-from twinattn.engine import demo_model
 from twinattn.integrations import transformers as integration
 
 TWINS = ("refattn", "fastattn")
@@ -596,28 +595,6 @@ def test_an_image_alone_under_a_window():
     visible = integration.sdpa_mask(1, 40, 40, mask_function=rule, allow_is_causal_skip=False)
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=visible).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-6)
-
-
-# --- a real model ---
-
-
-def test_a_real_model_gives_the_words_of_eager(calls):
-    """SmolLM2, from the GGUF file of the demo: two questions of different lengths, padded on the left."""
-    model, tokenizer = demo_model.load(demo_model.model_file())
-    questions = ("Name three colours.", "Why is the sky blue? Answer a child of five, in one short sentence.")
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in questions
-    ]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    assert not inputs["attention_mask"].all()
-    answers = {}
-    for name in ("eager", "fastattn"):
-        model.set_attn_implementation(name)
-        answers[name] = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    assert torch.equal(answers["fastattn"], answers["eager"])
-    assert calls["fastattn"] == 6 * model.config.num_hidden_layers
-    assert "Red" in tokenizer.decode(answers["fastattn"][0])
 
 
 # --- continuous batching ---
