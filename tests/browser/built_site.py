@@ -37,6 +37,7 @@ PAGES = {  # with some of each kind
     "cascade": "explorer/index.html#lens=2,13;1,15;3,11&shared=8",
     "played": "explorer/engine.html",
     "state": "explorer/state.html#step=3",
+    "sm": "ladder/sm.html",
     "path": "paths/sliding_window.html",
     "notebook": "notebooks/05_sliding_window.html",
     "written": "notebooks/02_paged_cache.html",
