@@ -1,9 +1,9 @@
-"""The one formula, and the one loop: softmax attention of some queries over some keys, under a mask of who sees whom.
+"""The one formula and the one loop: softmax attention of queries over keys under a boolean mask.
 
 attend              the formula, for one sequence
-attend_one_by_one   the same for one query at a time, so that bits depend on what it sees alone
+attend_one_by_one   the same one query at a time: a row's bits depend only on the keys that it sees
 attend_sequences    the formula for each sequence of a plan, under its mask
-attend_plan         the same for each level of a plan, whatever stores the keys; the outputs of levels merge
+attend_plan         the same for each level of a plan and any storage of keys; merges the outputs of levels
 attend_to           a call of a path: check the arguments, run attend_plan, cast and return
 """
 
@@ -37,7 +37,7 @@ def attend(
     bias: Float[Tensor, "h t s"] | None = None,
     sinks: Float[Tensor, "h"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend with every query to the keys that it may see.
+    """Attend from every query to its visible keys.
 
     For a query `i` of head `h`, over the keys `j` with `visible[i, j]`:
 
@@ -47,15 +47,15 @@ def attend(
         lse      = log(sum_j exp(score[j]) + exp(sinks[h]))        the sink only if given
         out      = sum_j exp(score[j] - lse) * value[j, h // g]
 
-    The order matters: the cap and the bias come before the mask, so neither can make a hidden key visible again.
-    A fully masked query returns 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE). A key that no query
-    sees may hold anything, NaN included; a NaN that a query sees comes out as NaN. Every tensor may require a gradient:
-    those of keys that no query sees, and of queries that see no key, are 0, whatever is in them.
+    The order matters: the cap and the bias come before the mask, so neither can make a hidden key visible again. A
+    fully masked query returns 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE). A key that no query
+    sees may hold anything, NaN included; a visible NaN gives NaN. Every tensor may require a gradient. The gradients of
+    keys that no query sees and of fully masked queries are 0, whatever these hold.
 
     Args:
-        query: the new tokens, one row per token.
+        query: the new tokens.
         key: the keys of one sequence; query head `h` reads KV head `h // g`, with `g = h // hk` heads per group.
-        value: the values that belong to the keys; their head size may differ from that of the keys.
+        value: the values of the keys; the head size may differ from that of the keys.
         visible: the mask, true where query `t` may see key `s`.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
@@ -73,8 +73,8 @@ def attend(
     group = query.shape[1] // key.shape[1]
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     is_unseen, sees_nothing = (rearrange(~visible.any(i), "rows -> rows 1 1") for i in (0, 1))
-    q = query.to(compute).masked_fill(sees_nothing, 0.0)  # such rows may hold anything, and 0 * NaN is NaN:
-    k = key.to(compute).masked_fill(is_unseen, 0.0)  # in the outputs, and in the gradients of other rows
+    q = query.to(compute).masked_fill(sees_nothing, 0.0)  # masked rows may hold NaN, and 0 * NaN is NaN,
+    k = key.to(compute).masked_fill(is_unseen, 0.0)  # in the outputs and in the gradients of other rows
     v = value.to(compute).masked_fill(is_unseen, 0.0)
     k, v = (repeat(x, "s hk size -> s (hk g) size", g=group) for x in (k, v))
 
@@ -102,10 +102,10 @@ def attend_one_by_one(
     bias: Float[Tensor, "h t s"] | None,
     **options: Any,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend by the formula one query at a time, over copies of its visible keys only: `batch_invariant`.
+    """Attend one query at a time, over copies of its visible keys only (`batch_invariant`).
 
-    The last bits of a product depend on its shape and on where its factors lie in memory. Here both follow from what
-    the query sees: neither other rows nor keys hidden from it have a part in them. Arguments are those of `attend`.
+    The last bits of a matrix product depend on its shape and on the memory layout. Here both depend only on the keys
+    that the query sees, not on other rows or hidden keys. Arguments as in `attend`.
     """
     out = query.new_zeros(*query.shape[:2], value.shape[2])
     lse = query.new_zeros(query.shape[:2], dtype=compute_dtype(query.dtype))
@@ -120,13 +120,13 @@ def attend_one_by_one(
 def attend_plan(
     query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | CascadePlan | TreePlan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend level by level, and merge: where the keys are, who may see whom, and how partial answers combine.
+    """Attend level by level and merge: where the keys are, who may see whom, how partial outputs combine.
 
     Args:
         query: query rows of all sequences, one after the other; rows after the last sequence are padding.
-        keys: where the keys and values are.
-        plan: which rows and keys belong together, and who may see whom; one level, or several.
-        options: those of the layer. Sinks count once, in the last level.
+        keys: the storage of the keys and values.
+        plan: the rows and keys of each sequence, and the mask; one level or several.
+        options: the layer's options. Sinks count once, in the last level.
 
     Returns:
         As `attend_sequences`.
@@ -152,20 +152,20 @@ def attend_sequences(
     Args:
         query: query rows of all sequences, one after the other; rows after the last sequence are padding.
         sequences: the keys and the values of each sequence of the plan, in order.
-        plan: which rows and keys belong together, and who may see whom: one level.
+        plan: the rows and keys of each sequence, and the mask; one level.
         options: scale, softcap, slopes, sinks.
         value_head_size: elements of a value, `dv`.
 
     Returns:
-        The outputs in the compute type, so that partial answers merge without a rounding between, and the log-sum-exps.
-        Padding rows hold 0 and `-inf`.
+        The outputs in the compute type, so that partial outputs merge without rounding in between, and the
+        log-sum-exps. Padding rows are 0 and `-inf`.
     """
     compute, formula = compute_dtype(query.dtype), attend_one_by_one if options.batch_invariant else attend
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
         if q0 == q1:
-            continue  # a sequence without queries; its keys may not even be there
+            continue  # a sequence without queries may have no keys in memory
         out[q0:q1], lse[q0:q1] = formula(
             query[q0:q1].to(compute),
             key,
@@ -178,7 +178,7 @@ def attend_sequences(
 
 
 def of_layer(options: AttentionOptions) -> dict[str, Any]:
-    """Return what `attend` takes of the options of a layer as it is; a bias depends on positions, too."""
+    """Return the options that `attend` takes directly; the bias also depends on positions."""
     return dict(
         softmax_scale=options.softmax_scale,
         softcap=options.softcap,
@@ -195,9 +195,9 @@ def attend_to(
     return_lse: bool,
     out: Float[Tensor, "t h dv"] | None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Check a call of a path, attend as its plan says, and return the answer as every path does.
+    """Check the arguments of a path, attend under its plan, and return the result in the form that all paths share.
 
-    Arguments are those of the path.
+    Arguments as in the path.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
@@ -215,6 +215,6 @@ def finish(
     return_lse: bool,
     out: Float[Tensor, "t h dv"] | None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Return an answer as every path does: in the type of the query, in `out` if given, with the LSE if requested."""
+    """Return the result in the type of the query, written into `out` if given, with the LSE if requested."""
     out = result.to(dtype) if out is None else out.copy_(result)
     return (out, lse) if return_lse else out

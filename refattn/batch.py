@@ -5,7 +5,7 @@ Three sequences with 2, 1 and 3 new tokens, of 5, 7 and 3 tokens in all, in bloc
     query tokens    a3 a4 | b6 | c0 c1 c2        t = 6
     cu_seqlens_q    0       2    3          6    where each sequence's queries begin and end
     seq_lens        5, 7, 3                      keys: context + new tokens
-    block_table     [[9, 2], [4, 7], [1, -1]]    key 4 of `a` is row 0 of block 2; past the last block is nothing
+    block_table     [[9, 2], [4, 7], [1, -1]]    key 4 of `a` is row 0 of block 2; -1 pads past the last block
 
 Query rows after the last sequence (`t > cu_seqlens_q[-1]`) are padding.
 """
@@ -23,25 +23,25 @@ from refattn.checks import LARGEST_INT32, check, check_int, check_side_by_side, 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The lengths of a batch of sequences, and where in the pool their keys are.
+    """The lengths of a batch of sequences, and the pool blocks of their keys.
 
     Attributes:
-        cu_seqlens_q: where the query rows of each sequence begin; the last entry is where they all end.
+        cu_seqlens_q: the first query row of each sequence, and one past the last row of all.
         seq_lens: keys of each sequence, in tokens: its context and its new tokens.
         block_table: the pool blocks of each sequence, in order; None where there is no cache (`varlen`). Entries past a
             sequence's last block are never read.
-        max_query_len: at least the largest number of queries of a sequence, in tokens.
-        max_seq_len: at least the largest of `seq_lens`.
-        num_keys: about how many keys all sequences have together, if the builder of the batch knows it. A kernel may
-            share out its work by it; a wrong number costs time and changes no answer.
-        num_tokens: query rows of all sequences together, if the builder of the batch knows it. A batch on a device has
-            to state it where a plan needs the positions of its queries: a plan that cannot know them is refused.
+        max_query_len: an upper bound on the new tokens of a sequence.
+        max_seq_len: an upper bound on `seq_lens`.
+        num_keys: the total number of keys, roughly, if the builder of the batch has it. A kernel may balance its work
+            by it; a wrong number costs time and does not change the output.
+        num_tokens: the total number of query rows, if the builder of the batch has it. A batch on a device must give it
+            if a plan needs the positions of its queries; otherwise the plan raises.
 
-    The maxima are Python ints, given by the builder of the batch, so that no path synchronizes with the device; a batch
-    whose tensors are advanced in place (a CUDA graph) states the maxima that it may grow to.
+    The builder of the batch gives the maxima as Python ints, so that no path synchronizes with the device. If the
+    tensors are updated in place (a CUDA graph), the maxima must hold for every later step.
 
     Raises:
-        ValueError: if a tensor has another type, shape or device than its neighbours.
+        ValueError: if the types, shapes or devices of the tensors do not fit together.
     """
 
     cu_seqlens_q: Int32[Tensor, "_"]  # [b + 1]
@@ -53,7 +53,7 @@ class Batch:
     num_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the types, shapes and devices; the contents are not read, they may be on a device."""
+        """Check the types, shapes and devices. The contents are not read, as they may be on a device."""
         b = check(seq_lens=(self.seq_lens, "int32 b"))["b"]
         check(
             {"b": b, "b + 1": b + 1},
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of the batch are."""
+        """The device of the tensors."""
         return self.seq_lens.device
 
     @property
@@ -86,18 +86,18 @@ class Batch:
 
     @property
     def context_lens(self) -> Int32[Tensor, "b"]:
-        """Tokens of each sequence that were there before; negative where a sequence has more queries than keys."""
+        """Tokens of each sequence before its new ones; negative where a sequence has more queries than keys."""
         return self.seq_lens - self.query_lens
 
     @property
     def cu_seqlens_k(self) -> Int32[Tensor, "_"]:
-        """Where the keys of each sequence begin when they lie one after the other (`varlen`)."""
+        """The first key row of each sequence when keys are contiguous (`varlen`), and the number of key rows."""
         return torch.nn.functional.pad(self.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
     def query_rows(self) -> list[tuple[int, int]]:
         """Return the first query row of each sequence and the row after its last one, as Python ints.
 
-        This reads the tensors on the host: for the reference and for kernels that run there.
+        This synchronizes with a device, so only the reference and CPU kernels call it.
         """
         return list(pairwise(self.cu_seqlens_q.tolist()))
 
@@ -107,40 +107,40 @@ class Batch:
 
 
 class Part(NamedTuple):
-    """A run of neighbouring sequences of a batch: their own batch, and the query rows that they have in the whole."""
+    """Consecutive sequences of a batch: a batch of their own, and their query rows in the full batch."""
 
     batch: Batch
     tokens: slice
 
 
 class Prefix(NamedTuple):
-    """Keys that some neighbouring sequences of a batch share: the first `end` of sequences `first` to `last - 1`."""
+    """Keys that consecutive sequences of a batch share: the first `end` of sequences `first` to `last - 1`."""
 
     first: int
     last: int
     end: int
 
     def encloses(self, other: "Prefix") -> bool:
-        """Return whether the other prefix continues this one, for some of its sequences."""
+        """Return whether the other prefix extends this one, for some or all of its sequences."""
         return self.first <= other.first and other.last <= self.last and self.end < other.end
 
 
 def check_batch(batch: Batch, *, name: str = "batch") -> None:
-    """Check that a batch, which errors call by its name, is one; its tensors were checked when it was made.
+    """Check that an argument called `name` is a `Batch`. Its tensors were checked when it was made.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not isinstance(batch, Batch):
         raise ValueError(f"{name}: expected a Batch, got {describe(batch)}")
 
 
 def check_lengths(batch: Batch) -> None:
-    """Check on a CPU that the lengths of a batch are lengths, and that what it states of them is right.
+    """Check on a CPU that the lengths of a batch are valid, and that its maxima and totals fit them.
 
     Raises:
         ValueError: if `cu_seqlens_q` does not rise from 0; if a length is negative; if a sequence is longer than the
-            stated maximum; if there are other query rows than `num_tokens`.
+            stated maximum; if `num_tokens` is not the number of query rows.
     """
     check_batch(batch)
     if not batch.seq_lens.is_cpu:
@@ -162,10 +162,10 @@ def check_lengths(batch: Batch) -> None:
 
 
 def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None = None) -> Int32[Tensor, "b m"]:
-    """Check that the table has a column for every block of every sequence; what is in them is read by `check_contents`.
+    """Check that the table has a column for every block of every sequence; `check_contents` checks the entries.
 
     Args:
-        batch: the lengths and the table; on a device they are not read.
+        batch: the lengths and the table; they are read on a CPU only.
         block_size: tokens in a block, `p`.
         new_lens: tokens by which each sequence is about to grow.
 
@@ -192,7 +192,7 @@ def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None 
 
 
 def _table_of(batch: Batch) -> Int32[Tensor, "b m"]:
-    """Return the block table of a batch, which has to have one."""
+    """Return the block table of a batch, or raise if it has none."""
     if batch.block_table is None:
         raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
     return batch.block_table
@@ -201,20 +201,20 @@ def _table_of(batch: Batch) -> Int32[Tensor, "b m"]:
 def check_contents(
     batch: Batch, block_size: int | None, first_keys: Tensor | None = None
 ) -> tuple[int, int, int] | None:
-    """Check what the tables of a batch hold, and find out what they ask of the tensors.
+    """Check the contents of the tables of a batch, and return the minimum sizes of the tensors.
 
     Args:
         batch: the lengths, and the block table if there is a block size.
         block_size: tokens in a block; None where keys are in contiguous rows.
-        first_keys: the position of each sequence's first key, where the front of its table was cut off: errors count
-            the columns from position 0.
+        first_keys: the position of each sequence's first key, if blocks were removed from the front of its table.
+            Errors then number the columns as in the full table.
 
     Returns:
-        The query rows, the key rows and the blocks that there have to be at least; None where the tables are on a
-        device, where they are not read.
+        The minimum numbers of query rows, key rows and blocks; None if the tables are on a device, where they are not
+        read.
 
     Raises:
-        ValueError: naming the table, what was expected and what came.
+        ValueError: naming the table, what was expected and what was given.
     """
     check_lengths(batch)
     if block_size is not None:
@@ -241,18 +241,18 @@ def check_contents(
 
 
 def check_written_blocks(block_table: Tensor, begins: Tensor, ends: Tensor, *, block_size: int) -> None:
-    """Check on a CPU that there is a block for every token that is about to be written.
+    """Check on a CPU that every token to be written has a block.
 
-    A block of -1 would give the last of its rows the slot -1, which a write takes for padding.
+    With block -1, the last row would get slot -1, and the write would skip it as padding.
 
     Args:
         block_table: the blocks of each sequence, `[b, m]`.
-        begins: the first token of each sequence that is written, `[b]`, below 0 for the first that there is.
-        ends: the one past the last, `[b]`.
+        begins: the first token of each sequence to be written, `[b]`; negative values count as 0.
+        ends: one past the last of them, `[b]`.
         block_size: tokens in a block, `p`.
 
     Raises:
-        ValueError: naming the table, what was expected and what came.
+        ValueError: naming the table, what was expected and what was given.
     """
     if not block_table.is_cpu or not block_table.numel():
         return

@@ -1,4 +1,4 @@
-"""Who may see whom: boolean pictures `visible[t, s]` of one sequence, and the ALiBi bias that goes with positions.
+"""Who may see whom: boolean masks `visible[t, s]` of one sequence, and the ALiBi bias.
 
 A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` has position `seq_len - query_len + i`
 and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
@@ -8,7 +8,7 @@ and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
     1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1   1 1 1 1 0
     1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1   0 0 1 1 1
 
-Masks combine with `&`. Which of them a plan asks for, `visible` says, by the type of the plan.
+Masks combine with `&`. `visible` returns the mask of a plan.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from refattn.trees import TreePlan
 
 
 def visible(plan: Plan | TreePlan, i: int) -> Bool[Tensor, "t s"]:
-    """Draw who sees whom in sequence `i` of a plan: by its window, and by the interval of each query if it has one."""
+    """Return the mask of sequence `i` of a plan: its window, and the interval of each query if it has one."""
     if isinstance(plan, TreePlan):
         return visible_in_trees(plan, i)
     (q0, q1), seq_len = plan.batch.query_rows()[i], int(plan.batch.seq_lens[i])
@@ -38,7 +38,7 @@ def visible(plan: Plan | TreePlan, i: int) -> Bool[Tensor, "t s"]:
 
 
 def visible_in_trees(plan: TreePlan, i: int) -> Bool[Tensor, "t s"]:
-    """Draw who sees whom under drafted trees: in its tree, a query sees its ancestors and itself alone."""
+    """Return the mask of sequence `i` with drafted trees: in its tree, a query sees only its ancestors and itself."""
     (q0, q1), seq_len = plan.batch.query_rows()[i], int(plan.batch.seq_lens[i])
     shown = window(q1 - q0, seq_len, plan.whole.window, **positions(plan, i))
     ancestors = tree(plan.trees.to_lists()[i]).to(shown.device)
@@ -47,9 +47,9 @@ def visible_in_trees(plan: TreePlan, i: int) -> Bool[Tensor, "t s"]:
 
 
 def positions(plan: Plan | TreePlan, i: int) -> dict[str, Any]:
-    """Return where the queries of sequence `i` of a plan stand among its keys, if they are not its last tokens.
+    """Return the positions of the queries of sequence `i` among its keys, if they are not its last tokens.
 
-    Under drafted trees also where the keys stand: siblings have one position.
+    With drafted trees, also return the positions of the keys: siblings share one.
     """
     if isinstance(plan, TreePlan):
         keys, num_nodes = torch.arange(int(plan.batch.seq_lens[i]), device=plan.batch.device), int(plan.trees.lens[i])
@@ -65,7 +65,7 @@ def positions(plan: Plan | TreePlan, i: int) -> dict[str, Any]:
 def bias(
     plan: Plan | TreePlan, i: int, options: AttentionOptions, compute: torch.dtype
 ) -> Float[Tensor, "h t s"] | None:
-    """Return the ALiBi bias of sequence `i` of a plan, if a layer has slopes: by the positions that its mask has."""
+    """Return the ALiBi bias of sequence `i` of a plan, from the same positions as its mask; None without slopes."""
     if options.alibi_slopes is None:
         return None
     (q0, q1), seq_len = plan.batch.query_rows()[i], int(plan.batch.seq_lens[i])
@@ -76,8 +76,8 @@ def bias(
 def query_positions(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Int64[Tensor, "t"]:
     """Return the position of every query of a sequence: its last `query_len` of `seq_len` tokens.
 
-    Positions are negative for the first queries of a sequence that has more queries than keys; those see nothing under
-    a causal mask.
+    Positions are negative for the first queries of a sequence that has more queries than keys; a causal mask hides
+    every key from those.
     """
     return torch.arange(seq_len - query_len, seq_len, device=device)
 
@@ -104,8 +104,8 @@ def window(
 ) -> Bool[Tensor, "t s"]:
     """Show each query the keys from `left` before it to `right` after it, both ends included; -1 is no limit.
 
-    A window of W tokens is `(W - 1, 0)` and shows exactly W keys. `positions` are those of the queries, if they are not
-    the last tokens of the sequence, and `key_positions` those of the keys, if they are not 0, 1, 2, ...
+    A window of W tokens is `(W - 1, 0)` and shows exactly W keys. `positions` gives the positions of the queries, if
+    they are not the last tokens of the sequence, and `key_positions` those of the keys, if they are not 0, 1, 2, ...
 
     Raises:
         ValueError: naming `window_size`, if it is not a pair of ints of at least -1.
@@ -134,13 +134,13 @@ def chunk(query_len: int, seq_len: int, chunk_size: int, *, device: torch.device
 def interval(
     first_visible: Int[Tensor, "t"], last_visible: Int[Tensor, "t"], seq_len: int, *, first_key: int = 0
 ) -> Bool[Tensor, "t s"]:
-    """Show each query the keys from its first visible one to its last, both included; none if the last is before that.
+    """Show each query the keys from its first visible one to its last, both included; none if last < first.
 
     Args:
         first_visible: the position of the first key that each query sees.
-        last_visible: the position of the last one.
-        seq_len: keys of the sequence, `s`; an interval that reaches past them shows those that there are.
-        first_key: the position of the first of them.
+        last_visible: the position of the last key that it sees.
+        seq_len: keys of the sequence, `s`; intervals are clipped to them.
+        first_key: the position of the sequence's first key.
     """
     keys = first_key + torch.arange(seq_len, device=first_visible.device)
     first, last = (rearrange(x.long(), "t -> t 1") for x in (first_visible, last_visible))
@@ -156,7 +156,7 @@ def visible_keys(
     positions: Int64[Tensor, "t"] | None = None,
     device: torch.device | None = None,
 ) -> Bool[Tensor, "t s"]:
-    """Return the mask for `causal` and `window_size` of a plan: causal is a right window of 0.
+    """Return the mask of a plan's `causal` and `window_size`: causal is a right window of 0.
 
     Raises:
         ValueError: naming `window_size`, if it is not a pair of ints of at least -1.
@@ -185,16 +185,16 @@ def alibi(
     that are attended to separately and merged.
 
     Args:
-        slopes: one per head, of any type.
+        slopes: one per head, of any floating point type.
         query_len: new tokens of the sequence.
         seq_len: tokens of the sequence.
-        dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
+        dtype: the type that the bias is computed in: that of the scores, not of the slopes.
         sqrt: use the square root of the distance.
-        positions: those of the queries, if they are not the last tokens of the sequence.
-        key_positions: those of the keys, if they are not 0, 1, 2, ...
+        positions: positions of the queries, if they are not the last tokens of the sequence.
+        key_positions: positions of the keys, if they are not 0, 1, 2, ...
         device: device of the bias.
 
-    Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
+    Source: Press et al. 2022, "Train Short, Test Long"; the absolute value, for later keys, is FlashAttention's.
     """
     i, j = _grid(query_len, seq_len, device, positions, key_positions)
     distance = (i - j).abs()
@@ -202,7 +202,7 @@ def alibi(
 
 
 def tree(parents: Sequence[int]) -> Bool[Tensor, "w w"]:
-    """Show each node of a tree its ancestors and itself: `parents` has the node that each one follows, -1 for a root.
+    """Show each node of a tree its ancestors and itself; `parents` has the parent of each node, -1 for a root.
 
     With the parents `-1 0 0 1`, node 3 follows 1, and 1 and 2 are siblings:
 

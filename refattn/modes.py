@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast casts, gradients are recorded, and a test may ask for another compute type."""
+"""The context of a call: autocast, gradients, and the compute type, which a test may override."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +22,7 @@ _compute_dtype: ContextVar[torch.dtype | None] = ContextVar("compute_dtype", def
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that a reference computes in: float64 for float64 input, else float32."""
+    """Return the type that the reference computes in: float64 for float64 input, else float32."""
     asked = _compute_dtype.get()
     if asked is not None:
         return asked
@@ -31,7 +31,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Override the reference's compute type inside a `with` block, to measure the rounding of a formula."""
+    """Override the reference's compute type inside a `with` block, to measure rounding errors."""
     token = _compute_dtype.set(dtype)
     try:
         yield
@@ -40,10 +40,10 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function without `torch.autocast`, in the types that it chooses.
+    """Decorate a function to run with `torch.autocast` disabled.
 
-    Autocast would have matrix products rounded to bfloat16 or float16, whatever the function asks for, and it raises
-    for fp8.
+    Autocast would run matrix products in bfloat16 or float16, whatever the types of their inputs, and it raises for
+    fp8.
     """
 
     @wraps(function)
@@ -62,24 +62,24 @@ def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
 def is_autocast_enabled(device: torch.device) -> bool:
     """Return whether autocast would change what is computed on a device."""
     kind = device.type
-    if kind in ("cpu", "cuda") and not torch._C._is_any_autocast_enabled():  # quicker, and not of an MPS device
+    if kind in ("cpu", "cuda") and not torch._C._is_any_autocast_enabled():  # faster, but does not cover MPS
         return False
     return kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
 
 
 def has_tangents() -> bool:
-    """Return whether tensors may have tangents: inside `torch.autograd.forward_ad.dual_level` and `torch.func.jvp`."""
+    """Return whether tensors may have tangents, inside `torch.autograd.forward_ad.dual_level` or `torch.func.jvp`."""
     return forward_ad._current_level >= 0
 
 
 def refuse_gradients(why: str, **arguments: Any) -> None:
-    """Refuse arguments through which a gradient is wanted that there is not, by either mode of differentiation.
+    """Raise if an argument requires a gradient that the function does not have, in either mode of differentiation.
 
-    None is wanted backward under `torch.no_grad()`.
+    Under `torch.no_grad()`, `requires_grad` is ignored.
 
     Args:
-        why: what errors say after the name of the argument.
-        arguments: tensors, lists and named tuples of tensors, options, scales; anything else is passed over.
+        why: the reason, which errors give after the name of the argument.
+        arguments: tensors, lists and named tuples of tensors, options, scales; anything else is ignored.
 
     Raises:
         NotImplementedError: naming the first tensor that requires a gradient, or has a tangent.
@@ -96,7 +96,7 @@ def refuse_gradients(why: str, **arguments: Any) -> None:
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """List the tensors in an argument, each with the name that errors call it by."""
+    """Yield the tensors in an argument, each with its name for errors."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, AttentionOptions):

@@ -1,16 +1,16 @@
-"""The plan of a step: where the keys are and who may see whom, worked out once and used by every layer.
+"""The plan of a step: where the keys are and who may see whom, computed once and used by every layer.
 
-    batch     what a scheduler knows: lengths, block table                    one per step
-    plan      what a path derives from it: tables, masks, positions           one per step and kind of layer
-    options   what is fixed for a layer: scale, softcap, slopes, sinks        one per layer
+    batch     from the scheduler: lengths, block table                one per step
+    plan      derived from it by a path: tables, masks, positions     one per step and kind of layer
+    options   fixed for a layer: scale, softcap, slopes, sinks        one per layer
 
-A plan describes sequences of keys, each with some query rows. They may be those of the batch, or derived from them:
+A plan describes sequences of keys, each with its query rows: the sequences of the batch, or others made from them:
 
     path              its sequences                              position of a sequence's first key
     chunked prefill   those of the batch                         0
-    sliding window    without the blocks that no query sees      start of the first block that is left
+    sliding window    without the blocks that no query sees      start of the first remaining block
     local             one for each chunk with new tokens         start of the chunk
-    cascade           groups that share keys, level by level     end of the level above
+    cascade           groups that share keys, level by level     end of the previous level
     interval          those of the batch                         0
 """
 
@@ -37,11 +37,11 @@ from refattn.ranks import Shard
 
 
 class Needs(NamedTuple):
-    """How large the tensors of an attention call have to be, at least, for what a plan's tables hold.
+    """The minimum sizes of the tensors of an attention call under a plan.
 
     Attributes:
         query_rows: rows of the query.
-        key_rows: rows of keys and values, where there is no cache.
+        key_rows: rows of keys and values, without a cache.
         blocks: blocks of the pool.
     """
 
@@ -51,11 +51,11 @@ class Needs(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """The keys that each query row sees, where that is one run of them: by position, both ends included.
+    """The contiguous range of keys that each query row sees: by position, both ends included.
 
     Attributes:
-        first_visible: the position of the first key; below 0 is 0.
-        last_visible: the position of the last key; before the first if the query sees nothing.
+        first_visible: the position of the first key; negative values count as 0.
+        last_visible: the position of the last key; less than the first for a fully masked query.
     """
 
     first_visible: Int32[Tensor, "t"]
@@ -67,8 +67,8 @@ class Plan:
     """Sequences of keys, and which of them each query row may see.
 
     Query row `i` of a sequence with `q` queries and `s` keys has position `first_key + s - q + i`, or the one given by
-    `positions`. It sees key `j`, at position `first_key + j`, if `causal` and `window_size` allow it, or if that is in
-    its interval, from `first_visible` to `last_visible`, both included.
+    `positions`. It sees key `j`, at position `first_key + j`, if `causal` and `window_size` allow it, or if `j`'s
+    position is in the row's interval, from `first_visible` to `last_visible`, both included.
 
     Attributes:
         batch: the query rows of each sequence, its number of keys, and the blocks that hold them.
@@ -76,22 +76,22 @@ class Plan:
         causal: hide the keys after a query's own position.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a window of W tokens is `(W - 1, 0)`.
         first_keys: the position of each sequence's first key; None if all are 0.
-        positions: the position of each query row; None where a sequence's queries are the last of its tokens. Rows of
-            padding may hold anything.
+        positions: the position of each query row; None where a sequence's queries are its last tokens. Padding rows may
+            hold anything.
         sequences: the sequence of the batch that each sequence of the plan belongs to, for tensors with one row per
-            sequence of the batch; None where they are the same.
+            sequence of the batch; None if both have the same sequences.
         first_visible: the position of the first key that each query row sees, in place of a causal mask and a window;
-            None where those say who sees whom. Rows of padding may hold anything.
+            None if `causal` and `window_size` are the mask. Padding rows may hold anything.
         last_visible: the position of the last key that it sees; `last < first` is an empty row. Intervals are clipped
             to the keys of the sequence.
-        extends_causal: every interval begins at 0 and ends at the query itself or after it: a causal mask, and later
-            keys. Nothing depends on it but how a kernel may compute the answer.
-        needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
+        extends_causal: every interval begins at 0 and ends at the query itself or later: a causal mask plus later keys.
+            It lets a kernel take a faster way and does not change the output.
+        needs: the minimum sizes of the tensors; None if the tables are on a device, where they are not read.
 
-    Tables of one number per sequence or query row lie side by side, as lengths do: kernels read them where they are.
+    Tables with one entry per sequence or query row are contiguous, like the lengths: kernels read them in place.
 
-    On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
-    new plan.
+    On a CPU the contents of the tables are checked here, once, and not in every layer: if a table changes, make a new
+    plan.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -142,7 +142,7 @@ class Plan:
         object.__setattr__(self, "needs", None if needs is None else Needs(*needs))
 
     def _check_extension(self) -> None:
-        """Check that the intervals of all rows begin at 0 and end at the row itself, or after it."""
+        """Check that the interval of every row begins at 0 and ends at the row itself or later."""
         assert self.first_visible is not None and self.last_visible is not None  # checked
         batch, used = self.batch, int(self.batch.cu_seqlens_q[-1])
         ends = (batch.seq_lens - batch.cu_seqlens_q[1:]).repeat_interleave(batch.query_lens)
@@ -155,7 +155,7 @@ class Plan:
             )
 
     def _check_intervals(self) -> None:
-        """Check that intervals have two ends, and that no other mask is beside them."""
+        """Check that intervals have both ends and are not combined with another mask."""
         if self.first_visible is None and self.last_visible is None:
             if self.extends_causal:
                 raise ValueError("extends_causal: expected intervals with it, got none")
@@ -172,34 +172,34 @@ class Plan:
 
     @property
     def window(self) -> tuple[int, int]:
-        """The window with `causal` as what it is: a right side of 0."""
+        """The window, with `causal` as a right side of 0."""
         left, right = self.window_size
         return left, 0 if self.causal else right
 
     @property
     def levels(self) -> "tuple[Plan, ...]":
-        """The levels of the plan: this one alone."""
+        """The levels of the plan: this one only."""
         return (self,)
 
     @property
     def own(self) -> "Plan":
-        """The keys that no other sequence has, queries among them: all of them."""
+        """The plan over the keys not shared, new tokens included: this one."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class CascadePlan:
-    """Several plans over the same query rows, whose answers merge: the keys of a level come after those above it.
+    """Several plans over the same query rows, whose outputs merge; the keys of a level follow those of earlier levels.
 
     Attributes:
-        batch: the lengths and the block table, as without a cascade.
+        batch: the lengths and the block table of the step.
         levels: the plans, the outermost prefixes first and the keys not shared last. A sequence of a level is a group
-            of neighbouring sequences of the batch; `positions` has the positions of their queries.
+            of consecutive sequences of the batch; `positions` has the positions of their queries.
 
     Raises:
-        ValueError: if there is no level, or one that is no plan over pages of one size, or a shared one has a mask and
-            no positions, as its queries are not the last of its tokens; on a CPU also if the levels are of another
-            batch, leave keys out or have some twice, or a shared one reaches into the queries.
+        ValueError: if there is no level, a level is not a plan over pages, block sizes differ, or a shared level has a
+            mask but no positions (its queries are not its last tokens); on a CPU also if the levels belong to another
+            batch, omit or repeat keys, or a shared one extends into the queries.
     """
 
     batch: Batch
@@ -207,7 +207,7 @@ class CascadePlan:
 
     @property
     def own(self) -> Plan:
-        """The last level: the keys that no other sequence has, queries among them."""
+        """The last level: the plan over the keys not shared, new tokens included."""
         return self.levels[-1]
 
     def __post_init__(self) -> None:
@@ -234,11 +234,11 @@ class CascadePlan:
 
 @dataclass(frozen=True, eq=False)
 class ContextChunk:
-    """Some keys of the context of each sequence, to be read into rows.
+    """A chunk of the context of each sequence, to be gathered into contiguous rows.
 
     Attributes:
-        plan: over those rows, without a causal mask: a sequence may have no key in it.
-        slots: where in the pool each row comes from, one sequence after the other; 0 past the last, which is not used.
+        plan: the plan over those rows, without a causal mask; a sequence may have no key in a chunk.
+        slots: the slot of each row in the pool, one sequence after the other; unused entries past the last are 0.
     """
 
     plan: Plan
@@ -247,13 +247,13 @@ class ContextChunk:
 
 @dataclass(frozen=True, eq=False)
 class PrefillPlan:
-    """New tokens that attend among themselves, and to their context in the cache some keys at a time.
+    """New tokens that attend to one another, and to their context in the cache chunk by chunk.
 
     Attributes:
-        own: over the rows of the new tokens, causal.
-        chunks: of the context, in order; all of one size, so the last ones may be empty.
+        own: the plan over the rows of the new tokens, causal.
+        chunks: the chunks of the context, in order; all of one size, so the last ones may be empty.
         block_size: tokens in a block of the cache.
-        blocks: of the pool, that there have to be at least; None where the tables are on a device.
+        blocks: the minimum number of blocks in the pool; None if the tables are on a device.
     """
 
     own: Plan
@@ -264,15 +264,15 @@ class PrefillPlan:
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelPlan:
-    """New tokens that attend among themselves, and to the share that a rank has of their context.
+    """New tokens that attend to one another, and to a rank's share of their context.
 
     Attributes:
-        batch: the lengths as all ranks know them, and the rank's own block table.
+        batch: the lengths, the same on all ranks, and the rank's own block table.
         shard: which rank this is, and which tokens are its own.
-        context: over the pages of the rank, without a causal mask. Keys are counted as stored there; with a window,
-            `positions` are the first keys that the queries see, in this count, and the window is one of no key before
-            them, `(0, -1)`.
-        own: over the rows of the new tokens, causal or not.
+        context: the plan over the pages of the rank, without a causal mask. Keys are numbered as stored on the rank.
+            With a window, `positions` has the first key that each query sees, in this numbering, and the window is
+            `(0, -1)`.
+        own: the plan over the rows of the new tokens, causal or not.
     """
 
     batch: Batch
@@ -282,7 +282,7 @@ class ContextParallelPlan:
 
 
 def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:
-    """Check that the levels of a cascade hold the keys of a batch: shared ones first, each sequence's own last."""
+    """Check that the levels of a cascade cover the keys of a batch: shared keys first, the keys not shared last."""
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     keys = [0] * len(seq_lens)  # keys per sequence, in the levels so far
     for i, level in enumerate(levels):
@@ -294,7 +294,7 @@ def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:
         group = 0
         for member, (start, end) in enumerate(pairwise(starts)):
             if start == end:
-                continue  # a sequence without queries reads nothing, in whatever group it is
+                continue  # without queries a sequence reads no keys, whatever its group
             while edges[group + 1] <= start:
                 group += 1
             if not lengths[group]:
