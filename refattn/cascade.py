@@ -4,12 +4,12 @@ Four sequences and their blocks; three share the first two blocks, and two of th
 
                   level 0     level 1     level 2, the last: keys not shared
     a  7 3 5 9     ( 7 3       ( 5         9
-    b  7 3 5 2 8   (           (           2 8          answer of b = merge(over 7 3, over 5, over 2 8)
+    b  7 3 5 2 8   (           (           2 8          output of b = merge(over 7 3, over 5, over 2 8)
     c  7 3 4       (                       4
     d  6 1                                 6 1          ( one group: its keys are read once
 
-Each level has its own plan, whose "sequences" are groups of neighbouring sequences: the queries of a, b and c lie one
-after the other, so they can be treated as the queries of one long sequence with the keys of blocks 7 and 3.
+Each level has its own plan, whose "sequences" are groups of consecutive sequences: the queries of a, b and c are
+contiguous, so they can be treated as the queries of one long sequence with the keys of blocks 7 and 3.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def plan(
 
     Args:
         batch: the lengths and the block table.
-        prefixes: any of those that `find_prefixes` found, in any order; none gives the last level alone.
+        prefixes: any prefixes from `find_prefixes`, in any order; without prefixes there is only the last level.
         block_size: tokens in a block, `p`.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit. A cascade is causal.
 
@@ -47,13 +47,14 @@ def plan(
 
     Raises:
         ValueError: if a prefix is not a multiple of the block size, or overlaps another without being nested with it;
-            on a CPU also if it extends into the queries of one of its sequences, or is not in the same blocks for all.
+            on a CPU also if it extends into the queries of one of its sequences, or its sequences have different
+            blocks.
     """
     block_table = check_prefixes(prefixes, batch, block_size=block_size)
     check_window(window_size)
     query_lens, seq_lens, tables = batch.query_lens.tolist(), batch.seq_lens.tolist(), block_table.tolist()
     places = positions(batch, sum(query_lens)).int()
-    begins = [0] * batch.num_seqs  # the first key of each sequence that no level has yet
+    begins = [0] * batch.num_seqs  # the first key of each sequence not yet in a level
     levels = []
 
     def add_level(groups: Sequence[Prefix], *, shared: bool) -> None:
@@ -64,7 +65,7 @@ def plan(
             device=batch.device,
         )
         starts = torch.tensor([begins[first] for first, _, _ in groups], dtype=torch.int32, device=batch.device)
-        if shared:  # every query comes after every key, but the queries of a group stand at places of their own
+        if shared:  # all keys precede all queries, but each query of a group has its own position
             levels.append(Plan(keys, block_size, False, (window_size[0], -1), first_keys=starts, positions=places))
         else:
             levels.append(Plan(keys, block_size, True, window_size, first_keys=starts))
@@ -94,14 +95,14 @@ def attention(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend causally from the new tokens of each sequence to all its tokens in the cache, level by level.
 
-    The answer is that of `chunked_prefill.attention` on the same batch.
+    The output equals that of `chunked_prefill.attention` on the same batch.
 
     Args:
         query: new tokens of all sequences, one after the other; rows after the last sequence are padding.
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: those of the layer; the sinks are counted once.
+        options: the layer's options; sinks count once.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

@@ -60,13 +60,13 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: those of the layer.
+        options: the layer's options.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
     Returns:
         The outputs; with `return_lse` also the natural log-sum-exp (float32, sinks included). A padding row and a fully
-        masked query return 0 and `-inf` (the sink, if there is one, for a fully masked query).
+        masked query return 0 and `-inf` (a fully masked query with a sink: the sink as its LSE).
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.

@@ -1,7 +1,7 @@
-"""Intervals: each query sees one run of keys, from a first to a last, which need not end at itself.
+"""Intervals: each query sees one contiguous range of keys, which need not end at the query itself.
 
-A prompt of 7 tokens whose tokens 2 to 4 are an image (its patches see one another), a prefix of 3 tokens that see one
-another before a causal rest, and blocks of 3 tokens that are denoised together:
+A prompt of 7 tokens with an image at tokens 2 to 4 (its patches see one another), a prefix of 3 tokens that see one
+another before causal tokens, and blocks of 3 tokens that are denoised together:
 
     image            first last     prefix            first last     blocks            first last
     1 . . . . . .    0     0        1 1 1 . . . .     0     2        1 1 1 . . .       0     2
@@ -12,16 +12,17 @@ another before a causal rest, and blocks of 3 tokens that are denoised together:
     1 1 1 1 1 1 .    0     5        1 1 1 1 1 1 .     0     5        1 1 1 1 1 1       0     5
     1 1 1 1 1 1 1    0     6        1 1 1 1 1 1 1     0     6
 
-So the answer to "who may see whom" is two numbers for each query. Causal masks, windows and chunks are such answers,
-too; they have paths of their own because they follow from positions, and need no tensor.
+So the mask is two numbers per query. Causal masks, windows and chunks are intervals, too; they have paths of their own
+because they follow from positions and need no tensor.
 
     plan, attention     attention under any intervals, over pages, rows, latents, quantized values
-    causal              the intervals of a causal mask, in a window or not
-    image_spans         images, and other runs of tokens that see one another (Gemma 3 and 4)
+    causal              the intervals of a causal mask, with or without a window
+    image_spans         images and other spans of tokens that see one another (Gemma 3 and 4)
     prefix_lm           a prefix whose tokens see one another (PaliGemma, T5)
-    diffusion_blocks    blocks that see themselves and what is before them (block diffusion)
+    diffusion_blocks    blocks that see themselves and all earlier ones (block diffusion)
 
-A chunk of a prompt must not end inside a span: its later keys are not in the cache yet. `plan` refuses that.
+A chunk of a prompt must not end inside a span, because the later keys of the span are not in the cache yet; `plan`
+raises then.
 """
 
 import torch
@@ -44,25 +45,26 @@ def plan(
     last_visible: Int32[Tensor, "t"],
     block_size: int | None = None,
 ) -> Plan:
-    """Plan attention of queries that see one run of keys each.
+    """Plan attention with one interval of visible keys per query.
 
     Args:
         batch: the lengths and, over pages, the block table.
-        first_visible: the position of the first key that each query row sees; rows of padding may hold anything. None:
-            every row sees the keys from the first one up to itself, and those after it up to its last one, as image
-            spans and prefixes have it in layers without a window. Then a kernel for causal masks may do most of it; and
-            a CUDA graph has to capture the plan, too.
-        last_visible: the position of the last one, before the first if the row sees nothing. The functions below return
-            both. A CUDA graph reads the tensors that it was captured with: fill them anew for the next step.
-        block_size: tokens in a block, `p`; None for rows, of which `varlen.attention` reads keys and values.
+        first_visible: the position of the first key that each query row sees; padding rows may hold anything. None:
+            every row sees all keys up to itself and later ones up to `last_visible`, as image spans and prefixes do in
+            layers without a window. A kernel for causal masks can then do most of the work. A CUDA graph has to capture
+            the plan in this case.
+        last_visible: the position of the last key that it sees; less than the first if the row is fully masked. The
+            functions below return both. A CUDA graph reads the tensors that it was captured with: update them in place
+            for the next step.
+        block_size: tokens in a block, `p`; None for contiguous keys and values (`varlen.attention`).
 
     Returns:
-        A plan for every layer of this step whose mask this is, for whatever stores the keys: pages (`attention`),
-        quantized values (`quantized.attention`), latents (`mla.attention`), pairs (`differential.attention`).
+        A plan for every layer of this step with this mask, over any storage: pages (`attention`), quantized values
+        (`quantized.attention`), latents (`mla.attention`), differential heads (`differential.attention`).
 
     Raises:
         ValueError: naming the argument that does not fit; on a CPU also if an interval ends after its sequence. On a
-            device that is not read, and keys after the end of a sequence are seen by no query.
+            device this is not checked, and intervals are clipped to their sequence.
     """
     check_intervals(batch, first_visible, last_visible)
     if block_size is not None:
@@ -75,7 +77,7 @@ def plan(
 
 
 def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1, -1)) -> Intervals:
-    """Return the intervals of a causal mask, or of a window: what other masks begin with.
+    """Return the intervals of a causal mask or a window, from which other masks are made.
 
     Args:
         batch: the lengths.
@@ -83,10 +85,10 @@ def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1,
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit; no query sees later keys.
 
     Returns:
-        The position of the first and the last key that each row sees; padding rows see nothing, `(0, -1)`.
+        The position of the first and the last key that each row sees; `(0, -1)` for padding rows.
 
     Raises:
-        ValueError: if the window is none, or (on a CPU) `num_tokens` is too small.
+        ValueError: if the window is not valid, or (on a CPU) `num_tokens` is too small.
     """
     check_batch(batch)
     return image_spans(batch, _no_spans(batch), num_tokens, window_size=window_size)
@@ -100,20 +102,20 @@ def image_spans(
     window_size: tuple[int, int] = (-1, -1),
     whole_spans: bool = False,
 ) -> Intervals:
-    """Return the intervals of tokens that see what is before them and, in a span, all of it.
+    """Return the intervals of causal tokens that also see all of their own span.
 
-    In a layer with a window there are two readings, and both are one run of keys:
+    With a window there are two conventions, and both give one interval per query:
 
         (causal or same span) and window        Gemma 3 and 4 in transformers 5.23
-        (causal and window) or same span        `whole_spans`: an image longer than the window is seen whole
+        (causal and window) or same span        `whole_spans`: all of a span is visible, even outside the window
 
     Args:
         batch: the lengths.
-        spans: the first and the last token of each span, by position, both included; rows of -1 are none. This is the
-            `mm_prefix_range` of vLLM.
+        spans: the first and the last token of each span, by position, both included; rows of -1 are padding. This is
+            vLLM's `mm_prefix_range`.
         num_tokens: query rows, `t`, the padding rows included.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit. Gemma's windows have no right side.
-        whole_spans: a span reaches as far as it does, whatever the window says.
+        whole_spans: do not clip spans to the window.
 
     Returns:
         As `causal`.
@@ -141,7 +143,7 @@ def image_spans(
 
 
 def prefix_lm(batch: Batch, prefix_lens: Int32[Tensor, "b"], num_tokens: int) -> Intervals:
-    """Return the intervals of a prefix whose tokens see one another, before tokens that see what is before them.
+    """Return the intervals of a prefix whose tokens see one another, followed by causal tokens.
 
     Args:
         batch: the lengths.
@@ -169,15 +171,15 @@ def prefix_lm(batch: Batch, prefix_lens: Int32[Tensor, "b"], num_tokens: int) ->
 
 
 def diffusion_blocks(batch: Batch, num_tokens: int, *, diffusion_block: int) -> Intervals:
-    """Return the intervals of blocks whose tokens see their own block, and all before it.
+    """Return the intervals of blocks whose tokens see their own block and all earlier ones.
 
-    A sequence ends where a block does: the tokens of a block are there from the start, as masks, and are denoised
-    together.
+    A sequence ends where a block does: all tokens of a block are in the sequence from the start, as mask tokens, and
+    are denoised together.
 
     Args:
         batch: the lengths.
         num_tokens: query rows, `t`, the padding rows included.
-        diffusion_block: tokens in a block; the first one begins at position 0.
+        diffusion_block: tokens in a diffusion block; the first one begins at position 0.
 
     Returns:
         As `causal`.
@@ -198,7 +200,7 @@ def diffusion_blocks(batch: Batch, num_tokens: int, *, diffusion_block: int) -> 
 
 
 def _up_to(batch: Batch, last_visible: Int32[Tensor, "t"]) -> Intervals:
-    """Return the intervals of queries that see the keys up to themselves, and after that up to their last one."""
+    """Return the intervals of queries that see all keys up to themselves, and later ones up to `last_visible`."""
     firsts, lasts = [0] * len(last_visible), [-1] * len(last_visible)
     for (q0, q1), seq_len in zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True):
         for row in range(q0, q1):
@@ -211,5 +213,5 @@ def _no_spans(batch: Batch) -> Int32[Tensor, "b 0 2"]:
 
 
 def _intervals(firsts: list[int], lasts: list[int], batch: Batch) -> Intervals:
-    """Return two lists of positions as tensors beside those of the batch."""
+    """Return two lists of positions as tensors on the device of the batch."""
     return Intervals(*(torch.tensor(x, dtype=torch.int32, device=batch.device) for x in (firsts, lasts)))

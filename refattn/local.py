@@ -1,6 +1,6 @@
 """Local attention: a sequence is divided into chunks, and a token sees only its own chunk, up to itself.
 
-Chunks of 4, a sequence of 6 tokens of which the last 4 are new:
+Chunks of 4, and a sequence of 6 tokens, the last 4 of them new:
 
     keys          0 1 2 3 | 4 5
     query 2       1 1 1 . | . .      chunk 0 is a sequence of 4 tokens, the last 2 of them new
@@ -10,8 +10,8 @@ Chunks of 4, a sequence of 6 tokens of which the last 4 are new:
     query 5       . . . . | 1 1
 
 Chunks are independent, so each can be treated as a sequence of its own: local attention is causal attention over these
-virtual sequences ("virtual batches" in vLLM and SGLang). The cost of a token depends on its chunk, not on the length of
-the sequence.
+virtual sequences ("virtual batches" in vLLM and SGLang). The cost per token is bounded by the chunk size, not by the
+length of the sequence.
 """
 
 import torch
@@ -27,10 +27,10 @@ from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Cut each sequence at the ends of its chunks, into virtual sequences that follow one another.
+    """Split each sequence at the ends of its chunks into consecutive virtual sequences.
 
-    Query lengths 4, 10, 5 and sequence lengths 6, 17, 9 in chunks of 4, where `|` ends a chunk and the new tokens are
-    named by their virtual sequence:
+    Query lengths 4, 10, 5 and sequence lengths 6, 17, 9 in chunks of 4; `|` ends a chunk, and each new token shows the
+    number of its virtual sequence:
 
         . . 0 0 | 1 1                                     0 1      queries 2 2          keys 4 2
         . . . . | . . . 2 | 3 3 3 3 | 4 4 4 4 | 5         2..5     queries 1 4 4 1      keys 4 4 4 1
@@ -40,13 +40,13 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
         batch: the lengths and the block table; entries of chunks without new tokens may hold anything.
         chunk_size: tokens in a chunk, a multiple of the block size; the first chunk begins at position 0.
         block_size: tokens in a block, `p`.
-        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a token sees what lies in its window
-            and in its chunk.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a token sees the keys that are both in
+            its window and in its chunk.
 
     Returns:
-        A plan with the same query rows and a sequence for each chunk that has some; `first_keys` says where each chunk
-        begins, and `sequences` which sequence it belongs to. It may have more sequences, without queries. Take
-        the slots and rotary positions of new tokens from `batch`.
+        A plan with the same query rows and a sequence for each chunk that has any; `first_keys` has the position where
+        each chunk begins, and `sequences` the sequence that it belongs to. There may be more sequences, without
+        queries. Take the slots and rotary positions of new tokens from `batch`.
 
     Raises:
         ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few
@@ -94,7 +94,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: those of the layer.
+        options: the layer's options.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

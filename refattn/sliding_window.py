@@ -8,8 +8,8 @@ A decode at position 13 under a window of 5 tokens, `(4, 0)`, in blocks of 4:
     trimmed table                             4           7       seq_len 6 instead of 14, the first key at position 8
 
 Whole blocks are removed from the front, which shifts queries and keys by the same amount: their distance does not
-change, and the window and ALiBi depend only on that distance. So a window is chunked prefill over a trimmed batch. A
-server need not keep blocks 9 and 2, because no later query sees them (`twinattn.engine.WindowPool`).
+change, and the window and ALiBi depend only on that distance. So a window is chunked prefill over a trimmed batch. No
+later query sees blocks 9 and 2, so a server may free them (`twinattn.engine.WindowPool`).
 """
 
 import torch
@@ -25,20 +25,20 @@ from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal: bool = True) -> Plan:
-    """Cut the blocks off the front of each sequence that none of its queries can see.
+    """Remove the leading blocks of each sequence that none of its queries can see.
 
-    Nothing is cut at the end, where the last query is at the last key.
+    No block is removed at the end, because the last query is at the last key.
 
     Args:
-        batch: the lengths and the block table; entries that are cut off may hold anything.
+        batch: the lengths and the block table; removed entries may hold anything.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a window of W tokens is `(W - 1, 0)`.
-            Only the left side cuts.
+            Only the left side removes blocks.
         block_size: tokens in a block, `p`.
-        causal: hide the keys after a query's own position, whatever the right side of the window says.
+        causal: hide the keys after a query's own position, whatever the right side of the window is.
 
     Returns:
-        A plan with the same queries, a shorter block table and shorter `seq_lens`; `first_keys` says where they begin.
-        Take the slots and rotary positions of new tokens from `batch`.
+        A plan with the same queries, a shorter block table and shorter `seq_lens`; `first_keys` has the position of
+        each sequence's first remaining key. Take the slots and rotary positions of new tokens from `batch`.
 
     Raises:
         ValueError: if a size is out of range, or the batch has no block table or (on a CPU) too few columns.
@@ -70,7 +70,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from the new tokens of each sequence to the keys in their windows; no other block is read.
+    """Attend from the new tokens of each sequence to the keys in their windows; removed blocks are not read.
 
     With `window_size = (2, 0)`, 3 queries and 6 keys, or with `(1, 1)` and `causal=False`:
 
@@ -83,7 +83,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: those of the layer.
+        options: the layer's options.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
