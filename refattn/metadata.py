@@ -1,4 +1,4 @@
-"""From requests to a `Batch`: the position of each token, the slot it is written to, and the batch of the next step.
+"""From requests to a `Batch`: the position and the slot of each new token, and the batch of the next step.
 
 request   tokens so far   new now   blocks          query rows   positions   slots (blocks of 4)
 a         3               2         9, 2            0 1          3 4         39 8
@@ -56,24 +56,24 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
-    """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
+    """Return the slot of each new token; -1 for padding rows and negative positions.
 
-    A batch without a block table, or with one without a column, has no cache yet, as in the run that finds out how much
-    memory is left for it: all slots are -1, and nothing is written.
+    A batch with no block table, or one without columns, has no cache yet, as in the profiling run that measures how
+    much memory is left for it: all slots are -1.
 
     Args:
         batch: the lengths and the block table.
         num_tokens: query rows, `t`, the padding rows included.
         block_size: tokens in a block, `p`.
-        window: write the last so many tokens of each sequence only, as no later query sees those before them. For a
-            prefill that attends to its new tokens where they are (`varlen`), before decodes under a window.
+        window: write only the last `window` tokens of each sequence, as no later query sees earlier ones. For a prefill
+            that attends to its new tokens as rows (`varlen`), followed by decodes with a window.
 
     Returns:
-        `block * p + row` for the token's place in the pool.
+        `block * p + row` for each token.
 
     Raises:
-        ValueError: if `num_tokens` is negative, or (on a CPU) the table has too few columns for the lengths, or no
-            block for a token that is to be written, or the batch has more than `num_tokens` query rows.
+        ValueError: if `num_tokens` is negative, or (on a CPU) if the table has too few columns for the lengths or no
+            block for a token to be written, or the batch has more than `num_tokens` query rows.
     """
     check_num_tokens(num_tokens, batch)
     check_sizes(block_size=block_size)
@@ -90,7 +90,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
             if place[row] >= 0 and (window is None or place[row] >= place[q1 - 1] + 1 - window):
-                block = blocks[place[row] // block_size].long()  # a slot may be more than an int32 counts
+                block = blocks[place[row] // block_size].long()  # a slot may exceed int32
                 result[row] = block * block_size + place[row] % block_size
     return result
 
@@ -104,26 +104,27 @@ def advance(
     input_ids: Int64[Tensor, "t"] | None = None,
     input_positions: Int64[Tensor, "t"] | None = None,
 ) -> Batch:
-    """Update a batch in place for the next step: each sequence keeps its number of new tokens and grows by as many.
+    """Update a batch in place for the next step: each sequence gets as many new tokens again.
 
-    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values, and so are
-    the inputs of the model, if they are given. A padding sequence (no new tokens) is not changed.
+    `seq_lens`, `slots` and the model inputs, if given, are overwritten in place, so that a captured CUDA graph reads
+    the new values. A padding sequence (no new tokens) is not changed.
 
     Args:
-        batch: the batch of the step before, whose block table has blocks for the new tokens already.
-        slots: the slots of the step before, overwritten.
+        batch: the batch of the previous step; its block table already has blocks for the new tokens.
+        slots: the slots of the previous step, overwritten.
         block_size: tokens in a block, `p`.
-        sampled_ids: the token that was sampled for each sequence, which has one new token per step.
-        input_ids: the inputs of the step before, overwritten by the sampled tokens; padding rows stay.
-        input_positions: the positions of the step before, overwritten; 0 for padding rows.
+        sampled_ids: the token sampled for each sequence; sequences then have one new token per step.
+        input_ids: the inputs of the previous step, overwritten by the sampled tokens; padding rows are kept.
+        input_positions: the positions of the previous step, overwritten; 0 for padding rows.
 
     Returns:
-        A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
+        A batch with the same tensors and `max_seq_len` raised by `max_query_len`, up to the capacity of the block
+        table.
 
     Raises:
-        ValueError: if the slots are no int64 `[t]` where the batch is; if a sequence has several new tokens and one was
-            sampled; on a CPU also if there are fewer rows than query rows, or a sequence outgrows the block table.
-            Nothing is changed then.
+        ValueError: if the slots are not int64 `[t]` on the device of the batch; if tokens were sampled and a sequence
+            has several new ones; on a CPU also if there are fewer rows than query rows, or a sequence outgrows the
+            block table. Nothing is changed then.
 
     Source: vLLM's multi-step decoding.
     """
@@ -142,25 +143,25 @@ def advance(
 
 
 def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> tuple[Batch, Batch]:
-    """Split sequences that begin with their encoder's tokens into what cross attention and self-attention read.
+    """Split sequences that begin with encoder tokens into the batches of cross attention and self-attention.
 
         row of request a    e e e e e e e e | d d d d d      8 tokens of the encoder, 5 of the decoder, blocks of 4
         block table         7       2         9       1      cross attention: 7 2, self-attention: 9 1
 
     Args:
-        batch: both kinds of tokens in one row of the block table, the encoder's first, in whole blocks; `seq_lens`
-            counts both.
-        encoder_lens: tokens of each request's encoder.
+        batch: encoder and decoder tokens in one row of the block table, the encoder's first, in whole blocks;
+            `seq_lens` counts both.
+        encoder_lens: encoder tokens of each request.
         block_size: tokens in a block, `p`.
 
     Returns:
-        The batch of cross attention, to be planned without a causal mask, and that of the decoder's self-attention.
+        The batch of cross attention, to be planned with `causal=False`, and that of the decoder's self-attention.
 
     Raises:
-        ValueError: if there are more or fewer lengths than sequences, if one ends inside of a block, or (on a CPU) past
-            its sequence.
+        ValueError: if there is not one length per sequence, if one is not a multiple of the block size, or (on a CPU)
+            exceeds its sequence.
 
-    Source: SGLang's rows of `req_to_token`, whose encoder tokens come first.
+    Source: the rows of SGLang's `req_to_token`, encoder tokens first.
     """
     block_table = check_encoder(batch, encoder_lens, block_size=block_size)
     cut = [length // block_size for length in encoder_lens]  # in blocks
@@ -181,20 +182,20 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
 
 
 def turn_prefills_into_decodes(batch: Batch) -> Batch:
-    """Return the batch with one new token per sequence, the last: after a step with prefills, each of them decodes.
+    """Return the batch with only the last new token of each sequence: after a step with prefills, all of them decode.
 
-    A sequence with no new token keeps none. `advance` continues from there, with the token sampled for each.
+    A sequence without new tokens stays so. `advance` continues from there with the sampled tokens.
 
     Args:
-        batch: the batch of a step, prefills among its sequences.
+        batch: the batch of a step with prefills.
 
     Returns:
         A batch that shares `seq_lens` and the block table.
 
     Raises:
-        ValueError: if that is no batch; on a CPU also if its lengths are none.
+        ValueError: if `batch` is not a `Batch`; on a CPU also if its lengths are not valid.
 
-    Source: the first of several steps without the scheduler in vLLM V0, with chunked prefills in it.
+    Source: multi-step scheduling of vLLM V0 with chunked prefills.
     """
     check_lengths(batch)
     query_lens = [min(query_len, 1) for query_len in batch.query_lens.tolist()]
@@ -212,24 +213,24 @@ def block_table_from_slots(
     block_size: int,
     columns: int,
 ) -> Int32[Tensor, "b {columns}"]:
-    """Return the block table of some requests from a map of each token to its slot, for any block size.
+    """Return the block table of requests from a table of token slots, for any block size.
 
     Args:
-        token_slots: the slot of each token of every request that a server knows, int32 or int64; anything past a
-            request's last token.
-        requests: the rows of it that are in the batch.
-        seq_lens: tokens of each of those.
+        token_slots: the slot of each token of every request of a server, int32 or int64; entries past a request's last
+            token may hold anything.
+        requests: the rows of `token_slots` that are in the batch.
+        seq_lens: tokens of each of these requests.
         block_size: tokens in a block, `p`; with 1 a block is a slot.
-        columns: of the table, `m`.
+        columns: columns of the table, `m`.
 
     Returns:
         `slot // p` of the first token of each block; 0 past a request's last block.
 
     Raises:
-        ValueError: naming the argument that does not fit; on a CPU also if the tokens of a block do not lie one after
-            the other, from its first row on.
+        ValueError: naming the argument that does not fit; on a CPU also if the tokens of a block are not consecutive
+            slots from its first row on.
 
-    Source: SGLang's `req_to_token`, of which it takes every `p`-th column.
+    Source: SGLang's `req_to_token`, every `p`-th column.
     """
     check_slot_table(token_slots, requests, seq_lens, block_size=block_size, columns=columns)
     table = torch.zeros(len(requests), columns, dtype=torch.int32, device=requests.device)

@@ -1,11 +1,11 @@
-"""Layers that keep a state: the keys of a sequence are folded into one matrix, which a token reads and changes.
+"""Recurrent layers: the keys of a sequence are folded into one matrix, which every token reads and updates.
 
-Attention keeps every key and value. A recurrent layer keeps one matrix per head, and of each token this happens to it:
+Attention keeps every key and value. A recurrent layer keeps one matrix per head, and each token updates it:
 
     state    <- decay * state                             forget a little of everything
-    seen      = state @ key                               what the state answers to this key
-    state    <- state + beta * (value - seen) key^T       write the difference (the delta rule), or all of the value
-    out       = scale * state @ query                     read, after the write: a token sees itself
+    seen      = state @ key                               the value that the state returns for this key
+    state    <- state + beta * (value - seen) key^T       write the difference (the delta rule), or the whole value
+    out       = scale * state @ query                     read after the write: a token sees itself
 
     layer                             decay                    delta   beta        query, key, value
     GDN (Qwen3-Next)                  one per head             yes     sigmoid     normalised to length 1; grouped
@@ -13,18 +13,17 @@ Attention keeps every key and value. A recurrent layer keeps one matrix per head
     Mamba-2 (Nemotron-H, Granite 4)   exp(A dt), per head      no      dt          C, B, x
     lightning (MiniMax-01), RetNet    a constant per head      no      1           any
 
-Where are the keys? In a matrix of `dv x dk` per head, whatever the length: it has a slot in a pool, not blocks. Who may
-see whom? Token `i` sees token `j <= i`; without the delta rule the weight is `beta_j (q_i . k_j)` times the decays
-between them, and with it later keys also overwrite earlier ones. How do partial answers combine? Tokens `a` to `b` do
-`state -> state M + N` to any state, an affine map; two neighbouring runs of tokens compose, `(N1 M2 + N2, M1 M2)`, as
-partial outputs of attention merge by their log-sum-exps (`state_map`, `compose`). There is no softmax, so there is none
-of these here.
+Where are the keys? In one `dv x dk` matrix per head, whatever the length: a sequence has a slot in a pool, not blocks.
+Who may see whom? Token `i` sees token `j <= i`; without the delta rule the weight is `beta_j (q_i . k_j)` times the
+decays between them, and with it later keys also overwrite earlier ones. How do partial outputs combine? Consecutive
+tokens apply an affine map `state -> state M + N`, and two maps compose, `(N1 M2 + N2, M1 M2)`, as partial outputs of
+attention merge by their log-sum-exps (`state_map`, `compose`). There is no softmax, and so no log-sum-exp.
 
-The chunked form, which the twin uses, is that idea inside 64 tokens: what each token of a chunk writes depends on what
-the tokens before it wrote, which is a triangular system of 64 equations; its solution is linear in the state before the
-chunk. So a chunk is a few matrix products, and only the states between chunks come one after the other.
+The twin uses the chunked form, the same idea inside 64 tokens: what a token writes depends on what earlier tokens of
+the chunk wrote, a triangular system of 64 equations whose solution is linear in the state before the chunk. So a chunk
+is a few matrix products, and only the states between chunks are sequential.
 
-Before the layer, `convolve` mixes each channel with its last few inputs, which are a second state with the same slots.
+Before the layer, `convolve` mixes each channel with its last few inputs, a second state with the same slots.
 
 Source: Yang et al. 2024, "Gated Delta Networks"; Kimi Team 2025, "Kimi Linear"; Dao and Gu 2024, "Transformers are
 SSMs"; Qin et al. 2024, "Lightning Attention-2"; Yang et al. 2024, "Parallelizing Linear Transformers with the Delta
@@ -55,19 +54,19 @@ def plan(
     checkpoint_indices: Int32[Tensor, "b m"] | None = None,
     block_size: int | None = None,
 ) -> StatePlan:
-    """Plan a step of all layers that keep a state.
+    """Plan a step of all recurrent layers.
 
     Args:
         batch: the lengths; it needs no block table.
-        state_indices: the slot of each sequence; or, where tokens are drafts, the slot of the state after each of them.
-            A sequence whose first slot is negative is padding.
-        has_initial_state: which sequences have a state; others start from zeros. Those with a context, if None.
-        num_accepted: with a slot per draft, how many tokens of the step before were kept; all 1 if None.
-        checkpoint_indices: the slot that keeps the state at the end of each block; negative for none.
+        state_indices: the slot of each sequence; with drafts, the slots of the states after each token. A sequence
+            whose first slot is negative is padding.
+        has_initial_state: which sequences have a state; others start from zeros. None: the sequences with a context.
+        num_accepted: with a slot per token, how many tokens of the previous step were accepted; all 1 if None.
+        checkpoint_indices: the slot that saves the state at the end of each block; negative for none.
         block_size: tokens in a block, with `checkpoint_indices`.
 
     Returns:
-        A plan for every layer of this step; `StatePlan` says more of each table.
+        A plan for every layer of this step; `StatePlan` documents the tables.
 
     Raises:
         ValueError: naming the argument that does not fit; the contents are checked on a CPU.
@@ -95,18 +94,19 @@ def attention(
 
     Args:
         query: query rows of all sequences, one after the other; rows after the last sequence are padding.
-        key: the keys. A layer with the delta rule normalises them to length 1 before, else the state may grow.
-        value: the values; `hv` is a multiple of `h`, and neighbouring value heads share a query and a key.
-        log_decay: natural logarithm of the decay, per head or per key channel: 0 keeps everything, `-inf` forgets it.
+        key: the keys. With the delta rule, normalise them to length 1 first, or the state may grow.
+        value: the values; `hv` is a multiple of `h`, and `hv // h` consecutive value heads share a query and a key
+            head.
+        log_decay: natural logarithm of the decay, per head or per key channel: 0 keeps the state, `-inf` clears it.
         beta: how much of a token is written.
-        states: the pool, changed in place: any strides, any floating type. A state is computed in float32 (float64 for
-            float64 input) during the step, and rounded when it is written.
+        states: the pool, changed in place: any strides, any floating point type. The state is held in float32 (float64
+            for float64 input) during the step, and rounded when it is written.
         plan: from `plan`, once per step.
-        options: those of the layer.
+        options: the layer's options.
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        The outputs, in the type of the query. Rows of padding are 0.
+        The outputs, in the type of the query; 0 for padding rows.
 
     Raises:
         ValueError: naming the argument that does not fit, or shares memory with the pool. Nothing is written then.
@@ -153,21 +153,21 @@ def state_map(
     plan: StatePlan,
     options: RecurrentOptions = RecurrentOptions(),
 ) -> StateMap:
-    """Return what the new tokens of each sequence do to any state before them, `state -> state @ factor + added`.
+    """Return the map that the new tokens of each sequence apply to a state, `state -> state @ factor + added`.
 
-        factor    what becomes of the identity, if nothing but decays and keys comes: no token adds a value
-        added     what becomes of zeros
+        factor    the result for the identity, if all values are 0
+        added     the result for zeros
 
     Args:
-        key: as in `attention`, and what follows.
+        key: the keys, as in `attention`.
         value: the values.
         log_decay: natural logarithm of the decay.
         beta: how much of a token is written.
-        plan: its lengths; slots are neither read nor written.
-        options: those of the layer.
+        plan: from `plan`; only its lengths are used, no slot is read or written.
+        options: the layer's options.
 
     Returns:
-        The map of each sequence; of padding and of sequences without new tokens the one that changes nothing.
+        The map of each sequence; the identity for padding and for sequences without new tokens.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -192,20 +192,20 @@ def state_map(
 
 @without_autocast
 def compose(maps: Sequence[StateMap]) -> StateMap:
-    """Return what neighbouring runs of tokens do one after the other: the merge of states.
+    """Compose the maps of consecutive ranges of tokens into one, the counterpart of `merge`.
 
         state -> state F1 + A1 -> (state F1 + A1) F2 + A2 = state (F1 F2) + (A1 F2 + A2)
 
-    Partial outputs of attention merge in any order; these do not: a decay comes after what it makes fade.
+    Partial outputs of attention merge in any order; maps do not commute.
 
     Args:
-        maps: of the runs, the first tokens first; at least one.
+        maps: the maps in the order of their tokens; at least one.
 
     Returns:
-        The map of all of them.
+        The map of all tokens.
 
     Raises:
-        ValueError: if there is none, or they differ in shape or type.
+        ValueError: if there is no map, or they differ in shape, type or device.
     """
     check_compose(maps)
     factor, added = maps[0]
@@ -226,22 +226,22 @@ def convolve(
     silu: bool = True,
     out: Float[Tensor, "t c"] | None = None,
 ) -> Float[Tensor, "t c"]:
-    """Mix each channel of a token with its last few inputs: a causal convolution per channel, and SiLU.
+    """Apply a causal convolution to each channel, then SiLU.
 
         out[i] = silu(bias + sum over w of weight[:, w] * input[i - (width - 1) + w])
 
     Args:
-        inputs: the channels of all tokens, queries, keys and values side by side; rows as in `attention`.
-        weight: `width` factors per channel, the last one for the token itself.
-        states: the last `width - 1` inputs of each slot, the oldest first, changed in place: any strides, any floating
-            type. Inputs before a sequence's first token are 0.
+        inputs: the channels of all tokens, queries, keys and values concatenated; rows as in `attention`.
+        weight: `width` weights per channel, the last one for the token itself.
+        states: the last `width - 1` inputs of each slot, oldest first, changed in place: any strides, any floating
+            point type. Inputs before a sequence's first token are 0.
         plan: from `plan`, the same as for `attention`.
         bias: added before SiLU.
         silu: apply SiLU to the sum.
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        The outputs, in the type of the inputs. Rows of padding are 0.
+        The outputs, in the type of the inputs; 0 for padding rows.
 
     Raises:
         ValueError: naming the argument that does not fit, or shares memory with the pool. Nothing is written then.
@@ -264,7 +264,7 @@ def convolve(
 
 
 class _Sequence(NamedTuple):
-    """Its number, its query rows, the slot of its state if it has one, and the slots that keep it after each row."""
+    """A sequence's number and query rows, the slot of its initial state, and the slots written after each row."""
 
     number: int
     rows: range
@@ -273,7 +273,7 @@ class _Sequence(NamedTuple):
 
 
 def _sequences(plan: StatePlan) -> Iterator[_Sequence]:
-    """List the sequences of a step that have new tokens and are no padding."""
+    """Yield the sequences of a step that have new tokens and are not padding."""
     tables = plan.state_indices.tolist(), plan.has_initial_state.tolist(), plan.first_positions.tolist()
     for i, ((q0, q1), slots, has_state, first) in enumerate(zip(plan.batch.query_rows(), *tables, strict=True)):
         if q0 == q1 or (slots[0] if plan.per_draft else slots) < 0:
@@ -297,7 +297,7 @@ def _sequences(plan: StatePlan) -> Iterator[_Sequence]:
 
 
 def _read(states: Float[Tensor, "n ..."], slot: int | None, dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """Return a copy of the state in a slot, of the same layout whatever that of the pool; zeros without a slot."""
+    """Return a contiguous copy of the state in a slot, whatever the strides of the pool; zeros without a slot."""
     if slot is None:
         return torch.zeros(states.shape[1:], dtype=dtype, device=states.device)
     return states[slot].to(dtype, memory_format=torch.contiguous_format, copy=True)

@@ -1,19 +1,19 @@
-"""The pool of states: one slot per sequence, more for drafts and for checkpoints; copied whole, never appended to.
+"""The pool of states: one slot per sequence, more for drafts and checkpoints; copied whole, never appended to.
 
-    pool of n = 5 slots        request a, at token 70      slot 3    changes with every token
+    pool of n = 5 slots        request a, at token 70      slot 3    overwritten at every token
     slot 1   a, after 32       its checkpoints             slots 1, 4
     slot 3   a, now            a draft may be rejected     the slot of the last accepted token is the state
     slot 4   a, after 64
 
 Blocks of keys are written once and stay valid for every longer sequence, so requests with a prefix share them. A state
-is overwritten by the next token. So what a later request is to begin with has to be kept, at the end of a block, while
-it is computed (`checkpoint_indices` of `recurrent.plan`), and is copied before that request changes it:
+is overwritten at every token. So a state that later requests start from must be saved at the end of a block while it is
+computed (`checkpoint_indices` of `recurrent.plan`), and copied before a request changes it:
 
-    fork             copy(pools, [[own, new]])               two requests go on from the same tokens
-    prefix hit       copy(pools, [[checkpoint, new]])        a request begins where a state was kept, nowhere else
+    fork             copy(pools, [[own, new]])               two requests continue from the same tokens
+    prefix hit       copy(pools, [[checkpoint, new]])        a request can start only from a saved state
     preempt          kv_cache.swap_blocks                    a slot moves to the host as a block does
 
-Source: `MambaSpec` and `mamba_utils` of vLLM: the layout of states, and when servers keep them.
+Source: `MambaSpec` and `mamba_utils` of vLLM: the layout of states, and when servers save them.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ allocate_inputs = allocation.allocate_inputs
 
 
 def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
-    """Copy states to other slots, in place; every source is read before anything is written.
+    """Copy states to other slots, in place; all sources are read before any write.
 
     A fork copies a state to one slot or several, a prefix hit copies a checkpoint to a request's own slot.
 
     Args:
-        pools: the pools of all layers, of states and of inputs, all copied alike.
-        pairs: source and destination slot of each copy; each destination once.
+        pools: the pools of all layers, of states and of convolution inputs; each gets the same copies.
+        pairs: source and destination slot of each copy; a destination may occur only once.
 
     Raises:
         ValueError: if a slot is outside a pool or is written twice, or pools share memory. Nothing is written then.
@@ -47,20 +47,21 @@ def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) 
 
 
 def accepted_slots(state_indices: Int32[Tensor, "b c"], num_accepted: Int32[Tensor, "b"]) -> Int32[Tensor, "b"]:
-    """Return the slot of the state after the last accepted token: the rollback of a step of drafts.
+    """Return the slot of the state after the last accepted token, which rolls back rejected drafts.
 
-    Keys of rejected drafts stay in their blocks, and the next step overwrites them. A state cannot be shortened, so the
-    step kept one per draft, and the one after the last accepted draft is the state from now on.
+    The keys of rejected drafts are overwritten by the next step. A state cannot be truncated, so the step saves one per
+    token, and the one after the last accepted token becomes the current state.
 
     Args:
         state_indices: the slots of the step, one per token.
-        num_accepted: how many tokens of the step are kept, at least 1: the first was no draft.
+        num_accepted: how many tokens of the step are accepted, at least 1: the first is not a draft.
 
     Returns:
-        Column `num_accepted - 1` of each row. A row whose first slot is negative is padding, and returns that.
+        Column `num_accepted - 1` of each row. For padding (a negative first slot), the first slot.
 
     Raises:
-        ValueError: naming the argument that does not fit; on a CPU also if a number is outside `1..c`.
+        ValueError: naming the argument that does not fit; on a CPU also if `num_accepted` is outside `1..c` for a row
+            that is not padding.
     """
     check_accepted_slots(state_indices, num_accepted)
     slots = [

@@ -1,12 +1,12 @@
-"""Layers that keep a state: the slots of a step, and what a layer fixes; the counterpart of `Plan` and its options.
+"""Recurrent layers: the plan of a step (`StatePlan`), state maps, and the checks of calls.
 
-A state has a fixed size, whatever the length of its sequence, so a sequence has slots instead of a block table:
+A state has a fixed size, independent of the length of its sequence, so a sequence has slots instead of blocks:
 
     state_indices [b]       [4, 0, -1]                  sequence 0 has slot 4, sequence 1 has slot 0, row 2 is padding
     state_indices [b, c]    [[4, 7, 2], [0, 5, -1]]     drafts: the state after token i of this step goes to column i
 
-A negative index is padding, as -1 is in a slot mapping: it is neither read nor written. So slot 0 is a slot like any
-other. (Some kernels reserve it, or -1 for their last slot; `docs/paths/recurrent.md` says which.)
+A negative index is padding, like -1 in a slot mapping: it is neither read nor written. Slot 0 is an ordinary slot.
+(Some kernels reserve it, or take -1 as their last slot; see `docs/paths/recurrent.md`.)
 """
 
 from collections.abc import Sequence
@@ -35,27 +35,27 @@ from refattn.ranks import Group
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """Where the state of each sequence is before a step, and where it is kept.
+    """The slots that a step reads states from and writes them to.
 
     Attributes:
-        batch: the query rows of each sequence. Its `seq_lens` count where blocks end; no block table is read.
-        state_indices: the slot of each sequence `[b]`, from which the state is read and to which it is written after
-            the last token. Or `[b, c]` for a step of at most `c` tokens per sequence, drafts among them: the state
-            after token `i` is written to column `i`, if that is not negative. A sequence whose first entry is negative
-            is padding: its rows return 0, and none of its slots is read or written.
-        has_initial_state: which sequences have a state; others start from zeros, whatever their slot holds.
-        num_accepted: with `[b, c]`, how many tokens of the step before were kept: the state is in column
-            `num_accepted - 1`. All 1 if None. That of padding may be anything.
-        checkpoint_indices: the slot that keeps the state at the end of each block: column `j` after token
-            `(j + 1) * block_size` of the sequence. Negative where none is kept; None keeps none. Only columns of blocks
-            that end in this step are read.
+        batch: the query rows of each sequence. Its `seq_lens` determine where blocks end; no block table is read.
+        state_indices: the slot of each sequence, `[b]`: the state is read from it, and written back after the last
+            token. Or `[b, c]` for a step with drafts, at most `c` tokens per sequence: the state after token `i` is
+            written to column `i`, if that is not negative. A sequence whose first entry is negative is padding: its
+            rows return 0, and none of its slots is read or written.
+        has_initial_state: which sequences have a state; others start from zeros, and their slot is not read.
+        num_accepted: with `[b, c]`, how many tokens of the previous step were accepted: the state is in column
+            `num_accepted - 1`. All 1 if None. Entries of padding may be anything.
+        checkpoint_indices: the slot that saves the state at the end of each block: column `j` after token
+            `(j + 1) * block_size` of the sequence. A negative entry, or None for all, saves none. Only columns of
+            blocks that end in this step are read.
         block_size: tokens in a block; None without checkpoints.
-        num_rows: query rows that there have to be; None where the tables are on a device, where they are not read.
-        num_slots: slots that a pool has to have; None on a device.
+        num_rows: the minimum number of query rows; None if the tables are on a device, where they are not read.
+        num_slots: the minimum number of slots in a pool; None on a device.
 
     Nothing is read or written for a sequence without new tokens, and entries that the step does not use may hold
-    anything. On a CPU the contents are checked here, once: if a table changes, make a new plan. On a device a sequence
-    that has a state in column `num_accepted - 1`, and no slot there, is padding.
+    anything. On a CPU the contents are checked here, once: if a table changes, make a new plan. On a device, a sequence
+    with an initial state but a negative slot in column `num_accepted - 1` counts as padding.
 
     Raises:
         ValueError: naming the argument that does not fit; on a CPU also if two states of the step share a slot.
@@ -105,7 +105,7 @@ class StatePlan:
         return self.batch.context_lens.clamp(min=0)
 
     def _check_contents(self) -> int:
-        """Check the slots that the step uses, and return how many a pool has to have."""
+        """Check the slots that the step uses, and return the minimum number of slots in a pool."""
         rows = self.state_indices.tolist() if self.per_draft else [[slot] for slot in self.state_indices.tolist()]
         accepted = [1] * len(rows) if self.num_accepted is None else self.num_accepted.tolist()
         checkpoints = [[]] * len(rows) if self.checkpoint_indices is None else self.checkpoint_indices.tolist()
@@ -151,11 +151,11 @@ class StatePlan:
 
 
 class StateMap(NamedTuple):
-    """What a run of tokens does to any state before it, `state -> state @ factor + added`.
+    """The effect of consecutive tokens on a state, `state -> state @ factor + added`.
 
     Attributes:
-        factor: per sequence and head, in float32 or wider; diagonal without the delta rule.
-        added: the state after the run, if the one before it is zeros.
+        factor: one matrix per sequence and head, in float32 or wider; diagonal without the delta rule.
+        added: the state after the tokens, if it is zeros before them.
     """
 
     factor: Float[Tensor, "b hv dk dk"]
@@ -173,10 +173,10 @@ def check_recurrent(
     options: RecurrentOptions,
     out: Tensor | None,
 ) -> None:
-    """Check a call of `recurrent.attention`; it has the shapes.
+    """Check a call of `recurrent.attention`, which documents the shapes.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     t = check(query=(query, "float t h dk"), key=(key, "query: t h dk"))["t"]
     sizes = _check_values(key, value, log_decay, beta)
@@ -193,7 +193,7 @@ def check_state_map(
     """Check a call of `recurrent.state_map`.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     t = check(key=(key, "float t h dk"))["t"]
     _check_values(key, value, log_decay, beta)
@@ -204,7 +204,7 @@ def check_state_map(
 
 
 def _check_values(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> dict[str, int]:
-    """Check values and gates by the keys, and return the sizes of all letters but that of the rows."""
+    """Check values and gates against the keys, and return the size of every letter except `t`."""
     sizes = check(key=(key, "t h dk"), value=(value, "key: t hv dv"))
     t, h, hv = sizes.pop("t"), sizes["h"], sizes["hv"]
     check_sizes(h=h, dk=sizes["dk"], hv=hv, dv=sizes["dv"])
@@ -217,10 +217,10 @@ def _check_values(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -
 
 
 def check_compose(maps: Sequence[StateMap]) -> None:
-    """Check maps of neighbouring runs of tokens.
+    """Check state maps that are to be composed.
 
     Raises:
-        ValueError: if there is none, or they differ in shape, type or device.
+        ValueError: if there is no map, or they differ in shape, type or device.
     """
     if not isinstance(maps, list | tuple) or not maps or not all(isinstance(one, StateMap) for one in maps):
         raise ValueError(f"maps: expected at least one StateMap, in a list, got {describe(maps)}")
@@ -234,10 +234,10 @@ def check_compose(maps: Sequence[StateMap]) -> None:
 
 
 def check_ranks(plan: StatePlan, group: Group) -> None:
-    """Check a step of layers that keep a state in parts on several ranks.
+    """Check a step of recurrent layers over several ranks.
 
     Raises:
-        ValueError: if the plan keeps a state per draft, or the group is none.
+        ValueError: if the plan has a slot per draft, or the group is not a `Group`.
     """
     if isinstance(plan, StatePlan) and plan.per_draft:
         raise ValueError("plan: expected one slot per sequence, as tokens on several ranks are no drafts, got several")
@@ -254,10 +254,10 @@ def check_convolution(
     silu: bool,
     out: Tensor | None,
 ) -> None:
-    """Check a call of `recurrent.convolve`; it has the shapes.
+    """Check a call of `recurrent.convolve`, which documents the shapes.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     sizes = check(inputs=(inputs, "float t c"), weight=(weight, "float c width"), bias=(bias, "float c or None"))
     t, channels, width = sizes["t"], sizes["c"], sizes["width"]
@@ -278,7 +278,7 @@ def _check_step(
     like: Tensor,
     tensors: dict[str, Tensor],
 ) -> None:
-    """Check a pool of states, the plan, the devices, and where the outputs go."""
+    """Check a pool of states, the plan, the devices and `out`."""
     check_floating(name, states)
     _check_plan(rows_name, num_rows, plan, tensors)
     check_own_memory(name, states)
@@ -295,7 +295,7 @@ def _check_step(
 
 
 def _check_plan(rows_name: str, num_rows: int, plan: StatePlan, tensors: dict[str, Tensor]) -> None:
-    """Check that a plan is one for some rows."""
+    """Check a plan, its device, and that there are enough rows for it."""
     if not isinstance(plan, StatePlan):
         raise ValueError(f"plan: expected a StatePlan, from recurrent.plan, got {describe(plan)}")
     same_device(**tensors, seq_lens=plan.batch.seq_lens)
@@ -306,10 +306,10 @@ def _check_plan(rows_name: str, num_rows: int, plan: StatePlan, tensors: dict[st
 
 
 def check_accepted_slots(state_indices: Tensor, num_accepted: Tensor) -> None:
-    """Check a choice of one state per sequence among those of its drafts: slots `[b, c]`, and numbers `[b]`.
+    """Check the arguments of `state_cache.accepted_slots`: slots `[b, c]` and numbers of accepted tokens `[b]`.
 
     Raises:
-        ValueError: naming the argument; on a CPU also if a number of a sequence that is no padding is outside `1..c`.
+        ValueError: naming the argument; on a CPU also if a number is outside `1..c`, except for padding.
     """
     columns = check(state_indices=(state_indices, "int32 b c"), num_accepted=(num_accepted, "int32 b"))["c"]
     check_sizes(c=columns)

@@ -1,14 +1,14 @@
-"""What a server does on the host before a step: batches out of requests, their order, and what they share.
+"""Host-side work before a step: batches made from requests, their order, and shared prefixes.
 
-Nothing here computes attention, so both twins take it from here.
+Nothing here computes attention; both twins use these functions.
 
     make_batch                      requests as a `Batch`
-    order_decodes_first             decodes before prefills, as `split_decodes_and_prefills` takes them
-    update_block_table              the same step in another pool
+    order_decodes_first             decodes before prefills, the order that `split_decodes_and_prefills` expects
+    update_block_table              the same step over another pool
     make_cross_batch                the same queries over an encoder's keys
-    make_buffers, refill            one step after the other in the tensors of a captured graph
-    find_prefixes                   keys that several requests share, for a cascade
-    make_trees, accepted_batch      drafts, and the step over what was accepted of them
+    make_buffers, refill            successive steps in the tensors of a captured graph
+    find_prefixes                   keys shared by several requests, for a cascade
+    make_trees, accepted_batch      draft trees, and the step over the accepted drafts
 """
 
 import dataclasses
@@ -33,16 +33,16 @@ def make_batch(
     *,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Build the batch of some requests from what a scheduler knows of them.
+    """Build a batch from the lengths and blocks of its requests.
 
     Args:
         query_lens: new tokens of each request.
         seq_lens: tokens of each request, the new ones included.
-        block_tables: pool blocks of each request, in order; None where there is no cache.
+        block_tables: pool blocks of each request, in order; None without a cache.
         device: device of the tensors of the batch.
 
     Returns:
-        The batch; shorter rows of the block table are filled up with -1.
+        The batch; shorter rows of the block table are padded with -1.
 
     Raises:
         ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
@@ -67,20 +67,20 @@ def make_batch(
 
 
 def order_decodes_first(query_lens: Sequence[int], *, decode_len: int = 1) -> list[int]:
-    """Return the order of a step's requests with its decodes first, as `split_decodes_and_prefills` takes them.
+    """Return an order of a step's requests with the decodes first, as `split_decodes_and_prefills` expects.
 
         new tokens    9 1 3 1        decode_len 1    1 3 0 2        with up to 2 drafts, decode_len 3    1 2 3 0
 
     Args:
         query_lens: the new tokens of each request.
-        decode_len: a request with at most this many new tokens is a decode: with speculative decoding one more than
-            there may be drafts, as a decode brings its drafts along.
+        decode_len: a request with at most this many new tokens is a decode; with speculative decoding, one more than
+            the maximum number of drafts.
 
     Returns:
-        The requests by their places in `query_lens`; decodes stay in their order, and so do prefills.
+        Indices into `query_lens`; decodes keep their order, and so do prefills.
 
     Raises:
-        ValueError: if a length is none, or `decode_len` is negative.
+        ValueError: if a length is not an int of at least 0, or `decode_len` is negative.
 
     Source: vLLM's `reorder_batch_to_split_decodes_and_prefills`, with the threshold of each backend.
     """
@@ -95,18 +95,18 @@ def split_decodes_and_prefills(
     """Split a batch into its decodes and its prefills, which use different kernels.
 
     Args:
-        batch: a batch with all its decodes before all its prefills (`order_decodes_first`), or after them.
-        query_lens: the new tokens of each sequence, known on the host, so that nothing synchronizes.
+        batch: a batch with all decodes before all prefills (`order_decodes_first`), or after them.
+        query_lens: the new tokens of each sequence, on the host, so that nothing synchronizes.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
-        seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
-            sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
+        seq_lens: tokens of each sequence, if known on the host: each part then has its own `max_seq_len` and
+            `num_keys`. None: parts keep the batch's `max_seq_len`, as for a batch that grows.
 
     Returns:
         The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
 
     Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` or `seq_lens` has another length than the batch,
-            or (on a CPU) other lengths.
+        ValueError: if decodes and prefills are mixed, if `query_lens` or `seq_lens` does not have one entry per
+            sequence, or (on a CPU) differs from the batch.
 
     Source: the reordered batches of vLLM (decodes first since V1, prefills first in V0).
     """
@@ -139,14 +139,14 @@ def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | Non
 
 
 def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch:
-    """Return the same batch with the block table of another cache group (layers with a pool of their own).
+    """Return the batch with the block table of another cache group (layers with their own pool).
 
     Args:
         batch: the batch of one group.
-        block_table: the blocks that the same sequences have in the other group's pool.
+        block_table: the blocks of the same sequences in the other group's pool.
 
     Returns:
-        A batch that shares the other tensors; take the slots of its group from it with `slot_mapping`.
+        A batch that shares the other tensors; use it to compute the `slot_mapping` of its group.
 
     Raises:
         ValueError: if the table has another type, device or number of rows.
@@ -159,19 +159,19 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
 def make_cross_batch(
     batch: Batch, encoder_lens: Sequence[int], block_tables: Sequence[Sequence[int]] | None = None
 ) -> Batch:
-    """Return the batch of cross attention: the query rows of a decoder's batch, and the keys of its encoder.
+    """Return the batch of cross attention: the query rows of the decoder's batch over the keys of the encoder.
 
-    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`; over rows, `varlen.plan`.
-    The encoder's keys are in pages of their own, and are written once, when its tokens are there: their slots are
-    those of `make_batch(encoder_lens, encoder_lens, block_tables)`.
+    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`; without a cache,
+    `varlen.plan`. The encoder's keys have their own pages and are written once, in the step that encodes them, to the
+    slots of `make_batch(encoder_lens, encoder_lens, block_tables)`.
 
     Args:
-        batch: of the decoder in this step.
-        encoder_lens: tokens that the encoder has of each request; 0 where there is none.
-        block_tables: the blocks of each request's encoder tokens; None where there is no cache.
+        batch: the decoder's batch in this step.
+        encoder_lens: encoder tokens of each request; 0 for a request without any.
+        block_tables: the blocks of each request's encoder tokens; None without a cache.
 
     Returns:
-        A batch with as many sequences, whose keys are the encoder's.
+        A batch with the same query rows over the encoder's keys.
 
     Raises:
         ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
@@ -190,20 +190,20 @@ def make_cross_batch(
 def make_buffers(
     num_seqs: int, *, columns: int | None, max_query_len: int, max_seq_len: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """Make a batch of padding with fixed tensors, which `refill` fills with one step after the other.
+    """Make a batch of padding with fixed tensors, which `refill` overwrites in each step.
 
-    A plan made from it on a device is computed again whenever a captured graph is replayed; how the work is divided
-    follows from the maxima, and so is the same for every step.
+    A plan made from it on a device is recomputed when a captured graph is replayed. The division of the work depends
+    only on the maxima, so it is the same for every step.
 
     Args:
-        num_seqs: sequences that it has room for, `b`.
-        columns: of the block table, `m`; None for a batch without a cache.
-        max_query_len: most new tokens of a sequence, in any step.
-        max_seq_len: most keys of a sequence, in any step.
+        num_seqs: capacity in sequences, `b`.
+        columns: columns of the block table, `m`; None for a batch without a cache.
+        max_query_len: the most new tokens of a sequence in any step.
+        max_seq_len: the most keys of a sequence in any step.
         device: device of the tensors.
 
     Returns:
-        A batch of sequences without queries and without keys.
+        A batch of sequences without queries or keys.
 
     Raises:
         ValueError: if a size is negative.
@@ -219,15 +219,15 @@ def make_buffers(
 
 
 def refill(buffers: Batch, batch: Batch) -> None:
-    """Write a step into the buffers of a captured graph, in place; sequences past its last have no query and no key.
+    """Write a step into the buffers of a captured graph, in place; unused sequences get no queries and no keys.
 
     Args:
         buffers: from `make_buffers`.
-        batch: the step: any number of sequences up to that of the buffers, of any lengths up to their maxima.
+        batch: the step: at most as many sequences as the buffers, with lengths up to their maxima.
 
     Raises:
-        ValueError: if the step does not fit: more sequences or columns than the buffers have, or larger maxima. Nothing
-            is written then.
+        ValueError: if the step has more sequences or columns than the buffers, or larger maxima. Nothing is written
+            then.
 
     Source: the metadata of captured decodes in vLLM and SGLang.
     """
@@ -249,14 +249,14 @@ def find_prefixes(
     *,
     block_size: int,
 ) -> list[Prefix]:
-    """Find every prefix that a run of neighbouring sequences shares, as a tree: outer ones before what they enclose.
+    """Find every prefix that consecutive sequences share, as a tree: outer prefixes before those that they enclose.
 
-    Shared means the same blocks. Equal tokens in other blocks would have to be read again, so they do not count. Nor
-    does a block that holds a query's own key or later ones. For the drawing in `refattn.cascade`:
+    Shared means the same blocks: equal tokens in other blocks would be read again, so they do not count. Nor does a
+    block with the key of a new token. For the drawing in `refattn.cascade`:
 
         Prefix(first=0, last=3, end=2 blocks), Prefix(first=0, last=2, end=3 blocks)
 
-    Requests that share a prefix must be neighbours to be found; sort them by their block tables.
+    Only neighbouring requests are compared, so sort requests by their block tables.
 
     Args:
         query_lens: new tokens of each request.
@@ -265,7 +265,7 @@ def find_prefixes(
         block_size: tokens in a block, `p`.
 
     Returns:
-        The prefixes; none if no keys are shared.
+        The prefixes; an empty list if no keys are shared.
 
     Raises:
         ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.
@@ -274,7 +274,7 @@ def find_prefixes(
     check_requests(query_lens, seq_lens, block_tables, block_size=block_size)
     full_blocks = [max(0, s - q) // block_size for q, s in zip(query_lens, seq_lens, strict=True)]
     found: list[Prefix] = []
-    growing: list[tuple[int, int]] = []  # prefixes that the next sequence may share too: blocks, first sequence
+    growing: list[tuple[int, int]] = []  # prefixes that the next sequence may share: (blocks, first sequence)
     for i in range(len(seq_lens)):
         count = 0
         if i + 1 < len(seq_lens):
@@ -289,7 +289,7 @@ def find_prefixes(
 
 
 def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> int:
-    """Return how many of the first `limit` blocks are the same: by bisection, as whole slices compare fastest."""
+    """Return how many of the first `limit` blocks are equal, by bisection: comparing slices is fastest."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -301,14 +301,14 @@ def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> 
 
 
 def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:
-    """Build the trees of some sequences.
+    """Build draft trees from lists of parents.
 
     Args:
-        parents: for each sequence, the node that each of its nodes follows, -1 for a root; a chain is `[-1, 0, 1, ..]`.
+        parents: the parent of each node, per sequence; -1 for a root. A chain is `[-1, 0, 1, ..]`.
         device: device of the tensors.
 
     Returns:
-        The trees; shorter rows are filled up with -1.
+        The trees; shorter rows are padded with -1.
 
     Raises:
         ValueError: if a node does not come after its parent.
@@ -323,21 +323,21 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
 
 
 def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:
-    """Return the step of a draft model over what was accepted, for its own cache: a causal chunk of each sequence.
+    """Return the draft model's step over the accepted tokens, for its own cache: a causal chunk per sequence.
 
-    The rows of such a step are the accepted nodes, in order, and every sequence has as many as were accepted of it: its
-    `cu_seqlens_q` is never that of the verification.
+    Its query rows are the accepted nodes, in order. Each sequence has as many rows as accepted nodes, so `cu_seqlens_q`
+    differs from that of the verification.
 
     Args:
         batch: the batch of the verification.
         trees: its trees.
-        lens: nodes that were accepted of each sequence, `Accepted.lens`.
+        lens: the number of accepted nodes of each sequence, `Accepted.lens`.
 
     Returns:
-        A batch with as many sequences, whose maxima are bounds.
+        A batch of the same sequences, with upper bounds as its maxima.
 
     Raises:
-        ValueError: if the trees are not those of the batch; on a CPU also if more was accepted than there are nodes.
+        ValueError: if the trees do not fit the batch; on a CPU also if a sequence has more accepted nodes than nodes.
     """
     check_accepted_lens(batch, trees, lens)
     return dataclasses.replace(
@@ -351,7 +351,7 @@ def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batc
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy what the host has just made to a device, without waiting for what the device computes before that."""
+    """Copy a tensor from the host to a device without waiting for the device's pending work."""
     if torch.device(device).type == "cuda" and tensor.is_cpu:
-        return tensor.pin_memory().to(device, non_blocking=True)  # a copy of pageable memory waits for the stream
+        return tensor.pin_memory().to(device, non_blocking=True)  # a copy from pageable memory waits for the stream
     return tensor.to(device)
