@@ -1,20 +1,20 @@
-"""Context parallelism: the keys of a sequence are on several ranks, each attends to its own keys, and the parts merge.
+"""Context parallelism: each rank has a share of the keys of a sequence and attends to it; the partial outputs merge.
 
-Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
+Two ranks, `interleave=2`, and a sequence of 9 tokens, the last 2 of them new:
 
     position      0 1 2 3 4 5 6 | 7 8
-    rank 0        0 1 . . 4 5 . | . 8      has its keys in its own pool, and the heads of its half
+    rank 0        0 1 . . 4 5 . | . 8      stores these keys, and has half of the query heads
     rank 1        . . 2 3 . . 6 | 7 .
 
     1. every rank gathers the queries of all heads          all_gather(query)
-    2. and attends to its own part of the context           no mask: every key is before every new token
-    3. the parts of all ranks merge by their LSE            all_gather(lse), then reduce_scatter(weight * part)
-    4. each rank gets its own heads back, and merges in the new tokens, which every rank has
+    2. and attends to its share of the context              no mask: all keys precede all new tokens
+    3. the partial outputs merge by their LSE               all_gather(lse), then reduce_scatter(weight * part)
+    4. each rank keeps its own heads, and merges in the new tokens, which every rank has
 
-A rank without any key of a context contributes 0 with an LSE of `-inf`, which has no weight.
+A rank without keys of a context contributes 0 with an LSE of `-inf`, which has no weight.
 
-Layers that keep a state have no keys to deal out. There each rank has a consecutive part of the new tokens, and what
-merges are maps of the state (`recurrent_attention`). The convolution before has its last inputs (`recurrent_convolve`).
+Recurrent layers have no keys to distribute. There each rank has consecutive new tokens, and the ranks exchange maps of
+the state (`recurrent_attention`) and, for the convolution, its last inputs (`recurrent_convolve`).
 """
 
 from dataclasses import replace
@@ -44,18 +44,18 @@ from refattn.states import StatePlan, check_convolution, check_ranks, check_recu
 def plan(
     batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1), causal: bool = True
 ) -> ContextParallelPlan:
-    """Plan the part of one rank: its share of each context, and the new tokens among themselves.
+    """Plan the work of one rank: its share of each context, and the new tokens among themselves.
 
-    A window that begins at position `i - left` begins on the rank at its first key from there on. So it is a window
-    over the keys as stored there, from a query's position in this count on: that of its first key.
+    A window that begins at position `i - left` begins, on the rank, at its first stored key from there on. The plan
+    gives the index of that key as the query's position, with a window of `(0, -1)`.
 
     Args:
-        batch: the lengths, the same on all ranks, and the rank's own block table: it has blocks for the rank's tokens.
+        batch: the lengths, the same on all ranks, and the rank's own block table, with blocks for the rank's tokens.
         shard: which rank this is, and which tokens are its own.
         block_size: tokens in a block, `p`.
         window_size: `(left, right)` in tokens of the whole sequence, both inclusive, -1 for no limit.
         causal: hide the new tokens after a query's own position; False shows every new token of the sequence. The
-            context is before all of them, and seen in both cases.
+            context is visible in both cases.
 
     Returns:
         A plan for every layer of this step.
@@ -67,7 +67,7 @@ def plan(
     check_contexts(batch)
     left, _ = check_window(window_size)
     seq_lens = local_lens(batch.context_lens, shard)
-    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing
+    left = -1 if left >= batch.max_seq_len - 1 else left  # such a window hides nothing
     longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave
     longest = min(longest, batch.max_seq_len)
     keys = Batch(batch.cu_seqlens_q, seq_lens, block_table, batch.max_query_len, longest, num_tokens=batch.num_tokens)
@@ -98,10 +98,10 @@ def attention(
     out: Float[Tensor, "t h dv"] | None = None,
     scales: Fp8Scales | Int8Scales | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend with the heads of this rank to all tokens of each sequence, wherever their keys are.
+    """Attend with the heads of this rank to all tokens of each sequence, on whatever rank their keys are.
 
-    The heads of the ranks, one after the other, are those of the model; each rank has all `hk` KV heads of its tokens.
-    The new tokens need not be in the caches: their rows are here.
+    The model's query heads are those of the ranks, concatenated; each rank has all `hk` KV heads of its tokens. The new
+    tokens need not be in the caches, as their keys and values are passed.
 
     Args:
         query: new tokens of all sequences, the heads of this rank; rows after the last sequence are padding.
@@ -110,12 +110,12 @@ def attention(
         key_cache: the rank's own pool of keys; any strides.
         value_cache: the rank's own pool of values.
         plan: from `plan`, once per step.
-        options: those of the layer, for the heads of this rank; sinks count once.
-        group: the ranks; `plan.shard` is this one's.
+        options: the layer's options, for the heads of this rank; sinks count once.
+        group: the ranks; `plan.shard` is this rank's share.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
-        scales: those of quantized caches, as in `quantized.attention`; int8 keys have those of the rank's own pool. The
-            new tokens among themselves are taken as they come. None: the caches are in the type of the query.
+        scales: the scales of quantized caches, as in `quantized.attention`; for int8 keys, those of the rank's own
+            pool. New tokens attend to one another unquantized. None: the caches are in the type of the query.
 
     Returns:
         The outputs of this rank's heads; with `return_lse` also the natural log-sum-exp.
@@ -134,7 +134,7 @@ def attention(
     part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options_of_all, scales)
 
     lse_of_ranks = group.all_gather(rearrange(lse, "t h -> 1 t h"), dim=0)
-    nothing = lse_of_ranks.amax(0) == -torch.inf  # where no rank has a key, -inf - -inf would be NaN
+    nothing = lse_of_ranks.amax(0) == -torch.inf  # no rank has a key: -inf - -inf would be NaN
     total = lse_of_ranks.masked_fill(nothing, 0.0).logsumexp(0)  # [t, h of all ranks]
     weight = torch.exp(lse - total).to(part.dtype)
     context = group.reduce_scatter(rearrange(weight, "t h -> t h 1") * part, dim=1)  # [t, h, dv]
@@ -153,7 +153,7 @@ def _attend_to_own_context(
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales | None,
 ) -> tuple[Float[Tensor, "t all_h dv"], Float[Tensor, "t all_h"]]:
-    """Attend with all heads to the keys of this rank, each of which has a position in the whole sequence."""
+    """Attend with all heads to the keys of this rank, at their positions in the full sequence."""
     compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value_cache.shape[-1], dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
@@ -173,7 +173,7 @@ def _attend_to_own_context(
             query[q0:q1].to(compute),
             keys,
             values,
-            j >= i - left if left >= 0 else j < i,  # every key of the context is before every new token
+            j >= i - left if left >= 0 else j < i,  # all keys of the context precede all new tokens
             bias=None if slopes is None else -rearrange(slopes.to(compute), "h -> h 1 1") * distance,
             **of_layer(options),
         )
@@ -194,10 +194,10 @@ def recurrent_attention(
     group: Group,
     out: Float[Tensor, "t hv dv"] | None = None,
 ) -> Float[Tensor, "t hv dv"]:
-    """Fold the new tokens of sequences into their states; each rank has a consecutive part of each sequence.
+    """Fold new tokens into states, as `recurrent.attention`; each rank has consecutive tokens of each sequence.
 
-    A state goes from token to token, so rank 1 would wait for rank 0. But what the tokens of a rank do to any state
-    before them is a map, which it computes alone (`recurrent.state_map`), and maps compose:
+    A state passes from token to token, so rank 1 would wait for rank 0. But the tokens of a rank apply a map to the
+    state, which the rank can compute alone (`recurrent.state_map`), and maps compose:
 
         rank 0    tokens 0 .. 3    state -> state F0 + A0
         rank 1    tokens 4 .. 7    state -> state F1 + A1      begins with  state F0 + A0
@@ -206,22 +206,23 @@ def recurrent_attention(
     The ranks exchange their maps once, whatever the number of tokens, and each then computes its own outputs.
 
     Args:
-        query: as in `recurrent.attention`: the rank's own tokens, and what follows. A part may be empty.
+        query: as in `recurrent.attention`, of the rank's own tokens, possibly none; likewise the other arguments.
         key: the rank's keys.
-        value: its values.
-        log_decay: natural logarithm of its decays.
-        beta: how much of each of its tokens is written.
-        states: the rank's own pool, changed in place. Before, the slot of a sequence holds the state before the tokens
-            of all ranks, if there is one; after, the state after all of them. So a decode may go on anywhere.
+        value: the rank's values.
+        log_decay: natural logarithm of the rank's decays.
+        beta: how much of each token is written.
+        states: the rank's own pool, changed in place. Before the call, the slot of a sequence holds the state before
+            the tokens of all ranks, if there is one; afterwards, on every rank, the state after all of them. So any
+            rank can decode.
         plan: from `recurrent.plan` over the rank's own tokens, with one slot per sequence. All ranks have the same
-            sequences; their slots may differ. Whether there is a state before is taken from rank 0, whose tokens come
-            first. A block's state is kept by the rank that has the block's last token.
-        options: those of the layer.
+            sequences; their slots may differ. `has_initial_state` is taken from rank 0, which has the first tokens. The
+            rank with the last token of a block saves its state.
+        options: the layer's options.
         group: the ranks, in the order of their tokens.
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        The outputs of the rank's tokens, in the type of the query. Rows of padding are 0.
+        The outputs of the rank's tokens, in the type of the query; 0 for padding rows.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written and nothing exchanged then.
@@ -264,23 +265,24 @@ def recurrent_convolve(
     silu: bool = True,
     out: Float[Tensor, "t c"] | None = None,
 ) -> Float[Tensor, "t c"]:
-    """Convolve the new tokens of sequences, each rank its own consecutive part, as in `recurrent_attention`.
+    """Convolve new tokens, as `recurrent.convolve`; each rank has consecutive tokens of each sequence.
 
-    A part begins with the last `width - 1` inputs before it. They may come from several ranks, as parts may be short:
+    A rank needs the last `width - 1` inputs before its own. They may come from several ranks, as a rank may have few
+    tokens:
 
-        width 4    rank 0 has a b c d      begins with what the slot holds
+        width 4    rank 0 has a b c d      begins with the inputs in the slot
                    rank 1 has e            begins with b c d
                    rank 2 has nothing
-                   rank 3 has f g          begins with c d e, and f g comes after them: every slot then holds e f g
+                   rank 3 has f g          begins with c d e; afterwards every slot holds e f g
 
-    So the ranks exchange the last `width - 1` inputs of their parts once, and each puts together those before its own.
+    So the ranks exchange their last `width - 1` inputs once, and each assembles the inputs before its own.
 
     Args:
-        inputs: as in `recurrent.convolve`: the rank's own tokens, and what follows. A part may be empty.
-        weight: the factors of each channel, on all ranks alike.
-        states: the rank's own pool, changed in place. Before, the slot of a sequence holds the last inputs before the
-            tokens of all ranks, if there are any; after, the last ones of all. In a pool of a narrower type than the
-            inputs, those of the ranks before are rounded to it.
+        inputs: as in `recurrent.convolve`, of the rank's own tokens, possibly none.
+        weight: the weights of each channel, the same on all ranks.
+        states: the rank's own pool, changed in place. Before the call, the slot of a sequence holds the last inputs
+            before the tokens of all ranks, if there are any; afterwards, the last inputs of all ranks. If the pool has
+            a narrower type than the inputs, inputs from earlier ranks are rounded to it.
         plan: the same as for `recurrent_attention`.
         group: the ranks, in the order of their tokens.
         bias: added before SiLU.
@@ -288,7 +290,7 @@ def recurrent_convolve(
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        The outputs of the rank's tokens, in the type of the inputs. Rows of padding are 0.
+        The outputs of the rank's tokens, in the type of the inputs; 0 for padding rows.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written and nothing exchanged then.
@@ -296,7 +298,7 @@ def recurrent_convolve(
     check_convolution(inputs, weight, bias, states, plan, silu, out)
     check_ranks(plan, group)
     kept, compute = states.shape[1], torch.promote_types(inputs.dtype, states.dtype)
-    ends = inputs.new_zeros(plan.batch.num_seqs, *states.shape[1:])  # the last inputs of each part, at the right
+    ends = inputs.new_zeros(plan.batch.num_seqs, *states.shape[1:])  # the rank's last inputs, right-aligned
     for i, (q0, q1) in enumerate(plan.batch.query_rows()):
         part = inputs[max(q0, q1 - kept) : q1]
         ends[i, kept - len(part) :] = part
@@ -322,24 +324,25 @@ def recurrent_convolve(
 
 
 def _lengths_of_ranks(plan: StatePlan, group: Group) -> tuple[Int32[Tensor, "ranks b"], Int32[Tensor, "ranks b"]]:
-    """Return the new tokens that each rank has of each sequence, and whether each takes it to have a state."""
+    """Return each rank's number of new tokens of each sequence, and each rank's `has_initial_state`."""
     own = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
     lens, has_state = rearrange(group.all_gather(own, dim=0), "(ranks two) b -> two ranks b", two=2)
     return lens, has_state
 
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
-    """Return the positions of a sequence that a rank has, in the order of its cache.
+    """Return the positions of a rank's tokens of a sequence, in the order of its cache.
 
     Args:
         length: tokens of the sequence.
         shard: which rank, and how tokens are distributed.
 
     Returns:
-        The position of each token of the rank: run `r` of `interleave` tokens belongs to rank `r % num_ranks`.
+        The position of each token of the rank: tokens `r * interleave` to `(r + 1) * interleave - 1` are on rank
+        `r % num_ranks`.
 
     Raises:
-        ValueError: if the length is none.
+        ValueError: if the length is not an int of at least 0.
     """
     check_int("length", length)
     check_is_shard(shard)
@@ -348,20 +351,20 @@ def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
 
 
 def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
-    """Return how many of the first tokens of each sequence a rank has.
+    """Return how many of the first `lens` tokens of each sequence a rank has.
 
     Apply it to the context, not to the whole sequence and the new tokens separately: `local(a - b)` is not
     `local(a) - local(b)`, let alone `local(a) - b`.
 
     Args:
-        lens: tokens of each sequence, counted from its first one.
+        lens: tokens of each sequence, from its first one.
         shard: which rank, and how tokens are distributed.
 
     Returns:
         The rank's tokens among them.
 
     Raises:
-        ValueError: if the lengths are no int32 `[b]`, or (on a CPU) negative.
+        ValueError: if the lengths are not int32 `[b]`, or (on a CPU) negative.
     """
     check_local_lens(lens, shard)
     counts = [_count_own(length, shard) for length in lens.tolist()]
@@ -369,15 +372,15 @@ def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
 
 
 def _count_own(length: int, shard: Shard) -> int:
-    """Count what `own_positions` lists, without the list: a length may be anything before it is checked."""
-    runs = range(shard.rank * shard.interleave, length, shard.num_ranks * shard.interleave)  # where they begin
+    """Return `len(own_positions(length, shard))` without the list, as an unchecked length may be huge."""
+    runs = range(shard.rank * shard.interleave, length, shard.num_ranks * shard.interleave)  # first token of each
     if not runs:
         return 0
-    return (len(runs) - 1) * shard.interleave + min(shard.interleave, length - runs[-1])  # the last may end early
+    return (len(runs) - 1) * shard.interleave + min(shard.interleave, length - runs[-1])  # the last may be shorter
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int) -> Int64[Tensor, "t"]:
-    """Return the slot that this rank writes each new token to; -1 for tokens of other ranks and for padding rows.
+    """Return the slot of each new token in this rank's pool; -1 for tokens of other ranks and for padding rows.
 
     Args:
         batch: the lengths, and the rank's own block table.
@@ -386,7 +389,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int
         block_size: tokens in a block, `p`.
 
     Returns:
-        `block * p + row` for the token's place in the rank's pool.
+        `block * p + row` in the rank's pool.
 
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are read on a CPU.
@@ -403,7 +406,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int
     place = positions(batch, num_tokens).tolist()
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
-            i = _count_own(place[row], shard)  # the number of the rank's tokens before this one
+            i = _count_own(place[row], shard)  # tokens of the rank before this one
             if _count_own(place[row] + 1, shard) > i:
                 result[row] = blocks[i // block_size].long() * block_size + i % block_size
     return result

@@ -1,4 +1,4 @@
-"""Ranks that share the keys of a sequence: which rank has which keys, and how ranks exchange partial answers.
+"""Ranks that share the keys of a sequence: which rank has which keys, and how ranks exchange partial outputs.
 
 A path for several ranks is called once on each of them, and communicates through a `Group`. `DistributedGroup` uses
 torch.distributed; `simulate_ranks` calls a function once per rank inside one process, for tests and lessons.
@@ -22,24 +22,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of a rank in every sequence: runs of `interleave` tokens go to the ranks in turn.
+    """A rank's share of every sequence: each `interleave` consecutive tokens go to the next rank in turn.
 
-    With 2 ranks and runs of 2 tokens:
+    With 2 ranks and `interleave=2`:
 
         position            0 1 2 3 4 5 6 7 8
         rank                0 0 1 1 0 0 1 1 0
-        place on its rank   0 1 0 1 2 3 2 3 4
+        index on its rank   0 1 0 1 2 3 2 3 4
 
     Attributes:
-        rank: whose share this is, from 0 on.
+        rank: this rank, from 0.
         num_ranks: ranks that share each sequence.
-        interleave: tokens in a run, from 1 to the block size.
+        interleave: consecutive tokens on a rank, from 1 to the block size.
 
     Raises:
         ValueError: naming the argument that does not fit.
 
-    Source: decode context parallelism of vLLM, which calls these numbers `dcp_rank`, `dcp_world_size` and
-        `cp_kv_cache_interleave_size`.
+    Source: decode context parallelism of vLLM (`dcp_rank`, `dcp_world_size`, `cp_kv_cache_interleave_size`).
     """
 
     rank: int
@@ -55,10 +54,10 @@ class Shard:
 
 
 def check_is_shard(shard: Shard) -> None:
-    """Check that something is the share of a rank; its numbers were checked when it was made.
+    """Check that an argument is a `Shard`; its numbers were checked when it was made.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not isinstance(shard, Shard):
         raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
@@ -66,10 +65,10 @@ def check_is_shard(shard: Shard) -> None:
 
 @runtime_checkable
 class Group(Protocol):
-    """What ranks exchange. Each rank calls the same methods in the same order, with tensors of the same shape.
+    """The collectives of a path. Each rank calls the same ones in the same order, with tensors of the same shape.
 
     Attributes:
-        rank: the number of this rank, from 0 on.
+        rank: this rank, from 0.
         size: the number of ranks.
     """
 
@@ -77,24 +76,24 @@ class Group(Protocol):
     size: int
 
     def all_gather(self, part: Shaped[Tensor, "..."], dim: int) -> Shaped[Tensor, "..."]:
-        """Return the parts of all ranks, concatenated along a dimension in the order of the ranks."""
+        """Return the tensors of all ranks, concatenated along a dimension in rank order."""
 
     def reduce_scatter(self, part: Shaped[Tensor, "..."], dim: int) -> Shaped[Tensor, "..."]:
-        """Return the sum of the parts of all ranks, and of it this rank's share along a dimension."""
+        """Return this rank's chunk, along a dimension, of the sum over all ranks."""
 
 
 class DistributedGroup:
     """The ranks of a process group of torch.distributed.
 
     Args:
-        process_group: the group; that of all processes if None.
+        process_group: the group; the default group if None.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
 
     def __init__(self, process_group: Any = None) -> None:
-        """Ask for the rank once: it does not change."""
+        """Read the rank and the size once, as they do not change."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise ValueError("process_group: expected torch.distributed to be initialised, got none that is")
         self.process_group = process_group
@@ -102,14 +101,14 @@ class DistributedGroup:
         self.size: int = torch.distributed.get_world_size(process_group)
 
     def all_gather(self, part: Shaped[Tensor, "..."], dim: int) -> Shaped[Tensor, "..."]:
-        """Return the parts of all ranks, concatenated along a dimension in the order of the ranks."""
+        """Return the tensors of all ranks, concatenated along a dimension in rank order."""
         _refuse_gradient(part)
         parts = part.new_empty(self.size * part.numel())
         _collective("all_gather_single", "all_gather_into_tensor")(parts, part.reshape(-1), group=self.process_group)
         return torch.cat(parts.view(self.size, *part.shape).unbind(), dim)
 
     def reduce_scatter(self, part: Shaped[Tensor, "..."], dim: int) -> Shaped[Tensor, "..."]:
-        """Return the sum of the parts of all ranks, and of it this rank's share along a dimension."""
+        """Return this rank's chunk, along a dimension, of the sum over all ranks."""
         _refuse_gradient(part)
         shares = torch.stack(part.chunk(self.size, dim))
         own = torch.empty_like(shares[0])
@@ -127,32 +126,33 @@ def _refuse_gradient(part: Tensor) -> None:
 
 
 def _collective(name: str, older_name: str) -> Callable[..., Any]:
-    """Return a collective of torch.distributed, which torch 2.13 has renamed."""
+    """Return a collective of torch.distributed by its new name (torch 2.13) or its old one."""
     collective: Callable[..., Any] = getattr(torch.distributed, name, None) or getattr(torch.distributed, older_name)
     return collective
 
 
 def simulate_ranks(num_ranks: int, function: Callable[[Group], T]) -> list[T]:
-    """Call a function once per rank, each with a group of its own that exchanges tensors inside this process.
+    """Call a function once per rank, with groups that exchange tensors inside this process.
 
-    The ranks are threads, of which one runs at a time, until it waits for the others in a collective. Gradients go
-    from rank to rank, where the caller records them.
+    The ranks are threads. One runs at a time, until it waits for the others in a collective. Gradients flow between
+    ranks, if the caller records them.
 
     Args:
-        num_ranks: how many ranks there are.
-        function: what each rank does.
+        num_ranks: the number of ranks.
+        function: the function that each rank calls with its group.
 
     Returns:
-        What the function returned, in the order of the ranks.
+        The results of the function, in rank order.
 
     Raises:
-        ValueError: if the number of ranks is not positive. What the function raises on a rank is raised here, too.
+        ValueError: if the number of ranks is not positive. An error that the function raises on a rank is raised here,
+            too.
     """
     check_sizes(num_ranks=num_ranks)
     meeting, is_recorded = _Meeting(), torch.is_grad_enabled()
 
     def run(rank: int) -> T:
-        with meeting.turn, torch.set_grad_enabled(is_recorded):  # each thread has a switch of its own
+        with meeting.turn, torch.set_grad_enabled(is_recorded):  # grad mode is per thread
             try:
                 return function(_SimulatedGroup(rank, num_ranks, meeting))
             except BaseException as error:
@@ -170,7 +170,7 @@ def simulate_ranks(num_ranks: int, function: Callable[[Group], T]) -> list[T]:
 
 
 class _Meeting:
-    """Where simulated ranks meet: their parts of each collective, whose turn it is, who is done, what went wrong."""
+    """The shared state of simulated ranks: lock, tensors of each collective, finished ranks, first error."""
 
     def __init__(self) -> None:
         self.turn = threading.Condition()
@@ -193,7 +193,7 @@ class _SimulatedGroup:
         return sum(self._exchange(part)).chunk(self.size, dim)[self.rank]  # type: ignore[union-attr]
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
-        """Leave a part, wait until every rank has done so, and return all of them."""
+        """Contribute a tensor, wait for the other ranks, and return the tensors of all."""
         parts = self._meeting.parts.setdefault(self._collectives, {})
         self._collectives += 1
         parts[self.rank] = part

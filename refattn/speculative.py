@@ -1,7 +1,7 @@
-"""Speculative decoding: several drafted tokens go through the model at once, and those that it agrees with are kept.
+"""Speculative decoding: the model verifies several drafted tokens in one pass and keeps those that it agrees with.
 
-A draft is a chain, or a tree of several candidates. Here is a tree after two keys of context, with the mask of its
-nodes. They have consecutive slots, but positions follow from the depth, so siblings have the same position:
+A draft is a chain, or a tree of several candidates. Here is a tree after two keys of context, with its mask. Its nodes
+have consecutive slots, but positions follow from the depth, so siblings have the same position:
 
     0 -- 1 -- 3            node 0   1 1 1 . . . .     position 2        accepted: 0, 2 and 4, where the model agrees
      ·-- 2 -- 4            node 1   1 1 1 1 . . .              3        then node 2 moves to the slot of node 1,
@@ -9,14 +9,14 @@ nodes. They have consecutive slots, but positions follow from the depth, so sibl
                            node 3   1 1 1 1 . 1 .              4
                            node 4   1 1 1 . 1 . 1              4        slots   . . 0 1 2 3 4   ->   . . 0 2 4
 
-    plan, attention     verification of chains and trees; and each step of a draft that grows a tree
-    plan_drafts         all steps of a draft that grows several branches, before the first of them
-    accept              where the model chose the same tokens: greedy, or drawn before
-    accept_sampled      rejection sampling: the tokens have the model's own distribution, whatever was drafted
-    compact             moves what was accepted to where the next step looks for it, in the caches of all layers
-    accepted_batch      the step of a draft model over what was accepted
+    plan, attention     verification of chains and trees, and each step of a draft that grows a tree
+    plan_drafts         all steps of a draft with several branches, planned at once
+    accept              accepts where the model chose the same tokens, greedy or sampled
+    accept_sampled      rejection sampling: the tokens have the model's distribution, whatever was drafted
+    compact             moves the accepted keys and values to consecutive slots, in the caches of all layers
+    accepted_batch      the step of a draft model over the accepted tokens
 
-A chain is an ordinary causal chunk; a block that a drafter fills at once is a chunk without a causal mask.
+A chain is an ordinary causal chunk; a block drafted in one pass is a chunk without a causal mask.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Miao et al. 2024,
 "SpecInfer"; Li et al. 2024, "EAGLE-2".
@@ -57,10 +57,10 @@ make_trees = steps.make_trees
 
 
 def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
-    """Return the parents of the nodes of a tree from a mask of who sees whom, as other servers represent trees.
+    """Return the parents of the nodes of a tree from its mask, the form in which other servers pass trees.
 
     Args:
-        visible: of each node, which nodes it sees: its ancestors and itself.
+        visible: the nodes that each node sees: its ancestors and itself.
 
     Raises:
         ValueError: if it is not the mask of a tree whose nodes come after their parents.
@@ -76,7 +76,7 @@ def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
 
 
 def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]:
-    """Return the position of each query row, by its depth in its tree; 0 for padding rows.
+    """Return the position of each query row, from its depth in the tree; 0 for padding rows.
 
     Args:
         batch: the lengths; the query rows of a sequence are the last nodes of its tree.
@@ -87,7 +87,7 @@ def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]
         `seq_len - nodes + depth`, for rotary embeddings, windows and ALiBi.
 
     Raises:
-        ValueError: if the trees are not those of the batch, or (on a CPU) `num_tokens` is too small.
+        ValueError: if the trees do not fit the batch, or (on a CPU) `num_tokens` is too small.
     """
     check_trees(batch, trees)
     check_num_tokens(num_tokens, batch)
@@ -110,19 +110,18 @@ def plan(
 
     Args:
         batch: the lengths and the block table. The nodes of a tree are the last tokens of its sequence, and the query
-            rows the last of its nodes: all of them in a verification, the newest where a draft grows.
+            rows its last nodes: all of them in a verification, the newest when a draft model grows the tree.
         block_size: tokens in a block, `p`.
         trees: the trees; None for chains, which are causal chunks.
-        causal: hide later drafts; False for a block whose tokens are drafted together and see one another.
-        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit; counted along the branch. Blocks that
-            no query sees are removed. The right side counts where there is no causal mask.
+        causal: hide later drafts; False for a block of tokens that are drafted together and see one another.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit; counted along the branch. With trees,
+            blocks that no query sees are removed. The right side applies only without a causal mask.
 
     Returns:
         A plan for every layer of this step.
 
     Raises:
-        ValueError: naming the argument that does not fit: trees that are not those of the batch, or that are not
-            causal.
+        ValueError: naming the argument that does not fit, such as trees of another batch, or trees with `causal=False`.
     """
     left, _ = check_window(window_size)
     check_flag("causal", causal)
@@ -142,10 +141,10 @@ def plan(
                 ancestors[i, node, other // WORD] |= 1 << other % WORD if other % WORD < WORD - 1 else -(1 << WORD - 1)
 
     query_lens, lens = batch.query_lens.tolist(), trees.lens.tolist()
-    # The blocks that not even the root sees are cut off, as for a window of all nodes.
+    # Remove the blocks that no node sees, as if all nodes were query rows of a window.
     all_nodes = make_batch(lens, batch.seq_lens.tolist(), block_table.tolist(), device=batch.device)
     trimmed = sliding_window.plan(all_nodes, window_size=(left, 0), block_size=block_size)
-    assert trimmed.batch.block_table is not None  # as that of the batch, which has been checked
+    assert trimmed.batch.block_table is not None  # the batch has one, as checked above
     seq_lens, tables = trimmed.batch.seq_lens.tolist(), trimmed.batch.block_table.tolist()
     first_keys = None if left < 0 else trimmed.first_keys
     where = positions(batch, trees, sum(query_lens)).int()
@@ -161,20 +160,20 @@ def plan(
 def plan_drafts(
     batch: Batch, *, block_size: int, num_steps: int, num_branches: int = 1, window_size: tuple[int, int] = (-1, -1)
 ) -> list[DraftStep]:
-    """Plan all passes of a draft model at once: each makes several branches of a sequence longer by one token.
+    """Plan all passes of a draft model at once; each extends several branches of a sequence by one token.
 
-    Which tokens it drafts decides nothing about who sees whom. Two branches after three keys, in three passes:
+    The masks do not depend on which tokens are drafted. Two branches after three keys, in three passes:
 
         node       0 1 | 2 3 | 4 5        pass 0   query rows 0 1   node 1   1 1 1 . 1
         branch     0 1   0 1   0 1        pass 1              2 3   node 3   1 1 1 . 1 . 1
         position   3 3   4 4   5 5        pass 2              4 5   node 5   1 1 1 . 1 . 1 . 1
 
     Args:
-        batch: any step whose keys are in the cache, with blocks for all drafts to come. A sequence of it without new
-            tokens is padding, and drafts nothing.
+        batch: any step whose keys are in the cache, with blocks for all drafts. A sequence without new tokens is
+            padding and gets no drafts.
         block_size: tokens in a block, `p`.
         num_steps: passes of the draft model.
-        num_branches: branches of each sequence; with 1 a draft is a chain.
+        num_branches: branches of each sequence; 1 for a chain.
         window_size: as for `plan`.
 
     Returns:
@@ -183,21 +182,21 @@ def plan_drafts(
     Raises:
         ValueError: naming the argument that does not fit.
 
-    Source: `FlashAttentionMultiStepBackend` of SGLang: the first drafts come from the step before, so that
-        `speculative_num_steps` is one more than there are passes.
+    Source: `FlashAttentionMultiStepBackend` of SGLang. There the first drafts come from the previous step, so
+        `speculative_num_steps` is one more than `num_steps`.
     """
     check_draft_steps(batch, block_size=block_size, num_steps=num_steps, num_branches=num_branches)
-    assert batch.block_table is not None  # as has been checked
+    assert batch.block_table is not None  # checked above
     drafts = [query_len > 0 for query_len in batch.query_lens.tolist()]
     contexts, tables = batch.seq_lens.tolist(), batch.block_table.tolist()
     steps = []
     for step in range(num_steps):
-        parents = [-1] * num_branches + list(range(step * num_branches))  # a node follows its branch's of before
+        parents = [-1] * num_branches + list(range(step * num_branches))  # a node follows its branch's previous node
         trees = make_trees([parents if is_drafted else [] for is_drafted in drafts], device=batch.device)
         query_lens = [num_branches if is_drafted else 0 for is_drafted in drafts]
         seq_lens = [context + nodes for context, nodes in zip(contexts, trees.lens.tolist(), strict=True)]
         longer = make_batch(query_lens, seq_lens, tables, device=batch.device)
-        its_trees = trees if num_branches > 1 else None  # a chain needs no mask but the causal one
+        its_trees = trees if num_branches > 1 else None  # for a chain the causal mask is enough
         steps.append(
             DraftStep(longer, trees, plan(longer, block_size=block_size, trees=its_trees, window_size=window_size))
         )
@@ -214,7 +213,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from drafted tokens to the keys before their tree, and in the tree to their ancestors and themselves.
+    """Attend from drafted tokens to the keys before their tree, and inside it to their ancestors and themselves.
 
     Write the new keys and values first (`kv_cache.write`).
 
@@ -223,7 +222,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: those of the layer; the sinks are counted once.
+        options: the layer's options; sinks count once.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -240,32 +239,32 @@ def attention(
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:
-    """Accept what the model would have said itself: the longest branch whose every token it chose.
+    """Accept the longest branch that consists of the model's own tokens.
 
-    Token by token: after the root the model chose `chosen[root]`. If a child of the root is that token, the child is
-    right, and what the model chose after it counts; and so on. With the most likely tokens for `chosen` the answer is
-    that of greedy decoding. With tokens drawn from the model's distribution, one after each node, the answer has that
-    distribution: what was drafted only decides how many of its tokens come out of one step.
+    After the root the model chose `chosen[root]`. If a child of the root has that token, it is accepted, and its own
+    children are compared with `chosen[child]`; and so on. If `chosen` has the most likely tokens, the result equals
+    greedy decoding. If it has one sample from the model's distribution after each node, the result has that
+    distribution: drafts only affect the number of tokens per step.
 
     Args:
         batch: the lengths; every node is a query row.
-        trees: the trees. Node 0 is their only root, and a confirmed token.
+        trees: the trees. Node 0 of each is its only root, a confirmed token.
         drafts: the token of each node.
         chosen: the token that the model chose after each node.
 
     Returns:
-        The accepted nodes, how many, and the token that follows them. Of two branches that are equally long the one
-        whose last node comes first; of a sequence without a tree nothing, and the token -1.
+        The accepted nodes, their number, and the token that follows them. Of two equally long branches, the one whose
+        last node comes first; for a sequence without a tree, no nodes and the token -1.
 
     Raises:
-        ValueError: if the trees are not those of the batch, or (on a CPU) have more than one root, or nodes that are no
-            query rows.
+        ValueError: if the trees do not fit the batch, or (on a CPU) have more than one root or nodes that are not query
+            rows.
     """
     check_drafts(batch, trees, drafts=drafts, chosen=chosen)
     paths, next_tokens = [], []
     for (q0, q1), parents in zip(batch.query_rows(), trees.to_lists(), strict=True):
         tokens, wanted = drafts[q0:q1].tolist(), chosen[q0:q1].tolist()
-        branches: list[list[int]] = []  # to each node, empty where it is not accepted
+        branches: list[list[int]] = []  # from the root to each node; empty if not accepted
         for node, parent in enumerate(parents):
             if parent < 0:
                 branches.append([node])
@@ -285,31 +284,31 @@ def accept_sampled(
     uniforms: Float[Tensor, "t"],
     draft_probs: Float[Tensor, "t v"] | None = None,
 ) -> Accepted:
-    """Accept by rejection sampling: every token has the distribution of the model, whatever drafted it.
+    """Accept by rejection sampling: every token has the model's distribution, whatever the drafts.
 
-    After a node the model's distribution is `p`. Its children are tried in order; one with the token `x`, drawn from
-    `q`, is accepted with the probability `min(1, p[x] / q[x])`. If it is not, what is left takes the place of `p`:
+    Let `p` be the model's distribution after a node. Its children are tried in order; one with token `x`, drawn from
+    `q`, is accepted with probability `min(1, p[x] / q[x])`. If it is rejected, the residual replaces `p`:
 
         p = max(p - q, 0) / sum(max(p - q, 0))
 
-    and the next child is tried with that. If none is accepted, the next token is drawn from what is left.
+    and the next child is tried. If none is accepted, the next token is sampled from the residual.
 
     Args:
         batch: the lengths; every node is a query row.
-        trees: the trees. Node 0 is their only root, and a confirmed token.
+        trees: the trees. Node 0 of each is its only root, a confirmed token.
         drafts: the token of each node.
         target_probs: the model's distribution after each node.
-        uniforms: a random number in [0, 1) for each node: a root's draws the token that follows, another's accepts it.
-            A 1, to which a number below it was rounded, draws the last token that has a probability.
-        draft_probs: the distribution that each node was drawn from, given its siblings before it; None where drafts are
-            not drawn, as those that a look-up found.
+        uniforms: a random number in [0, 1) for each node: that of the root samples the next token, the others accept or
+            reject their node. A 1, the result of rounding, samples the last token with a probability above 0.
+        draft_probs: the distribution that each node was sampled from, given its earlier siblings; None for drafts that
+            are not sampled, such as n-gram drafts.
 
     Returns:
-        As `accept`. The next token is -1 where it cannot be drawn: its probabilities are not finite, or all 0.
+        As `accept`. The next token is -1 if its probabilities are not finite or all 0.
 
     Raises:
-        ValueError: as `accept`; and if probabilities or random numbers have another shape, or (on a CPU) a random
-            number is not one of [0, 1].
+        ValueError: as `accept`; also if probabilities or random numbers have a wrong shape, or (on a CPU) a random
+            number is outside [0, 1].
 
     Source: Leviathan et al. 2023; several children: Miao et al. 2024, "SpecInfer", algorithm 2.
     """
@@ -322,7 +321,7 @@ def accept_sampled(
             paths.append([])
             next_tokens.append(-1)
             continue
-        path, left = [0], target_probs[q0].double()  # what is left of the distribution after the last accepted node
+        path, left = [0], target_probs[q0].double()  # the residual after the last accepted node
         for node in range(1, len(parents)):
             if parents[node] != path[-1]:
                 continue
@@ -337,19 +336,19 @@ def accept_sampled(
                 left = target_probs[row].double()
             else:
                 rest = (left - drawn_from).clamp(min=0.0)
-                left = left if rest.sum() == 0 else rest / rest.sum()  # nothing left is rounding: p and q are equal
+                left = left if rest.sum() == 0 else rest / rest.sum()  # 0 only by rounding: p and q are equal
         paths.append(path)
         next_tokens.append(_draw(left, uniforms[q0]))
     return _accepted(paths, next_tokens, trees)
 
 
 def _draw(probs: Float[Tensor, "v"], uniform: Float[Tensor, ""]) -> int:
-    """Return the token that a random number draws: the first whose share of the line ends past it; -1 if none does."""
+    """Return the token sampled by inverting the cumulative distribution; -1 if the probabilities are not valid."""
     ends = probs.cumsum(0)
     place = uniform.double() * ends[-1]
-    if not 0 <= place <= ends[-1] or not 0 < ends[-1] < torch.inf:  # neither holds for NaN
+    if not 0 <= place <= ends[-1] or not 0 < ends[-1] < torch.inf:  # both comparisons are false for NaN
         return -1
-    last = int(torch.searchsorted(ends, ends[-1]))  # the last token with a probability: rounding may lead past it
+    last = int(torch.searchsorted(ends, ends[-1]))  # the last token with a probability above 0
     return min(int(torch.searchsorted(ends, place, right=True)), last)
 
 
@@ -358,20 +357,20 @@ def compact(
 ) -> None:
     """Move the keys and values of accepted nodes to the first slots of their tree, in place.
 
-    Rejected nodes stay after them, and the next step overwrites it. Call it once per step, with the caches of all
-    layers that share a block table. Of the table only the blocks are read between which a node moves: others may be -1,
-    as in the pool of a window.
+    The next step overwrites rejected nodes. Call it once per step, with the caches of all layers that share a block
+    table. Only the entries of the table between which nodes move are checked; others may be -1, as in the pool of a
+    sliding window.
 
     Args:
-        caches: pools with blocks and their tokens as first dimensions: keys, values, latents, scales.
+        caches: pools `[n, p, ...]`: keys, values, latents, scales.
         batch: the batch of the step, with its block table.
         trees: the trees of the step.
         accepted: from `accept` or `accept_sampled`.
         block_size: tokens in a block, `p`.
 
     Raises:
-        ValueError: if the caches are no pools of that block size; on a CPU also if a node is none of its tree, they do
-            not rise, or a block is outside the pool. Nothing is written then.
+        ValueError: if a cache is not a pool with that block size; on a CPU also if accepted nodes are not in their tree
+            or not ascending, or a block is outside the pool. Nothing is written then.
     """
     check_accepted(batch, trees, accepted)
     tables = check_caches(caches, batch, trees, accepted, block_size=block_size).tolist()
@@ -381,11 +380,11 @@ def compact(
         first = int(batch.seq_lens[i]) - tree_len
         for target, node in enumerate(nodes[:count]):
             if node == target:
-                continue  # it stays where it is
+                continue  # already in place
             (from_block, from_row), (to_block, to_row) = (divmod(first + k, block_size) for k in (node, target))
             moves.append(((tables[i][from_block], from_row), (tables[i][to_block], to_row)))
     for cache in caches:
-        tokens = [cache[source].clone() for source, _ in moves]  # all are read before one is written
+        tokens = [cache[source].clone() for source, _ in moves]  # read all before writing any
         for token, (_, destination) in zip(tokens, moves, strict=True):
             cache[destination] = token
 

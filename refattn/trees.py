@@ -3,7 +3,7 @@
 A tree of six nodes: node 0 is the last confirmed token, 1 and 2 are two candidates for the next one.
 
     0 -- 1 -- 3            parents   -1  0  0  1  1  4        a node comes after its parent; -1 is a root
-     ·    ·-- 4 -- 5       depths     0  1  1  2  2  3        how far its position lies after the root's
+     ·    ·-- 4 -- 5       depths     0  1  1  2  2  3        distance from the root; position = root's + depth
      ·-- 2
                            node 0     1 . . . . .             a node sees its ancestors and itself,
                            node 1     1 1 . . . .             and all keys before the tree
@@ -12,7 +12,7 @@ A tree of six nodes: node 0 is the last confirmed token, 1 and 2 are two candida
                            node 4     1 1 . . 1 .
                            node 5     1 1 . . 1 1
 
-The nodes of a tree are the last tokens of their sequence. They have consecutive slots, in the order of the tree, but
+The nodes of a tree are the last tokens of their sequence. Their slots are consecutive, in the order of the tree, but
 siblings have the same position.
 """
 
@@ -46,22 +46,22 @@ MOST_NODES = 1024  # nodes per tree
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """The drafted tokens of each sequence, as a tree: a chain is one whose every node follows the node before it.
+    """The drafted tokens of each sequence as a tree; in a chain, each node is the parent of the next.
 
     Attributes:
-        parents: of each node of a tree the node that it follows, -1 for a root; past a tree's last node anything.
-        lens: nodes of each tree: the last tokens of its sequence.
+        parents: the parent of each node, -1 for a root; entries past a tree's last node may hold anything.
+        lens: nodes of each tree, the last tokens of its sequence.
 
     Raises:
-        ValueError: if a tensor has another type, shape or device, or lengths lie apart; on a CPU also if a tree is
-            longer than there are columns, or a node does not come after its parent.
+        ValueError: if a tensor has a wrong type, shape or device, or `lens` is not contiguous; on a CPU also if a tree
+            has more nodes than `parents` has columns, or a node does not come after its parent.
     """
 
     parents: Int32[Tensor, "b w"]
     lens: Int32[Tensor, "b"]
 
     def __post_init__(self) -> None:
-        """Check the types and shapes, and what the tensors hold where they are on the host."""
+        """Check the types and shapes, and the contents if they are on the host."""
         sizes = check(parents=(self.parents, "int32 b w"), tree_lens=(self.lens, "int32 b"))
         b, w = sizes["b"], sizes["w"]
         check_side_by_side("tree_lens", self.lens)
@@ -83,7 +83,7 @@ class Trees:
 
     @property
     def max_len(self) -> int:
-        """The most nodes that a tree may have, `w`."""
+        """The maximum number of nodes of a tree, `w`."""
         return self.parents.shape[1]
 
     @property
@@ -98,23 +98,23 @@ class Trees:
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Attention of drafted tokens to the keys before their tree, and in the tree to their ancestors and themselves.
+    """Attention of drafted tokens to the keys before their tree, and inside it to their ancestors and themselves.
 
-    The query rows of a sequence are the last of its nodes: all of them in a verification, the newest ones where a draft
-    model grows the tree.
+    The query rows of a sequence are its last nodes: all of them in a verification, the newest when a draft model grows
+    the tree.
 
     Attributes:
-        whole: all keys of each sequence, those of its tree included; `positions` are those of the query rows, by depth.
-        prefix: the keys before the tree, for the same rows.
+        whole: the plan over all keys of each sequence, its tree included; `positions` follow the depths.
+        prefix: the plan over the keys before the tree, for the same rows.
         trees: the trees.
-        depths: of each node, how many ancestors it has; past a tree's last node 0.
-        ancestors: of each node a mask of the nodes that it sees: bit `k % 64` of word `k // 64` is node `k`; past a
-            tree's last node 0.
+        depths: the number of ancestors of each node; 0 past a tree's last node.
+        ancestors: the nodes that each node sees, as a bit mask: bit `k % 64` of word `k // 64` is node `k`; 0 past a
+            tree's last node.
 
     Raises:
-        ValueError: if a plan is none over pages, or a tensor has another type, shape or device, or lies in pieces; on a
-            CPU also if a sequence has fewer keys than nodes, fewer nodes than query rows, or keys left out before its
-            tree.
+        ValueError: if a plan is not one over pages with positions, or a tensor has a wrong type, shape or device or is
+            not contiguous; on a CPU also if a sequence has fewer keys than nodes, fewer nodes than query rows, or
+            `prefix` does not have all keys before its tree.
     """
 
     whole: Plan
@@ -124,7 +124,7 @@ class TreePlan:
     ancestors: Int64[Tensor, "b w words"]
 
     def __post_init__(self) -> None:
-        """Check the types and shapes, and the lengths where they are on the host."""
+        """Check the types and shapes, and the lengths if they are on the host."""
         for name in ("whole", "prefix"):
             level = getattr(self, name)
             if not isinstance(level, Plan) or level.block_size is None or level.positions is None:
@@ -156,7 +156,7 @@ class TreePlan:
 
     @property
     def own(self) -> Plan:
-        """The keys that no other sequence has, queries among them: all of them."""
+        """The plan over the keys not shared, new tokens included: `whole`."""
         return self.whole
 
     @property
@@ -166,21 +166,21 @@ class TreePlan:
 
     @property
     def levels(self) -> "tuple[TreePlan, ...]":
-        """The levels of the plan: this one alone."""
+        """The levels of the plan: this one only."""
         return (self,)
 
 
-AttentionPlan = Plan | CascadePlan | TreePlan  # whatever says who may see whom, over any storage
+AttentionPlan = Plan | CascadePlan | TreePlan  # the plans of attention over any storage
 
 
 class Accepted(NamedTuple):
-    """What a verification keeps of each tree: a branch from its root on, and the token after that.
+    """The accepted branch of each tree, from its root on, and the token that follows it.
 
     Attributes:
         nodes: the accepted nodes, rising; -1 past the last.
-        lens: how many they are, the root included; 0 for a sequence without a tree.
-        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree,
-            or if the model's probabilities are none.
+        lens: the number of accepted nodes, the root included; 0 for a sequence without a tree.
+        next_tokens: the model's token after the last accepted node; -1 for a sequence without a tree, or if the model's
+            probabilities are not valid.
     """
 
     nodes: Int32[Tensor, "b w"]
@@ -189,12 +189,12 @@ class Accepted(NamedTuple):
 
 
 class DraftStep(NamedTuple):
-    """A pass of a draft model that grows several branches by one token each.
+    """A pass of a draft model that extends several branches by one token each.
 
     Attributes:
-        batch: the newest node of each branch as query rows, and the keys up to them.
-        trees: the branches so far, as chains side by side: the nodes of a pass come after those of the pass before.
-        plan: of attention in every layer; a `TreePlan` if there are several branches.
+        batch: the newest node of each branch as query rows, and all keys up to them.
+        trees: the branches so far as interleaved chains: the nodes of a pass come after those of the previous pass.
+        plan: the plan for every layer; a `TreePlan` if there are several branches.
     """
 
     batch: Batch
@@ -203,11 +203,11 @@ class DraftStep(NamedTuple):
 
 
 def check_trees(batch: Batch, trees: Trees) -> None:
-    """Check that trees are those of a batch.
+    """Check that trees fit a batch.
 
     Raises:
-        ValueError: if there are more or fewer of them than sequences, or they are elsewhere; on a CPU also if the
-            lengths of the batch are none, a sequence has fewer keys than nodes, or fewer nodes than query rows.
+        ValueError: if there is not one tree per sequence, or the devices differ; on a CPU also if the lengths of the
+            batch are not valid, or a sequence has fewer keys than nodes or fewer nodes than query rows.
     """
     check_lengths(batch)
     if not isinstance(trees, Trees):
@@ -225,10 +225,11 @@ def check_trees(batch: Batch, trees: Trees) -> None:
 
 
 def check_draft_steps(batch: Batch, *, block_size: int, num_steps: int, num_branches: int) -> None:
-    """Check the sizes of a draft: passes of the draft model, and branches that each of them makes longer.
+    """Check the sizes of a draft: the passes of the draft model and the number of branches.
 
     Raises:
-        ValueError: naming the size that does not fit; on a CPU also if a sequence has no blocks for its drafts.
+        ValueError: naming the size that does not fit; on a CPU also if the block table has too few columns for the
+            drafts.
     """
     check_lengths(batch)
     check_sizes(block_size=block_size, num_steps=num_steps, num_branches=num_branches)
@@ -241,10 +242,10 @@ def check_draft_steps(batch: Batch, *, block_size: int, num_steps: int, num_bran
 
 
 def check_parents(parents: Sequence[Sequence[int]]) -> None:
-    """Check the parents of the nodes of some trees, as Python lists; `Trees` checks their order.
+    """Check the parents of nodes, as Python lists; `Trees` checks their order.
 
     Raises:
-        ValueError: naming what is no list, or no int.
+        ValueError: naming the first that is not a list, or not an int.
     """
     check_list("parents", parents, "trees, each a list of parents")
     for i, nodes in enumerate(parents):
@@ -255,19 +256,19 @@ def check_parents(parents: Sequence[Sequence[int]]) -> None:
 
 
 def check_tree_mask(visible: Tensor) -> None:
-    """Check the type and the shape of a mask of nodes over nodes.
+    """Check the type and shape of the mask of a tree.
 
     Raises:
-        ValueError: if it is no bool `[w, w]`.
+        ValueError: if it is not bool `[w, w]`.
     """
     check(visible=(visible, "bool w w"))
 
 
 def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
-    """Check a verification: every node is a query row, node 0 is the only root, and there is a token for each row.
+    """Check a verification: every node is a query row, node 0 is the only root, and every row has a token.
 
     Raises:
-        ValueError: naming what does not fit; lengths and parents are read on a CPU only.
+        ValueError: naming the argument that does not fit; lengths and parents are read on a CPU only.
     """
     check_lengths(batch)
     check_trees(batch, trees)
@@ -296,7 +297,7 @@ def check_probabilities(
     """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also tokens and numbers.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: naming the argument that does not fit.
     """
     sizes = check(
         drafts=(drafts, "int64 t"),
@@ -315,10 +316,10 @@ def check_probabilities(
 
 
 def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
-    """Check that what was accepted are nodes of the trees of a batch, rising.
+    """Check that accepted nodes are nodes of the trees of a batch, in ascending order.
 
     Raises:
-        ValueError: naming what does not fit; nodes are read on a CPU only.
+        ValueError: naming the argument that does not fit; nodes are read on a CPU only.
     """
     check_trees(batch, trees)
     if not isinstance(accepted, Accepted):
@@ -337,10 +338,10 @@ def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
 
 
 def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor, *, name: str = "lens") -> None:
-    """Check how many nodes were accepted of each tree, by the name that errors call them by.
+    """Check the number of accepted nodes of each tree; `name` is its name in errors.
 
     Raises:
-        ValueError: if that is not an int32 `[b]`; on a CPU also if it is more than the tree has.
+        ValueError: if it is not int32 `[b]`; on a CPU also if it exceeds the number of nodes.
     """
     check_trees(batch, trees)
     check(tree_lens=(trees.lens, "int32 b"), **{name: (lens, "int32 b")})
@@ -351,15 +352,15 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor, *, name: str =
 def check_caches(
     caches: Sequence[Tensor], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> Int32[Tensor, "b m"]:
-    """Check pools `[n, p, ...]` in which accepted nodes are about to move, and the blocks between which they do.
+    """Check pools `[n, p, ...]` in which accepted nodes are to be moved, and the blocks of these moves.
 
-    No other block of the table is read: a pool of a window has none (-1) for tokens that no query sees any more.
+    Other entries of the table are not checked: in the pool of a sliding window, freed blocks are -1.
 
     Returns:
         The block table.
 
     Raises:
-        ValueError: naming the pool, what was expected and what came; the table is read on a CPU only.
+        ValueError: naming the pool, what was expected and what was given; the table is read on a CPU only.
     """
     check_lengths(batch)
     block_table = check_block_table(batch, block_size=block_size)
@@ -381,7 +382,7 @@ def check_caches(
 
 
 def _blocks_of_moves(block_table: Tensor, batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> int:
-    """Return how many blocks a pool has at least, for the slots that accepted nodes leave and those that they go to.
+    """Return the minimum number of blocks of a pool for the source and destination slots of accepted nodes.
 
     Raises:
         ValueError: if a sequence has no block for such a slot.
