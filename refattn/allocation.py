@@ -1,15 +1,15 @@
-"""Empty pools, for the keys, latents and states of all sequences.
+"""Allocation of pools for the keys, latents and states of all sequences.
 
-Nothing here computes attention, so both twins take it from here.
+Nothing here computes attention; both twins use these functions.
 
-    allocate_pages         keys and values, in blocks                   kv_cache, quantized (fp8)
-    allocate_int8          the same in int8, and a scale for each key   quantized
-    allocate_pairs         both halves of the pairs of heads            differential
-    pools_of_pairs         the four pools in such a cache               differential
-    allocate_latents       vectors that are key and value               mla
-    allocate_index_keys    keys that choose keys                        sparse
-    allocate_states        one matrix per slot and head                 state_cache
-    allocate_inputs        the last inputs of a convolution             state_cache
+    allocate_pages         keys and values, in blocks                  kv_cache, quantized (fp8)
+    allocate_int8          the same in int8, with scales of keys       quantized
+    allocate_pairs         both halves of pairs of heads               differential
+    pools_of_pairs         the four pools in such a cache              differential
+    allocate_latents       latents, both key and value                 mla
+    allocate_index_keys    keys of the indexer                         sparse
+    allocate_states        one matrix per slot and head                state_cache
+    allocate_inputs        the last inputs of a convolution            state_cache
 """
 
 import torch
@@ -22,7 +22,7 @@ from refattn.checks_of_writes import check_int8_pools, check_pairs
 from refattn.index_keys import SCALE_BYTES, check_index_pool
 from refattn.packed_latents import packed_size
 
-LAYOUTS = {"NHD": "(n p hk d) -> n p hk d", "HND": "(n hk p d) -> n p hk d"}  # from memory to the index order
+LAYOUTS = {"NHD": "(n p hk d) -> n p hk d", "HND": "(n hk p d) -> n p hk d"}  # memory order -> index order
 
 
 def allocate_pages(
@@ -36,17 +36,17 @@ def allocate_pages(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
-    """Make an empty pool of keys and one of values.
+    """Allocate a pool of keys and one of values.
 
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
         num_kv_heads: KV heads, `hk`.
         head_size: elements of a key, `d`.
-        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        value_head_size: elements of a value, `dv`; `head_size` if None.
         layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
-        dtype: type of an element.
-        device: where the pool is.
+        dtype: dtype of the pool.
+        device: device of the pool.
 
     Returns:
         `key_cache` and `value_cache`, filled with zeros.
@@ -82,30 +82,30 @@ def allocate_int8(
     value_dtype: torch.dtype = torch.int8,
     device: torch.device | str = "cpu",
 ) -> tuple[Int8[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Float32[Tensor, "n p hk"]]:
-    """Make empty pools of int8 keys and of their values as views of one buffer, and one of the keys' scales.
+    """Allocate pools of int8 keys and their values as views of one buffer, and a pool of the keys' scales.
 
-        int8 values      | keys | values |          two equal parts, if d = dv
-        16-bit values    | keys | values        |   a byte for each element of a key, two for each of a value
+        int8 values      | keys | values |          two equal parts if d = dv
+        16-bit values    | keys | values        |   one byte per element of a key, two per element of a value
 
-    The values are what lies after all the keys, and not a plane of each block: blocks are copied by the views.
+    All values follow all keys in the buffer, not interleaved by block; copy blocks through the views.
 
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
         num_kv_heads: KV heads, `hk`.
         head_size: elements of a key, `d`.
-        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        value_head_size: elements of a value, `dv`; `head_size` if None.
         layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
-        value_dtype: `torch.int8`, or a floating point type for values that stay as they are.
-        device: where the pools are.
+        value_dtype: `torch.int8`, or a floating point type for unquantized values.
+        device: device of the pools.
 
     Returns:
-        `key_cache` and `value_cache`, filled with zeros, and the scales of the keys, filled with ones: what
-        `Int8Scales.key` takes.
+        `key_cache` and `value_cache`, filled with zeros, and the scales of the keys for `Int8Scales.key`, filled with
+        ones.
 
     Raises:
-        ValueError: if a size is not positive, keys end where no value can begin, or there is no such layout, type or
-            device.
+        ValueError: if a size is not positive, the bytes of the keys are not a multiple of the size of a value, or there
+            is no such layout, type or device.
     """
     value_head_size = head_size if value_head_size is None else value_head_size
     check_int8_pools(num_blocks, block_size, num_kv_heads, head_size, value_head_size, layout, value_dtype, device)
@@ -128,15 +128,15 @@ def allocate_pairs(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Shaped[Tensor, "2 2 n p pairs d"]:
-    """Make an empty pool, `[half, key or value, n, p, hk/2, d]`.
+    """Allocate a pool for differential attention, `[half, key or value, n, p, hk/2, d]`.
 
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
         num_kv_heads: KV heads, `hk`, an even number.
         head_size: elements of a key and of a value, `d`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantized cache.
-        device: where the pool is.
+        dtype: dtype of the pool; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantized cache.
+        device: device of the pool.
 
     Returns:
         The pool, filled with zeros.
@@ -154,10 +154,10 @@ def allocate_pairs(
 def pools_of_pairs(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:
     """Return the four pools of a cache of pairs, views with the block as first dimension.
 
-    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` accept them: a block is copied in all four.
+    Pass them to `kv_cache.copy_blocks` and `kv_cache.swap_blocks`, which copy a block in all four.
 
     Raises:
-        ValueError: if the cache has another shape.
+        ValueError: if the cache has a wrong shape.
     """
     check_pairs(cache)
     return [cache[half, kind] for half in (0, 1) for kind in (0, 1)]
@@ -172,22 +172,22 @@ def allocate_latents(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Shaped[Tensor, "n p c"]:
-    """Make an empty pool of latents: there is none of values.
+    """Allocate a pool of latents; there is no pool of values.
 
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
         latent_rank: elements of a latent, `r`.
         rope_size: elements of a rotary key, `rope`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for quantized values, `torch.uint8` for
+        dtype: dtype of the pool; `torch.float8_e4m3fn` or `torch.float8_e5m2` for quantized values, `torch.uint8` for
             packed rows.
-        device: where the pool is.
+        device: device of the pool.
 
     Returns:
-        The pool, `c = r + rope`, filled with zeros; of packed rows `c = r + 4 * r / 128 + 2 * rope` bytes.
+        The pool, `c = r + rope`, filled with zeros; for packed rows, `c = r + 4 * r / 128 + 2 * rope` bytes.
 
     Raises:
-        ValueError: if a size is not positive, or not one of packed rows, or there is no such type or device.
+        ValueError: if a size is not positive or not valid for packed rows, or there is no such type or device.
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
     check_memory(dtype, device)
@@ -203,9 +203,9 @@ def allocate_index_keys(
     dtype: torch.dtype = torch.uint8,
     device: torch.device | str = "cpu",
 ) -> Shaped[Tensor, "n p c"]:
-    """Make an empty pool of index keys.
+    """Allocate a pool of index keys.
 
-    In bytes, the quantized values of all tokens of a block come first, and then their scales; with blocks of 4 tokens:
+    In a pool of bytes, the fp8 values of all tokens of a block come first, then their scales; with blocks of 4 tokens:
 
         block   key 0 | key 1 | key 2 | key 3 | scale 0 | scale 1 | scale 2 | scale 3
         bytes   128      128      128      128      4         4         4         4
@@ -213,16 +213,15 @@ def allocate_index_keys(
     Args:
         num_blocks: blocks in the pool, `n`.
         block_size: tokens in a block, `p`.
-        index_size: elements of an index key, a multiple of 4 in bytes.
-        dtype: `torch.uint8` for quantized values (e4m3) and scales, or the type of unquantized keys.
+        index_size: elements of an index key, a multiple of 4 in a pool of bytes.
+        dtype: `torch.uint8` for fp8 values (e4m3) and scales, or the type of unquantized keys.
         device: device of the pool.
 
     Returns:
-        `[n, p, d]` of numbers, or `[n, p, d + 4]` bytes, whose last dimension counts the bytes of a token and is not
-        where they are.
+        `[n, p, d]`, or `[n, p, d + 4]` bytes; `d + 4` is the number of bytes per token, not their place in the block.
 
     Raises:
-        ValueError: if a size is not positive, the type is another, or there is no such device.
+        ValueError: if a size or the type is not valid, or there is no such device.
 
     Source: `indexer_k_quant_and_cache` of vLLM; DeepGEMM, `fp8_paged_mqa_logits`.
     """
@@ -240,15 +239,15 @@ def allocate_states(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Float[Tensor, "n hv dv dk"]:
-    """Make an empty pool of states.
+    """Allocate a pool of states.
 
     Args:
         num_slots: slots in the pool, `n`.
         num_value_heads: heads of the values, `hv`.
         value_head_size: elements of a value, `dv`.
         key_head_size: elements of a key, `dk`.
-        dtype: type of an element. In 16 bits a state loses digits with every step that writes it.
-        device: where the pool is.
+        dtype: dtype of the pool. A 16-bit state is rounded at every step that writes it.
+        device: device of the pool.
 
     Returns:
         The pool, filled with zeros.
@@ -274,14 +273,14 @@ def allocate_inputs(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Float[Tensor, "n w c"]:
-    """Make an empty pool for the last inputs of a convolution.
+    """Allocate a pool for the last inputs of a convolution.
 
     Args:
         num_slots: slots in the pool, `n`: the same slots as those of the states.
         width: inputs that an output depends on; `width - 1` of them are kept.
         num_channels: channels, `c`.
-        dtype: type of an element.
-        device: where the pool is.
+        dtype: dtype of the pool.
+        device: device of the pool.
 
     Returns:
         The pool `[n, width - 1, c]`, filled with zeros.

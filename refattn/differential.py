@@ -1,20 +1,20 @@
-"""Differential attention: two softmaxes over the same values, and the second subtracted from the first.
+"""Differential attention: two softmaxes over the same values, the second subtracted from the first.
 
-Weight that both softmaxes give to a key is noise, and cancels. One query, six keys:
+Weights that both softmaxes give to a key are noise and cancel. One query, six keys:
 
       softmax(q1 k1)             .1 .2 .1 .4 .1 .1
     - lambda * softmax(q2 k2)    .1 .2 .1 .0 .1 .1      (softmax 2 times a lambda of 0.6)
     = weights                    .0 .0 .0 .4 .0 .0      of [v1; v2], both halves of a pair's value
 
-Heads come in pairs, interleaved, and the pool has one half for each member of the pairs:
+Heads come in interleaved pairs, and the pool has one half for the first head of each pair and one for the second:
 
-    query, key, value    head  0  1 | 2  3 | ...         1 and 2 of pair 0 | 1 and 2 of pair 1 | ...
+    query, key, value    head  0  1 | 2  3 | ...         pair 0 | pair 1 | ...
     cache                [half, key or value, n, p, hk/2, d]
         cache[0]         k1 and v1: an ordinary pool of keys and one of values
         cache[1]         k2 and v2
 
-Without a cache (an encoder, or a server that measures memory before it allocates one) keys and values are in rows,
-`[half, key or value, s, hk/2, d]`, under a plan of `varlen`. A cache may hold fp8, under the scales of `quantized`.
+Without a cache (an encoder, or a profiling run before the cache is allocated), keys and values are rows,
+`[half, key or value, s, hk/2, d]`, with a plan from `varlen`. A cache may be fp8, with the scales of `quantized`.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from refattn.trees import AttentionPlan
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Plan attention over all tokens of each sequence in the cache: that of `chunked_prefill.plan`.
+    """Plan attention over all tokens of each sequence in the cache, as `chunked_prefill.plan`.
 
     Args:
         batch: the lengths and the block table.
@@ -77,34 +77,34 @@ def attention(
         difference = softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]       for each pair of heads
         out        = (1 - lambda_init) * norm_weight * difference / sqrt(mean(difference ** 2) + norm_eps)
 
-    The norm comes after the subtraction, over both halves of the value; its output is cut into the two heads of the
-    pair again. Pair `i` reads key pair `i // g`. Nothing is written here (see `write`), so a layer that has no keys of
-    its own passes its queries and the cache of the layer whose keys it reuses, prefills and decodes in any mixture.
+    The norm comes after the subtraction, over both halves of the value; its output is split into the two heads of the
+    pair again. Pair `i` reads KV pair `i // g`. Nothing is written here (see `write`), so a layer without keys of its
+    own passes the cache of the layer whose keys it reuses.
 
     Args:
         query: new tokens of all sequences, heads in interleaved pairs; rows after the last sequence are padding.
         cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides. Rows `[half, key or value, s, hk/2, d]`
             under a plan over rows (`split_halves`).
-        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too. Or
-            from `varlen.plan`, over rows.
-        options: those of the layer; slopes and sinks have one number for each of the `h` heads.
+        plan: from `plan` or another path over pages, once per step; also a cascade or draft trees. Over rows, from
+            `varlen.plan`.
+        options: the layer's options; slopes and sinks have one element for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
-        lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
-        norm_weight: learned factors of the norm; None where it has none.
-        norm_eps: keeps the norm of zeros at zero.
-        norm: takes the place of that norm: any function, or module, of differences `[t, h/2, 2*d]` in the compute type
-            that returns as many numbers. What it returns for zeros is the output of a fully masked query. None: the
-            root mean square, as above.
+        lambda_init: the constant of the layer in `lambda_full`, `0.8 - 0.6 * exp(-0.3 * layer)`.
+        norm_weight: learned factors of the norm; None if it has none.
+        norm_eps: added to the mean square in the norm.
+        norm: replaces that norm: a function or module from differences `[t, h/2, 2*d]` in the compute type to a tensor
+            of the same shape. Its result for zeros is the output of a fully masked query. None: the root mean square
+            norm above.
         return_lse: also return the log-sum-exps.
         out: where to write the outputs; a new tensor if None.
-        scales: what the elements of an fp8 cache are multiplied with, as in `quantized.attention`: one per KV head are
-            in the order of interleaved pairs. None for a cache in the type of the query.
+        scales: the scales of an fp8 cache, as in `quantized.attention`; scales per KV head are in the order of
+            interleaved pairs. None for a cache in the type of the query.
 
     Returns:
-        The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one per head: those of
-        heads 0 and 1 belong to the two softmaxes of pair 0. They cannot merge outputs,
-        as those are differences after a norm. A padding row and a fully masked query return 0 and `-inf` (the sink, if
-        there is one, for a fully masked query).
+        The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one per head: heads 0
+        and 1 are the two softmaxes of pair 0. They cannot be used to merge outputs, which are normalized differences. A
+        padding row and a fully masked query return 0 and `-inf` (a fully masked query with a sink: the sink as its
+        LSE).
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
@@ -154,14 +154,14 @@ def compute_lambda(
         exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
     Args:
-        lambda_q1: learned, as are the other three.
-        lambda_k1: its partner in the first product.
-        lambda_q2: of the second product.
-        lambda_k2: its partner.
+        lambda_q1: learned vector of the first product.
+        lambda_k1: learned vector of the first product.
+        lambda_q2: learned vector of the second product.
+        lambda_k2: learned vector of the second product.
         lambda_init: the constant of the layer.
 
     Returns:
-        One number for all heads of the layer; it changes with the weights only, so compute it once.
+        One number for all heads of the layer. It depends only on the weights, so compute it once.
 
     Raises:
         ValueError: if the vectors differ in type, shape or device, or `lambda_init` is not a finite number.
@@ -175,19 +175,19 @@ def compute_lambda(
 
 
 def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]:
-    """Bring heads from the order of transformers' DiffLlama into pairs: it keeps all first heads before all second.
+    """Reorder heads from transformers' DiffLlama, which has all first heads before all second, into interleaved pairs.
 
         DiffLlama    1a 1b 1c 2a 2b 2c
         here         1a 2a 1b 2b 1c 2c
 
     Apply it to queries, keys and values before they are used or written. Outputs need no conversion: DiffLlama also
-    returns each pair's output of `2 * d` in one piece.
+    returns the `2 * d` elements of a pair contiguously.
 
     Args:
         heads: query, key or value, with an even number of heads.
 
     Returns:
-        The same heads in pairs.
+        The same heads in interleaved pairs.
 
     Raises:
         ValueError: if the shape does not fit, or the number of heads is odd.
@@ -199,11 +199,11 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
 
 
 def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"]) -> Shaped[Tensor, "2 2 s pairs d"]:
-    """Return keys and values as `attention` takes them in rows: the heads of each pair in a half of their own.
+    """Return keys and values as the rows that `attention` takes: first heads of pairs in one half, second in the other.
 
     Args:
         key: the keys of all sequences, one after the other, heads in interleaved pairs.
-        value: their values, in the same pairs.
+        value: the values, in the same pairs.
 
     Returns:
         A copy, `[half, key or value, s, hk/2, d]`.
@@ -227,15 +227,15 @@ def write(
     *,
     scales: Fp8Scales | None = None,
 ) -> None:
-    """Write new tokens into the pool, in place: the first heads of the pairs to one half, the second to the other.
+    """Write new tokens into the pool, in place: the first heads of pairs to one half, the second to the other.
 
     Args:
         key: the new keys, heads in interleaved pairs; rows after the last slot are padding.
         value: the new values, in the same pairs.
         cache: the pool, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
-        scales: those of an fp8 cache, into which tokens of any floating point type are quantized as `quantized.write`
-            does; none per sequence. None: tokens have the type of the cache.
+        slot_mapping: the slot of each token, each slot at most once; -1 is padding and is not written.
+        scales: the scales of an fp8 cache, not per sequence; tokens of any floating point type are quantized as in
+            `quantized.write`. None: tokens have the type of the cache.
 
     Raises:
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given

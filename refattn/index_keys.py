@@ -1,4 +1,4 @@
-"""Checks of selected keys: the pool of index keys, scores, and positions that a query is to see."""
+"""Checks for selected keys: the pool of index keys, scores, and selected positions."""
 
 import torch
 from jaxtyping import Int32
@@ -24,11 +24,11 @@ from refattn.plan import Plan
 SCALE_BYTES = 4  # a token's scale, a float32
 INDEX_FORMAT = torch.float8_e4m3fn  # the format of quantized index keys
 ROUNDING = "rounding to fp8 has no gradient; use torch.no_grad(), or an unquantized pool"
-SMALLEST = 1e-4  # largest element of a key, at least, that a scale is made of
+SMALLEST = 1e-4  # lower bound on the largest element of a key when computing its scale
 
 
 def holds_fp8(index_cache: Tensor) -> bool:
-    """Return whether a pool of index keys is one of quantized values and scales, in bytes."""
+    """Return whether a pool of index keys holds fp8 values and scales, as bytes."""
     return index_cache.dtype == torch.uint8
 
 
@@ -40,10 +40,10 @@ def index_size_of(index_cache: Tensor) -> int:
 def check_index_pool(
     num_blocks: int, block_size: int, index_size: int, dtype: torch.dtype, device: torch.device | str
 ) -> None:
-    """Check the sizes, the type and the place of a pool of index keys that is to be made.
+    """Check the sizes, dtype and device of a pool of index keys to be allocated.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, index_size=index_size)
     check_memory(dtype, device)
@@ -72,11 +72,11 @@ def check_index_read(index_cache: Tensor, slots: Tensor) -> None:
 
 
 def check_index_cache(index_cache: Tensor) -> None:
-    """Check a pool of index keys: unquantized `[n, p, d]`, or bytes `[n, p, d + 4]` of quantized values and scales.
+    """Check a pool of index keys: unquantized `[n, p, d]`, or bytes `[n, p, d + 4]` of fp8 values and scales.
 
     Raises:
-        ValueError: naming what does not fit. The bytes of a block lie side by side, in multiples of 4, as the scales of
-            its tokens follow the quantized values of all of them.
+        ValueError: naming what does not fit. The bytes of a block must be contiguous and aligned to 4, because its
+            scales follow the fp8 values of all its tokens.
     """
     sizes = check(index_cache=(index_cache, "n p d"))
     c = sizes["d"]
@@ -101,7 +101,7 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
-        NotImplementedError: if a key that is rounded requires a gradient.
+        NotImplementedError: if a key to be quantized requires a gradient.
     """
     check_index_cache(index_cache)
     d = index_size_of(index_cache)
@@ -127,7 +127,7 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
 
 
 def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan) -> None:
-    """Check what scores are computed of.
+    """Check the arguments of `sparse.scores`.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -164,7 +164,7 @@ def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan
 
 
 def check_select(scores: Tensor, topk: int) -> None:
-    """Check scores `[t, s]` of which some are to be selected.
+    """Check the arguments of `sparse.select`: scores `[t, s]` and `topk`.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -174,13 +174,13 @@ def check_select(scores: Tensor, topk: int) -> None:
 
 
 def check_selected(batch: Batch, positions: Tensor, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check the positions that each query row is to see: on a CPU, that its sequence has them.
+    """Check selected positions `[t, k]`: on a CPU, that they are in the sequence of their query row.
 
     Returns:
         The block table.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: naming the argument that does not fit.
     """
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
@@ -202,7 +202,7 @@ def check_selected(batch: Batch, positions: Tensor, *, block_size: int) -> Int32
 
 
 def check_selected_options(options: AttentionOptions) -> None:
-    """Check that no option depends on where a key stands: a list of slots does not say it.
+    """Check that no option depends on the positions of keys, which a list of slots does not have.
 
     Raises:
         ValueError: if there are ALiBi slopes.

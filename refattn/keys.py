@@ -1,15 +1,14 @@
-"""Where the keys are: a type for each storage, what a call is checked for, and how each sequence is read as numbers.
+"""Where the keys are: one type per storage, its checks of a call, and how the keys of each sequence are read.
 
-    Rows              one key after the other, without a cache       varlen, encoders, new tokens among themselves
-    Pages             blocks of a pool, by a block table             chunked prefill, windows, local, cascades, trees
-    QuantizedPages    the same in 8 bits, and scales                 quantized
-    Latents           a pool of vectors that are key and value       mla
-    PackedLatents     the same in bytes: fp8, scales, 16 bits      mla, sparse
-    Pairs             pools for both heads of each pair              differential
+    Rows              contiguous rows, without a cache             varlen, encoders, new tokens among themselves
+    Pages             blocks of a pool, by a block table           chunked prefill, windows, local, cascades, trees
+    QuantizedPages    the same in 8 bits, with scales              quantized
+    Latents           a pool of latents, both key and value        mla
+    PackedLatents     the same in bytes: fp8, scales, bfloat16     mla, sparse
+    Pairs             pools for the two heads of each pair         differential
 
-Who may see whom is the plan's to say: rows are read under a `Plan`, and every pool under every plan over pages. Each
-storage checks a call of attention to it; `refattn.checks_of_calls` has what calls have in common. All that follows,
-masks and softmax and merging, is the same for each of them (`refattn.attention`).
+The plan has the mask: rows take a `Plan`, and every pool takes any plan over pages. Each storage checks its own calls;
+`refattn.checks_of_calls` has the common checks. Masks, softmax and merging are the same for all (`refattn.attention`).
 """
 
 from collections.abc import Callable, Iterator
@@ -62,15 +61,15 @@ from refattn.scales import (
 )
 from refattn.trees import AttentionPlan, TreePlan
 
-OF_A_GROUP = "as a group of a cascade is of several sequences"  # why a cascade takes no scale per sequence
+OF_A_GROUP = "as a group of a cascade is of several sequences"  # the reason in errors
 
 
 class Rows(NamedTuple):
-    """Keys and values of all sequences, one after the other.
+    """Keys and values of all sequences in contiguous rows, one sequence after the other.
 
     Attributes:
         key: the keys.
-        value: the values that belong to them.
+        value: the values.
     """
 
     key: Float[Tensor, "s hk d"]
@@ -91,10 +90,10 @@ class Rows(NamedTuple):
         *,
         name: str = "key",
     ) -> None:
-        """Check a call of a path without a cache, whose errors call the rows by the name that it has for them.
+        """Check a call without a cache; `name` is the path's name of the rows, for errors.
 
         Raises:
-            ValueError: naming the argument, what was expected and what came.
+            ValueError: naming the argument, what was expected and what was given.
         """
         check_rows(query, *self, plan, options, out, return_lse, name=name)
 
@@ -128,10 +127,10 @@ class Pages(NamedTuple):
     ) -> None:
         """Check a call over pages: query `[t, h, d]`, under any plan over pages.
 
-        Errors call the pool by the name that its path has for it. Caches have the type of the query, or those given.
+        `pool` is the path's name of the pool, for errors. The caches have the type of the query, or `types`.
 
         Raises:
-            ValueError: naming the argument, what was expected and what came.
+            ValueError: naming the argument, what was expected and what was given.
         """
         own, names = plan.own, ("key_cache", "value_cache")
         check_tokens(query, self.key_cache, self.value_cache, names, "n p", own, options, types)
@@ -141,12 +140,12 @@ class Pages(NamedTuple):
 
 
 class QuantizedPages(NamedTuple):
-    """Quantized keys and values in the blocks of a pool: a number is `scale * quantized`.
+    """Quantized keys and values in the blocks of a pool, `x = scale * quantized`.
 
     Attributes:
         key_cache: the pool of keys: fp8, as its own type or as bytes, or int8.
-        value_cache: the pool of values, of the same type; or unquantized, if there is no scale of int8 values.
-        scales: what quantized values are multiplied with, and whether queries are rounded as keys are.
+        value_cache: the pool of values, of the same type; unquantized if `Int8Scales.value` is None.
+        scales: the scales of keys and values, and whether queries are quantized too.
     """
 
     key_cache: Shaped[Tensor, "n p hk d"]
@@ -166,12 +165,12 @@ class QuantizedPages(NamedTuple):
         out: Tensor | None,
         return_lse: bool,
     ) -> None:
-        """Check a call over quantized pages: as over pages, and that the scales fit them.
+        """Check a call over quantized pages: the checks of pages, and that the scales fit.
 
-        A query in fp8 has a scale, and its outputs the type of `out`, or bfloat16.
+        An fp8 query needs a scale; its outputs have the type of `out`, or bfloat16.
 
         Raises:
-            ValueError: naming the argument, what was expected and what came.
+            ValueError: naming the argument, what was expected and what was given.
         """
         check_plan(plan)
         key_cache, value_cache, scales = self
@@ -192,15 +191,14 @@ class QuantizedPages(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Latents with their rotary keys: one KV head for all query heads, whose value is the latent.
+    """Latents with their rotary keys: one KV head for all query heads; its value is the latent.
 
     Attributes:
-        cache: the pool; a row is a latent, its rotary key, and what is never read. Unquantized or fp8 values.
+        cache: the pool; a row is a latent, its rotary key, and elements that are never read. Unquantized or fp8.
         latent_rank: elements of a latent, `r`.
-        cache_scale: what quantized values are multiplied with; 1 for an unquantized pool.
-        query_scale: queries are rounded to the format of the quantized values, and this is what theirs are multiplied
-            with; None: they stay as they are.
-        fp8_weights: a kernel may round the weights of the softmax to that format, too.
+        cache_scale: the scale of quantized values; 1 for an unquantized pool.
+        query_scale: quantize queries to the format of the pool under this scale; None: do not quantize them.
+        fp8_weights: let a kernel round the softmax weights to that format, too.
     """
 
     cache: Shaped[Tensor, "n p c"]
@@ -222,12 +220,12 @@ class Latents(NamedTuple):
         out: Tensor | None,
         return_lse: bool,
     ) -> None:
-        """Check a call over latents: an absorbed query `[t, h, r + rope]`, and rows that hold as much.
+        """Check a call over latents: an absorbed query `[t, h, r + rope]`, and rows of at least `r + rope` elements.
 
         The cache has the type of the query, or holds fp8 values under a scale.
 
         Raises:
-            ValueError: naming the argument, what was expected and what came.
+            ValueError: naming the argument, what was expected and what was given.
         """
         _, _, size = check_query(query)
         check_sizes(latent_rank=self.latent_rank)
@@ -242,7 +240,7 @@ class Latents(NamedTuple):
         pages.check(query, plan, options, out, return_lse, pool="cache", types=types)
 
     def _check_rounding(self, query: Tensor) -> None:
-        """Check that queries are rounded beside quantized values only, and weights only where queries are."""
+        """Check that queries are quantized only with a quantized pool, and weights only with queries."""
         check_flag("fp8_weights", self.fp8_weights)
         if self.query_scale is None:
             if self.fp8_weights:
@@ -259,7 +257,7 @@ class PackedLatents(NamedTuple):
     """Latents in fp8 with a scale for each 128 elements, and rotary keys in bfloat16, in rows of bytes.
 
     Attributes:
-        cache: the pool; a row is as in `refattn.packed_latents`, and what follows in it is never read.
+        cache: the pool; rows as in `refattn.packed_latents`, and bytes after those are never read.
         latent_rank: elements of a latent, `r`.
     """
 
@@ -279,10 +277,10 @@ class PackedLatents(NamedTuple):
         out: Tensor | None,
         return_lse: bool,
     ) -> None:
-        """Check a call over packed latents: an absorbed query `[t, h, r + rope]`, and rows of bytes that hold as much.
+        """Check a call over packed latents: an absorbed query `[t, h, r + rope]`, and rows of enough bytes.
 
         Raises:
-            ValueError: naming the argument, what was expected and what came.
+            ValueError: naming the argument, what was expected and what was given.
         """
         _, _, size = check_query(query)
         check_sizes(latent_rank=self.latent_rank)
@@ -304,10 +302,10 @@ def latents_of(
     query_scale: float | None = None,
     fp8_weights: bool = False,
 ) -> Latents | PackedLatents:
-    """Return where latents are: packed ones, if the pool is one of bytes.
+    """Return the storage of a pool of latents: packed if it holds bytes.
 
     Raises:
-        ValueError: if there is a scale besides, as packed rows have their own, and no query is rounded for them.
+        ValueError: if packed rows, which have their own scales, come with a scale or with a rounded query.
     """
     if not is_packed(cache):
         return Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
@@ -321,18 +319,18 @@ def latents_of(
 
 
 class Pairs(NamedTuple):
-    """Both heads of each pair of differential attention, in halves: two pools of keys, and two of values.
+    """The KV heads of differential attention in two halves, one per softmax: each a pool of keys and one of values.
 
     Attributes:
         cache: `[half, key or value, n, p, hk/2, d]`, or `[half, key or value, s, hk/2, d]` in rows.
-        scales: those of an fp8 cache, in the order of interleaved pairs; None for numbers.
+        scales: the scales of an fp8 cache, in the order of interleaved pairs; None for an unquantized cache.
     """
 
     cache: Shaped[Tensor, "2 2 *pages pairs d"]
     scales: Fp8Scales | None = None
 
     def of_halves(self, half: int, other: int) -> "Rows | Pages | QuantizedPages":
-        """Return the keys of one half with the values of one half."""
+        """Return the keys of half `half` with the values of half `other`."""
         key, value = self.cache[half, 0], self.cache[other, 1]
         if self.scales is not None:
             return QuantizedPages(key, value, self.scales.of_halves(half, other))
@@ -352,10 +350,10 @@ class Pairs(NamedTuple):
         norm_eps: float,
         norm: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Check a call of differential attention: query `[t, h, d]` in pairs of heads, and what the answers go through.
+        """Check a call of differential attention: query `[t, h, d]` in pairs of heads, the lambdas and the norm.
 
         Raises:
-            ValueError: naming the argument, what was expected and what came.
+            ValueError: naming the argument, what was expected and what was given.
         """
         check_query(query)
         check_plan(plan)
@@ -399,7 +397,7 @@ AnyKeys = Keys | Pairs
 
 
 def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> Tensor:
-    """Return a stand-in for a query in fp8, of its shape and the type of its outputs, whose elements are not read."""
+    """Return a dummy for an fp8 query, with its shape and the type of its outputs, for checks only."""
     if not isinstance(scales, Fp8Scales) or scales.query is None:
         raise ValueError(f"scales.query: expected the scale of a query that comes as {describe(query)}, got none")
     check(query=(query, "t h d", scales.format))
@@ -413,18 +411,18 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Se
     """Read the keys and the values of each sequence of a plan, in order.
 
     Args:
-        query: the queries that will meet them: its type decides the compute type, its size what is read of latents.
-        keys: where they are.
-        plan: over rows for `Rows`, over pages for all others.
+        query: the queries: their type decides the compute type, their head size how much of a row of latents is read.
+        keys: the storage.
+        plan: a plan over rows for `Rows`, over pages for all others.
 
     Returns:
-        For each sequence its keys and its values.
+        The keys and values of each sequence.
     """
     if isinstance(keys, Rows):
         for first, last in plan.batch.key_rows():
             yield keys.key[first:last], keys.value[first:last]
         return
-    assert plan.batch.block_table is not None  # it is a plan over pages
+    assert plan.batch.block_table is not None  # a plan over pages has one
     for i, (blocks, seq_len) in enumerate(zip(plan.batch.block_table, plan.batch.seq_lens.tolist(), strict=True)):
         if isinstance(keys, Latents | PackedLatents):
             rows = gather(rearrange(keys.cache, "n p c -> n p 1 c"), blocks, seq_len)
@@ -445,15 +443,15 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Se
 
 
 def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Float[Tensor, "t h d"]:
-    """Return the queries as they meet the keys: quantized where quantized keys ask for that, else as they are.
+    """Return the queries, quantized and dequantized if the keys have a scale for them.
 
     Args:
         query: query rows of all sequences.
-        keys: where the keys are.
-        plan: which rows belong to which sequence.
+        keys: the storage of the keys.
+        plan: the rows of each sequence.
 
     Returns:
-        The queries, in the compute type if they are rounded.
+        The queries, in the compute type if they were quantized.
     """
     if isinstance(keys, Latents) and keys.query_scale is not None:
         compute, scale = compute_dtype(query.dtype), per_head(keys.query_scale, query.shape[1], 0).to(query.device)
@@ -470,7 +468,7 @@ def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan)
             of_rows = row_scale(x)
             rounded[q0:q1] = to_int8(x, of_rows).to(compute) * of_rows.to(compute)
             continue
-        assert scales.query is not None  # or nothing is rounded
+        assert scales.query is not None  # otherwise returned above
         of_kv_heads = per_head(scales.query, num_kv_heads, _member(plan, i)).to(query.device)
         of_heads = repeat(of_kv_heads, "hk 1 -> (hk g) 1", g=query.shape[1] // num_kv_heads)
         quantized = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)
@@ -481,7 +479,7 @@ def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan)
 def read_latents(
     quantized: Shaped[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype
 ) -> Float[Tensor, "*rows d"]:
-    """Dequantize latents to the compute type of queries of `dtype`; a scale of 1 leaves them alone."""
+    """Dequantize latents to the compute type of queries of `dtype`."""
     return quantized.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
 
 
@@ -490,7 +488,7 @@ def read_packed(
 ) -> Float[Tensor, "*rows d"]:
     """Return the latents and rotary keys of packed rows, in the compute type of queries of `dtype`.
 
-    A scale is a number of 32 bits, whatever type is computed in: a product of it and a quantized value is rounded once.
+    Scales are float32 in every compute type, so the product of a scale and a quantized value is rounded once.
     """
     compute = compute_dtype(dtype)
     quantized, scales, rope_key = packed_parts(rows, latent_rank, rope_size)
@@ -501,7 +499,7 @@ def read_packed(
 
 
 def _member(plan: Plan | TreePlan, i: int) -> int:
-    """Return the sequence of the batch that a sequence of a plan belongs to."""
+    """Return the batch's sequence for sequence `i` of a plan."""
     return i if plan.sequences is None else int(plan.sequences[i])
 
 
@@ -533,6 +531,6 @@ def _read_int8(
 
 
 def _times(quantized: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Float[Tensor, "s hk d"]:
-    """Multiply quantized values by their scale; NaN and infinity stay, without a part in the scale's gradient."""
+    """Multiply quantized values by their scale; NaN and infinity are kept, and do not enter the scale's gradient."""
     finite = quantized.isfinite()
     return torch.where(finite, quantized.masked_fill(~finite, 0.0) * scale, quantized)

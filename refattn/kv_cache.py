@@ -1,4 +1,4 @@
-"""The paged cache: a pool of blocks, written by slot, gathered by block table, copied and swapped block by block.
+"""The paged cache: a pool of blocks, written by slot, gathered by block table, copied and swapped by block.
 
     pool of n = 4 blocks of p = 2 tokens      a sequence of 5 tokens with blocks [2, 0, 3]
     block 0   token 2  token 3
@@ -6,8 +6,8 @@
     block 2   token 0  token 1                slot = block * p + row = 3 * 2 + 0 = 6
     block 3   token 4  (free)
 
-A cache is always indexed `[n, p, hk, d]`, whatever its layout in memory: NHD is that order; HND keeps the tokens of one
-head together and is accessed through a strided view.
+A cache is always indexed `[n, p, hk, d]`, whatever its layout in memory: NHD is that order; HND stores the tokens of
+one head together, seen through a strided view.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """
@@ -40,11 +40,11 @@ def write(
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
+        slot_mapping: the slot of each token, each slot at most once; -1 is padding and is not written.
 
     Raises:
-        ValueError: if types, shapes or devices do not match, or tokens lie in a pool, too; on a CPU also if a slot is
-            outside the pool or is given twice. Nothing is written then.
+        ValueError: if types, shapes or devices do not match, or the tokens share memory with a pool; on a CPU also if a
+            slot is outside the pool or is given twice. Nothing is written then.
     """
     key, value = rows_with_slots(key, value, slot_mapping)
     check_slots(key, value, key_cache, value_cache, slot_mapping)
@@ -63,13 +63,13 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
     Args:
         cache: the pool.
         blocks: the sequence's row of the block table; entries past its last block are not read.
-        seq_len: how many tokens the sequence has, `s`.
+        seq_len: tokens of the sequence, `s`.
 
     Returns:
         A copy of its tokens.
 
     Raises:
-        ValueError: if there are too few blocks; on a CPU also if one is outside the pool.
+        ValueError: if there are too few blocks; on a CPU also if a block is outside the pool.
     """
     check_gather(cache, blocks, seq_len)
     j, block_size = torch.arange(seq_len, device=cache.device), cache.shape[1]
@@ -77,16 +77,16 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
 
 
 def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
-    """Copy whole blocks inside their pools, in place; every source is read before anything is written.
+    """Copy whole blocks inside their pools, in place; all sources are read before any write.
 
     Args:
-        caches: pools with the block as first dimension, all copied alike: a `[2, n, p, hk, d]` pool of keys and values
-            comes as `pool.unbind(0)`, an `[n, 2, p, hk, d]` pool as it is.
-        pairs: source and destination block of each copy; each destination once.
+        caches: pools with the block as first dimension; each gets the same copies. Pass a `[2, n, p, hk, d]` pool of
+            keys and values as `pool.unbind(0)`, an `[n, 2, p, hk, d]` pool as `[pool]`.
+        pairs: source and destination block of each copy; a destination may occur only once.
 
     Raises:
-        ValueError: if a block is outside a pool or is written twice, or two pools share memory: list each pool once,
-            whatever layers share it. Nothing is written then.
+        ValueError: if a block is outside a pool or is written twice, or two pools share memory: pass a pool that layers
+            share only once. Nothing is written then.
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
     _copy(caches, caches, pairs)
@@ -97,17 +97,17 @@ def swap_blocks(
     destinations: Sequence[Shaped[Tensor, "n2 ..."]],
     pairs: Int64[Tensor, "k 2"],
 ) -> None:
-    """Copy whole blocks from some pools to others, which may be on another device (out to the host and back).
+    """Copy whole blocks from pools to other pools, which may be on another device (swap out to the host and in again).
 
     Args:
         sources: pools with the block as first dimension.
         destinations: as many pools of the same block shape and type, changed in place; their number of blocks and
             their device may differ.
-        pairs: block of the source and block of the destination of each copy; each destination once.
+        pairs: source and destination block of each copy; a destination may occur only once.
 
     Raises:
-        ValueError: if the pools do not match, a block is outside its pool, or is written twice, or a destination shares
-            memory with another or with the source of another. Nothing is written then.
+        ValueError: if the pools do not match, a block is outside its pool or is written twice, or a destination shares
+            memory with another destination or with another's source. Nothing is written then.
     """
     check_block_pairs(sources, destinations, pairs)
     _copy(sources, destinations, pairs)

@@ -1,24 +1,23 @@
-"""Multi-head latent attention: a token caches one short vector, from which every head computes its key and value.
+"""Multi-head latent attention: a token caches one short vector, from which each head's key and value are computed.
 
-Only a token's latent `c` and its rotary key are cached, `r + rope` numbers (512 + 64 in DeepSeek-V2 and V3):
+Only a token's latent `c` and its rotary key are cached, `r + rope` elements (512 + 64 in DeepSeek-V2 and V3):
 
-    key of head h      [ W_k[h] c | rotary key ]        nope + rope numbers, the second part shared by all heads
-    value of head h      W_v[h] c                       dv numbers
+    key of head h      [ W_k[h] c | rotary key ]        nope + rope elements, the rotary key shared by all heads
+    value of head h      W_v[h] c                       dv elements
 
-Two ways to the same answer:
+Two ways to the same output:
 
-    prefill     compute keys and values from the latents, then attend: many queries share the result
-    attention   apply the matrix to the query: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is; the output
-                is a latent, too, which `project` turns into the head's output: nothing is computed per key
+    prefill     compute keys and values from the latents, then attend: many queries share the cost
+    attention   apply the matrix to the query: q . (W_k c) = (W_k^T q) . c, so heads read the cache directly; the output
+                is a latent, too, which `project` turns into the head's output; no projection per key
 
-The second has one KV head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
+The second has one KV head of size `r + rope` for all query heads; its values are the first `r` elements of its keys.
 
-A pool may hold fp8 values instead of unquantized ones, `x = cache_scale * quantized`, under one scale for a layer: a
-latent is key and value at once, and lies in a row with its rotary key. Then a write quantizes, as that of
-`refattn.quantized`.
+A pool may be fp8, `x = cache_scale * quantized`, with one scale per layer: a latent is both key and value, in one row
+with its rotary key. A write then quantizes, like `quantized.write`.
 
-A pool of bytes holds packed rows: quantized values under a scale for each 128 of them, which a write finds, and rotary
-keys that are not quantized (`refattn.packed_latents`; 656 bytes of a token with the sizes above).
+A pool of bytes holds packed rows: fp8 latents with a scale per 128 elements, which the write computes, and unquantized
+rotary keys (`refattn.packed_latents`; 656 bytes per token with the sizes above).
 """
 
 from dataclasses import replace
@@ -83,23 +82,21 @@ def attention(
         score[j] = softmax_scale * (query[:r] . c[j] + query[r:] . rotary key[j])
         out      = sum_j softmax(score)[j] * c[j]
 
-    Write the new latents first (`write`). For decodes, for drafted tokens, and wherever few queries read many keys.
+    Write the new latents first (`write`). Use it for decodes, drafted tokens, and wherever few queries read many keys.
 
     Args:
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
-        cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
-            quantized values, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or packed rows, `torch.uint8`.
-        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
-        options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
+        cache: the pool of latents, `c >= r + rope`; further elements are never read. In the type of the query, in fp8
+            (`torch.float8_e4m3fn` or `torch.float8_e5m2`), or in packed rows (`torch.uint8`).
+        plan: from `plan` or another path over pages, once per step; also a cascade or draft trees.
+        options: the layer's options. `softmax_scale` is required, as it depends on the head size before absorption.
         latent_rank: elements of a latent, `r`.
-        cache_scale: what quantized values are multiplied with, above 0: one number for latents and rotary keys. 1 for
-            an unquantized pool.
-        query_scale: round queries to the format of the quantized values before they meet them, as a kernel does that
-            multiplies in fp8; their quantized values are multiplied with this number, above 0. None: queries stay as
-            they are.
-        fp8_weights: beside a `query_scale`, let a kernel round the weights of the softmax to that format, too, before
-            they meet the latents. This function does not. A kernel that does differs from it: a weight by a sixteenth
-            of itself (e4m3), or by 2**-10 of the largest weight that its query has, whichever is more.
+        cache_scale: the scale of quantized values, above 0, one for latents and rotary keys; 1 for an unquantized pool.
+        query_scale: quantize queries to the format of the pool under this scale, above 0, as in an fp8 kernel. None:
+            queries are not quantized.
+        fp8_weights: with a `query_scale`, let a kernel also round the softmax weights to that format before the product
+            with the latents. This function does not. In such a kernel each weight differs by at most a sixteenth of
+            itself (e4m3) or 2**-10 of the largest weight of its query, whichever is more.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -118,18 +115,17 @@ def attention(
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
     """Plan `prefill`: the new tokens among themselves, and their context in chunks that fit into a workspace.
 
-    Each chunk has the same number of tokens of every sequence, `workspace // b`, less where a context ends:
+    Each chunk has `workspace // b` tokens of every sequence, fewer where a context ends:
 
         context of a    0 1 2 3 4 5 6        workspace 6, two sequences: 3 tokens each
         context of b    0 1                  chunk 0: a 0 1 2, b 0 1 | chunk 1: a 3 4 5 | chunk 2: a 6
 
     Args:
-        batch: the lengths and the block table; every sequence has its new tokens among its keys.
+        batch: the lengths and the block table; `seq_lens` must include the new tokens.
         block_size: tokens in a block, `p`.
-        workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
-        max_context_len: tokens of the longest context, for which there are chunks, the last ones empty if it is more
-            than there are. None: the longest that there is, or on a device, where nothing can be read, one token less
-            than the longest sequence.
+        workspace: the most tokens whose keys and values are computed at a time, at least one per sequence.
+        max_context_len: the longest context to make chunks for; the last chunks are empty if no context is that long.
+            None: the longest context of the batch, or on a device, where lengths are not read, `max_seq_len - 1`.
 
     Returns:
         A plan for every layer of this step.
@@ -180,20 +176,20 @@ def prefill(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context, over keys and values computed from latents.
 
-    The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
-    Over a quantized pool the context is its dequantized values, and so are the new tokens: they are rounded to the
-    quantized values that `write` gives them. So no answer depends on how a prompt was cut into chunks.
+    The new tokens need not be in the cache, but their context must be. The partial outputs of the new tokens and of
+    each context chunk merge. Over a quantized pool the new tokens are first quantized and dequantized as `write` would,
+    so the output does not depend on how a prompt was split into chunks.
 
     Args:
-        query: new tokens, `d = nope + rope`: not absorbed.
-        latent: of the new tokens.
+        query: new tokens, `d = nope + rope`, not absorbed.
+        latent: latents of the new tokens.
         rope_key: rotary keys of the new tokens, shared by all heads.
         cache: the pool of latents, as for `attention`.
         plan: from `plan_prefill`, once per step.
-        options: those of the layer, `softmax_scale` among it; sinks count once.
-        key_projection: makes the keys of each head, `W_k`.
-        value_projection: makes its values, `W_v`.
-        cache_scale: what quantized values are multiplied with, as for `attention`.
+        options: the layer's options, with `softmax_scale`; sinks count once.
+        key_projection: the projection to each head's keys, `W_k`.
+        value_projection: the projection to each head's values, `W_v`.
+        cache_scale: the scale of quantized values, as for `attention`.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -238,9 +234,9 @@ def _in_one_part(
     cache_scale: float,
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "s r"], Float[Tensor, "s rope"], PrefillPlan]:
-    """Return the latents and rotary keys of each sequence, the context before the new tokens, and a plan over them.
+    """Return the latents and rotary keys of each sequence in one part, context first, and a plan over them.
 
-    Chunks have a size that depends on how many sequences there are, and bits of partial answers depend on that size.
+    The chunk size depends on the number of sequences, and the bits of partial outputs depend on the chunk size.
     """
     sizes = latent.shape[1], rope_key.shape[1]
     parts = [(chunk.plan, _numbers(rows[chunk.slots], *sizes, cache_scale, dtype)) for chunk in plan.chunks]
@@ -259,7 +255,7 @@ def _in_one_part(
 def _as_read(
     latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Shaped[Tensor, "n p c"], cache_scale: float
 ) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
-    """Return new latents and rotary keys as later steps read them: over a quantized pool, their dequantized values."""
+    """Return new latents and rotary keys as later steps read them: quantized and dequantized for a quantized pool."""
     if cache.dtype not in FP8_FORMATS and not is_packed(cache):
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
@@ -287,7 +283,7 @@ def _keys_and_values(
     value_projection: Float[Tensor, "h dv r"],
     one_by_one: bool,
 ) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
-    """Make the keys and the values of every head, in the compute type; of one token at a time for the same bits."""
+    """Project latents to all heads' keys and values in the compute type; `one_by_one` is batch-invariant."""
     if one_by_one and len(latent) > 1:
         fixed: dict[str, Any] = dict(key_projection=key_projection, value_projection=value_projection, one_by_one=True)
         tokens = zip(latent.split(1), rope_key.split(1), strict=True)
@@ -302,11 +298,11 @@ def _keys_and_values(
 
 @without_autocast
 def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
-    """Turn queries into those that `attention` takes: `W_k[h]^T q` in place of the part that meets the latent.
+    """Absorb the key projection into queries for `attention`: replace the `nope` part by `W_k[h]^T q`.
 
     Args:
         query: `d = nope + rope`, the rotary part last.
-        key_projection: makes keys of latents, `W_k`.
+        key_projection: the projection from latents to keys, `W_k`.
 
     Returns:
         Queries of `r + rope` elements, in the type of `query`.
@@ -327,8 +323,8 @@ def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h d
     """Turn the latents that `attention` returns into the outputs of the heads, `W_v[h] latent`.
 
     Args:
-        latent: one for each query and head.
-        value_projection: makes values of latents, `W_v`.
+        latent: one per query and head.
+        value_projection: the projection from latents to values, `W_v`.
 
     Returns:
         The outputs, in the type of `latent`.
@@ -355,22 +351,22 @@ def write(
     *,
     cache_scale: float = 1.0,
 ) -> None:
-    """Write new latents and rotary keys into the pool, in place, side by side; slot -1 is padding.
+    """Write new latents and rotary keys into rows of the pool, in place; slot -1 is padding.
 
-        quantized = cast(clamp(x / cache_scale, -largest, largest))        into a quantized pool, as `quantized.write`
-        quantized = cast(clamp(x / scale, -448, 448))                      into packed rows, which keep the scales:
+        quantized = cast(clamp(x / cache_scale, -largest, largest))        into an fp8 pool, as `quantized.write`
+        quantized = cast(clamp(x / scale, -448, 448))                      into packed rows, which store the scales:
         scale of 128 elements = max |x| / 448, at least 2**-126       so zeros stay zeros
         rotary key = cast(x)                                          to bfloat16
 
-    A NaN, or an infinity, makes NaN of the elements that share its scale.
+    In packed rows, a NaN or an infinity turns all elements under its scale into NaN.
 
     Args:
-        latent: of the new tokens, in the type of the pool; of any floating point type for a quantized pool, and for
-            packed rows. Rows after the last slot are padding.
+        latent: latents of the new tokens, in the type of the pool, or any floating point type for an fp8 or packed
+            pool. Rows after the last slot are padding.
         rope_key: their rotary keys, of the same type.
-        cache: the pool, changed in place in the first `r + rope` elements of a row.
-        slot_mapping: the slot of each token, each at most once; -1 is not written.
-        cache_scale: what quantized values are multiplied with, as for `attention`.
+        cache: the pool; the first `r + rope` elements of a row are changed in place.
+        slot_mapping: the slot of each token, each slot at most once; -1 is not written.
+        cache_scale: the scale of quantized values, as for `attention`.
 
     Raises:
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
@@ -382,7 +378,7 @@ def write(
         _write_packed(latent, rope_key, cache, slot_mapping)
         return
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
-    pages = rearrange(cache, "n p c -> n p 1 c")  # as one head, whose key is the latent, and its value the rotary key
+    pages = rearrange(cache, "n p c -> n p 1 c")  # as one KV head: the latent is its key, the rotary key its value
     key, value = (rearrange(x, "t c -> t 1 c") for x in (latent, rope_key))
     key_cache, value_cache = pages[..., :rank], pages[..., rank:width]
     if cache.dtype in FP8_FORMATS:

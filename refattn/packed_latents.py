@@ -1,9 +1,10 @@
-"""Packed latents: a token is a row of bytes that holds fp8 values, a scale for each 128 of them, and a rotary key.
+"""Packed latents: a token is a row of bytes with fp8 values, a scale per 128 of them, and a rotary key.
 
     bytes    0 .. 511              512 .. 527           528 .. 655
-             512 fp8 (e4m3)        4 scales (float32)   64 numbers (bfloat16)       656 bytes, with DeepSeek's sizes
+             512 fp8 (e4m3)        4 scales (float32)   64 values (bfloat16)        656 bytes, with DeepSeek's sizes
 
-A latent is rounded, and its rotary key is not: few numbers of it are large, and they turn with the position.
+The latent is quantized and the rotary key is not: a few elements of the key are large, and they rotate with the
+position.
 
 Source: `fp8_ds_mla` of vLLM, which FlashMLA's sparse decode reads.
 """
@@ -20,7 +21,7 @@ LATENT_GROUP = 128  # elements of a latent under one scale
 PACKED_FORMAT = torch.float8_e4m3fn  # the format of quantized latents
 SCALE_BYTES = 4  # a float32
 ROPE_TYPE = torch.bfloat16  # the type of rotary keys
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that zeros are divided by a number, and stay zeros
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # the scale of zeros, so that they stay zeros
 
 
 class PackedParts(NamedTuple):
@@ -28,7 +29,7 @@ class PackedParts(NamedTuple):
 
     Attributes:
         quantized: the quantized latents, as bytes.
-        scales: what the quantized values are multiplied with, one for each 128 of them.
+        scales: the scales of the quantized values, one per 128 of them.
         rope_key: the rotary keys.
     """
 
@@ -46,7 +47,7 @@ def packed_size(latent_rank: int, rope_size: int) -> int:
     """Return the bytes of a packed row.
 
     Raises:
-        ValueError: if the latent has no whole groups of 128 elements, or a row would not be whole words of 4 bytes.
+        ValueError: if `latent_rank` is not a multiple of 128, or a row would not be a multiple of 4 bytes.
     """
     check_sizes(latent_rank=latent_rank, rope_size=rope_size)
     if latent_rank % LATENT_GROUP:
@@ -60,7 +61,7 @@ def packed_size(latent_rank: int, rope_size: int) -> int:
 
 
 def packed_parts(rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int) -> PackedParts:
-    """Return views of packed rows whose bytes lie side by side, as `check_packed` wants them."""
+    """Return views of packed rows, contiguous as `check_packed` requires."""
     end_of_scales = latent_rank + latent_rank // LATENT_GROUP * SCALE_BYTES
     end = packed_size(latent_rank, rope_size)
     return PackedParts(
@@ -71,10 +72,10 @@ def packed_parts(rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: in
 
 
 def check_packed(cache: Tensor, latent_rank: int, rope_size: int) -> None:
-    """Check a pool `[n, p, c]` of packed rows: how many bytes they have, and that scales can be read in place.
+    """Check a pool `[n, p, c]` of packed rows: their size, and that scales are aligned.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: naming the argument that does not fit.
     """
     size = packed_size(latent_rank, rope_size)
     sizes = check(cache=(cache, "uint8 n p c"))

@@ -1,24 +1,23 @@
-"""Attention over a quantized cache: keys and values of 8 bits each, and the scales that turn them back into numbers.
+"""Attention over a quantized cache: keys and values in 8 bits, and the scales that dequantize them.
 
     write        quantized = round(x / scale), within the range of the format
     attention    x' = scale * quantized, then attention over x' as usual
 
     format    quantized to                              scale of a key         scale of a value       of a query
-    fp8       a float of 8 bits: e4m3 up to 448,        fixed: one, per        likewise               likewise, or the
-              e5m2 up to 57344                          head, per sequence                            query stays
-    int8      a whole number from -127 to 127           its own largest        fixed: per head and    its own largest
-                                                        element / 127          channel; or the        element / 127
-                                                                               value stays
+    fp8       an 8-bit float: e4m3 up to 448,           fixed: one, per        as for a key           as for a key, or
+              e5m2 up to 57344                          head, per sequence                            not quantized
+    int8      an integer from -127 to 127               its own largest        fixed: per head and    its own largest
+                                                        element / 127          channel; or not        element / 127
+                                                                               quantized
 
-The scales of int8 keys are worked out by the write, one for each token and KV head, and lie beside the pool
-(`allocate_int8`). Nothing lies beside a pool of fp8: `kv_cache.allocate` makes one of `dtype=torch.float8_e4m3fn`.
-`kv_cache.copy_blocks` and `swap_blocks` move blocks of either, those of int8 with their scales as one more cache.
+The write computes the scales of int8 keys, one per token and KV head, and stores them in their own pool
+(`allocate_int8`). An fp8 cache needs no such pool: use `kv_cache.allocate` with `dtype=torch.float8_e4m3fn`.
+`kv_cache.copy_blocks` and `swap_blocks` move blocks of both; for int8, pass the scales as one more pool.
 
-All rounding is computed in float32, to the nearest value, ties to even. A number that is too large for a format becomes
-its largest number, infinity too; a cast alone would give infinity for e5m2, and NaN for e4m3 before PyTorch 2.12. NaN
-stays NaN. Int8 has no value for it, so the scale of a key is NaN if the key or an int8 value of that token and head has
-one, and every answer that sees the token is NaN. A row with its own scale has no largest number, so infinity in it
-comes out as NaN, too.
+Rounding is computed in float32, to nearest, ties to even. Values that are too large saturate, infinity included; a
+plain cast would give infinity for e5m2, and NaN for e4m3 before PyTorch 2.12. NaN stays NaN. Int8 cannot represent it,
+so the scale of a key is NaN if the key, or the int8 value of that token and head, has a NaN, and every output that sees
+the token is NaN. In a row with its own scale infinity becomes NaN, too.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; Shah et al. 2024, "FlashAttention-3"; 8-bit integers
     with a scale for each row: Dettmers et al. 2022, "LLM.int8()".
@@ -47,8 +46,8 @@ from refattn.trees import AttentionPlan
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Plan attention over all tokens of each sequence in the cache, as `chunked_prefill.plan` does.
 
-    A plan says where keys are, and not what they are made of: one of `sliding_window`, `local`, `cascade` or
-    `speculative` is as good here.
+    A plan does not depend on the type of the cache, so one from `sliding_window`, `local`, `cascade` or `speculative`
+    works here, too.
 
     Args:
         batch: the lengths and the block table.
@@ -80,26 +79,25 @@ def attention(
     """Attend from the new tokens of each sequence to its tokens in a quantized cache, the new ones included.
 
         key'[j]   = key scale * quantized key[j]          value'[j] = value scale * quantized value[j]
-        query'    = query scale * quantized query         for int8, and for fp8 if there is a scale for it
-        out       = attention(query', key', value')            of the path that the plan is of
+        query'    = query scale * quantized query         for int8, and for fp8 if `scales.query` is given
+        out       = attention(query', key', value')            under the mask of the plan
 
     Write the new keys and values first (`write`).
 
     Args:
-        query: new tokens of all sequences; rows after the last sequence are padding. Not quantized, or already fp8 of
-            the format of the cache, under `scales.query`: no kernel rounds it again.
-        key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
-        value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
-        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
-        options: those of the layer; the sinks are counted once.
-        scales: what the layer's quantized values are multiplied with. Scales per sequence are those of the batch, in a
-            plan of virtual sequences, too. A cascade takes none per sequence: what several share was written under one
-            scale.
+        query: new tokens of all sequences; rows after the last sequence are padding. Unquantized, or already in the fp8
+            format of the cache under `scales.query`, and then not rounded again.
+        key_cache: the pool of keys; any strides. fp8, in its own dtype or as bytes (`torch.uint8`), or int8.
+        value_cache: the pool of values, of the same type; for int8 keys without `scales.value`, floating point.
+        plan: from `plan` or another path over pages, once per step; also a cascade or draft trees.
+        options: the layer's options; sinks count once.
+        scales: the scales of the layer. Scales per sequence follow the sequences of the batch, even if the plan has
+            virtual sequences. A cascade takes no scale per sequence, because shared keys were written under one scale.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        As `chunked_prefill.attention`, in the type of `query`; for a query in fp8 in that of `out`, bfloat16 without.
+        As `chunked_prefill.attention`, in the type of `query`; for an fp8 query in the type of `out`, or bfloat16.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
@@ -119,26 +117,26 @@ def write(
     *,
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantize new tokens and write them into the pool, in place, with the scales that are worked out for them.
+    """Quantize new tokens and write them into the pool, in place; for int8 also the scales of the keys.
 
         fp8     quantized = cast(clamp(x / scale, -largest, largest))
         int8    quantized = clamp(round(x / scale), -127, 127)         scale of a key = max |x| / 127, or 1 if that is 0
 
-    So a key of zeros stays zero. Int8 values without a `scales.value` are written as they are.
+    So a key of zeros stays zero. For int8 without `scales.value`, values are written unquantized.
 
     Args:
         key: the new keys, of any floating point type; rows after the last slot are padding.
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
-        scales: as in `attention`; `scales.key` of int8 is changed in place. Scales per sequence are refused.
+        slot_mapping: the slot of each token, each slot at most once; -1 is padding and is not written.
+        scales: as in `attention`; `Int8Scales.key` is changed in place. A key or value scale per sequence raises.
 
     Raises:
-        ValueError: if types, shapes or devices do not match, or tokens lie in a pool, too; on a CPU also if a slot is
-            outside the pool or is given twice. Nothing is written then.
+        ValueError: if types, shapes or devices do not match, or the tokens share memory with a pool; on a CPU also if a
+            slot is outside the pool or is given twice. Nothing is written then.
 
-    Source: the write of vLLM's `reshape_and_cache_flash`, which divides by fixed scales.
+    Source: vLLM's `reshape_and_cache_flash`, which divides by fixed scales.
     """
     key, value = rows_with_slots(key, value, slot_mapping)
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
@@ -165,18 +163,18 @@ allocate_int8 = allocation.allocate_int8
 
 
 def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
-    """Return the scale of int8 values per KV head and channel, from values that a model has computed.
+    """Return the scales of int8 values per KV head and channel, from the values of calibration data.
 
         scale[h, c] = max over all tokens of |value[t, h, c]| / 127, or 1 if that is 0
 
     Args:
-        values: those of one layer, as many tensors as there are: each batch of a data set.
+        values: the values of one layer, one tensor per calibration batch.
 
     Returns:
-        The scales, for `Int8Scales.value`. What is larger than all that was seen here saturates.
+        The scales, for `Int8Scales.value`. Larger values than in the calibration data saturate.
 
     Raises:
-        ValueError: if there are no tensors, or they differ in heads or sizes; on a CPU also if a number is not finite.
+        ValueError: if there are no tensors, or they differ in heads or sizes; on a CPU also if a value is not finite.
     """
     check_values(values)
     largest = torch.stack([_largest(value) for value in values]).amax(0)
@@ -184,5 +182,5 @@ def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, 
 
 
 def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
-    zeros = torch.zeros(1, *value.shape[1:], dtype=torch.float32, device=value.device)  # no token is a tensor, too
+    zeros = torch.zeros(1, *value.shape[1:], dtype=torch.float32, device=value.device)  # for a tensor without tokens
     return torch.cat([value.float().abs(), zeros]).amax(0)

@@ -1,7 +1,7 @@
 """The scales that dequantize a quantized cache: one definition for every path and kernel.
 
-There is one class per kind of cache, because their scales differ: those of fp8 are fixed for a layer, while those of
-int8 keys are stored next to the cache, one per token and head, and are set by each write.
+There is one class per kind of cache: fp8 scales are fixed for a layer, while the scales of int8 keys are stored next to
+the cache, one per token and head, and are set by each write.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, eq=False)
 class Fp8Scales:
-    """The scales of an fp8 cache, `x = scale * quantized`, fixed before anything is written.
+    """The scales of an fp8 cache, `x = scale * quantized`, fixed before the first write.
 
-    Each is a positive number, or a float32 tensor with one for each KV head `[hk]`, or for each sequence and KV head
-    `[b, hk]`. A token that is written knows no sequence, so scales per sequence are for reading only; and for no
-    cascade, whose sequences share what was written.
+    Each is a positive number, or a float32 tensor with one per KV head, `[hk]`, or per sequence and KV head, `[b, hk]`.
+    A write has slots and no sequences, so scales per sequence are for attention only, and not for a cascade, whose
+    sequences share keys.
 
     Attributes:
-        key: of the keys.
-        value: of the values.
-        query: of the queries, by KV head, too: the heads of a group share one. Queries are then rounded to the format
-            before they meet the keys, as a kernel does that multiplies in fp8. None: they stay as they are.
-        format: `torch.float8_e4m3fn` or `torch.float8_e5m2`. A pool has this type, or is its bytes, `torch.uint8`.
+        key: the scale of the keys.
+        value: the scale of the values.
+        query: the scale of the queries, also by KV head: the query heads of a group share one. Queries are then
+            rounded to the format before the product, as in an fp8 kernel. None: queries are not quantized.
+        format: `torch.float8_e4m3fn` or `torch.float8_e5m2`. A pool has this dtype, or its bytes as `torch.uint8`.
 
     Raises:
-        ValueError: naming the scale, what was expected and what came; numbers are read on a CPU only.
+        ValueError: naming the scale, what was expected and what was given; numbers are read on a CPU only.
 
     Source: the descales of Shah et al. 2024, "FlashAttention-3"; formats: Micikevicius et al. 2022, "FP8 Formats for
         Deep Learning".
@@ -45,7 +45,7 @@ class Fp8Scales:
     format: torch.dtype = torch.float8_e4m3fn
 
     def __post_init__(self) -> None:
-        """Check every scale by itself; a path checks them against its tensors."""
+        """Check each scale alone; a path checks them against its tensors."""
         if self.format not in FP8_FORMATS:
             kind = str(self.format).removeprefix("torch.")
             raise ValueError(f"scales.format: expected float8_e4m3fn or float8_e5m2, got {kind}")
@@ -58,12 +58,12 @@ class Fp8Scales:
             _check_numbers(f"scales.{name}", scale)
 
     def by_name(self) -> dict[str, float | Tensor]:
-        """Return the scales that there are by their names."""
+        """Return the scales by name; `query` only if given."""
         scales = {"key": self.key, "value": self.value}
         return scales if self.query is None else {**scales, "query": self.query}
 
     def of_halves(self, key: int, value: int) -> "Fp8Scales":
-        """Return the scales of one half of the pairs of differential attention for keys, and of one for values."""
+        """Return the scales for the keys of half `key` and the values of half `value` of differential heads."""
 
         def of_heads(scale: float | Tensor, half: int) -> float | Tensor:
             return scale[..., half::2] if isinstance(scale, Tensor) else scale
@@ -74,24 +74,24 @@ class Fp8Scales:
 
 @dataclass(frozen=True, eq=False)
 class Int8Scales:
-    """The scales of an int8 cache, `x = scale * quantized`, quantized values from -127 to 127.
+    """The scales of an int8 cache, `x = scale * quantized`, with quantized values from -127 to 127.
 
     Attributes:
-        key: of the keys, one for each token of the pool and KV head, `[n, p, hk]` float32 with any strides. A write
-            fills them in, and copies of blocks have to take them along.
-        value: of the values, one for each KV head and channel, `[hk, dv]` float32, calibrated beforehand. None: the
-            pool of values holds floating point numbers, and they are left as they are.
+        key: the scales of the keys, one per token of the pool and KV head, `[n, p, hk]` float32 with any strides. A
+            write sets them, and copies of blocks must include them.
+        value: the scales of the values, one per KV head and channel, `[hk, dv]` float32, calibrated beforehand. None:
+            the pool of values is floating point and not quantized.
 
     Raises:
-        ValueError: naming the scale, what was expected and what came; the numbers of `value` are read on a CPU only,
-            those of `key` never.
+        ValueError: naming the scale, what was expected and what was given; the elements of `value` are read on a CPU
+            only, those of `key` never.
     """
 
     key: Float[Tensor, "n p hk"]
     value: Float[Tensor, "hk dv"] | None = None
 
     def __post_init__(self) -> None:
-        """Check the types and the shapes, and the numbers that do not change."""
+        """Check the types and shapes, and the elements of `value`."""
         check(**{"scales.key": (self.key, "float32 n p hk")})
         check(**{"scales.value": (self.value, "float32 hk dv or None")})
         if self.value is not None:
@@ -109,7 +109,7 @@ def _check_numbers(name: str, scale: Tensor) -> None:
 def stored_types(
     key_cache: Tensor, value_cache: Tensor, scales: Fp8Scales | Int8Scales
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types that the pools have to have."""
+    """Return the dtypes that the pools of keys and values must have."""
     if isinstance(scales, Fp8Scales):
         is_bytes = isinstance(key_cache, Tensor) and key_cache.dtype == torch.uint8
         kind = torch.uint8 if is_bytes else scales.format
@@ -130,7 +130,7 @@ def stored_types(
 def check_no_scale_per_sequence(
     scales: Fp8Scales | Int8Scales, hk: int, why: str, *, besides: Sequence[str] = ()
 ) -> None:
-    """Check that no scale is one per sequence and head, `besides` some, and say why it must not be."""
+    """Check that no scale is per sequence and head, except those named in `besides`; errors give the reason `why`."""
     for name, scale in scales.by_name().items() if isinstance(scales, Fp8Scales) else ():
         if name not in besides and isinstance(scale, Tensor) and scale.ndim == 2:
             raise ValueError(f"scales.{name}: expected a number or float32 [hk={hk}], {why}, got {describe(scale)}")
@@ -144,9 +144,9 @@ def check_scales(
     at_least: bool,
     hk: int | None = None,
 ) -> None:
-    """Check scales against pools, and those of fp8 against a number of sequences, if it is known.
+    """Check scales against the pools, and fp8 scales against the number of sequences if known.
 
-    There are `hk` KV heads, or as many as in the pool if that is None.
+    `hk` is the number of KV heads; that of the pool if None.
     """
     n, p, heads, _ = key_cache.shape
     hk = heads if hk is None else hk
@@ -170,7 +170,7 @@ def check_scales(
 
 
 def type_of_outputs(query: Tensor, out: Tensor | None) -> torch.dtype:
-    """Return the type of the outputs for a query: its own; of a query in fp8 that of `out`, or bfloat16."""
+    """Return the type of the outputs: that of the query; for an fp8 query that of `out`, or bfloat16."""
     if query.dtype not in FP8_FORMATS:
         return query.dtype
     return out.dtype if isinstance(out, Tensor) and out.dtype in QUERY_TYPES else torch.bfloat16
@@ -188,7 +188,7 @@ def _refuse_int8(cache: object) -> None:
 
 
 def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
-    """Check the scale of a cache of latents: 1, unless it holds quantized values."""
+    """Check the scale of a cache of latents: 1 unless the cache is fp8."""
     _refuse_int8(cache)
     check_number("cache_scale", cache_scale, above=0.0)
     if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
@@ -197,7 +197,7 @@ def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
 
 
 def stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:
-    """Return the type that a quantized cache of pairs has to have."""
+    """Return the dtype that a quantized cache of pairs must have."""
     if not isinstance(scales, Fp8Scales):
         raise ValueError(f"scales: expected Fp8Scales for a cache of pairs, got {describe(scales)}")
     return stored_types(cache, cache, scales)[0]

@@ -1,25 +1,25 @@
-"""Selected keys: a query scores all keys cheaply, keeps the best of them, and attends to those alone.
+"""Selected keys: a query scores all keys cheaply and attends only to the best of them.
 
-Beside its latent (or its key and value) a token has an index key, a short vector in a pool of its own. A small network,
-the indexer, scores every key that a query may see; the `topk` best are attended to, of 131072 perhaps 2048:
+Besides its latent (or its key and value), a token has an index key, a short vector in another pool. A small network,
+the indexer, scores every visible key; the query attends to the `topk` best, for example 2048 of 131072:
 
     scores       0.7  0.0  0.0  2.1  0.0  0.3           of the keys at positions 0 to 5, for one query
-    select 4     0    1    .    3    .    5             0.0 is a tie: the lower position goes first
-    slots        36   37   .    23   .    9             where in the pool they lie, in blocks of 4
-    plan         a sequence of one query and 4 keys, whose block table is 36 37 23 9, in blocks of one token
+    select 4     0    1    .    3    .    5             0.0 is a tie: the lower position wins
+    slots        36   37   .    23   .    9             their slots in the pool, with blocks of 4
+    plan         a sequence of one query and 4 keys with block table 36 37 23 9, in blocks of one token
 
-The last line is the point: with blocks of one token a list of slots *is* a block table, and the query a sequence of its
-own. So selection is an answer to "who may see whom" and needs no new attention: as in local attention, each query is a
-virtual sequence, over pages, quantized values or latents.
+The last line is the point: with blocks of one token, a list of slots *is* a block table, and each query is a sequence
+of its own. So selection needs no new attention: as in local attention, the plan has virtual sequences, over pages,
+quantized values or latents.
 
     allocate, write       the pool of index keys: in 16 bits, or in fp8 with one scale per token, as servers lay it out
-    scores                of every key that a query may see
-    select                the best of them, by a stated rule for ties
-    slots, plan           where they are, and the plan of attention to them
+    scores                of every visible key
+    select                the best of them, with a deterministic rule for ties
+    slots, plan           their slots, and the plan of attention to them
     attention             over pages; `latent_attention` over latents
 
-Ties are no corner case. A score is a sum of ReLUs, so many are exactly 0, and the last place often falls among them:
-what takes any of them selects another set from run to run, and from rank to rank.
+Ties are common: a score is a sum of ReLUs, so many are exactly 0, and the `topk` boundary often falls among them.
+Without a rule, the selection would differ from run to run and from rank to rank.
 
 Source: DeepSeek-AI 2025, "DeepSeek-V3.2".
 """
@@ -58,18 +58,17 @@ allocate = allocation.allocate_index_keys
 def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]) -> None:
     """Write index keys of new tokens into their pool, in place.
 
-    As quantized values, a key is divided by its scale, `max(1e-4, largest element) / 448`, and rounded: its largest
-    element becomes the largest value.
+    In an fp8 pool, a key is divided by its scale, `max(1e-4, max |x|) / 448`, and rounded.
 
     Args:
-        key: the new index keys, after their norm and rotation; in the type of the pool, or any if it holds quantized
-            values.
+        key: the new index keys, after their norm and rotation; in the type of the pool, or any floating point type for
+            an fp8 pool.
         index_cache: the pool, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
+        slot_mapping: the slot of each token, each slot at most once; -1 is padding and is not written.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
-        NotImplementedError: if a key that is rounded requires a gradient.
+        NotImplementedError: if a key to be quantized requires a gradient.
     """
     check_index_write(key, index_cache, slot_mapping)
     block_size, size = index_cache.shape[1], index_size_of(index_cache)
@@ -90,14 +89,14 @@ def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_
 
 
 def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
-    """Return the index keys in some slots of a pool, dequantized where they are quantized, in float32.
+    """Return the index keys in the given slots of a pool: dequantized to float32 from an fp8 pool, else in its type.
 
     Args:
         index_cache: the pool.
-        slots: where the keys are, `block * p + row`.
+        slots: the slots of the keys, `block * p + row`.
 
     Returns:
-        A key for each slot.
+        One key per slot.
 
     Raises:
         ValueError: naming the argument that does not fit; on a CPU also if a slot is outside the pool.
@@ -120,21 +119,21 @@ def scores(
     index_cache: Shaped[Tensor, "n p c"],
     plan: Plan,
 ) -> Float32[Tensor, "t s"]:
-    """Score every key that a query may see: `sum_h weights[h] * relu(query[h] . key)`.
+    """Score every visible key: `sum_h weights[h] * relu(query[h] . key)`.
 
-    A factor above 0 moves through a ReLU. So the scale of a query in fp8 is multiplied into its weights, as
-    `head_size ** -0.5` and `heads ** -0.5` are, and the scale of a key may follow after the sum.
+    A positive factor commutes with ReLU. So the scale of an fp8 query is multiplied into its weights, like
+    `head_size ** -0.5` and `heads ** -0.5`, and the scale of a key can be applied after the sum.
 
     Args:
-        query: index queries of the new tokens, after their rotation: unquantized values, or fp8 values (e4m3), whose
-            scales are in the weights.
-        weights: of the index heads, with all factors; they may be negative.
+        query: index queries of the new tokens, after their rotation: unquantized, or fp8 (e4m3) with their scales in
+            the weights.
+        weights: the weights of the index heads, with all factors; they may be negative.
         index_cache: the pool of index keys, the new ones included.
-        plan: of `chunked_prefill.plan` (or of intervals): who may see whom at all.
+        plan: from `chunked_prefill.plan` or `interval.plan`; keys that it hides are not scored.
 
     Returns:
-        Scores in float32 by position; `-inf` where a query may not see the key, or there is none. The columns are those
-        of the longest sequence that the batch states, `max_seq_len`.
+        Scores in float32, one column per position up to the batch's `max_seq_len`; `-inf` for hidden keys and past the
+        end of a sequence.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -155,17 +154,17 @@ def scores(
 
 
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
-    """Select the keys with the highest scores of each query; of equal scores, those at lower positions.
+    """Select the keys with the highest scores for each query; ties go to lower positions.
 
-    The answer depends on the scores of the query alone: not on the batch, not on how often it is asked. +0 and -0 are
-    equal; NaN counts as higher than any number, as for `torch.topk`; `-inf` is no key.
+    The selection depends only on the scores of the query, not on the batch, and is deterministic. +0 and -0 are equal;
+    NaN ranks above every number, as in `torch.topk`; a score of `-inf` is never selected.
 
     Args:
         scores: by position, from `scores`.
-        topk: how many keys, at most. Fewer if fewer have a score: then all of them, and attention is dense.
+        topk: the maximum number of keys. If fewer have a score, all of them are selected, and attention is dense.
 
     Returns:
-        Positions, rising; -1 past the last.
+        Positions in ascending order; -1 past the last.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -174,21 +173,21 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
     selected = torch.full((len(scores), topk), -1, dtype=torch.int32, device=scores.device)
     for row, numbers in enumerate(scores.tolist()):
         keys = [j for j, score in enumerate(numbers) if score != -torch.inf]
-        best = sorted(keys, key=lambda j: (numbers[j] == numbers[j], -numbers[j], j))[:topk]  # NaN first; stable
+        best = sorted(keys, key=lambda j: (numbers[j] == numbers[j], -numbers[j], j))[:topk]  # NaN first
         selected[row, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
     return selected
 
 
 def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
-    """Return the slots of selected keys in the pool, `block * p + row`; -1 where a row has none, and in padding rows.
+    """Return the slots of selected keys in the pool, `block * p + row`; -1 for positions of -1 and padding rows.
 
     Args:
         batch: the lengths and the block table.
-        positions: of the keys that each query row is to see, in the sequence of the row; -1 anywhere is none.
+        positions: positions of the selected keys of each query row, in its sequence; entries of -1 select no key.
         block_size: tokens in a block, `p`.
 
     Raises:
-        ValueError: naming the argument that does not fit; on a CPU also if a position is none of the sequence.
+        ValueError: naming the argument that does not fit; on a CPU also if a position is outside the sequence.
     """
     block_table = check_selected(batch, positions, block_size=block_size)
     result = torch.full_like(positions, -1)
@@ -201,16 +200,17 @@ def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> 
 
 
 def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> Plan:
-    """Plan attention of each query to the keys that were selected for it.
+    """Plan attention of each query to its selected keys.
 
     Args:
         batch: the lengths and the block table.
-        positions: from `select`, or any others: -1 anywhere is none, and a position that is listed twice counts twice.
+        positions: from `select`, or any others: entries of -1 select no key, and a position that is listed twice counts
+            twice.
         block_size: tokens in a block of the pool, `p`.
 
     Returns:
-        A plan with a sequence for each query row, whose block table has the slots, in blocks of one token: for a pool
-        whose blocks are seen as single tokens, `attention` and `latent_attention`. `sequences` says whose row it is.
+        A plan with one sequence per query row, whose block table holds slots, in blocks of one token, for `attention`
+        and `latent_attention`. `sequences` has the batch's sequence of each row.
 
     Raises:
         ValueError: as `slots`.
@@ -235,14 +235,14 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from each new token to the keys that were selected for it, in pages.
+    """Attend from each new token to its selected keys, over pages.
 
     Args:
         query: new tokens of all sequences, one after the other; rows after the last sequence are padding.
         key_cache: the pool of keys.
         value_cache: the pool of values.
         plan: from `plan`.
-        options: those of the layer, without ALiBi.
+        options: the layer's options, without ALiBi.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -268,7 +268,7 @@ def latent_attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend from absorbed queries to the latents that were selected for each: DeepSeek sparse attention.
+    """Attend from absorbed queries to their selected latents: DeepSeek sparse attention.
 
     Arguments, results and errors are those of `mla.attention`; the plan is from `plan`, and there is no ALiBi.
     """
@@ -286,10 +286,10 @@ def latent_attention(
 
 
 def by_token(name: str, pool: Shaped[Tensor, "n p ..."]) -> Shaped[Tensor, "slots 1 ..."]:
-    """Return a pool as one of blocks of a single token: block `slot` is row `slot % p` of block `slot // p`.
+    """Return a pool with blocks of one token: block `slot` is row `slot % p` of block `slot // p`.
 
     Raises:
-        ValueError: if it has no blocks of tokens.
+        ValueError: if it is not a tensor of at least 3 dimensions.
     """
     if not isinstance(pool, Tensor) or pool.ndim < 3:
         raise ValueError(f"{name}: expected a pool of blocks of tokens, got {pool!r:.60}")
