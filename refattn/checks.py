@@ -1,7 +1,7 @@
-"""Checks of single arguments: numbers, flags, windows, types and shapes of tensors, where a result goes.
+"""Checks of single arguments: numbers, flags, windows, dtypes and shapes of tensors, `out`.
 
-A `ValueError` names the argument, what was expected and what came. These run in every layer, so they never read a
-tensor on a device, and only a few numbers per head of tensors on a CPU.
+A `ValueError` names the argument, what was expected and what was given. These run in every layer, so they never read a
+tensor on a device, and on a CPU only tensors with one element per head.
 """
 
 import sys
@@ -20,7 +20,7 @@ QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_sizes(**sizes: int) -> None:
-    """Check that each of the named sizes is a positive int that an int32 can hold.
+    """Check that the named sizes are positive ints within int32.
 
     Raises:
         ValueError: naming the first that is not.
@@ -33,7 +33,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_int(name: str, value: int, *, at_most: int | None = LARGEST_INT32) -> None:
-    """Check a length or a count: a Python int of at least 0, and one that an int32 can hold unless told otherwise.
+    """Check a length or a count: a Python int of at least 0, and of at most `at_most` (int32 by default).
 
     Raises:
         ValueError: naming it.
@@ -45,7 +45,7 @@ def check_int(name: str, value: int, *, at_most: int | None = LARGEST_INT32) -> 
 
 
 def check_number(name: str, value: float, *, at_least: float | None = None, above: float | None = None) -> None:
-    """Check a finite Python number, and that it is not too small.
+    """Check that a Python number is finite and not too small.
 
     Raises:
         ValueError: naming it.
@@ -59,7 +59,7 @@ def check_number(name: str, value: float, *, at_least: float | None = None, abov
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Check a choice of yes or no.
+    """Check a flag.
 
     Raises:
         ValueError: naming it, if it is neither True nor False.
@@ -72,7 +72,7 @@ def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Check a window, `(left, right)` in tokens, and return it.
 
     Raises:
-        ValueError: if it is not a pair of ints of at least -1 that an int32 can hold.
+        ValueError: if it is not a pair of ints of at least -1 within int32.
     """
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
@@ -85,10 +85,10 @@ def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
 
 
 def check_chunk(chunk_size: int, block_size: int) -> None:
-    """Check the chunks of local attention: whole blocks, so that each begins with one.
+    """Check the chunk size of local attention: a multiple of the block size.
 
     Raises:
-        ValueError: naming the size, what was expected and what came.
+        ValueError: naming the size, what was expected and what was given.
     """
     check_sizes(chunk_size=chunk_size, block_size=block_size)
     if chunk_size % block_size:
@@ -96,21 +96,21 @@ def check_chunk(chunk_size: int, block_size: int) -> None:
 
 
 def tensors_of(kind: type) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass that are tensors, or None, by their annotations."""
+    """Return the names of the fields of a dataclass that are annotated as tensors, optional or not."""
     one_of = {one.name: get_args(one.type) or (one.type,) for one in fields(kind)}
     return tuple(name for name, kinds in one_of.items() if any(getattr(x, "array_type", x) is Tensor for x in kinds))
 
 
 def check_per_head(name: str, numbers: Tensor, size: int | None = None) -> None:
-    """Check an option with one number per head, `[h]`: any floating point type; on a CPU also that all are finite.
+    """Check an option with one element per head, `[h]`: any floating point type; on a CPU also that all are finite.
 
     Args:
-        name: what errors call it.
-        numbers: what came.
-        size: how many heads there are; None for any number.
+        name: its name in errors.
+        numbers: the tensor.
+        size: number of heads; None for any.
 
     Raises:
-        ValueError: naming the option, what was expected and what came.
+        ValueError: naming the option, what was expected and what was given.
     """
     is_one = isinstance(numbers, Tensor) and numbers.ndim == 1 and numbers.is_floating_point()
     if not is_one or (size is not None and numbers.shape[0] != size):
@@ -121,10 +121,10 @@ def check_per_head(name: str, numbers: Tensor, size: int | None = None) -> None:
 
 
 def check_memory(dtype: torch.dtype, device: torch.device | str, *, name: str = "dtype") -> None:
-    """Check the type, which errors call by its name, and the place of memory that is to be allocated.
+    """Check the dtype and the device of a tensor to be allocated; `name` is the dtype's name in errors.
 
     Raises:
-        ValueError: if torch knows no such type, or has no such device here.
+        ValueError: if `dtype` is not a torch dtype, or the device is not available.
     """
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name}: expected a torch.dtype, got {describe(dtype)}")
@@ -132,10 +132,10 @@ def check_memory(dtype: torch.dtype, device: torch.device | str, *, name: str = 
 
 
 def check_device(device: torch.device | str) -> None:
-    """Check that there is a device.
+    """Check that a device is available.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if it is not.
     """
     try:
         place = torch.device(device)
@@ -149,25 +149,25 @@ def check_device(device: torch.device | str) -> None:
 
 @lru_cache
 def _find_device(device: torch.device) -> None:
-    """Make a tensor without elements on a device, which raises if there is none; asked once for each."""
+    """Allocate an empty tensor on a device, which raises if the device is not available; cached."""
     torch.empty(0, device=device)
 
 
 def check_file(name: str, file: Path | None) -> None:
-    """Check that a file may be written, before there is something to write.
+    """Check that a file can be written, before its content is computed.
 
     Raises:
-        ValueError: if it is a folder, or there is no folder for it.
+        ValueError: if it is a folder, or its parent folder does not exist.
     """
     if file is not None and (file.is_dir() or not file.parent.is_dir()):
         raise ValueError(f"{name}: expected a file in a folder that is there, got {str(file)!r}")
 
 
 def check_folder(name: str, folder: Path | None) -> None:
-    """Check that files may be written into a folder, which need not be there yet.
+    """Check that a folder exists or can be made.
 
     Raises:
-        ValueError: if it, or a folder that it would be in, is a file.
+        ValueError: if the folder or one of its parents is a file.
     """
     if folder is not None and not next(path for path in (folder, *folder.parents) if path.exists()).is_dir():
         raise ValueError(f"{name}: expected a folder, or one that can be made, got {str(folder)!r}")
@@ -177,7 +177,7 @@ def same_device(**tensors: Tensor) -> None:
     """Check that the named tensors are on one device.
 
     Raises:
-        ValueError: naming the first tensor that is elsewhere.
+        ValueError: naming the first tensor on another device.
     """
     (first, reference), *others = tensors.items()
     for name, tensor in others:
@@ -186,10 +186,10 @@ def same_device(**tensors: Tensor) -> None:
 
 
 def check_can_be_written(**memory: Tensor) -> None:
-    """Check that tensors can be written to where gradients are recorded, which no leaf that requires one can.
+    """Check that tensors can be written in place: with grad mode on, no leaf that requires a gradient can.
 
     Raises:
-        ValueError: naming the first that is one, or a view of one.
+        ValueError: naming the first that is such a leaf, or a view of one.
     """
     if not torch.is_grad_enabled():
         return
@@ -203,20 +203,20 @@ Declared = tuple[Tensor | None, str] | tuple[Tensor | None, str, torch.dtype | N
 
 
 def check(sizes: dict[str, int] | None = None, /, **tensors: Declared) -> dict[str, int]:
-    """Check the types, the shapes and the devices of tensors by letters: a letter has one size, in whatever tensor.
+    """Check the dtypes, shapes and devices of tensors by letters; a letter has the same size in all tensors.
 
         check(query=(query, "number t h d"), key=(key, "query: s hk d"), lens=(lens, "int32 b"))
 
-    Before the letters may stand a type of torch, `float` for any floating point type, `number` for those that are
-    computed in, or the name of a tensor before it, of the same type; or a type comes after them. `or None` at the end
-    lets a tensor be missing. A dimension may be a number, or a sum as `b+1` whose size is given.
+    The letters may follow a torch dtype, `float` for any floating point type, `number` for `QUERY_TYPES`, or `name:`
+    for the dtype of that tensor; or a dtype is the third item of the tuple. With `or None` at the end, a tensor is
+    optional. A dimension may be a number, or an expression like `b+1` with its size in `sizes`.
 
-    No tensor may be sparse, nested or quantized by torch. One of integers is no negated view: kernels read tables where
-    they are, anew in each launch, so a copy would not do.
+    No tensor may be sparse, nested or quantized by torch, and no integer tensor a negated view: kernels read tables in
+    place at each launch, so they cannot be copied.
 
     Args:
-        sizes: the sizes that letters have to have.
-        tensors: each with its letters, by the name that errors call it.
+        sizes: required sizes of letters.
+        tensors: tensors and their letters, by name.
 
     Returns:
         The size of each letter.
@@ -252,7 +252,7 @@ def check(sizes: dict[str, int] | None = None, /, **tensors: Declared) -> dict[s
 
 @lru_cache(maxsize=1024)
 def _read_letters(letters: str) -> tuple[torch.dtype | None, str, tuple[str, ...], dict[str, int], bool]:
-    """Return the type of a declaration or its kind, the dimensions, the numbers among them, and if None will do."""
+    """Return the dtype or kind, the dimensions, the numbers among them, and whether the tensor is optional."""
     is_optional = letters.endswith(" or None")
     spaced = letters.removesuffix(" or None")
     for sign in "+-*":
@@ -267,7 +267,7 @@ def _read_letters(letters: str) -> tuple[torch.dtype | None, str, tuple[str, ...
 
 
 def _misfit(name: str, dtype: torch.dtype | None, given: dict[str, int], tensors: dict[str, Declared]) -> ValueError:
-    """Return the error of a tensor that does not fit, with the sizes that are known from those before it."""
+    """Return the error for a tensor that does not fit, with the sizes known from earlier tensors."""
     known = dict(given)
     for other, declared in tensors.items():
         dims = _read_letters(declared[1])[2]
@@ -281,10 +281,10 @@ def _misfit(name: str, dtype: torch.dtype | None, given: dict[str, int], tensors
 
 
 def check_own_memory(name: str, tensor: Tensor) -> None:
-    """Check that a tensor that is written to has memory for each element, as far as its strides tell.
+    """Check by its strides that a tensor to be written has separate memory for each element.
 
-    Each dimension has to step over all elements of those with smaller strides, as in slices and transposed tensors.
-    Memory of a negated or conjugated view holds other values than the view, and is refused.
+    The stride of each dimension has to exceed the extent of all dimensions with smaller strides, as in slices and
+    transposed tensors. A negated or conjugated view raises, because its memory holds other values than the view.
 
     Raises:
         ValueError: naming it.
@@ -294,7 +294,7 @@ def check_own_memory(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: expected memory that holds its own values, got a {view} view")
     if tensor.is_contiguous():
         return
-    end = 0  # how far the last element of the dimensions so far lies after the first
+    end = 0  # offset of the last element of the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= end:
@@ -303,9 +303,9 @@ def check_own_memory(name: str, tensor: Tensor) -> None:
 
 
 def check_side_by_side(name: str, table: Tensor) -> None:
-    """Check that a table is contiguous, as kernels take its pointer alone, in each launch.
+    """Check that a table is contiguous: kernels take its pointer at each launch, without strides.
 
-    A copy of it would not follow a table that is filled anew for the next step.
+    A copy would not see in-place updates of the table for the next step.
 
     Raises:
         ValueError: naming it.
@@ -326,10 +326,10 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_numbers(name: str, tensor: Tensor) -> torch.dtype:
-    """Check that something is a tensor of a type that is computed in, and return the type.
+    """Check that an argument is a tensor with a dtype of `QUERY_TYPES`, and return the dtype.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not.
     """
     if not isinstance(tensor, Tensor) or tensor.dtype not in QUERY_TYPES:
         types = "bfloat16, float16, float32 or float64"
@@ -338,17 +338,17 @@ def check_numbers(name: str, tensor: Tensor) -> torch.dtype:
 
 
 def check_normed(normed: Tensor, difference: Tensor) -> Tensor:
-    """Check what a norm has made of differences `[t, h/2, 2*d]`, and return it.
+    """Check the result of a norm of differences `[t, h/2, 2*d]`, and return it.
 
     Raises:
-        ValueError: if it is of another shape, or not floating point.
+        ValueError: if it has another shape, or is not floating point.
     """
     check(dict(zip(("t", "h/2", "2 * d"), difference.shape, strict=True)), norm=(normed, "float t h/2 2*d"))
     return normed
 
 
 def check_list(name: str, values: Sequence[Any], what: str) -> None:
-    """Check that something is a list or a tuple.
+    """Check that an argument is a sequence, but not a string.
 
     Raises:
         ValueError: naming it.
@@ -358,19 +358,19 @@ def check_list(name: str, values: Sequence[Any], what: str) -> None:
 
 
 def is_int(value: object) -> bool:
-    """Return whether something is a Python int, and no bool."""
+    """Return whether a value is a Python int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Return whether a tensor is neither sparse nor nested nor quantized by torch, and no negated view of a table."""
+    """Return whether a tensor is strided: not sparse, nested, quantized by torch, or a negated view of integers."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.dtype not in (torch.int32, torch.int64) or not tensor.is_neg()
 
 
 def describe(value: object) -> str:
-    """Return what came instead of what was expected, in a few words."""
+    """Return a short description of an argument for errors."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         if value.is_nested:
@@ -386,7 +386,7 @@ def describe(value: object) -> str:
 
 
 def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop the rows of new keys and values past the end of `slot_mapping`: they are padding."""
+    """Drop the padding rows of new keys and values, past the end of `slot_mapping`."""
     tensors = (key, value, slot_mapping)
     if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
         return key[: len(slot_mapping)], value[: len(slot_mapping)]
@@ -394,7 +394,7 @@ def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[T
 
 
 def check_query(query: Tensor) -> tuple[int, ...]:
-    """Check a query `[t, h, d]` of numbers, and return its shape."""
+    """Check a query `[t, h, d]` of one of `QUERY_TYPES`, and return its shape."""
     sizes = check(query=(query, "number t h d"))
     if not sizes["h"] or not sizes["d"]:
         raise ValueError(f"query: expected at least one head, of a size of at least 1, got {describe(query)}")
@@ -402,7 +402,7 @@ def check_query(query: Tensor) -> tuple[int, ...]:
 
 
 def check_result(query: Tensor, value_head_size: int, out: Tensor | None, return_lse: bool) -> None:
-    """Check where an answer is to go."""
+    """Check `out` and `return_lse`."""
     check_flag("return_lse", return_lse)
     if out is not None:
         check(dict(dv=value_head_size), query=(query, "t h d"), out=(out, "query: t h dv"))

@@ -1,7 +1,6 @@
-"""Checks of calls of attention: a query against a plan and its storage, latents and ranks, merges, pairs.
+"""Checks of attention calls: a query against a plan and its storage, latents and ranks, merges, differential heads.
 
-They run in every layer, so they never read a tensor on a device. What a storage asks for besides stands beside it, in
-`refattn.keys`.
+They run in every layer, so they never read a tensor on a device. The checks of each storage are in `refattn.keys`.
 """
 
 from collections.abc import Sequence
@@ -39,10 +38,10 @@ from refattn.trees import AttentionPlan, TreePlan
 
 
 def check_plan(plan: object, *kinds: type, source: str = "") -> None:
-    """Check that something is a plan of one of some kinds; by default, of any that a pool is read under.
+    """Check that a plan is of one of the given kinds; by default, of any kind.
 
     Raises:
-        ValueError: naming the kinds, and where such plans come from.
+        ValueError: naming the kinds, and the function that makes such plans.
     """
     kinds = kinds or (Plan, CascadePlan, TreePlan)
     if not isinstance(plan, kinds):
@@ -61,7 +60,7 @@ def check_tokens(
     options: AttentionOptions,
     types: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
-    """Check a query against keys and values, by their names and the letters of their rows, a plan, and the options."""
+    """Check a query against keys and values with row dimensions `rows`, the plan and the options."""
     check_query(query)
     key_type, value_type = types or (query.dtype, query.dtype)
     if not isinstance(plan, Plan):
@@ -93,7 +92,7 @@ def check_rows(
     *,
     name: str = "key",
 ) -> None:
-    """Check a call over rows of keys and values, without a cache, whose errors call the rows by a name of the path."""
+    """Check a call over rows of keys and values, without a cache; `name` is the name of the rows in errors."""
     check_plan(plan, Plan)
     assert isinstance(plan, Plan)
     check_tokens(query, key, value, ("key", "value"), "s", plan, options)
@@ -107,7 +106,7 @@ def check_rows(
 
 
 def check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
-    """Check a pool against a plan: the block size, and the number of blocks."""
+    """Check the block size and the number of blocks of a pool against a plan, and return the block table."""
     num_blocks, block_size = pool.shape[:2]
     if plan.block_size is None:
         raise ValueError("plan: expected one over pages, with a block size, got one over rows, from varlen.plan")
@@ -123,14 +122,14 @@ def check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
 
 
 def check_levels(name: str, pool: Tensor, plan: AttentionPlan, options: AttentionOptions) -> None:
-    """Check the levels of a cascade that are shared: their blocks, and that their positions are known for ALiBi."""
+    """Check the shared levels of a cascade: their blocks, and for ALiBi that they have positions."""
     for level in plan.levels[:-1]:
         check_pool(name, pool, level.own)
         check_positions(level.own, options)
 
 
 def check_positions(plan: Plan, options: AttentionOptions) -> None:
-    """Check that a plan has positions if there is ALiBi over shared levels, where queries are not the last tokens."""
+    """Check that a plan has query positions if there is ALiBi; for plans whose queries are not the last tokens."""
     if options.alibi_slopes is not None and plan.positions is None:
         raise ValueError(
             "alibi_slopes: expected a plan that knows the positions of its queries, got one of a batch that does not "
@@ -139,7 +138,7 @@ def check_positions(plan: Plan, options: AttentionOptions) -> None:
 
 
 def check_options(options: AttentionOptions, query: Tensor) -> None:
-    """Check the options with one number per head against the heads, and the device, of a query."""
+    """Check the options with one element per head against the heads and the device of a query."""
     if not isinstance(options, AttentionOptions):
         raise ValueError(f"options: expected AttentionOptions, got {describe(options)}")
     for name in PER_HEAD:
@@ -151,7 +150,7 @@ def check_options(options: AttentionOptions, query: Tensor) -> None:
 
 
 def check_scale_is_given(options: AttentionOptions) -> None:
-    """Check that options say the scale of the scores, which a size of latents does not."""
+    """Check that options have a `softmax_scale`, which does not follow from the size of latents."""
     if isinstance(options, AttentionOptions) and options.softmax_scale is None:
         raise ValueError(
             "softmax_scale: expected a number, as the head size before absorption is unknown here, got None"
@@ -159,7 +158,7 @@ def check_scale_is_given(options: AttentionOptions) -> None:
 
 
 def num_seqs_of(plan: Plan) -> tuple[int | None, bool]:
-    """Return the sequences of the batch behind a plan, None if they are not known; and whether there may be more."""
+    """Return the number of sequences of a plan's batch, None if unknown; and whether that is a lower bound."""
     if plan.sequences is None:
         return plan.batch.num_seqs, False
     is_known = plan.sequences.is_cpu and plan.sequences.numel()
@@ -182,13 +181,13 @@ def check_context_parallel(
 ) -> slice:
     """Check a call on a rank: its query heads `[t, h, d]`, new keys `[t, hk, d]`, its caches `[n, p, hk, d]`.
 
-    With scales the caches hold quantized values, and new keys and values are as the query.
+    With scales the caches hold quantized values; new keys and values have the type of the query.
 
     Returns:
         The KV heads that the rank's query heads read.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     check_query(query)
     kinds = (query.dtype, query.dtype) if scales is None else stored_types(key_cache, value_cache, scales)
@@ -239,10 +238,10 @@ def check_latent_prefill(
 ) -> None:
     """Check a prefill over latents: query `[t, h, nope + rope]`, new latents `[t, r]`, rotary keys `[t, rope]`.
 
-    The projections are `[h, nope, r]` and `[h, dv, r]`; the cache is as for `check_latent`.
+    The projections are `[h, nope, r]` and `[h, dv, r]`; the cache is checked as by `check_latents`, or is packed.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     t, _, size = check_query(query)
     sizes = check(query=(query, "t h d"), latent=(latent, "query: t r"), rope_key=(rope_key, "query: t rope"))
@@ -283,7 +282,7 @@ def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: 
     """Check queries `[t, h, nope + rope]` for `[h, nope, r]`, or latents `[t, h, r]` for `[h, dv, r]`.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     if name == "query":
         check_query(x)
@@ -300,10 +299,10 @@ def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: 
 
 
 def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
-    """Check the learned vectors `[d]` that make the weight of differential attention's second softmax.
+    """Check the learned vectors `[d]` of the weight of differential attention's second softmax.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     (first, one), *others = vectors.items()
     check(**{first: (one, "float d"), **{name: (vector, f"{first}: d") for name, vector in others}})
@@ -311,20 +310,20 @@ def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
 
 
 def check_halves(heads: Tensor) -> None:
-    """Check heads `[t, h, d]` whose first half is to be paired with the second.
+    """Check heads `[t, h, d]` to be paired, the first half with the second.
 
     Raises:
-        ValueError: if they are of another shape, or of an odd number.
+        ValueError: if they have another shape, or their number is odd.
     """
     if check(heads=(heads, "t h d"))["h"] % 2:
         raise ValueError(f"heads: expected an even number of heads, got h={heads.shape[1]}")
 
 
 def check_rows_of_pairs(key: Tensor, value: Tensor) -> None:
-    """Check keys and values `[s, hk, d]` that are to be split into the halves of their pairs.
+    """Check keys and values `[s, hk, d]` to be split into the halves of their pairs.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     hk = check(key=(key, "s hk d"), value=(value, "key: s hk d"))["hk"]
     if hk % 2:
@@ -332,10 +331,10 @@ def check_rows_of_pairs(key: Tensor, value: Tensor) -> None:
 
 
 def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
-    """Check the parts of a merge: outputs `[t, h, dv]`, all alike, and a log-sum-exp `[t, h]` for each.
+    """Check the parts of a merge: outputs `[t, h, dv]` of one shape and type, each with log-sum-exps `[t, h]`.
 
     Raises:
-        ValueError: naming the part, what was expected and what came.
+        ValueError: naming the part, what was expected and what was given.
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
@@ -355,10 +354,10 @@ def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
 
 
 def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Check sinks `[h]` that are to be added to outputs `[t, h, dv]` and their log-sum-exps `[t, h]`.
+    """Check sinks `[h]` to be added to outputs `[t, h, dv]` and their log-sum-exps `[t, h]`.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     h = check(out=(out, "float t h dv"), lse=(lse, "t h"))["h"]
     if lse.dtype not in (torch.float32, torch.float64):
@@ -368,7 +367,7 @@ def check_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -> None:
-    """Check a cache `[n, p, c]` of latents whose rows hold at least `size` elements, and its scale."""
+    """Check a cache `[n, p, c]` of latents, with rows of at least `size` elements, and its scale."""
     _refuse_int8(cache)
     holds_fp8 = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
     check(cache=(cache, "n p c", None if holds_fp8 else query.dtype))

@@ -1,7 +1,7 @@
-"""Checks of what a scheduler says of a step: requests, prefixes, intervals, buffers, the next step in place.
+"""Checks of the host's input for a step: requests, prefixes, intervals, buffers, in-place updates.
 
-They read lengths and tables on a CPU only, once per step: reading a device would synchronize. What every batch is
-checked for is in `refattn.batch`.
+They read lengths and tables on a CPU only, once per step: reading a device would synchronize. The checks of every batch
+are in `refattn.batch`.
 """
 
 from array import array
@@ -27,10 +27,10 @@ from refattn.ranks import Shard, check_is_shard
 
 
 def check_num_tokens(num_tokens: int, batch: Batch) -> None:
-    """Check the number of query rows that a table is asked for: at least those of the batch, the rest is padding.
+    """Check `num_tokens`, the rows of a table: at least the query rows of the batch, the rest is padding.
 
     Raises:
-        ValueError: if it is no int of at least 0; on a CPU also if it is too small, or the lengths are none.
+        ValueError: if it is not an int of at least 0; on a CPU also if it is too small, or the lengths are not valid.
     """
     check_lengths(batch)
     check_int("num_tokens", num_tokens)
@@ -42,13 +42,13 @@ def check_num_tokens(num_tokens: int, batch: Batch) -> None:
 
 
 def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check a step in place: the slots, and that the block table has room for the tokens that come.
+    """Check an in-place update: the slots, and that the block table has room for the next tokens.
 
     Returns:
         The block table.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     check_lengths(batch)
     check(seq_lens=(batch.seq_lens, "int32 b"), slots=(slots, "int64 t"))
@@ -66,7 +66,7 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
 
 
 def check_local_lens(lens: Tensor, shard: Shard) -> None:
-    """Check lengths `[b]` of which a rank's share is asked for.
+    """Check the arguments of `context_parallel.local_lens`: lengths `[b]` and a shard.
 
     Raises:
         ValueError: naming what does not fit; on a CPU also if a length is negative.
@@ -84,11 +84,11 @@ def check_next_inputs(
     input_ids: Tensor | None,
     input_positions: Tensor | None,
 ) -> None:
-    """Check what a step in place writes besides slots: inputs `[t]` and positions `[t]`, by sampled tokens `[b]`.
+    """Check what an in-place update writes besides slots: inputs `[t]` from sampled tokens `[b]`, positions `[t]`.
 
     Raises:
-        ValueError: if there are inputs without samples, or samples without inputs, if they do not fit or share memory,
-            or a sequence has more new tokens than the one that was sampled.
+        ValueError: if there are inputs without samples or samples without inputs, if they do not fit or share memory,
+            or if a sampled sequence has more than one new token.
     """
     written = dict(seq_lens=batch.seq_lens, slots=slots)
     check(seq_lens=(batch.seq_lens, "int32 b"), sampled_ids=(sampled_ids, "int64 b or None"))
@@ -112,10 +112,10 @@ def check_next_inputs(
 
 
 def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *, block_size: int, columns: int) -> None:
-    """Check a map `[r, s]` from tokens to slots of which some requests `[b]` are to be a block table.
+    """Check the arguments of `metadata.block_table_from_slots`: slots `[r, s]`, requests `[b]`, lengths `[b]`.
 
     Raises:
-        ValueError: naming what does not fit; on a CPU also if a block's tokens do not lie one after the other.
+        ValueError: naming what does not fit; on a CPU also if a block's tokens are not consecutive slots.
     """
     check_sizes(block_size=block_size)
     check_int("columns", columns)
@@ -147,10 +147,10 @@ def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *,
 
 
 def check_refill(buffers: Batch, batch: Batch) -> None:
-    """Check that a batch fits into the buffers of another.
+    """Check that a batch fits into the buffers of a captured graph.
 
     Raises:
-        ValueError: if it has more sequences or columns, larger maxima, is elsewhere, or only one of them has a table.
+        ValueError: if it has more sequences or columns or larger maxima, or only one of them has a block table.
     """
     check_batch(buffers, name="buffers")
     check_lengths(batch)
@@ -172,10 +172,10 @@ def check_refill(buffers: Batch, batch: Batch) -> None:
 def check_split(
     batch: Batch, query_lens: Sequence[int], decode_len: int, seq_lens: Sequence[int] | None = None
 ) -> None:
-    """Check the new tokens of each sequence of a batch, and all its tokens if given, as its builder knows them.
+    """Check host-side query lengths, and sequence lengths if given, against a batch.
 
     Raises:
-        ValueError: if there are more or fewer of them than sequences; on a CPU also if the batch has others.
+        ValueError: if there is not one per sequence; on a CPU also if they differ from the batch.
     """
     check_lengths(batch)
     check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
@@ -192,10 +192,10 @@ def check_split(
 
 
 def check_encoder_lens(batch: Batch, encoder_lens: Sequence[int]) -> None:
-    """Check how many tokens the encoder has of each sequence of a decoder's batch.
+    """Check the encoder lengths of the sequences of a decoder's batch.
 
     Raises:
-        ValueError: naming what is no length, or if there are more or fewer than sequences.
+        ValueError: naming what is not a length, or if there is not one per sequence.
     """
     check_batch(batch)
     check_list("encoder_lens", encoder_lens, "lengths")
@@ -206,13 +206,13 @@ def check_encoder_lens(batch: Batch, encoder_lens: Sequence[int]) -> None:
 
 
 def check_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check sequences that begin with their encoder's tokens, in whole blocks.
+    """Check sequences that begin with encoder tokens, in whole blocks.
 
     Returns:
         The block table.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     block_table = check_block_table(batch, block_size=block_size)
     check_encoder_lens(batch, encoder_lens)
@@ -234,17 +234,17 @@ def check_requests(
     num_seqs: int | None = None,
     block_size: int | None = None,
 ) -> None:
-    """Check what a scheduler says of its requests: as many lengths as sequences, none of them negative, and blocks.
+    """Check the lengths and blocks of requests.
 
     Args:
         query_lens: new tokens of each request.
         seq_lens: tokens of each request.
-        block_tables: blocks of each request; None where they are not asked for, if no block size is given either.
-        num_seqs: how many requests there are; as many as `seq_lens` if None.
-        block_size: tokens in a block, where each request needs blocks for all its tokens.
+        block_tables: blocks of each request; None only without a block size.
+        num_seqs: number of requests; that of `seq_lens` if None.
+        block_size: tokens in a block, if each request needs blocks for all its tokens.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
         check_list(name, lengths, "lengths")
@@ -271,7 +271,7 @@ def check_requests(
     for i, blocks in enumerate(block_tables):
         check_list(f"block_tables[{i}]", blocks, "blocks")
         try:
-            array("i", blocks)  # the quickest way to look at each of them
+            array("i", blocks)  # the fastest way to check all of them
         except (TypeError, OverflowError):
             fits = range(-LARGEST_INT32 - 1, LARGEST_INT32 + 1)
             bad: object = next((block for block in blocks if not isinstance(block, int) or block not in fits), blocks)
@@ -282,13 +282,13 @@ def check_requests(
 
 
 def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check the prefixes of a batch: whole blocks, apart or nested; on a CPU also the same ones, before any query.
+    """Check prefixes: whole blocks, disjoint or nested; on a CPU also that blocks are equal and before the queries.
 
     Returns:
         The block table.
 
     Raises:
-        ValueError: naming the prefix, what was expected and what came.
+        ValueError: naming the prefix, what was expected and what was given.
     """
     check_contents(batch, block_size)
     check_prefix_types(prefixes)
@@ -321,13 +321,13 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
 
 
 def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -> int:
-    """Check the room for the context of a prefill: a token for each sequence at least, each with its new tokens.
+    """Check the workspace of an MLA prefill: at least one token per sequence.
 
     Returns:
-        A bound of the longest context: `max_context_len`, if it is given.
+        An upper bound on the contexts: `max_context_len` if given.
 
     Raises:
-        ValueError: naming what does not fit; the lengths are read on a CPU only.
+        ValueError: naming the argument that does not fit; the lengths are read on a CPU only.
     """
     check_lengths(batch)
     check_sizes(workspace=workspace)
@@ -345,10 +345,10 @@ def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -
 
 
 def check_contexts(batch: Batch) -> None:
-    """Check on a CPU that every sequence has its new tokens among its keys.
+    """Check on a CPU that the lengths of all sequences include their new tokens.
 
     Raises:
-        ValueError: if one has more queries than keys.
+        ValueError: if a sequence has more queries than keys.
     """
     if batch.seq_lens.is_cpu and (batch.context_lens < 0).any():
         raise ValueError(
@@ -357,13 +357,13 @@ def check_contexts(batch: Batch) -> None:
 
 
 def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check the share of a rank, and a batch with the rank's own block table, whose columns are checked with a plan.
+    """Check a shard and a batch with the rank's own block table; the plan checks its columns.
 
     Returns:
         The block table.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     check_is_shard(shard)
     check_lengths(batch)
@@ -376,10 +376,10 @@ def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor,
 
 
 def check_prefix_types(prefixes: Sequence[Prefix]) -> None:
-    """Check the types of some prefixes.
+    """Check the types of prefixes.
 
     Raises:
-        ValueError: naming what is no list, or no `Prefix` of Python ints.
+        ValueError: naming what is not a list, or not a `Prefix` of Python ints.
     """
     check_list("prefixes", prefixes, "prefixes")
     for i, prefix in enumerate(prefixes):
@@ -389,12 +389,13 @@ def check_prefix_types(prefixes: Sequence[Prefix]) -> None:
 
 
 def check_intervals(batch: Batch, first_visible: Tensor | None, last_visible: Tensor) -> None:
-    """Check the intervals of the query rows of a batch: on a CPU, that they end where their sequences do, or before.
+    """Check the intervals of the query rows of a batch; on a CPU, also that none ends after its sequence.
 
-    Those without a first key begin with the sequence.
+    Without `first_visible`, intervals begin at 0.
 
     Raises:
-        ValueError: if they are no int32 of one length, or elsewhere; if an interval reaches past its sequence.
+        ValueError: if they are not int32 of one length on the device of the batch; on a CPU also if an interval ends
+            after its sequence.
     """
     check_lengths(batch)
     if first_visible is None:
@@ -419,11 +420,11 @@ def check_intervals(batch: Batch, first_visible: Tensor | None, last_visible: Te
 
 
 def check_spans(batch: Batch, spans: Tensor) -> None:
-    """Check spans of sequences: on a CPU, that each has both ends, and that they follow one another.
+    """Check spans of sequences; on a CPU, also that each has both ends, and that they are in order and disjoint.
 
     Raises:
-        ValueError: if they are no int32 `[b, n, 2]`, or elsewhere; if one ends before it begins, or begins before the
-            one before it has ended.
+        ValueError: if they are not int32 `[b, n, 2]` on the device of the batch; on a CPU also if a span ends before it
+            begins, or overlaps the one before it.
     """
     check_lengths(batch)
     check(seq_lens=(batch.seq_lens, "int32 b"), spans=(spans, "int32 b n 2"))
@@ -438,10 +439,10 @@ def check_spans(batch: Batch, spans: Tensor) -> None:
 
 
 def check_prefix_lens(batch: Batch, prefix_lens: Tensor) -> None:
-    """Check the number of tokens of each sequence that see one another.
+    """Check the prefix lengths of a prefix-LM mask.
 
     Raises:
-        ValueError: if they are no int32 `[b]`, elsewhere, or (on a CPU) negative.
+        ValueError: if they are not int32 `[b]` on the device of the batch, or (on a CPU) negative.
     """
     check_lengths(batch)
     check(seq_lens=(batch.seq_lens, "int32 b"), prefix_lens=(prefix_lens, "int32 b"))

@@ -1,4 +1,4 @@
-"""Checks of what moves keys and values: writes by slots, copies of blocks, gathers; and of pools made for them."""
+"""Checks of writes by slots, copies of blocks, gathers, and the allocation of int8 pools."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,9 +34,9 @@ from refattn.scales import (
     stored_types,
 )
 
-FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
-DENSE_SLOTS = 8  # slots up to the highest for each one that is written, up to which counting finds one given twice
-WRITTEN = "as a token that is written knows no sequence"  # why a write takes no scale per sequence
+FEW_SLOTS = 512  # up to this many, sorting in Python is faster than in torch
+DENSE_SLOTS = 8  # bincount finds duplicates if the highest slot is below this many times the count
+WRITTEN = "as a token that is written knows no sequence"  # the reason in errors
 
 
 def check_slots(
@@ -50,11 +50,11 @@ def check_slots(
 ) -> None:
     """Check a write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
 
-    Tokens have the types of the caches, or those given.
+    Tokens have the dtypes of the caches, or `types`.
 
     Raises:
-        ValueError: naming the argument, if tokens lie in a pool, too; on a CPU also if a slot is outside the pool, or
-            given twice.
+        ValueError: naming the argument that does not fit, or shares memory with a pool; on a CPU also if a slot is
+            outside the pool or given twice.
     """
     sizes = check(check(key_cache=(key_cache, "n p hk d")), value_cache=(value_cache, "n p hk dv"))
     check_sizes(block_size=sizes["p"])
@@ -76,7 +76,7 @@ def check_slots(
 
 
 def check_slot_numbers(slot_mapping: Tensor, num_slots: int) -> bool:
-    """Check that slots `[t]` on a CPU are in a pool, and that none but -1 is there twice; return whether some are -1.
+    """Check on a CPU that slots `[t]` are in a pool and, except for -1, unique; return whether some are -1.
 
     Raises:
         ValueError: naming a slot that is not.
@@ -94,7 +94,7 @@ def check_slot_numbers(slot_mapping: Tensor, num_slots: int) -> bool:
         raise ValueError(f"slot_mapping: expected slots in 0..{num_slots - 1}, or -1 for padding, got {wrong}")
     if count <= FEW_SLOTS:
         twice = [slot for slot, following in pairwise(slots) if slot == following >= 0]
-    elif highest < DENSE_SLOTS * count:  # counting visits each slot, and takes less than sorting where most are written
+    elif highest < DENSE_SLOTS * count:  # counting is O(highest slot), faster than sorting if most slots are written
         twice = ((slot_mapping + 1).bincount()[1:] > 1).nonzero()[:1, 0].tolist()
     else:
         ordered = slot_mapping.sort().values
@@ -147,7 +147,7 @@ def check_latent_slots(
 ) -> None:
     """Check a write of new latents `[t, r]` and rotary keys `[t, rope]` into the cache `[n, p, c]` by slots `[t]`.
 
-    They have the type of the cache, or any floating point type if it holds fp8 values or packed rows.
+    They have the type of the cache, or any floating point type if the cache is fp8 or packed.
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
@@ -184,9 +184,9 @@ def check_latent_slots(
 
 
 def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Tensor) -> None:
-    """Check new keys and values `[t, hk, d]` of differential attention, before either half of them is written.
+    """Check a write of new keys and values `[t, hk, d]` of differential attention.
 
-    With scales the cache holds quantized values, and tokens have any floating point type.
+    With scales the cache is fp8, and tokens have any floating point type.
 
     Raises:
         ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.
@@ -212,11 +212,11 @@ def check_block_pairs(
     *,
     names: tuple[str, str] = ("sources", "destinations"),
 ) -> None:
-    """Check a copy of whole blocks between caches whose first dimension is the block.
+    """Check a copy of whole blocks between caches; the block is their first dimension.
 
     Raises:
-        ValueError: if the caches differ in number, block shape or type, or one that is written to shares memory with
-            another; and (where the pairs are on a CPU) if a block is outside its pool, or is written twice.
+        ValueError: if the caches differ in number, block shape or type, or a written one shares memory with another; if
+            the pairs are on a CPU, also if a block is outside its pool or is written twice.
     """
     for name, caches in zip(names, (sources, destinations), strict=True):
         if not isinstance(caches, (list, tuple)):
@@ -244,10 +244,10 @@ def check_block_pairs(
 
 
 def check_gather(cache: Tensor, blocks: Tensor, seq_len: int) -> None:
-    """Check that a row of a block table covers a sequence of `seq_len` tokens of a cache `[n, p, hk, d]`.
+    """Check that a row of a block table has blocks for `seq_len` tokens of a cache `[n, p, hk, d]`.
 
     Raises:
-        ValueError: if there are too few blocks, and on a CPU if one is outside the pool.
+        ValueError: if there are too few blocks; on a CPU also if a block is outside the pool.
     """
     sizes = check(cache=(cache, "n p hk d"), blocks=(blocks, "int32 m"))
     check_sizes(block_size=sizes["p"])
@@ -271,10 +271,10 @@ def check_int8_pools(
     value_dtype: torch.dtype,
     device: torch.device | str,
 ) -> None:
-    """Check the sizes, the layout, the type of values and the place of int8 pools that share one buffer.
+    """Check the sizes, layout, dtype of values and device of int8 pools to be allocated in one buffer.
 
     Raises:
-        ValueError: naming the argument, what was expected and what came.
+        ValueError: naming the argument, what was expected and what was given.
     """
     check_sizes(
         num_blocks=num_blocks,
@@ -298,10 +298,10 @@ def check_int8_pools(
 
 
 def check_values(values: Sequence[Tensor]) -> None:
-    """Check values `[t, hk, dv]` that a scale is to be calibrated over; on a CPU also that all are finite.
+    """Check the arguments of `quantized.value_scales`, values `[t, hk, dv]`; on a CPU also that all are finite.
 
     Raises:
-        ValueError: naming the tensor, what was expected and what came.
+        ValueError: naming the tensor, what was expected and what was given.
     """
     check_list("values", values, "tensors [t, hk, dv]")
     if not values:

@@ -1,11 +1,11 @@
-"""Checks of where tensors lie: what a call writes has memory that none of its other tensors has.
+"""Checks of shared memory: a tensor that a call writes shares no memory with its other tensors.
 
-Views of one buffer may lie between each other and still have no byte in common, as the layers of one pool do:
+Views of one buffer may be interleaved and still share no byte, like the layers of one pool:
 
     buffer      k0 k0 v0 v0 k1 k1 v1 v1 | k0 k0 v0 v0 k1 k1 v1 v1        2 blocks, 2 layers of keys and values
-    keys of 0   ^  ^                      ^  ^                           from byte 0 to 10, as keys of 1 from 4 to 14
+    keys of 0   ^  ^                      ^  ^                           bytes 0 to 10; keys of 1: bytes 4 to 14
 
-So this compares elements, by their strides, where it does not suffice to compare the first and the last byte.
+So where the byte ranges overlap, elements are compared by their strides.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Layout(NamedTuple):
-    """How the elements of a tensor lie: the bytes of each, how many there are, and how far apart."""
+    """The memory layout of a tensor: the bytes of an element, the shape and the strides."""
 
     itemsize: int
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes from the first element to the last one, both included."""
+        """Bytes from the first to the last element, both included."""
         if 0 in self.shape:
             return 0
         steps = sum(stride * (size - 1) for stride, size in zip(self.strides, self.shape, strict=True))
@@ -35,14 +35,14 @@ Place = tuple[int, Layout]  # the address of the first element, and the layout
 
 
 def check_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Check that each tensor that is written to has memory of its own.
+    """Check that no written tensor shares memory with another tensor.
 
     Args:
-        written: the tensors that are written to, by the names that errors call them by.
-        read: the tensors that are read.
+        written: the tensors that are written, by name.
+        read: the tensors that are read, by name.
 
     Raises:
-        ValueError: naming the first tensor that shares memory with another that is written to.
+        ValueError: naming the first tensor that shares memory with a written one.
     """
     others = {**written, **read}
     for name, tensor in written.items():
@@ -59,7 +59,7 @@ def check_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
 
 
 def _ends(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a tensor, and that after the last one; the same of one without memory."""
+    """Return the addresses of a tensor's first byte and past its last one; (0, 0) without an address."""
     begin = _address(tensor)
     if begin is None:
         return 0, 0
@@ -67,26 +67,26 @@ def _ends(tensor: Tensor) -> tuple[int, int]:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return where a tensor lies; None on `meta`, in a transform of torch.func, and of subclasses without memory."""
+    """Return the address of a tensor; None on `meta`, in torch.func transforms, for subclasses without memory."""
     if tensor.device.type == "meta" or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # as `vmap` passes it
+    except RuntimeError:  # a tensor inside `vmap`
         return None
 
 
 def check_pools_apart(name: str, pools: Sequence[Tensor], others: tuple[str, Sequence[Tensor]] | None = None) -> None:
-    """Check that pools that are written to share no memory, so that what one copy has written is no other's source.
+    """Check that written pools share no memory, so that no copy overwrites the source of another.
 
     Args:
         name: the name of the argument.
-        pools: the pools that are written to.
-        others: the pools that they are copied from, and the name of that argument: each may be the one that it is
-            copied to, and no other.
+        pools: the pools that are written.
+        others: the name of the source argument, and the source pools; a source may be its own destination, but no
+            other.
 
     Raises:
-        ValueError: naming the first pool that shares memory with one before it.
+        ValueError: naming the first pool that shares memory with an earlier one.
     """
     written = tuple(_place(pool) for pool in pools)
     pair = _first_in_common(written, ())
@@ -105,7 +105,7 @@ def check_pools_apart(name: str, pools: Sequence[Tensor], others: tuple[str, Seq
 
 
 def _place(tensor: Tensor) -> Place | None:
-    """Return where a tensor lies, and how; None if it has no memory."""
+    """Return the address and the layout of a tensor; None without an address."""
     begin = _address(tensor)
     return None if begin is None else (begin, _layout(tensor))
 
@@ -118,14 +118,15 @@ def _layout(tensor: Tensor) -> Layout:
 def _first_in_common(
     written: tuple[Place | None, ...], read: tuple[Place | None, ...], partners: bool = False
 ) -> tuple[int, int] | None:
-    """Return the numbers of the first two that have a byte in common, the first of which is written; None without any.
+    """Return the indices of the first two tensors that share a byte, the first of them written; None if there are none.
 
-    Tensors that are read are counted after those that are written; `partners` have the same number in both.
+    Indices of read tensors follow those of written ones. With `partners`, a written tensor may share memory with the
+    read tensor of the same index.
     """
     places = [(*place, i) for i, place in enumerate((*written, *read)) if place is not None and place[1].size]
     count = len(written)
     found: list[tuple[int, int]] = []
-    before: list[tuple[int, Layout, int]] = []  # those that reach as far as where the next one begins
+    before: list[tuple[int, Layout, int]] = []  # tensors that end after the start of the next
     for begin, layout, i in sorted(places):
         before = [other for other in before if other[0] + other[1].size > begin]
         for other_begin, other_layout, k in before:
@@ -139,10 +140,10 @@ def _first_in_common(
 
 @lru_cache(maxsize=4096)
 def _have_common_bytes(distance: int, one: Layout, other: Layout) -> bool:
-    """Return whether two tensors that begin at some distance have a byte in common.
+    """Return whether two tensors whose addresses differ by `distance` bytes share a byte.
 
-    A byte of each lies at `begin + sum(stride * index) + byte`. They are one byte where the sum of all strides of the
-    first, times indices, less those of the second is the distance.
+    The addresses of a tensor's bytes are `begin + sum(stride * index) + byte`. The tensors share a byte if the
+    difference of two such sums equals the distance.
     """
     ranges: dict[int, tuple[int, int]] = {1: (1 - other.itemsize, one.itemsize - 1)}
     for layout, sign in ((one, 1), (other, -1)):
@@ -154,7 +155,7 @@ def _have_common_bytes(distance: int, one: Layout, other: Layout) -> bool:
 
 
 def _is_sum(total: int, terms: list[tuple[int, int, int]]) -> bool:
-    """Return whether a number is a sum of steps, each taken a number of times that is between its two ends."""
+    """Return whether `total` is a sum of `step * times` over all terms, with `times` between the term's two bounds."""
     if not terms:
         return total == 0
     (step, least, most), *rest = terms
