@@ -1,4 +1,4 @@
-"""Fast twins of `refattn`: the same names and signatures, computed by FlashAttention and by our own Triton kernels."""
+"""Fast twins of `refattn`: the same names and signatures, computed by FlashAttention and our own kernels."""
 
 from fastattn.kernels import explain, use_kernel
 

@@ -1,8 +1,8 @@
 """Cascade attention: each level is a plan for a paged kernel; the twin of `refattn.cascade`.
 
-Any paged kernel can compute it: the shared levels without a causal mask, because every query comes after every key
-there, and the last level as usual. Our Triton kernel merges the parts of all levels in one launch; the answers of other
-kernels are merged afterwards. The plan holds the positions of the queries, on which windows and ALiBi depend.
+Any paged kernel can compute a cascade: the shared levels without a causal mask, because all their keys precede all
+queries, and the last level as usual. Our Triton kernel merges all levels in one launch; the outputs of other kernels
+are merged afterwards. The plan has the positions of the queries, for windows and ALiBi.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ from refattn.plan import CascadePlan, Plan
 def plan(
     batch: Batch, *, prefixes: Sequence[Prefix], block_size: int, window_size: tuple[int, int] = (-1, -1)
 ) -> CascadePlan:
-    """Plan a level for each depth of the tree of prefixes, and the last for the keys that are not shared.
+    """Plan a level for each depth of the tree of prefixes, and a last one for the keys not shared.
 
-    The twin of `refattn.cascade.plan`, which reads the batch on the host: here tables are cut on the device, so the
-    maxima of a level are bounds. For a window or ALiBi, which need the position of each query, a batch on a device has
-    to say how many query rows it has (`num_tokens`).
+    The twin of `refattn.cascade.plan`, which reads the batch on the host. Here tables are sliced on the device, so the
+    maxima of a level are upper bounds. A window or ALiBi needs query positions, so a batch on a device must have
+    `num_tokens`.
 
     Raises:
-        ValueError: as there; and for a window over prefixes if a batch on a device does not say `num_tokens`. ALiBi is
-            known to a layer only, so there it is `attention` that raises.
+        ValueError: as there; also for a window over prefixes if a batch on a device has no `num_tokens`. For ALiBi, an
+            option of the layer, `attention` raises instead.
     """
     block_table = check_prefixes(prefixes, batch, block_size=block_size)
     left, right = check_window(window_size)
-    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing, and needs no positions
+    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing, so needs no positions
     num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
     if num_tokens is None and left >= 0 and prefixes:
         raise ValueError(
@@ -101,7 +101,7 @@ def _level(
     begins: Sequence[int],
     block_size: int,
 ) -> tuple[Batch, Int32[Tensor, "groups"]]:
-    """Return the batch of groups that share keys from `begins` to their ends, and the first key of each group."""
+    """Return the batch of a level's groups, with keys from `begins` to the groups' ends, and their first keys."""
     firsts = [group.first for group in groups]
     starts, ends = [begins[first] for first in firsts], [group.end for group in groups]
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -122,7 +122,7 @@ def _level(
 def _cut(
     block_table: Int32[Tensor, "b m"], starts: Sequence[int], longest: int | None, block_size: int
 ) -> Int32[Tensor, "b columns"]:
-    """Return the columns of each row from its first key on, for up to `longest` keys; past them anything."""
+    """Return the columns of each row from its first key on, for up to `longest` keys; the rest may hold anything."""
     m = block_table.shape[1]
     columns = m - min(starts, default=0) // block_size if longest is None else -(-longest // block_size)
     if not columns or not len(block_table):
@@ -137,7 +137,7 @@ def _on_device(numbers: Sequence[int], batch: Batch) -> Int32[Tensor, "_"]:
 
 
 def _tree(prefixes: Sequence[Prefix]) -> list[tuple[int, int, Prefix]]:
-    """Return each prefix with its level and its first key that no other encloses, outer ones first."""
+    """Return (level, first key not in an enclosing prefix, prefix) of each prefix, outer ones first."""
     tree: list[tuple[int, int, Prefix]] = []
     above: list[Prefix] = []
     for prefix in sorted(prefixes, key=_outside_in):

@@ -1,6 +1,6 @@
 """Context parallelism by the fastest kernel for each part; the twin of `refattn.context_parallel`.
 
-Partial answers are sent and summed in float32. Nothing synchronizes with the host. With an NCCL group, a CUDA graph
+Partial outputs are sent and summed in float32. Nothing synchronizes with the host. With an NCCL group, a CUDA graph
 captures the collectives together with the kernels.
 """
 
@@ -28,7 +28,7 @@ from refattn.ranks import Group, Shard
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan, check_convolution, check_ranks, check_recurrent
 
-# The fields of plans that `attention` looks at.
+# The plan fields that `attention` reads.
 OVER_RANKS = PLAN | fields_of(Shard, "rank", "num_ranks", "interleave")
 OVER_RANKS |= fields_of(ContextParallelPlan, "batch", "shard", "context", "own")
 
@@ -36,15 +36,14 @@ OVER_RANKS |= fields_of(ContextParallelPlan, "batch", "shard", "context", "own")
 def plan(
     batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1), causal: bool = True
 ) -> ContextParallelPlan:
-    """Plan the part of one rank; the twin of `refattn.context_parallel.plan`.
+    """Plan the work of one rank; the twin of `refattn.context_parallel.plan`.
 
-    For a window, which needs the position of each query, a batch on a device has to say how many query rows it has
-    (`num_tokens`).
+    A window needs query positions, so a batch on a device must have `num_tokens`, or this raises a ValueError.
     """
     block_table = check_shard(batch, shard, block_size=block_size)
     check_contexts(batch)
     left, _ = check_window(window_size)
-    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing
+    left = -1 if left >= batch.max_seq_len - 1 else left  # such a window hides nothing
     longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave
     longest = min(longest, batch.max_seq_len)
     query_len, num_tokens = batch.max_query_len, batch.num_tokens
@@ -90,9 +89,8 @@ def attention(
     Arguments, results and errors are those of `refattn.context_parallel.attention`.
 
     Raises:
-        NotImplementedError: for ALiBi by the root of the distance; for ALiBi over runs of several tokens in a pool
-            whose tokens do not follow one another, as in the layout HND; and if no kernel computes the combination,
-            with the reason of each.
+        NotImplementedError: for `alibi_sqrt`; for ALiBi with `interleave` above 1 over a pool whose tokens are not
+            evenly spaced, as in the layout HND; and if no kernel computes the combination, with the reason of each.
     """
     key_heads = check_context_parallel(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
@@ -112,8 +110,8 @@ def attention(
         part, lse = _attend_by_distance(all_heads, keys, plan, options_of_all, slopes)
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
-    weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge
-    context = group.reduce_scatter(part * weight, dim=1)  # float32: the parts are added once more
+    weight = (lse - total).exp_()[..., None]  # NaN if no rank has a key; the merge ignores such a part
+    context = group.reduce_scatter(part * weight, dim=1)  # float32, as the parts are summed
     context_lse = total.chunk(group.size, dim=1)[group.rank].contiguous()
 
     new, new_lse = dispatch.compute(query, Rows(key[:, key_heads], value[:, key_heads]), plan.own, options)
@@ -129,10 +127,11 @@ def _attend_by_distance(
     options: AttentionOptions,
     slopes: Float[Tensor, "all_h"],
 ) -> tuple[Float[Tensor, "t all_h dv"], Float[Tensor, "t all_h"]]:
-    """Attend with all heads to the context of this rank under ALiBi, once for each token of a run.
+    """Attend with all heads to the context of this rank under ALiBi, by `interleave` calls.
 
-    The tokens at one place of all runs are a `period` apart: the m-th of them is at `m * period + place`. So a kernel
-    that knows keys one after the other has steeper slopes, and what is left is a number per query, in its LSE alone:
+    A rank's tokens with the same offset in their run are a `period` apart: the m-th is at `m * period + place`. So a
+    kernel for consecutive keys can compute them with slopes times the period, and the remainder is one number per
+    query, which only changes the LSE:
 
         slope * (i - (m * period + place))
             = slope * period * ((i - place) // period - m) + slope * ((i - place) % period)
@@ -153,9 +152,9 @@ def _attend_by_distance(
 def _of_runs(
     keys: Pages | QuantizedPages, context: Plan, where: Int32[Tensor, "t"], offset: int, interleave: int
 ) -> tuple[Pages | QuantizedPages, Plan]:
-    """Return the tokens at one place of each run of a rank, and a plan over them for queries at some positions."""
+    """Return the tokens at one offset of each run of a rank, and a plan over them for queries at positions `where`."""
     batch, block_size, table = context.batch, context.block_size, context.batch.block_table
-    assert block_size is not None and table is not None  # it is over pages
+    assert block_size is not None and table is not None  # a plan over pages has both
     if interleave > 1:
         tokens = torch.arange(offset, max(batch.max_seq_len, offset + 1), interleave, device=batch.device)
         table = table[:, (tokens // block_size).clamp(max=max(0, table.shape[1] - 1))] * block_size
@@ -194,7 +193,7 @@ def recurrent_attention(
 ) -> Float[Tensor, "t hv dv"]:
     """Fold the tokens of all ranks into states; the twin of `refattn.context_parallel.recurrent_attention`.
 
-    Ranks exchange their maps in float32, or in float64 for such input.
+    Ranks exchange their maps in float32, or float64 for float64 input.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -242,7 +241,7 @@ def recurrent_convolve(
     refuse_gradients(dispatch.NO_BACKWARD, inputs=inputs, weight=weight, states=states, bias=bias)
     kept = states.shape[1]
     place = torch.arange(kept, device=inputs.device)
-    rows = plan.batch.cu_seqlens_q[1:, None] + place - kept  # [b, w], up to the last of each part; a short one uses few
+    rows = plan.batch.cu_seqlens_q[1:, None] + place - kept  # [b, w], the last rows of each sequence; some use fewer
     ends = inputs[rows.clamp(min=0).long()] if len(inputs) else inputs.new_zeros(*rows.shape, inputs.shape[1])
     lens, has_state = _lengths_of_ranks(plan, group)
     ends = group.all_gather(ends[None], dim=0)
@@ -251,7 +250,7 @@ def recurrent_convolve(
     for rank, (new, end) in enumerate(zip(lens, ends, strict=True)):
         if rank == group.rank:
             _put(states, plan.state_indices, is_written, last)
-        source = place + new[:, None]  # [b, w]: those that stay move to the left
+        source = place + new[:, None]  # [b, w]: kept inputs shift to the left
         stays = last.gather(1, source.clamp(max=kept - 1).long()[..., None].expand_as(last))
         last = stays.where((source < kept)[..., None], end.to(last.dtype))
     begun = replace(plan, has_initial_state=torch.ones_like(plan.has_initial_state))
@@ -261,7 +260,7 @@ def recurrent_convolve(
 
 
 def _lengths_of_ranks(plan: StatePlan, group: Group) -> tuple[Int32[Tensor, "ranks b"], Int32[Tensor, "ranks b"]]:
-    """Return the new tokens that each rank has of each sequence, and whether each takes it to have a state."""
+    """Return each rank's number of new tokens of each sequence, and each rank's `has_initial_state`."""
     own = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
     lens, has_state = group.all_gather(own[None], dim=0).unbind(1)
     return lens, has_state
@@ -270,7 +269,7 @@ def _lengths_of_ranks(plan: StatePlan, group: Group) -> tuple[Int32[Tensor, "ran
 def _first(
     states: Float[Tensor, "n ..."], plan: StatePlan, lens: Tensor, has_state: Tensor, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "b ..."], Bool[Tensor, "b"]]:
-    """Return what is before the tokens of all ranks, zeros if nothing, and which sequences have any new token."""
+    """Return the states before the tokens of all ranks, zeros without one, and which sequences have new tokens."""
     is_written = (plan.state_indices >= 0) & (lens.sum(0) > 0)
     first = states[plan.state_indices.where(is_written, 0).long()].to(dtype)  # other sequences' entries may be anything
     has_any = (is_written & has_state[0].bool()).view(-1, *[1] * (states.ndim - 1))
@@ -278,10 +277,10 @@ def _first(
 
 
 def _put(states: Float[Tensor, "n ..."], slots: Int32[Tensor, "b"], wanted: Bool[Tensor, "b"], values: Tensor) -> None:
-    """Write some of the states to their slots, without waiting for the device.
+    """Write the states of the `wanted` sequences to their slots, without synchronizing.
 
-    Every row writes. One that is not wanted writes what the first wanted one does, where there is any, else what slot 0
-    holds: its own entry may be anything.
+    Every row writes: an unwanted one, whose slot may be anything, repeats the first wanted write, or if there is none
+    rewrites slot 0 with its own contents.
     """
     if not len(slots):
         return
@@ -291,7 +290,7 @@ def _put(states: Float[Tensor, "n ..."], slots: Int32[Tensor, "b"], wanted: Bool
 
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
-    """Return the positions of a sequence that a rank has; the twin of `refattn.context_parallel.own_positions`."""
+    """Return the positions of a rank's tokens of a sequence; the twin of `refattn.context_parallel.own_positions`."""
     check_int("length", length)
     count = int(local_lens(torch.tensor([length], dtype=torch.int32, device="cpu"), shard))
     place = torch.arange(count, device="cpu")
@@ -300,15 +299,15 @@ def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
 
 
 def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
-    """Return how many of the first tokens of each sequence a rank has; the twin of `refattn.context_parallel`."""
+    """Return how many of the first `lens` tokens a rank has; the twin of `refattn.context_parallel.local_lens`."""
     check_local_lens(lens, shard)
-    period, lens = shard.num_ranks * shard.interleave, lens.long()  # a period may be longer than an int32 counts
+    period, lens = shard.num_ranks * shard.interleave, lens.long()  # a period may exceed int32
     last_round = (lens % period - shard.rank * shard.interleave).clamp(0, shard.interleave)
     return (lens // period * shard.interleave + last_round).int()
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int) -> Int64[Tensor, "t"]:
-    """Return the slot that this rank writes each new token to; the twin of `refattn.context_parallel.slot_mapping`."""
+    """Return the slot of each new token in this rank's pool; the twin of `refattn.context_parallel.slot_mapping`."""
     check_num_tokens(num_tokens, batch)
     block_table = check_shard(batch, shard, block_size=block_size)
     seq_lens = local_lens(batch.seq_lens, shard)

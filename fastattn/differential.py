@@ -1,4 +1,4 @@
-"""Differential attention, with each key and value read once where possible; the twin of `refattn.differential`."""
+"""Differential attention that reads each key and value once if possible; the twin of `refattn.differential`."""
 
 from collections.abc import Callable
 
@@ -41,9 +41,9 @@ def attention(
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
-    Arguments, results and errors are those of `refattn.differential.attention`. Rows are read as pages of one row, and
-    an fp8 cache by four calls of a kernel for quantized pages, two for each softmax. Our Triton kernel subtracts and
-    norms by itself, by the root mean square: with another `norm` there are four calls on a GPU. None is replayed then.
+    Arguments, results and errors are those of `refattn.differential.attention`. Rows are read as pages of one token. An
+    fp8 cache takes four calls of a kernel for quantized pages, two per softmax. Our Triton kernel fuses the subtraction
+    and the root mean square norm; on a GPU another `norm` takes four calls, which are not replayed.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -82,7 +82,7 @@ def compute_lambda(
 
 @without_autocast
 def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]:
-    """Bring heads from the order of transformers' DiffLlama into pairs: it keeps all first heads before all second.
+    """Reorder heads from transformers' DiffLlama, which has all first heads before all second, into interleaved pairs.
 
     Arguments, results and errors are those of `refattn.differential.interleave_halves`.
     """
@@ -91,7 +91,7 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
 
 
 def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"]) -> Shaped[Tensor, "2 2 s pairs d"]:
-    """Return keys and values as `attention` takes them in rows; the twin of `refattn.differential.split_halves`."""
+    """Return keys and values as the rows that `attention` takes; the twin of `refattn.differential.split_halves`."""
     check_rows_of_pairs(key, value)
     return torch.stack([torch.stack([x[:, half::2] for x in (key, value)]) for half in (0, 1)])
 
@@ -108,7 +108,7 @@ def write(
     *,
     scales: Fp8Scales | None = None,
 ) -> None:
-    """Write new tokens into the pool, in place: the first heads of the pairs to one half, the second to the other.
+    """Write new tokens into the pool, in place: the first heads of pairs to one half, the second to the other.
 
     Arguments, results and errors are those of `refattn.differential.write`.
     """

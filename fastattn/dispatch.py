@@ -1,49 +1,48 @@
 """Bind once, run often: the way from a path to a kernel.
 
-The first layer of a step that attends under a plan binds the call: it is checked, a kernel is chosen
-(`fastattn.kernels.order`), and what the kernel has prepared is stored with the plan. Layers of a step differ in little
-but the addresses of their tensors, so a later one finds what was bound under its cache key, and runs it:
+The first attention call under a plan is bound: its arguments are checked, a kernel is chosen
+(`fastattn.kernels.order`), and the prepared launch is stored with the plan. The layers of a step differ in little but
+the addresses of their tensors, so a later layer finds the bound call by its cache key and runs it:
 
-    in the cache key       the storage, the kernel asked for, types, shapes, strides, devices, numbers of the options,
-                           and whether a gradient is wanted, which no kernel has
-    not in the cache key   the contents of tensors, the numbers of scales, and addresses, as long as they are multiples
+    in the cache key       the storage, the forced kernel, types, shapes, strides, devices, scalar options,
+                           and whether a gradient is required, which no kernel computes
+    not in the cache key   the contents of tensors, the values of scales, and addresses, if they are multiples
                            of 16 bytes
     fixed by the plan      lengths, tables, masks, levels, trees
 
-It never changes an output: without it each layer computes the same, with more CPU overhead. A captured CUDA graph
-replays launches, and has no use for it. `mla.prefill` and `context_parallel.attention` combine several calls; they are
-checked as a whole, and no part of them is stored.
+Binding never changes an output; it saves CPU overhead. A captured CUDA graph replays launches without it. `mla.prefill`
+and `context_parallel.attention` combine several calls; they are checked as a whole, and their calls are not bound.
 
-Everything else that a path asks of a kernel is one `run(operation, ...)`. The operations and their arguments:
+Every other operation of a kernel is called by `run(operation, ...)`. The operations and their arguments:
 
     attend           query, keys, plan, options, out                        attend under a plan to `Keys`
-    differential     query, cache, plan, options, subtraction, out          attend to pairs, and subtract
+    differential     query, cache, plan, options, subtraction, out          differential attention
     merge            outs, lses                                             combine partial outputs
-    add_sinks        out, lse, sinks                                        give sinks their share of an output
+    add_sinks        out, lse, sinks                                        add sinks to an output
     write            key, value, key_cache, value_cache, slot_mapping       write new tokens into the pool
     write_quantized  ... and scales                                         quantize and write them
     write_packed     latent, rope_key, cache, slot_mapping                  write latents into packed rows
     read_packed      rows, latent_rank, rope_size, dtype                    dequantize such rows
     copy_blocks      cache, pairs                                           copy blocks inside a pool
     compact          cache, batch, trees, accepted, block_size              move accepted nodes to the front of trees
-    slot_mapping     batch, num_tokens, block_size                          where each new token is written
+    slot_mapping     batch, num_tokens, block_size                          the slot of each new token
     trim             batch, left, block_size, columns                       lengths and tables of a window
     cut_chunks       batch, chunk_size, block_size, num_chunks, columns     lengths and tables of virtual sequences
     draw_trees       batch, trees, num_tokens                               depths, ancestors, positions of nodes
     write_index      key, index_cache, slot_mapping                         write index keys into their pool
     read_index       index_cache, slots                                     read index keys
-    score_index      query, weights, index_cache, plan                      score the keys that queries may see
-    select           scores, topk                                           the positions of the best
-    selected_slots   batch, positions, block_size                           where selected keys are
+    score_index      query, weights, index_cache, plan                      score the visible keys
+    select           scores, topk                                           the positions of the best keys
+    selected_slots   batch, positions, block_size                           the slots of selected keys
     plan_selected    batch, positions, block_size                           a sequence for each query row
     recurrent        query, key, value, log_decay, beta, states, plan, options, out    fold new tokens into states
-    convolve         inputs, weight, states, plan, bias, silu, out          mix tokens with the inputs before them
+    convolve         inputs, weight, states, plan, bias, silu, out          causal convolution per channel
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
-not None, is contiguous memory that the kernel may write its output to, and no part of an input; it may also return
-another tensor. A kernel may have `bind_attend`, which takes `return_lse`, too, and returns a third thing: a function
-that is called as `attend` is, and computes the same with the tensors of another layer.
+not None, is contiguous memory that overlaps no input; the kernel may write its output there or return another tensor. A
+kernel may have `bind_attend`, which also takes `return_lse` and also returns a function with the arguments of `attend`
+that computes the same call with the tensors of another layer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,19 +79,19 @@ def attend(
     kind: type | None = None,
     **more: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend: run what the plan has bound for such tensors and options, else check the call and bind it.
+    """Attend: run the call that the plan has bound for such arguments, else check the call and bind it.
 
-    Nothing that is checked differs in a later call, as bad arguments give another cache key.
+    A bound call needs no checks: all that they depend on is in the cache key or fixed by the plan.
 
     Args:
         query: query rows of all sequences, `[t, h, d]`.
-        keys: where the keys are.
-        plan: the lengths, the tables, and who may see whom.
-        options: those of the layer.
-        out: where the outputs go; new memory if None.
-        return_lse: return the log-sum-exps, too.
-        kind: the type of the plans of the path; None for any that its keys are read under.
-        more: how the outputs of pairs are subtracted.
+        keys: the storage of the keys.
+        plan: the lengths, the tables and the mask.
+        options: the layer's options.
+        out: where to write the outputs; a new tensor if None.
+        return_lse: also return the log-sum-exps.
+        kind: the type of the path's plans; None for any.
+        more: further arguments of differential attention.
 
     Raises:
         ValueError: as `keys.check` does.
@@ -105,7 +104,7 @@ def attend(
     bound = None if memo is None else memo.bound.get(key)
     if bound is not None:
         try:
-            if out is None and not more:  # most calls: `**` takes the CPU half a microsecond
+            if out is None and not more:  # most calls: `**` costs half a microsecond on the CPU
                 answer, lse = bound.run(query, keys, plan, options, None)
             elif out is None:
                 answer, lse = bound.run(query, keys, plan, options, None, **more)
@@ -114,7 +113,7 @@ def attend(
                 answer, lse = _into(out, *bound.run(query, keys, plan, options, memory, **more))
             return (answer, lse) if return_lse else answer
         except torch.OutOfMemoryError:
-            pass  # computed once more as a first call is, which says what helps
+            pass  # computed again as a first call, whose error gives advice
     keys.check(query, plan, options, out, return_lse, **more)
     answer, lse = compute(query, keys, plan, options, out, key, return_lse, **more)
     return (answer, lse) if return_lse else answer
@@ -130,16 +129,16 @@ def compute(
     return_lse: bool = True,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to what has been checked; returns the outputs and their log-sum-exps.
+    """Attend with checked arguments; return the outputs and their log-sum-exps.
 
     Args:
-        query: as in `attend`, and what follows.
-        keys: where the keys are.
-        plan: the lengths, the tables, and who may see whom.
-        options: those of the layer.
-        out: where the outputs go; new memory if None.
-        key: from `key_of`, under which the plan will find what is bound; None to store nothing.
-        return_lse: whether later calls with this key want the log-sum-exps, too.
+        query: query rows of all sequences, `[t, h, d]`.
+        keys: the storage of the keys.
+        plan: the lengths, the tables and the mask.
+        options: the layer's options.
+        out: where to write the outputs; a new tensor if None.
+        key: from `key_of`, to bind the call under this key; None to bind nothing.
+        return_lse: whether later calls with this key return the log-sum-exps.
         more: as in `attend`.
     """
     given = _read(query=query, keys=keys, plan=plan, options=options, out=out, **more)
@@ -158,31 +157,31 @@ def compute(
 
 
 def run(operation: str, **arguments: Any) -> Any:
-    """Compute an operation beside attention by the first kernel that can: `run("merge", outs=outs, lses=lses)`.
+    """Run an operation other than attention by the first kernel that can: `run("merge", outs=outs, lses=lses)`.
 
     Args:
-        operation: one of those that the module lists.
-        arguments: those of the operation, in their order.
+        operation: one of those listed above.
+        arguments: its arguments, in order.
 
     Raises:
-        NotImplementedError: if a gradient is wanted, or no kernel computes the operation, with the reason of each.
+        NotImplementedError: if a gradient is required, or no kernel computes the operation, with the reason of each.
     """
     return launch(getattr(order.choose(problem_of(operation, arguments)), operation), **arguments)
 
 
 def run_in_each(operation: str, pools: Sequence[Tensor], **arguments: Any) -> None:
-    """Compute an operation in several pools, once there is a kernel for each."""
+    """Run an operation in several pools, after a kernel is found for every one."""
     kernels = [order.choose(problem_of(operation, {"cache": pool, **arguments})) for pool in pools]
     for kernel, pool in zip(kernels, pools, strict=True):
         launch(getattr(kernel, operation), cache=pool, **arguments)
 
 
 def launch(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of a kernel with tensors that it can read by their addresses, on the GPU of the first one.
+    """Call a function of a kernel with tensors that it can read by address, on the GPU of the first one.
 
     Raises:
-        NotImplementedError: if a gradient is wanted.
-        ValueError: naming a tensor that has no memory of its own.
+        NotImplementedError: if a gradient is required.
+        ValueError: naming a tensor without memory.
     """
     given = _read(**arguments)
     first = next(iter(given.values()))
@@ -191,7 +190,7 @@ def launch(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def forget() -> None:
-    """Forget which kernels were chosen, and how to replay writes; a plan remembers its own calls."""
+    """Clear the caches of chosen kernels and bound writes; bound attention calls are stored with their plans."""
     order.forget()
     forget_writes()
 
@@ -200,16 +199,16 @@ def forget() -> None:
 
 
 def _read(**arguments: Any) -> dict[str, Any]:
-    """Refuse gradients, and return arguments all of whose tensors are what their memory holds."""
+    """Raise if a gradient is required, and return the arguments with lazy views resolved in memory."""
     refuse_gradients(NO_BACKWARD, **arguments)
     return {name: in_memory(name, argument) for name, argument in arguments.items()}
 
 
 @contextmanager
 def launching(device: torch.device) -> Iterator[None]:
-    """Turn autocast off, set the device, and advise where memory runs out.
+    """Disable autocast, set the device, and add advice to out-of-memory errors.
 
-    A launch goes to the current GPU, whichever one the tensors are on.
+    Kernels launch on the current GPU, whichever GPU the tensors are on.
     """
     with ExitStack() as around:
         for kind in AUTOCAST_DEVICES:
@@ -227,23 +226,23 @@ def launching(device: torch.device) -> Iterator[None]:
 
 
 def memory_for(out: Tensor | None, *read: object) -> Tensor | None:
-    """Return where a kernel may write its output: `out`, if it is no part of what is read."""
+    """Return where a kernel may write its output: `out`, if it overlaps no input."""
     return None if out is None or _overlaps(out, read) else out
 
 
 def _memory(out: Tensor | None, *read: object) -> Tensor | None:
-    """Return where a kernel may write its answer: `out`, if that is contiguous and no part of what is read.
+    """Return where a kernel may write its output: `out`, if it is contiguous and overlaps no input.
 
-    A kernel may read an input after it has written some of the answer. This is asked in every call, as no cache key
-    has addresses.
+    A kernel may read an input after it has written some of the output. This is checked in every call, as cache keys
+    have no addresses.
     """
     return out if out is not None and out.is_contiguous() and not _overlaps(out, read) else None
 
 
 def _overlaps(out: Tensor, read: Iterable[object]) -> bool:
-    """Return whether memory for an answer lies between the first and the last element of a tensor that is read.
+    """Return whether the memory for an output overlaps the address range of an input.
 
-    Of what is no tensor, scales have some, and anything else has none.
+    Inputs are tensors and scales, whose tensors count; others are skipped.
     """
     begin, end = addresses(out)
     for x in read:
@@ -256,7 +255,7 @@ def _overlaps(out: Tensor, read: Iterable[object]) -> bool:
 
 
 def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring an answer to where it was asked for, if it is not there."""
+    """Copy an output to `out` if it is not there."""
     if out is None or answer is out:
         return answer, lse
     return out.copy_(answer), lse
@@ -273,10 +272,11 @@ def _by_a_kernel(
     out: Tensor | None,
     return_lse: bool | None,
 ) -> tuple[Tensor, Tensor, Bound]:
-    """Attend, and return what is bound; nothing of its own if `return_lse` is None, as nothing will be run again.
+    """Attend, and return the bound call; with `return_lse` None, without a kernel's own binding.
 
-    The levels of a cascade are one call where each has the same kernel, and it takes all of them. Otherwise a kernel is
-    chosen for each, and the outputs merge. Over quantized values a kernel that takes all of them goes first.
+    The levels of a cascade are one call if the same kernel is chosen for each and it supports several levels. Otherwise
+    each level uses its own kernel, and the outputs merge. For quantized pages, a kernel that supports all levels in one
+    call is chosen first.
     """
     problem = attention_problem(query, keys, plan, options)
     if problem.levels == 1 or isinstance(keys, QuantizedPages):
@@ -300,7 +300,7 @@ def _by_a_kernel(
 
 
 def _bind(kernel: Kernel, operation: str, *arguments: Any, return_lse: bool | None) -> tuple[Tensor, Tensor, Bound]:
-    """Compute attention by a kernel; return the outputs, and what computes it again with other tensors."""
+    """Compute attention by a kernel; return the outputs and the bound call for other tensors."""
     where = None if return_lse is None else kernel.functions.get(f"bind_{operation}")
     if where is None:
         module, name = find(kernel.functions[operation])
@@ -312,7 +312,7 @@ def _bind(kernel: Kernel, operation: str, *arguments: Any, return_lse: bool | No
 
 
 def _levels_of(plan: AttentionPlan, options: AttentionOptions) -> list[tuple[Plan | TreePlan, AttentionOptions]]:
-    """Return each level with its options: sinks count once, in the last level, where every query is."""
+    """Return each level with its options: sinks count once, in the last level, which has every query."""
     *shared, own = plan.levels
     return [*((level, options.without_sinks()) for level in shared), (own, options)]
 
@@ -326,10 +326,10 @@ def _with_subtraction(
     return_lse: bool | None,
     **more: Any,
 ) -> tuple[Tensor, Tensor, Bound]:
-    """Attend as `_by_a_kernel` by one that subtracts, which reads every key and value once, where one can.
+    """Attend by a kernel that fuses the subtraction and reads every key and value once, if one can.
 
-    Where none can, or one is asked for that cannot, it is four calls of attention, as always over an fp8 cache, under
-    the levels of a cascade and under drafted trees.
+    Otherwise use four calls of attention: always for an fp8 cache, cascades and draft trees, and if the forced kernel
+    cannot.
     """
     order.refuse_unknown("differential attention", PAGES | QUANTIZED, keys)
     if keys.scales is None and isinstance(plan, Plan):
@@ -337,7 +337,7 @@ def _with_subtraction(
         problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
         asks = problem.asks if more.get("norm") is None else problem.asks | OWN_NORM
         kernel = order.choose_differential(problem._replace(asks=asks), order.forced.get())
-        if kernel is not None:  # launches know one table, and rows have one per call
+        if kernel is not None:  # a bound launch has one table, but rows get a new one per call
             arguments = query, pages, over_pages, options, subtraction_of(**more), out
             again = return_lse if over_pages is plan else None
             answer, lse, bound = _bind(kernel, "differential", *arguments, return_lse=again)
@@ -360,7 +360,7 @@ def _with_subtraction(
     def by_four_calls(
         query: Tensor, keys: Pairs, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor]:
-        """Each half of the queries attends over values of both."""
+        """Attend with each half of the queries to the values of both halves."""
         subtraction, compute = subtraction_of(**more), compute_dtype(query.dtype)
         lse = query.new_empty(query.shape[:2], dtype=compute)
         answers: list[Tensor] = []
@@ -398,21 +398,21 @@ def key_of(
     return_lse: bool,
     more: dict[str, Any],
 ) -> Key | None:
-    """Return the cache key of a call of attention; None if it is not to be replayed. No argument was checked before.
+    """Return the cache key of an attention call; None if it must not be bound. The arguments are not checked yet.
 
-    A call is not replayed if an argument is not of its very type or has no strides, if a tensor is not what its memory
-    holds (`fastattn.kernels.memory`), or begins elsewhere than at a multiple of 16 bytes, as its launches would differ,
-    if the GPU is not the current one, under autocast, which has to be switched off, and in forward-mode gradients.
+    A call is not bound if an argument is of a subclass or has no strides, if a tensor is a lazy view or has no memory
+    (`fastattn.kernels.memory`), if an address is not a multiple of 16 bytes, as launches would differ, if the GPU is
+    not the current one, under autocast, and under forward-mode differentiation.
 
     Args:
-        forced: the kernel asked for by `use_kernel`.
+        forced: the kernel forced by `use_kernel`.
         query: query rows of all sequences.
-        keys: where the keys are.
-        plan: the lengths, the tables, and who may see whom.
-        options: those of the layer.
-        out: where the outputs go; None for new memory.
-        return_lse: the log-sum-exps are wanted, too.
-        more: the arguments that only differential attention has.
+        keys: the storage of the keys.
+        plan: the lengths, the tables and the mask.
+        options: the layer's options.
+        out: where to write the outputs; None for a new tensor.
+        return_lse: whether the log-sum-exps are returned.
+        more: further arguments of differential attention.
     """
     storage = type(keys)
     others: tuple[object, ...] = ()
@@ -421,7 +421,7 @@ def key_of(
     elif isinstance(keys, QuantizedPages):
         key, value, scales = keys
         others = (scales,)
-    else:  # one pool of both
+    else:  # one pool of keys and values
         key = value = keys[0]
         others = keys[1:]
     if not (type(query) is type(key) is type(value) is Tensor):

@@ -1,4 +1,4 @@
-"""`twinattn doctor`: which kernels this machine can run, what each computes, and why it cannot compute the rest."""
+"""`twinattn doctor`: which kernels this machine can run, what each computes, and why it does not compute the rest."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from fastattn.kernels.order import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.problem import Problem
 
 NONE = "none"
-WIDE = 70  # characters of a line that has room for packages and versions
+WIDE = 70  # console width needed for packages and versions
 PACKAGES = {
     "native": "a C compiler",
     "cpu": "torch",
@@ -32,7 +32,7 @@ PACKAGES = {
 
 
 def run(console: Console | None = None) -> None:
-    """Print a table of the kernels, and for the CPU and each kind of GPU a table of what they compute there.
+    """Print a table of the kernels, and per device (the CPU and each kind of GPU) a table of what they compute.
 
     Args:
         console: where to print; standard output if None.
@@ -60,7 +60,7 @@ def run(console: Console | None = None) -> None:
 
 
 def _in_short(device: torch.device, problems: dict[str, Problem]) -> str:
-    """Summarize which kernels compute prompts and decodes on a device, and name the problems that none computes."""
+    """Return the kernels that compute prompts and decodes on a device, and the problems that no kernel computes."""
     taken = {feature: _taken(problem) for feature, problem in problems.items()}
     usual, decode = next(iter(taken.values())), taken["decode"]
     first = f"{_describe(device)}: prompts are computed by {usual}, decodes by {decode}."
@@ -69,7 +69,7 @@ def _in_short(device: torch.device, problems: dict[str, Problem]) -> str:
 
 
 def as_dict() -> dict[str, Any]:
-    """Return the same for a file: versions, and of each device and problem the kernel that is taken and all reasons."""
+    """Return the report as a dict: versions, and per device and problem the chosen kernel and all reasons."""
     versions = {package: _version(package) for package in dict.fromkeys(PACKAGES.values())}
     devices = {}
     for device in _devices():
@@ -87,7 +87,7 @@ def as_dict() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package, None if it is not installed; of a compiler, whether it made the library."""
+    """Return the version of a package, or None; for the C compiler "found" if it compiled the library, or None."""
     if package != PACKAGES["native"]:
         return package_version(package)
     return "found" if isinstance(library(), CDLL) else None
@@ -102,7 +102,7 @@ def _devices() -> list[torch.device]:
 
 
 def _features(device: torch.device, here: list[str], problems: dict[str, Problem]) -> Table:
-    """Make the table of features by kernels: the one that is taken, those that can too, and the reasons of the rest."""
+    """Return the table of features by kernels: the chosen one, others that can, and the reasons of the rest."""
     table = Table(title=f"What runs on {_describe(device)}")
     table.add_column("problem")
     for name in here:
@@ -115,7 +115,7 @@ def _features(device: torch.device, here: list[str], problems: dict[str, Problem
 
 
 def _taken(problem: Problem) -> str:
-    """Return the kernel that is taken for a problem; levels that none takes at once are computed one by one, merged."""
+    """Return the kernel chosen for a problem; levels that no kernel takes in one call are computed level by level."""
     try:
         return choose(problem).name
     except NotImplementedError:
@@ -123,7 +123,7 @@ def _taken(problem: Problem) -> str:
 
 
 def _cell(name: str, problem: Problem) -> Text:
-    """Return whether a kernel computes a problem, or does so where there are no pages, or why not."""
+    """Return the cell of a kernel and a problem: yes, over rows only, or the reason why not."""
     reason = unsupported_reason(name, problem)
     if reason is None:
         return Text("yes", style="green")
@@ -133,17 +133,17 @@ def _cell(name: str, problem: Problem) -> Text:
         if over_rows is None:
             return Text("over rows only", style="yellow")
         if _has_none(reason) and not _has_none(over_rows):
-            reason = over_rows  # the reason over rows says more
+            reason = over_rows  # the reason over rows is more specific
     return Text("–" if _has_none(reason) else reason, style="dim")
 
 
 def _has_none(reason: str) -> bool:
-    """Return whether a reason says only that a kernel has no such function."""
+    """Return whether the reason is only that the kernel has no such function."""
     return reason.startswith("does not compute ")
 
 
 def _usual(device: torch.device) -> Problem:
-    """Describe a usual problem: a chunk of a prompt over pages of 16 tokens, with the heads of an 8B model."""
+    """Return a typical problem: a chunk of a prompt over pages of 16 tokens, with the heads of an 8B model."""
     return Problem(
         operation="attend",
         device=device,
@@ -163,7 +163,7 @@ def _usual(device: torch.device) -> Problem:
 
 
 def _problems(device: torch.device) -> dict[str, Problem]:
-    """Describe the usual problem first, then others that differ in one property, then what goes with attention."""
+    """Return the typical problem first, then variants that differ in one property, then other operations."""
     usual = _usual(device)
     problems = {
         "prefill, pages of 16": usual,
@@ -214,7 +214,7 @@ def _problems(device: torch.device) -> dict[str, Problem]:
 
 
 def _state(name: str, problems: dict[str, Problem]) -> Text:
-    """Return whether a kernel runs, judged by the usual problem; if it computes others only, why not that one."""
+    """Return whether a kernel runs the typical problem; if it computes only others, why not that one."""
     first, *others = _reasons(name, problems)
     if first is None:
         return Text("runs", style="green")
@@ -226,7 +226,7 @@ def _state(name: str, problems: dict[str, Problem]) -> Text:
 
 
 def _reasons(name: str, problems: dict[str, Problem]) -> list[str | None]:
-    """Return of each problem why a kernel can't compute it, or None."""
+    """Return, per problem, the reason why a kernel can't compute it, or None."""
     return [unsupported_reason(name, problem) for problem in problems.values()]
 
 

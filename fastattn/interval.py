@@ -1,4 +1,4 @@
-"""Intervals of keys by the fastest kernel that takes them; the twin of `refattn.interval`."""
+"""Intervals of keys by the fastest kernel that supports them; the twin of `refattn.interval`."""
 
 import torch
 from jaxtyping import Int32
@@ -22,9 +22,9 @@ def plan(
     last_visible: Int32[Tensor, "t"],
     block_size: int | None = None,
 ) -> Plan:
-    """Plan attention of queries that see one run of keys each; the twin of `refattn.interval.plan`.
+    """Plan attention with one interval of visible keys per query; the twin of `refattn.interval.plan`.
 
-    The tensors are kept, so a captured graph that fills them anew attends by the next step's intervals.
+    The plan keeps the given tensors, so a captured graph uses new intervals that are written into them.
     """
     check_intervals(batch, first_visible, last_visible)
     if block_size is not None:
@@ -37,13 +37,13 @@ def plan(
     plan = Plan(batch, block_size, causal=False, extends_causal=after is not None, **ends._asdict())
     if block_size is None:
         memo_of(plan).cu_seqlens_k = batch.cu_seqlens_k
-    if after is not None:  # what a kernel for causal masks leaves out
+    if after is not None:  # the first key that a causal kernel leaves out, per row
         memo_of(plan).after = after
     return plan
 
 
 def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1, -1)) -> Intervals:
-    """Return the intervals of a causal mask, or of a window; the twin of `refattn.interval.causal`."""
+    """Return the intervals of a causal mask or a window; the twin of `refattn.interval.causal`."""
     check_batch(batch)
     no_spans = torch.zeros(batch.num_seqs, 0, 2, dtype=torch.int32, device=batch.device)
     return image_spans(batch, no_spans, num_tokens, window_size=window_size)
@@ -57,7 +57,7 @@ def image_spans(
     window_size: tuple[int, int] = (-1, -1),
     whole_spans: bool = False,
 ) -> Intervals:
-    """Return the intervals of tokens that see all of their span; the twin of `refattn.interval.image_spans`."""
+    """Return the intervals of causal tokens that see all of their span; the twin of `refattn.interval.image_spans`."""
     left, right = check_window(window_size)
     check_flag("whole_spans", whole_spans)
     check_spans(batch, spans)
@@ -76,7 +76,7 @@ def image_spans(
 
 
 def prefix_lm(batch: Batch, prefix_lens: Int32[Tensor, "b"], num_tokens: int) -> Intervals:
-    """Return the intervals of a prefix before a causal rest; the twin of `refattn.interval.prefix_lm`."""
+    """Return the intervals of a prefix followed by causal tokens; the twin of `refattn.interval.prefix_lm`."""
     check_prefix_lens(batch, prefix_lens)
     check_num_tokens(num_tokens, batch)
     sequence, position, padding = places(batch, num_tokens)
@@ -87,7 +87,7 @@ def prefix_lm(batch: Batch, prefix_lens: Int32[Tensor, "b"], num_tokens: int) ->
 
 
 def diffusion_blocks(batch: Batch, num_tokens: int, *, diffusion_block: int) -> Intervals:
-    """Return the intervals of blocks that see themselves; the twin of `refattn.interval.diffusion_blocks`."""
+    """Return the intervals of diffusion blocks; the twin of `refattn.interval.diffusion_blocks`."""
     check_sizes(diffusion_block=diffusion_block)
     check_num_tokens(num_tokens, batch)
     _, position, padding = places(batch, num_tokens)
@@ -96,5 +96,5 @@ def diffusion_blocks(batch: Batch, num_tokens: int, *, diffusion_block: int) -> 
 
 
 def _intervals(first: Tensor, last: Tensor, padding: Tensor) -> Intervals:
-    """Return positions as tables of a plan; rows of padding see nothing."""
+    """Return positions as tables of a plan; padding rows are fully masked."""
     return Intervals(first.masked_fill(padding, 0).int(), last.masked_fill(padding, -1).int())

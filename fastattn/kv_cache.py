@@ -1,4 +1,4 @@
-"""The paged cache, read and written whole blocks or whole batches at a time; the twin of `refattn.kv_cache`."""
+"""The paged cache, read and written by whole blocks or whole batches; the twin of `refattn.kv_cache`."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
 
 
 def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
-    """Copy whole blocks inside their pools, in place; every source is read before anything is written.
+    """Copy whole blocks inside their pools, in place; all sources are read before any write.
 
     Arguments, results and errors are those of `refattn.kv_cache.copy_blocks`.
     """
@@ -64,7 +64,7 @@ def swap_blocks(
     destinations: Sequence[Shaped[Tensor, "n2 ..."]],
     pairs: Int64[Tensor, "k 2"],
 ) -> None:
-    """Copy whole blocks from some pools to others, which may be on another device (out to the host and back).
+    """Copy whole blocks from pools to other pools, which may be on another device (swap out to the host and in again).
 
     Arguments, results and errors are those of `refattn.kv_cache.swap_blocks`.
     """

@@ -14,12 +14,12 @@ from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Cut each sequence at the ends of its chunks, into virtual sequences; the twin of `refattn.local.plan`.
+    """Split each sequence at the ends of its chunks into virtual sequences; the twin of `refattn.local.plan`.
 
-    Every sequence gets as many of them as the longest query touches: on a device as `max_query_len` or `num_tokens`
-    queries can touch, so that all sizes follow from Python ints. Those left over have no queries. A batch of decodes
-    has one per sequence; one of a few long prefills and many decodes is best split first
-    (`metadata.split_decodes_and_prefills`).
+    Every sequence gets a virtual sequence for each chunk that the longest query can touch; unused ones have no queries.
+    On a device the longest query is taken as `max_query_len`, or `num_tokens` if less, so that all sizes follow from
+    Python ints. A batch of decodes has one virtual sequence per sequence; split a batch of a few long prefills and many
+    decodes first (`metadata.split_decodes_and_prefills`).
     """
     check_chunk(chunk_size, block_size)
     block_table = check_block_table(batch, block_size=block_size)
@@ -28,7 +28,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
     if batch.device.type == "cpu":
         longest_query = max(batch.query_lens.tolist(), default=0)
         has_query = batch.query_lens > 0
-        if not has_query.all():  # a sequence without queries reads nothing
+        if not has_query.all():  # a sequence without queries reads no keys
             batch = replace(batch, seq_lens=batch.seq_lens * has_query, num_keys=None)
     if batch.max_seq_len <= chunk_size:  # one chunk holds every sequence
         return Plan(batch, block_size, window_size=window_size)

@@ -1,4 +1,4 @@
-"""Merge partial answers in one pass over their outputs; the twin of `refattn.merge`."""
+"""Merge partial outputs in one pass over them; the twin of `refattn.merge`."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from refattn.checks_of_calls import check_partials, check_sinks
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Combine the answers of the same queries over disjoint sets of keys into the answer over all of them.
+    """Combine the outputs of the same queries over disjoint sets of keys into the output over all of them.
 
     Arguments, results and errors are those of `refattn.merge.merge`.
     """
@@ -26,7 +26,7 @@ def merge(
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Add sinks to the softmax of answers that were computed without them; the twin of `refattn.merge.add_sinks`."""
+    """Add sinks to outputs that were computed without them; the twin of `refattn.merge.add_sinks`."""
     check_sinks(out, lse, sinks)
     share, total = dispatch.run(
         "add_sinks", out=out, lse=lse.to(torch.promote_types(out.dtype, lse.dtype)), sinks=sinks

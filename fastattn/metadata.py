@@ -1,4 +1,4 @@
-"""From requests to a `Batch`, for all tokens at once and without synchronizing; the twin of `refattn.metadata`."""
+"""From requests to a `Batch`, vectorized and without synchronizing; the twin of `refattn.metadata`."""
 
 import dataclasses
 from array import array
@@ -41,7 +41,7 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
-    """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
+    """Return the slot of each new token; -1 for padding rows and negative positions.
 
     Arguments, results and errors are those of `refattn.metadata.slot_mapping`.
     """
@@ -71,7 +71,7 @@ def advance(
     input_ids: Int64[Tensor, "t"] | None = None,
     input_positions: Int64[Tensor, "t"] | None = None,
 ) -> Batch:
-    """Update a batch in place for the next step: each sequence keeps its number of new tokens and grows by as many.
+    """Update a batch in place for the next step: each sequence gets as many new tokens again.
 
     Arguments, results and errors are those of `refattn.metadata.advance`.
     """
@@ -90,7 +90,7 @@ def advance(
 
 
 def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> tuple[Batch, Batch]:
-    """Split sequences that begin with their encoder's tokens into what cross attention and self-attention read.
+    """Split sequences that begin with encoder tokens into the batches of cross attention and self-attention.
 
     Arguments, results and errors are those of `refattn.metadata.split_encoder`.
     """
@@ -99,7 +99,7 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
     shortest, num_encoder = min(encoder_lens, default=0), sum(encoder_lens)
     m = block_table.shape[1]
     column = torch.arange(m - shortest // block_size, device=batch.device) + lens[:, None] // block_size
-    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0)))  # past a row's last block: no key is there
+    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0)))  # clamped columns are past a row's last block
     cross = dataclasses.replace(batch, seq_lens=lens, max_seq_len=max(encoder_lens, default=0), num_keys=num_encoder)
     return cross, dataclasses.replace(
         batch,
@@ -111,7 +111,7 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
 
 
 def turn_prefills_into_decodes(batch: Batch) -> Batch:
-    """Return the batch with one new token per sequence; the twin of `refattn.metadata.turn_prefills_into_decodes`."""
+    """Return the batch with the last new tokens only; the twin of `refattn.metadata.turn_prefills_into_decodes`."""
     check_lengths(batch)
     has_query = batch.query_lens.clamp(max=1).cumsum(0, dtype=torch.int32)
     cu_seqlens_q = torch.nn.functional.pad(has_query, (1, 0))
@@ -128,7 +128,7 @@ def block_table_from_slots(
     block_size: int,
     columns: int,
 ) -> Int32[Tensor, "b {columns}"]:
-    """Return a block table from slots of tokens; the twin of `refattn.metadata.block_table_from_slots`."""
+    """Return a block table from token slots; the twin of `refattn.metadata.block_table_from_slots`."""
     check_slot_table(token_slots, requests, seq_lens, block_size=block_size, columns=columns)
     first = torch.arange(0, columns * block_size, block_size, device=requests.device)
     table = (token_slots[requests[:, None], first] // block_size).int()

@@ -33,8 +33,8 @@ from refattn.plan import ContextChunk, Plan, PrefillPlan
 from refattn.scales import FP8_FORMATS
 from refattn.trees import AttentionPlan
 
-TILE = 128  # tokens whose keys and values are one product under `batch_invariant`
-PREFILL = PLAN  # the fields of plans that `prefill` looks at
+TILE = 128  # tokens per product of keys and values under `batch_invariant`
+PREFILL = PLAN  # the plan fields that `prefill` reads
 PREFILL |= fields_of(PrefillPlan, "own", "chunks", "block_size", "blocks") | fields_of(ContextChunk, "plan", "slots")
 
 
@@ -59,8 +59,8 @@ def attention(
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from absorbed queries to the latents of each sequence; the twin of `refattn.mla.attention`.
 
-    Arguments, results and errors are those of `refattn.mla.attention`. Where `fp8_weights` allows it, FlashMLA may be
-    chosen, which rounds the weights.
+    Arguments, results and errors are those of `refattn.mla.attention`. With `fp8_weights`, FlashMLA may be chosen,
+    which rounds the softmax weights.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -72,9 +72,9 @@ def attention(
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
     """Plan `prefill`: new tokens among themselves, and their context in chunks; the twin of `refattn.mla.plan_prefill`.
 
-    All sizes follow from Python ints, so nothing synchronizes with a device. The plan has 8 bytes for each token of the
-    longest context, for every sequence: the slots that the chunks read. ALiBi needs the position of each query: a batch
-    on a device has to say how many query rows it has for it (`num_tokens`), else `prefill` raises a ValueError.
+    All sizes follow from Python ints, so nothing synchronizes with a device. The slots that the chunks read take 8
+    bytes per token of the longest context and sequence. ALiBi needs query positions, so a batch on a device must have
+    `num_tokens`, or `prefill` raises a ValueError.
     """
     check_sizes(block_size=block_size)
     whole = Plan(batch, block_size)
@@ -83,12 +83,12 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     contexts = batch.context_lens
     assert batch.block_table is not None  # a plan over pages has checked it
-    room = min(batch.max_seq_len, batch.block_table.shape[1] * block_size)  # where a chunk past all contexts begins
+    room = min(batch.max_seq_len, batch.block_table.shape[1] * block_size)  # bounds chunks past all contexts
 
     def rows(lengths: Tensor, ends: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
         keys = Batch(batch.cu_seqlens_q, lengths, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
         plan = Plan(keys, None, causal, first_keys=first_keys, positions=None if causal else where)
-        memo_of(plan).cu_seqlens_k = ends  # or every layer would sum the lengths anew
+        memo_of(plan).cu_seqlens_k = ends  # computed once and not in every layer
         return plan
 
     chunks = []
@@ -121,19 +121,19 @@ def prefill(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context; the twin of `refattn.mla.prefill`.
 
-    Keys and values are made of the new tokens, then of one chunk of a workspace after the other, and what a chunk
-    answers is merged at once into an output and its log-sum-exp in float32. So beside what it is given it never holds
-    more than these, whatever the context, where W is the workspace, or one token per sequence if that is more:
+    Keys and values are computed for the new tokens, then chunk by chunk, and the output of each chunk is merged at once
+    into a float32 output and its log-sum-exp. So whatever the context, it allocates at most these elements, where W is
+    the workspace, at least one token per sequence:
 
         keys and values    max(t, W) * h * (nope + rope + dv)    in the type of the query
-        latents            W * (r + rope) * 2                    as they are read, and in the type of the query
-        outputs            2 * t * h * dv                        in float32: merged so far, and with one chunk more
-                           t * h * dv                            in the type of the query: of the chunk
+        latents            W * (r + rope) * 2                    as stored, and in the type of the query
+        outputs            2 * t * h * dv                        in float32: before and after a merge
+                           t * h * dv                            in the type of the query: the chunk's
         log-sum-exps       3 * t * h                             in float32
 
-    The kernel of attention may take memory for its parts besides. With `batch_invariant` there are no parts, as their
-    sizes depend on the batch: the keys and values of all sequences, each as long as the longest may be, are in memory
-    at once. Arguments, results and errors are those of `refattn.mla.prefill`.
+    The attention kernel may need memory of its own. With `batch_invariant` there are no chunks, as their sizes depend
+    on the batch: the keys and values of all sequences, padded to the longest, are in memory at once. Arguments, results
+    and errors are those of `refattn.mla.prefill`.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -145,7 +145,7 @@ def prefill(
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **projections, options=options)
     refuse_unknown("mla.prefill", PREFILL, plan)
     rank, rope, cache = latent.shape[1], rope_key.shape[1], in_memory("cache", cache)
-    projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
+    projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all chunks
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
     if options.batch_invariant and plan.own.batch.num_seqs:
         tokens = torch.cat([latent, rope_key], dim=-1)
@@ -154,11 +154,11 @@ def prefill(
         return (out, lse) if return_lse else out
     answer, lse = dispatch.compute(query, _keys_and_values(latent, rope_key, **projections), plan.own, options)
     if plan.chunks:
-        answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
+        answer = answer.to(lse.dtype)  # hundreds of merges in 16 bits would lose precision
     for chunk in plan.chunks:
         part, part_lse = _attend_to_chunk(query, cache, chunk, options, rank, rope, cache_scale, **projections)
         answer, lse = dispatch.run("merge", outs=[answer, part], lses=[lse, part_lse])
-        del part, part_lse  # before the next chunk takes memory
+        del part, part_lse  # free it before the next chunk
     answer = answer.to(query.dtype)
     out = answer if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
@@ -174,14 +174,14 @@ def _attend_in_one_part(
     cache_scale: float,
     **projections: Tensor,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to pages of keys and values, made by products of one size that begin at multiples of it in a sequence.
+    """Attend to pages of keys and values that are computed by products of a fixed size, `TILE` tokens.
 
-    The bits of a product depend on its shape, and those of a merge on the parts.
+    The bits of a product depend on its shape, and the bits of a merge on how keys are split.
     """
     width, new = tokens.shape[1], plan.own.batch
     longest = sum(chunk.plan.batch.max_seq_len for chunk in plan.chunks) + new.max_query_len
     room = max(1, -(-longest // TILE)) * TILE  # rows of a sequence
-    whole = tokens.new_zeros(new.num_seqs * room + 1, width)  # the last row is for what is padding
+    whole = tokens.new_zeros(new.num_seqs * room + 1, width)  # the last row is for padding
     counted = torch.zeros_like(new.seq_lens)
     parts = [(chunk.plan.batch.cu_seqlens_k, chunk.plan.batch.seq_lens, chunk.slots) for chunk in plan.chunks]
     for starts, lens, slots in (*parts, (new.cu_seqlens_q, new.query_lens, None)):
@@ -211,7 +211,7 @@ def _attend_to_chunk(
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from all new tokens to a chunk of their contexts, whose keys and values are gone when it returns."""
+    """Attend from all new tokens to a chunk of their contexts; its keys and values are freed on return."""
     read = _read_numbers(cache, chunk.slots, rank, rope, cache_scale, query.dtype)
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     keys = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
@@ -221,11 +221,11 @@ def _attend_to_chunk(
 def _as_read(
     latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Shaped[Tensor, "n p c"], cache_scale: float
 ) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
-    """Return new latents and rotary keys as later steps read them: over a quantized pool, their dequantized values."""
+    """Return new latents and rotary keys as later steps read them: quantized and dequantized for a quantized pool."""
     if cache.dtype not in FP8_FORMATS and not is_packed(cache):
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
-    pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)  # a kernel knows its block size
+    pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)  # kernels support blocks of 1
     slots = torch.arange(t, device=cache.device)
     write(latent, rope_key, pool, slots, cache_scale=cache_scale)
     read = _read_numbers(pool, slots, rank, rope, cache_scale, latent.dtype)
@@ -233,7 +233,7 @@ def _as_read(
 
 
 def _read(cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Shaped[Tensor, "s c"]:
-    """Read rows of the pool, by one index where its blocks lie side by side."""
+    """Read rows of the pool, by one index if its blocks are contiguous."""
     block_size = cache.shape[1]
     if cache.stride(0) == block_size * cache.stride(1):
         return cache.flatten(0, 1).index_select(0, slots)
@@ -248,7 +248,7 @@ def _read_numbers(
     cache_scale: float,
     dtype: torch.dtype,
 ) -> Float[Tensor, "s {rank}+{rope}"]:
-    """Read the latents and rotary keys in some rows of the pool, dequantized to a type if they are quantized."""
+    """Read the latents and rotary keys in the given slots, dequantized to `dtype` if the pool is quantized."""
     if is_packed(cache):
         rows = _read(cache, slots)
         kernel = order.choose(Problem("read_packed", rows.device, dtype))
@@ -266,18 +266,18 @@ def _keys_and_values(
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
 ) -> Rows:
-    """Make the keys `[s, h, d]` and values `[s, h, dv]` of every head, by one product each."""
+    """Project latents to the keys `[s, h, d]` and values `[s, h, dv]` of all heads, by one product each."""
     h, nope, _ = key_projection.shape
     key = latent.new_empty(latent.shape[0], h, nope + rope_key.shape[1])
     per_head = (latent.expand(h, -1, -1), key_projection.mT)
-    torch.bmm(*per_head, out=key[..., :nope].transpose(0, 1))  # to its place, which takes no copy
+    torch.bmm(*per_head, out=key[..., :nope].transpose(0, 1))  # written in place, without a copy
     key[..., nope:] = rope_key[:, None]
     return Rows(key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1)))
 
 
 @without_autocast
 def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
-    """Turn queries into those that `attention` takes, by one product per head; the twin of `refattn.mla.absorb`."""
+    """Absorb the key projection into queries, by one batched product; the twin of `refattn.mla.absorb`."""
     check_projection(query, "query", key_projection, "key_projection", "h nope r")
     nope, rank = key_projection.shape[1:]
     absorbed = query.new_empty(*query.shape[:2], rank + query.shape[2] - nope)

@@ -37,8 +37,8 @@ def attention(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to its tokens in a quantized cache; the twin of `refattn.quantized`.
 
-    Arguments, results and errors are those of `refattn.quantized.attention`. A query in fp8 is converted to the type of
-    the outputs, which loses nothing, and its scale is multiplied into that of the keys: any kernel computes it.
+    Arguments, results and errors are those of `refattn.quantized.attention`. An fp8 query is converted exactly to the
+    type of the outputs, and its scale is multiplied into that of the keys, so any kernel can compute it.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -51,8 +51,8 @@ def attention(
 
 
 def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:
-    """Return a query in fp8 in the type of its outputs, and scales of keys that carry its own."""
-    assert isinstance(scales, Fp8Scales) and scales.query is not None  # as has been checked
+    """Return an fp8 query in the type of its outputs, and the scales with its own multiplied into that of the keys."""
+    assert isinstance(scales, Fp8Scales) and scales.query is not None  # checked before
     scales = Fp8Scales(scales.key * scales.query, scales.value, format=scales.format)
     return query.to(type_of_outputs(query, out)), scales
 
@@ -66,7 +66,7 @@ def write(
     *,
     scales: Fp8Scales | Int8Scales,
 ) -> None:
-    """Quantize new tokens and write them into the pool, all at once; the twin of `refattn.quantized.write`.
+    """Quantize new tokens and write them into the pool in one pass; the twin of `refattn.quantized.write`.
 
     Arguments and errors are those of `refattn.quantized.write`.
     """
@@ -80,11 +80,11 @@ allocate_int8 = allocation.allocate_int8
 
 
 def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
-    """Return the scale of int8 values per KV head and channel; the twin of `refattn.quantized.value_scales`."""
+    """Return the scales of int8 values per KV head and channel; the twin of `refattn.quantized.value_scales`."""
     check_values(values)
     largest = values[0].new_zeros(values[0].shape[1:], dtype=torch.float32)
     for value in values:
         if len(value):
             largest = torch.maximum(largest, value.float().abs().amax(0))
-    scale = largest / torch.full_like(largest, 127.0)  # a GPU would multiply by the reciprocal of a number
+    scale = largest / torch.full_like(largest, 127.0)  # on a GPU, x / 127.0 multiplies by the reciprocal
     return scale.masked_fill_(scale == 0, 1.0)

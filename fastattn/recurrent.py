@@ -1,4 +1,4 @@
-"""Layers that keep a state, by chunks of tokens instead of one by one; the twin of `refattn.recurrent`."""
+"""Recurrent layers, by chunks of tokens instead of one by one; the twin of `refattn.recurrent`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def plan(
     checkpoint_indices: Int32[Tensor, "b m"] | None = None,
     block_size: int | None = None,
 ) -> StatePlan:
-    """Plan a step of all layers that keep a state; the twin of `refattn.recurrent.plan`."""
+    """Plan a step of all recurrent layers; the twin of `refattn.recurrent.plan`."""
     check_batch(batch)
     has_state = batch.seq_lens > batch.query_lens if has_initial_state is None else has_initial_state
     return StatePlan(batch, state_indices, has_state, num_accepted, checkpoint_indices, block_size)
@@ -66,10 +66,10 @@ def state_map(
     plan: StatePlan,
     options: RecurrentOptions = RecurrentOptions(),
 ) -> StateMap:
-    """Return what new tokens do to any state before them; the twin of `refattn.recurrent.state_map`.
+    """Return the map that new tokens apply to a state; the twin of `refattn.recurrent.state_map`.
 
-    The kernels of `attention` compute both parts: in a pool of zeros, and, with values of zeros, in one of identities.
-    Without the delta rule there is no need for the second: tokens only fade what was before them.
+    The kernels of `attention` compute both parts: `added` in a pool of zeros, and `factor` in a pool of identities with
+    values of 0. Without the delta rule `factor` is just the product of the decays.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -101,7 +101,7 @@ def state_map(
 
 @without_autocast
 def compose(maps: Sequence[StateMap]) -> StateMap:
-    """Return what neighbouring runs of tokens do one after the other; the twin of `refattn.recurrent.compose`."""
+    """Compose the maps of consecutive ranges of tokens into one; the twin of `refattn.recurrent.compose`."""
     check_compose(maps)
     factor, added = maps[0]
     for after in maps[1:]:
@@ -119,7 +119,7 @@ def convolve(
     silu: bool = True,
     out: Float[Tensor, "t c"] | None = None,
 ) -> Float[Tensor, "t c"]:
-    """Mix each channel of a token with its last few inputs; the twin of `refattn.recurrent.convolve`.
+    """Apply a causal convolution to each channel, then SiLU; the twin of `refattn.recurrent.convolve`.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.

@@ -13,16 +13,16 @@ from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal: bool = True) -> Plan:
-    """Cut the blocks off the front of each sequence that no query can see; the twin of `refattn.sliding_window.plan`.
+    """Remove the leading blocks that no query of a sequence can see; the twin of `refattn.sliding_window.plan`.
 
-    All sizes follow from Python ints, so nothing synchronizes with a device, and a CUDA graph can capture it.
+    All sizes follow from Python ints, so nothing synchronizes with a device, and a CUDA graph can capture the plan.
     """
     left, _ = check_window(window_size)
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
     if left < 0 or batch.max_seq_len < left + block_size:  # every query sees a key of the first block
         return Plan(batch, block_size, causal, window_size)
-    # The keys that the queries of a sequence can see, and before them at most a block but one key.
+    # The keys that the queries of a sequence can see, and at most block_size - 1 keys before them.
     longest = min(batch.max_seq_len, left + batch.max_query_len + block_size - 1)
     columns = min(-(-longest // block_size), block_table.shape[1])
     first_keys, seq_lens, trimmed_table = dispatch.run(
@@ -42,7 +42,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from the new tokens of each sequence to the keys in their windows; no other block is read.
+    """Attend from the new tokens of each sequence to the keys in their windows; removed blocks are not read.
 
     Arguments, results and errors are those of `refattn.sliding_window.attention`.
 

@@ -44,16 +44,16 @@ def scores(
     index_cache: Shaped[Tensor, "n p c"],
     plan: Plan,
 ) -> Float32[Tensor, "t s"]:
-    """Score every key that a query may see, in one pass over the index keys; the twin of `refattn.sparse.scores`.
+    """Score every visible key, in one pass over the index keys; the twin of `refattn.sparse.scores`.
 
-    No bit of a score depends on the rest of the batch: a product has one query, whatever comes with it.
+    Scores are bit-identical in any batch, as each product has one query.
     """
     check_scores(query, weights, index_cache, plan)
     return dispatch.run("score_index", query=query, weights=weights, index_cache=index_cache, plan=plan)
 
 
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
-    """Select the keys with the highest scores, of equal ones the lower; the twin of `refattn.sparse.select`."""
+    """Select the keys with the highest scores, ties to lower positions; the twin of `refattn.sparse.select`."""
     check_select(scores, topk)
     return dispatch.run("select", scores=scores, topk=topk)
 
@@ -61,16 +61,16 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
 def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
     """Return the slots of selected keys in the pool; the twin of `refattn.sparse.slots`.
 
-    On a device a position that the sequence does not have is none: no kernel follows it.
+    On a device, positions outside the sequence give -1, so that no kernel reads them.
     """
     check_selected(batch, positions, block_size=block_size)
     return dispatch.run("selected_slots", batch=batch, positions=positions, block_size=block_size)
 
 
 def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> Plan:
-    """Plan attention of each query to the keys that were selected for it; the twin of `refattn.sparse.plan`.
+    """Plan attention of each query to its selected keys; the twin of `refattn.sparse.plan`.
 
-    Padding rows are sequences without a query.
+    Padding rows become sequences without queries.
     """
     check_selected(batch, positions, block_size=block_size)
     made = dispatch.run("plan_selected", batch=batch, positions=positions, block_size=block_size)
@@ -96,11 +96,11 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from each new token to the keys that were selected for it; the twin of `refattn.sparse.attention`.
+    """Attend from each new token to its selected keys; the twin of `refattn.sparse.attention`.
 
     Raises:
-        NotImplementedError: if no kernel computes the combination, with the reason of each; if the pool cannot be seen
-            as single tokens without a copy.
+        NotImplementedError: if no kernel computes the combination, with the reason of each; if the pool cannot be
+            viewed as blocks of one token without a copy.
     """
     check_selected_options(options)
     keys, values = by_token("key_cache", key_cache), by_token("value_cache", value_cache)
@@ -137,10 +137,10 @@ def latent_attention(
 
 
 def by_token(name: str, pool: Shaped[Tensor, "n p ..."]) -> Shaped[Tensor, "slots 1 ..."]:
-    """Return a pool as one of blocks of a single token, which is a view of it; the twin of `refattn.sparse.by_token`.
+    """Return a view of a pool with blocks of one token; the twin of `refattn.sparse.by_token`.
 
     Raises:
-        NotImplementedError: if the blocks of the pool do not follow one another token by token, as in the layout HND.
+        NotImplementedError: if consecutive tokens are not evenly spaced across blocks, as in the layout HND.
     """
     if not isinstance(pool, Tensor) or pool.ndim < 3:
         raise ValueError(f"{name}: expected a pool of blocks of tokens, got {pool!r:.60}")

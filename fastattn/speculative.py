@@ -1,8 +1,8 @@
 """Speculative decoding by the fastest kernel; the twin of `refattn.speculative`.
 
-A tree costs what a causal chunk does: the mask of a node is one word for 64 nodes, loaded once for each row, and only
-the few steps that hold drafted keys look at it. The tables of a tree are made on the device, so a CUDA graph captures a
-whole verification and replays it with other trees.
+A tree costs as much as a causal chunk: the mask of a node is one word per 64 nodes, loaded once per row, and only the
+few key tiles with drafted keys apply it. The tables of a tree are computed on the device, so a CUDA graph can capture a
+whole verification and replay it with other trees.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
 
 
 def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]:
-    """Return the position of each query row, by its depth; the twin of `refattn.speculative.positions`."""
+    """Return the position of each query row, from its depth; the twin of `refattn.speculative.positions`."""
     check_trees(batch, trees)
     check_num_tokens(num_tokens, batch)
     return dispatch.run("draw_trees", batch=batch, trees=trees, num_tokens=num_tokens)[2].long()
@@ -81,11 +81,11 @@ def plan(
     if batch.device.type == "cpu":
         num_tokens = int(batch.cu_seqlens_q[-1])
     else:
-        most = batch.num_seqs * min(batch.max_query_len, trees.max_len)  # query rows: all of them are nodes
+        most = batch.num_seqs * min(batch.max_query_len, trees.max_len)  # every query row is a node
         num_tokens = most if batch.num_tokens is None else batch.num_tokens
     depths, ancestors, where = dispatch.run("draw_trees", batch=batch, trees=trees, num_tokens=num_tokens)
     keys, first_keys = batch, None
-    if left >= 0:  # every node is new to the window, whichever of them are query rows
+    if left >= 0:  # trim the window as if all nodes were query rows
         nodes = torch.nn.functional.pad(trees.lens.cumsum(0, dtype=torch.int32), (1, 0))
         all_nodes = replace(batch, cu_seqlens_q=nodes, max_query_len=trees.max_len, num_tokens=None)
         trimmed = sliding_window.plan(all_nodes, window_size=(left, 0), block_size=block_size)
@@ -141,7 +141,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from drafted tokens to the keys before their tree, and to their ancestors and themselves in it.
+    """Attend from drafted tokens to the keys before their tree, and inside it to their ancestors and themselves.
 
     Arguments, results and errors are those of `refattn.speculative.attention`.
 
@@ -153,9 +153,9 @@ def attention(
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:
-    """Accept the longest branch whose every token the model chose; the twin of `refattn.speculative.accept`.
+    """Accept the longest branch of the model's own tokens; the twin of `refattn.speculative.accept`.
 
-    A node is right if it agrees with its parent, and so do all above it: its ancestor mask holds none of the others.
+    A node is accepted if its ancestor mask, which includes itself, has no node whose token differs from the model's.
     """
     check_drafts(batch, trees, drafts=drafts, chosen=chosen)
     b, w = trees.parents.shape
@@ -166,10 +166,10 @@ def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64
     depths, ancestors, _ = dispatch.run("draw_trees", batch=batch, trees=trees, num_tokens=0)
     differs = (above >= 0) & (drafts[rows] != chosen[rows].gather(1, above.clamp(min=0)))
     bits = differs.long() << node % 64
-    wrong = torch.nn.functional.pad(bits, (0, -w % 64)).unflatten(1, (-1, 64)).sum(-1)  # bits of a word never carry
+    wrong = torch.nn.functional.pad(bits, (0, -w % 64)).unflatten(1, (-1, 64)).sum(-1)  # no carries: distinct bits
     is_right = ((ancestors & wrong[:, None]) == 0).all(-1) & (node < trees.lens[:, None])
     lens = torch.where(is_right, depths + 1, 0)
-    best = (lens * (w + 1) - node).argmax(-1, keepdim=True)  # the longest, of several the first
+    best = (lens * (w + 1) - node).argmax(-1, keepdim=True)  # the longest; ties go to the first
     lens = lens.gather(1, best)[:, 0]
     branch = ancestors.gather(1, best[..., None].expand(-1, -1, trees.num_words))[:, 0]  # [b, words]
     is_on_branch = (branch.gather(1, (node // 64).expand(b, -1)) >> node % 64) & 1
@@ -223,7 +223,7 @@ def accept_sampled(
 def compact(
     caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
-    """Move the keys and values of accepted nodes to the first slots of their tree, in place, each pool in one launch.
+    """Move the keys and values of accepted nodes to the first slots of their tree, in place, in one launch per pool.
 
     The twin of `refattn.speculative.compact`.
     """
@@ -238,16 +238,16 @@ accepted_batch = steps.accepted_batch
 def _nodes(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int64[Tensor, "w"], Int64[Tensor, "b w"], Int64[Tensor, "b w"]]:
-    """Return the nodes of a tree, the query row of each of every sequence, and its parent; past the last any row."""
+    """Return the node indices, and each node's query row and parent per sequence; past the last node any row."""
     node = torch.arange(trees.max_len, device=batch.device)
     rows = (batch.cu_seqlens_q[:-1, None] + node).clamp(max=num_tokens - 1)
     return node, rows, torch.minimum(trees.parents.long(), node - 1)
 
 
 def _accepted(is_accepted: Bool[Tensor, "b w"], next_tokens: Int64[Tensor, "b"]) -> Accepted:
-    """Bring accepted nodes together."""
+    """Return accepted nodes from a mask, the accepted ones first."""
     lens = is_accepted.sum(-1, dtype=torch.int32)
     w = is_accepted.shape[1]
     node = torch.arange(w, device=is_accepted.device)
-    nodes = torch.where(is_accepted, node, w).sort(-1).values  # those that are not go to the end
+    nodes = torch.where(is_accepted, node, w).sort(-1).values  # rejected nodes sort to the end
     return Accepted(nodes.masked_fill(nodes == w, -1).int(), lens, next_tokens.masked_fill(lens == 0, -1))

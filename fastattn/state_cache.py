@@ -1,4 +1,4 @@
-"""The pool of states, copied whole slots at a time; the twin of `refattn.state_cache`."""
+"""The pool of states, copied by whole slots; the twin of `refattn.state_cache`."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) 
 def accepted_slots(state_indices: Int32[Tensor, "b c"], num_accepted: Int32[Tensor, "b"]) -> Int32[Tensor, "b"]:
     """Return the slot of the state after the last accepted token; the twin of `refattn.state_cache.accepted_slots`.
 
-    Nothing synchronizes with a device.
+    It does not synchronize with a device.
     """
     check_accepted_slots(state_indices, num_accepted)
     columns = (num_accepted - 1).clamp(0, state_indices.shape[1] - 1)

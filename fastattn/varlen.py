@@ -12,9 +12,9 @@ from refattn.plan import Plan
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Plan attention over rows of keys; the twin of `refattn.varlen.plan`.
+    """Plan attention over contiguous keys; the twin of `refattn.varlen.plan`.
 
-    Where the keys of each sequence begin is summed here, and not in every layer: other lengths take another plan.
+    `cu_seqlens_k` is computed here, once, and not in every layer, so new lengths need a new plan.
     """
     plan = Plan(batch, None, causal, window_size)
     memo_of(plan).cu_seqlens_k = batch.cu_seqlens_k
@@ -31,7 +31,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend in each sequence from its query rows to its key rows; the twin of `refattn.varlen.attention`.
+    """Attend from the query rows of each sequence to its key rows; the twin of `refattn.varlen.attention`.
 
     Arguments, results and errors are those of `refattn.varlen.attention`.
 
