@@ -1,4 +1,4 @@
-"""The kernels that compute, in folders by backend, and the one chooser between them (`order`)."""
+"""The kernels, in a folder per backend, and the function that chooses between them (`order`)."""
 
 from fastattn.kernels.order import NAMES, choose, explain, use_kernel
 from fastattn.kernels.problem import Problem, attention_problem

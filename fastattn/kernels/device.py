@@ -1,4 +1,4 @@
-"""What a kernel needs to know about the machine. It does not change, so it is looked up once and cached."""
+"""Properties of the machine that kernels depend on, looked up once and cached."""
 
 import importlib
 import sys
@@ -13,14 +13,14 @@ from torch.torch_version import TorchVersion
 
 @cache
 def cannot_import(module: str, package: str, *names: str) -> str | None:
-    """Return why a module of a package can't be used, or None: it is not installed, it is broken, or it is another.
+    """Return why a module of a package can't be used, or None: it is not installed, broken, or of another package.
 
-    A folder that another package fills passes for a module: `flash_attn` is one where there is flash-attn-4 alone.
+    A folder of another package is importable, too: `flash_attn`, for example, where only flash-attn-4 is installed.
 
     Args:
-        module: what is imported.
-        package: what has to be installed for it.
-        names: what has to be in the module.
+        module: the module to import.
+        package: the package that has to be installed for it.
+        names: names that have to be in the module.
     """
     try:
         found = importlib.import_module(module)
@@ -35,7 +35,7 @@ def cannot_import(module: str, package: str, *names: str) -> str | None:
 
 
 def package_version(package: str) -> str | None:
-    """Return the version of a package, as it is installed or as the module itself says; None if there is none."""
+    """Return the version of a package from its metadata, else from its module; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:  # a build that is not installed may still be found and imported
@@ -44,7 +44,7 @@ def package_version(package: str) -> str | None:
 
 
 def on_gpu(device: torch.device) -> AbstractContextManager[None]:
-    """Make a GPU the current one, as launches, streams and events are those of the current one; nothing elsewhere."""
+    """Make a GPU the current one, which launches, streams and events belong to; do nothing for other devices."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -62,8 +62,8 @@ def cannot_interpret() -> str | None:
 def _fix_masks() -> None:
     """Make a comparison of two scalars a mask in Triton's interpreter, as it is where kernels are compiled.
 
-    There, `mask & (a < b)` has the integer type of `a`: the result of a comparison keeps the type of its operands, and
-    is spread over a block in that. The interpreter of Triton 3.9 refuses such a mask, which those before it take.
+    The interpreter gives `mask & (a < b)` the integer type of `a`: a comparison keeps the type of its operands, and is
+    broadcast to a block in that type. Triton 3.9 refuses such a mask; earlier versions take it.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -92,9 +92,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a CUDA device; what all have if torch is silent.
+    """Return the bytes of shared memory that a program may have on a CUDA device.
 
-    An AMD GPU has no more than what every program may have.
+    This is the opt-in limit where torch reports one, else the default limit. An AMD GPU has no opt-in limit.
     """
     about = torch.cuda.get_device_properties(device)
     optional = 0 if is_rocm() else getattr(about, "shared_memory_per_block_optin", 0)

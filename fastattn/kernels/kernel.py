@@ -1,4 +1,4 @@
-"""A kernel as the chooser sees it: its name, why it cannot compute a problem, and a table of its functions."""
+"""A kernel, for the chooser: its name, the reason if it cannot compute a problem, and a table of its functions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from refattn.trees import Accepted, TreePlan, Trees
 
 
 def fields_of(kind: type, *names: str) -> frozenset[str]:
-    """Name fields of options, of a plan, of a storage or of scales, as kernels and problems have them."""
+    """Return the full names of fields of options, a plan, a storage or scales, as in `knows` and `Problem.asks`."""
     return frozenset(f"{kind.__name__}.{name}" for name in names)
 
 
-# What kernels have in common. It is written out: a field that comes to one of these types is in no set, and refused.
+# Fields that several kernels support. They are listed one by one: a new field is in no set, and refused.
 # A kernel that computes a new field adds it to its own `knows`. Added here, it would count as known to all kernels.
 BATCH = fields_of(
     Batch, *("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "num_keys", "num_tokens")
@@ -55,7 +55,7 @@ STATES = (
 
 
 def options_of(*names: str) -> frozenset[str]:
-    """Name options of attention."""
+    """Return the full names of options of attention."""
     return fields_of(AttentionOptions, *names)
 
 
@@ -64,15 +64,15 @@ ALL_OPTIONS = options_of("softmax_scale", "softcap", "alibi_slopes", "alibi_sqrt
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel, whose functions are called as its attributes: `kernel.attend(...)`; see `fastattn.dispatch`.
+    """A kernel. Its functions are called as attributes, `kernel.attend(...)`; see `fastattn.dispatch`.
 
     Attributes:
-        name: what `use_kernel` knows it by.
+        name: its name for `use_kernel`.
         unsupported_reason: returns why it cannot compute a problem, or None.
         attends: the storages of keys that its function `attend` takes, by their names in `problem.STORAGES`.
-        trees: those of them that it takes under drafted trees.
-        levels: those of them of which it takes all levels of a cascade in one call.
-        functions: where each function is, `"module:function"`; the module is imported when it is first asked for.
+        trees: the storages that it takes under drafted trees.
+        levels: the storages for which it computes all levels of a cascade in one call.
+        functions: where each function is, `"module:function"`; the module is imported at the first use.
         knows: the fields of options, plans, storages and scales that it computes, or that `unsupported_reason` refuses.
             Any other is refused, unless it is at its default.
     """
@@ -86,13 +86,13 @@ class Kernel:
     levels: tuple[str, ...] = ()
 
     def computes(self, problem: Problem) -> bool:
-        """Return whether it has a function for a problem, be it for all of its sizes and options or not."""
+        """Return whether it has a function for the operation, storage and mask of a problem, whatever its sizes."""
         if problem.operation != "attend":
             return problem.operation in self.functions
         return problem.keys in (self.trees if problem.tree else self.levels if problem.levels > 1 else self.attends)
 
     def unknown(self, problem: Problem) -> str | None:
-        """Return a field that a problem asks for and that it does not know, or None."""
+        """Return a field that a problem sets and that the kernel does not support, or None."""
         return min(problem.asks - self.knows, default=None)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

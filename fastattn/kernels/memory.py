@@ -1,13 +1,13 @@
-"""Tensors as kernels read them: by a pointer, so each has to be what its memory holds.
+"""Check that each tensor is what its memory holds, because kernels read it by a pointer.
 
-Most tensors are. Of the others, some are made so where arguments are bound, and the rest is refused by name:
+Most tensors are. Others are resolved where arguments are bound, or refused by name:
 
-    negated and conjugated views      resolved: an input by a copy; what is written to is refused by its check
-    views of vmap, grad, jvp          have no memory of their own, as have functional, fake and sparse tensors: refused
-    subclasses with their own         may hold their values anywhere: refused
+    negated and conjugated views      resolved: an input by a copy; an output is refused by its check
+    views of vmap, grad, jvp          refused: no memory of their own; so are functional, fake and sparse tensors
+    subclasses with their own         refused: their values may be anywhere
       `__torch_dispatch__`
 
-A call is bound once, and a cache key of `fastattn.dispatch` has nothing but tensors that are what they hold.
+A call is bound once, and cache keys of `fastattn.dispatch` have only tensors that passed this check.
 """
 
 from dataclasses import is_dataclass, replace
@@ -21,14 +21,14 @@ from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
 
 T = TypeVar("T")
-_CHECKED = "has_tables_in_memory"  # set beside the fields of a plan, whose tables no later call looks at again
+_CHECKED = "has_tables_in_memory"  # attribute of a plan whose tables have passed
 
 
 def in_memory(name: str, argument: T) -> T:
-    """Return an argument all of whose tensors are what their memory holds: itself, unless a view has to be resolved.
+    """Return an argument with tensors that are what their memory holds: itself, unless a view has to be resolved.
 
     Args:
-        name: what errors call it.
+        name: its name in errors.
         argument: a tensor, or a list, keys, options, scales, or a plan, with all tensors in it; anything else passes.
 
     Raises:
@@ -50,12 +50,12 @@ def in_memory(name: str, argument: T) -> T:
 
 
 def _fields_in_memory(name: str, argument: Any) -> Any:
-    """Return options, scales or a plan, whose fields are called by their own names."""
+    """Return options, scales or a plan with such tensors; errors name the field."""
     attributes = vars(argument)
     if _CHECKED in attributes:
         return argument
     prefix = f"{name}." if isinstance(argument, Fp8Scales | Int8Scales) else ""
-    fields = {part: getattr(argument, part) for part in argument.__dataclass_fields__}  # some stand in the class alone
+    fields = {part: getattr(argument, part) for part in argument.__dataclass_fields__}  # some are in the class alone
     held = {part: value for part, value in fields.items() if not isinstance(value, bool | int | float | None)}
     parts = {part: in_memory(prefix + part, value) for part, value in held.items()}
     changes = {part: value for part, value in parts.items() if value is not fields[part]}
@@ -81,7 +81,7 @@ def _resolved(name: str, x: Tensor) -> Tensor:
 
 
 def is_without_memory(x: Tensor) -> bool:
-    """Return whether a tensor has elements and no address; on the device `meta`, where none has one, none is read."""
+    """Return whether a tensor has elements but no address; False on the device `meta`, where no tensor is read."""
     try:
         return x.data_ptr() == 0 and x.numel() > 0 and x.device.type != "meta"
     except RuntimeError:  # tensors inside a torch.func transform; sparse and nested ones
@@ -89,7 +89,7 @@ def is_without_memory(x: Tensor) -> bool:
 
 
 def addresses(x: Tensor) -> tuple[int, int]:
-    """Return where the first element of a tensor begins, and where its last one ends; no stride is negative."""
+    """Return the addresses where the first element begins and the last one ends; strides are not negative."""
     elements = x.numel()
     if not x.is_contiguous() and elements:
         elements = 1 + sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))

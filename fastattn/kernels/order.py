@@ -1,15 +1,14 @@
-"""Which kernel goes first, and why: a table of rules, and the one chooser, which takes the first kernel that can.
+"""Choose the kernel for a problem by a table of rules, each with the measurement that it rests on.
 
-The first rule whose condition holds decides. It names kernels from the one to take first to the last resort; those
-that cannot compute a problem are skipped, and `explain(problem)` says why.
+The first rule whose condition holds decides. It lists kernels from the first choice to the last resort; a kernel that
+cannot compute the problem is skipped, and `explain(problem)` gives the reason.
 
-On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over SMs; the others give a
-tile of queries to one SM, with all its keys. With few tiles most of the card stays idle; with few rows a tile is mostly
-padding. And where there is little to compute it is the CPU that takes time, half as much for a prefill of ours as for
-one of flash-attn-4.
+On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over SMs; the others give a tile of queries
+with all its keys to one SM. With few tiles most SMs are idle; with few rows a tile is mostly padding. Small calls are
+bound by launch overhead on the CPU, which is half as large for a prefill of ours as for one of flash-attn-4.
 
-A measurement is a row of a committed result file (tests/tools/test_numbers.py compares the times), or it has its day
-and commit, all on an NVIDIA H200 unless it names a CPU; what was never measured says so.
+A measurement is a row of a committed result file (tests/tools/test_numbers.py compares the times), or has its day and
+commit. All are on an NVIDIA H200 unless a CPU is named. Without one, a rule says "not measured".
 """
 
 import importlib
@@ -23,7 +22,7 @@ from fastattn.kernels.device import capability, num_sms
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, asked_of
 
-MODULES = {  # where each kernel is: the `KERNEL` of a module, or what is named
+MODULES = {  # the module of each kernel: its `KERNEL`, or the name after the colon
     "native": "fastattn.kernels.native",
     "cpu": "fastattn.kernels.cpu",
     "torch": "fastattn.kernels.torch_ops",
@@ -36,11 +35,11 @@ MODULES = {  # where each kernel is: the `KERNEL` of a module, or what is named
 }
 NAMES = tuple(MODULES)
 
-FA3_PAGE = 128  # tokens in a page, of which prompts go to FlashAttention-3 first
-ROWS_TO_EXPAND = 512  # rows that meet a key, on average, from which on it is dequantized into memory; an estimate
-FULL = 0.8  # tiles per SM, from which on FlashAttention-3 itself splits no keys
-SELECTED_FULL = 0.24  # tiles of 64 heads per SM, from which on FlashMLA goes first
-FEW_OPERATIONS = 8e9  # at most, so that the products are over before the host has launched others
+FA3_PAGE = 128  # tokens in a page; prompts over such pages go to FlashAttention-3 first
+ROWS_TO_EXPAND = 512  # query rows per key, on average, from which the cache is dequantized into memory; an estimate
+FULL = 0.8  # tiles per SM from which FlashAttention-3's own heuristic splits no keys
+SELECTED_FULL = 0.24  # tiles of 64 heads per SM from which FlashMLA goes first
+FEW_OPERATIONS = 8e9  # FLOPs up to which a call is bound by launch overhead
 
 forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -49,13 +48,13 @@ forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
 
 class Rule(NamedTuple):
-    """One row: where a condition holds, these kernels are tried in this order.
+    """A row of the table: where its condition holds, these kernels are tried in this order.
 
     Attributes:
         name: the case, in words.
-        holds: the condition, on a problem that no rule above it has decided.
+        holds: the condition on a problem, checked if no earlier rule holds.
         kernels: from the first choice to the last resort.
-        measured: what the order rests on: a result file and what is in it, or "not measured", and the reason.
+        measured: what the order rests on: a result file and its rows, or "not measured" and the reason.
     """
 
     name: str
@@ -233,19 +232,19 @@ def rule_of(problem: Problem) -> Rule:
 
 
 def priorities(problem: Problem) -> tuple[str, ...]:
-    """Order the kernels from the one to take first to the last resort."""
+    """Return the kernels to try, from the first choice to the last resort."""
     return rule_of(problem).kernels
 
 
 def _suits_roles(problem: Problem) -> bool:
-    """Return whether ours gives warps roles for many tiles of rows: `fastattn.kernels.triton.prompts_hopper`."""
+    """Return whether our warp-specialized kernel, `fastattn.kernels.triton.prompts_hopper`, computes many tiles."""
     sizes = problem.head_size, problem.value_head_size
     plain = not (problem.softcap or problem.alibi or problem.positions or problem.intervals or problem.levels > 1)
     return capability(problem.device) == (9, 0) and sizes in ((64, 64), (128, 128)) and plain and problem.aligned
 
 
 def _are_selected(problem: Problem) -> bool:
-    """Return whether latents are those that were selected for each query."""
+    """Return whether each query attends to latents that were selected for it."""
     return problem.keys == "latents" and problem.block_size == 1 and problem.max_query_len == 1
 
 
@@ -262,24 +261,24 @@ def _pays_to_split(problem: Problem) -> bool:
     if 2 * scores * (problem.head_size + problem.value_head_size) <= FEW_OPERATIONS:
         return True
     tiles = problem.num_seqs * problem.num_kv_heads * -(-rows // 128)
-    room = 2 if rows <= 64 else 2.5  # SMs for each tile, from which on splitting the keys pays
+    room = 2 if rows <= 64 else 2.5  # SMs per tile from which splitting the keys pays
     return tiles * room <= num_sms(problem.device)
 
 
 def _fills_sms(problem: Problem) -> bool:
-    """Return whether a kernel that splits no keys keeps most SMs at work, each for about as long."""
+    """Return whether a kernel without splits keeps most SMs busy, each for about the same time."""
     rows = 64 if problem.keys == "latents" else 128  # rows of a tile
     tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
     return problem.even and tiles >= FULL * num_sms(problem.device)
 
 
 def _rows(problem: Problem) -> int:
-    """Return the most rows of the products with one KV head of a sequence."""
+    """Return the largest number of query rows of a sequence per KV head."""
     return problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
 
 
 def _rows_per_key(problem: Problem) -> float:
-    """Return how many rows meet a key, at most on average: less than all, if most of the keys are outside a window."""
+    """Bound the average number of query rows that see a key; a window lowers it."""
     left, right = problem.window
     visible = problem.max_seq_len if min(left, right) < 0 else min(problem.max_seq_len, left + 1 + right)
     rows = problem.num_tokens * (problem.num_heads // problem.num_kv_heads) / max(1, problem.num_seqs)
@@ -291,10 +290,10 @@ def _rows_per_key(problem: Problem) -> float:
 
 @contextmanager
 def use_kernel(name: str) -> Iterator[None]:
-    """Ask for one kernel inside a `with` block; a problem that it cannot compute raises, nothing takes its place.
+    """Force one kernel inside a `with` block; a problem that it cannot compute raises, without a fallback.
 
-    It is asked for the operations that it has: a FlashAttention package has none that writes a cache or makes a table,
-    and those are chosen as usual.
+    Only operations that the kernel has are forced. A FlashAttention package, for example, writes no cache and makes no
+    tables; the kernels for these are chosen as usual.
 
     Args:
         name: one of `fastattn.kernels.NAMES`.
@@ -312,7 +311,7 @@ def use_kernel(name: str) -> Iterator[None]:
 
 
 def choose(problem: Problem) -> Kernel:
-    """Choose the kernel for a problem: the one asked for, else the first in the order of `priorities` that can.
+    """Choose the kernel for a problem: the forced one, else the first of `priorities` that can compute it.
 
     Args:
         problem: what is to be computed.
@@ -321,7 +320,7 @@ def choose(problem: Problem) -> Kernel:
         The kernel.
 
     Raises:
-        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+        NotImplementedError: if no kernel can, or the forced one can't, with the reasons.
     """
     return _choose(problem, forced.get())
 
@@ -344,7 +343,7 @@ def _choose(problem: Problem, asked: str | None) -> Kernel:
 
 @lru_cache(maxsize=4096)
 def choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
-    """Return the kernel that subtracts by itself; None if none can, or one is asked for that has only attention."""
+    """Return the kernel that also subtracts; None if none can, or the forced one computes attention only."""
     if asked is not None and "pages" in load(asked).attends and "differential" not in load(asked).functions:
         return None
     try:
@@ -363,10 +362,10 @@ def unsupported_reason(name: str, problem: Problem) -> str | None:
 
 
 def refuse_unknown(what: str, knows: frozenset[str], *arguments: object) -> None:
-    """Refuse what is computed by several operations, if a plan or keys ask for more than it knows.
+    """Refuse arguments of a computation in several operations that set a field which it does not support.
 
     Raises:
-        NotImplementedError: naming a field that does.
+        NotImplementedError: naming such a field.
     """
     unknown = min(asked_of(*arguments) - knows, default=None)
     if unknown is not None:
@@ -374,7 +373,7 @@ def refuse_unknown(what: str, knows: frozenset[str], *arguments: object) -> None
 
 
 def explain(problem: Problem) -> str:
-    """Return which kernel would compute a problem, of each other one why not, and the rule that says which goes first.
+    """Return the kernel that would compute a problem, why each other one cannot, and the rule that orders them.
 
     Args:
         problem: what is to be computed.
@@ -390,7 +389,7 @@ def explain(problem: Problem) -> str:
 
 
 def forget() -> None:
-    """Forget which kernels were chosen; a plan remembers its own calls."""
+    """Clear the cached choices; a plan keeps its own bound calls."""
     _choose.cache_clear()
     choose_differential.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Pairs of keys and values, and how their outputs are subtracted, as kernels of differential attention take them."""
+"""Arguments of kernels of differential attention: paired keys and values in pages, and the subtraction."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,14 +19,14 @@ def subtraction_of(
     norm_eps: float,
     norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Subtraction:
-    """Return what the path takes of a subtraction as a kernel takes it."""
+    """Return the path's arguments of a subtraction as a kernel takes them."""
     return Subtraction(lambda_full, norm_weight, float(norm_eps), 1.0 - lambda_init, norm)
 
 
 def in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
-    """Return rows, and a plan over them, as pages of one row each; pages as they are.
+    """Return rows and their plan as pages of one row each; return pages unchanged.
 
-    On a CPU the memo stores that plan. On a device every call makes its table, so that a CUDA graph does, too.
+    On a CPU the memo stores that plan. On a GPU every call makes its table, so that a CUDA graph captures it.
     """
     if plan.block_size is not None:
         return cache, plan

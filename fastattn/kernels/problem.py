@@ -21,21 +21,21 @@ from refattn.plan import Plan
 from refattn.scales import FP8_FORMATS, Fp8Scales, Int8Scales
 from refattn.trees import AttentionPlan, TreePlan
 
-FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
-EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long
-EXPANDED_BLOCK = 128  # tokens in a block of dequantized values: what FlashAttention loads fastest
+FAR = 2**30  # tokens: the sum with a smaller position fits into 32 bits
+EVEN = 1.25  # longest sequence over the average, at most, for sequences of about equal length
+EXPANDED_BLOCK = 128  # tokens in a block of dequantized values: the page size that FlashAttention loads fastest
 
 
 class Problem(NamedTuple):
-    """One operation on tensors of some sizes; no tensor is in it and none is read for it.
+    """One operation, described by the sizes of its tensors; it holds no tensor, and none is read for it.
 
     Attributes:
-        operation: what is to be computed, one of those that `fastattn.dispatch` lists; "attend" for attention.
+        operation: one of the operations that `fastattn.dispatch` lists; "attend" for attention.
         device: where the tensors are.
-        dtype: the type of the queries, or of what is moved.
-        keys: where the keys are that are attended to, one of `STORAGES`.
-        levels: levels of a cascade that are one call.
-        tree: drafted trees say who may see whom.
+        dtype: the type of the queries, or of the tensors that are moved.
+        keys: the storage of the keys, one of `STORAGES`.
+        levels: cascade levels in one call.
+        tree: the mask is that of drafted trees.
         num_heads: query heads, `h`.
         num_kv_heads: KV heads, `hk`.
         head_size: elements of a query and a key, `d`.
@@ -45,26 +45,26 @@ class Problem(NamedTuple):
         max_seq_len: the most keys that a sequence has.
         num_seqs: sequences of the plan.
         window: `(left, right)` in tokens, -1 for no limit; a causal mask is a right side of 0.
-        positions: query rows stand elsewhere than at the end of their sequence, and a mask or ALiBi depends on it.
+        positions: query rows have positions of their own, and a mask or ALiBi depends on them.
         softcap: scores are capped.
         alibi: there are ALiBi slopes.
-        alibi_sqrt: they multiply the root of the distance.
+        alibi_sqrt: ALiBi slopes multiply the square root of the distance.
         num_tokens: query rows, padding included.
         sinks: there are sinks.
-        batch_invariant: no bit of a row may depend on what else is in the batch.
-        aligned: the elements of each head lie side by side, from a multiple of 16 bytes on; of queries alone where
-            keys and values are quantized. Of packed latents also that their rows have no gaps.
-        num_pairs: copies of blocks that are asked for.
-        contiguous_blocks: the elements of each block that is copied lie side by side, without gaps.
+        batch_invariant: no bit of a row may depend on the rest of the batch.
+        aligned: all heads are contiguous and begin at multiples of 16 bytes; only those of queries count where keys and
+            values are quantized. Rows of packed latents have no gaps, either.
+        num_pairs: pairs of source and destination of `copy_blocks`.
+        contiguous_blocks: each block that is copied is contiguous.
         num_dims: dimensions of a pool whose tokens are moved.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of keys and values in a quantized cache; None in any other.
         rounds_query: queries are rounded as keys are.
-        fp8_weights: over latents in fp8 the weights of the softmax may be rounded, too.
-        even: the host knows that all sequences have about as many keys.
-        intervals: each query row sees an interval of keys of its own.
-        extends_causal: it is all keys up to the query, and some after it.
-        asks: the fields of options, plan, storage and scales that say what is to be computed, from `asked_of`.
+        fp8_weights: over fp8 latents, softmax weights may be rounded to fp8, too.
+        even: the host knows that all sequences have about the same number of keys.
+        intervals: each query row has its own interval of visible keys.
+        extends_causal: each interval has all keys up to its query, and may have later ones.
+        asks: the fields of options, plan, storage and scales that are set, from `asked_of`.
     """
 
     operation: str
@@ -109,7 +109,7 @@ class Problem(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is to be computed, in words."""
+        """The operation, in words."""
         if self.operation == "differential":
             return "differential attention"
         if self.operation != "attend":
@@ -129,18 +129,18 @@ STORAGES = {
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that queries of some type are computed in, and that log-sum-exps have.
+    """Return the type in which queries of some type are computed, and which log-sum-exps have.
 
-    Queries may come in fp8, of which `torch.promote_types` knows nothing.
+    Queries may be fp8, which `torch.promote_types` does not support.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-TYPED_BY = {"merge": "lses", "add_sinks": "lse"}  # the argument of an operation that says its type; else the first
+TYPED_BY = {"merge": "lses", "add_sinks": "lse"}  # the argument whose type is that of the operation; else the first
 
 
 def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
-    """Describe an operation beside attention, by its arguments in their order."""
+    """Describe an operation other than attention, by its arguments in order."""
     first = next(iter(arguments.values()))
     typed = arguments.get(TYPED_BY.get(operation, ""), first)
     first, typed = (x[0] if isinstance(x, list | tuple) else x for x in (first, typed))
@@ -213,13 +213,13 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
     )
 
 
-_ASKS = "asks"  # set beside the fields of a plan, which ask for the same in every layer
+_ASKS = "asks"  # attribute of a plan: caches its set fields, which are the same in every layer
 
 
 def asked_of(*arguments: object) -> frozenset[str]:
-    """Return which fields of options, plans, storages and scales ask for something, also of those in them.
+    """Return the names of the fields of options, plans, storages and scales that are set, as `Plan.causal`.
 
-    Those without a default do, and those that are not at their default. `Plan.causal`, and so on.
+    A field is set if it has no default, or not its default. Fields of values in fields count, too.
     """
     asks: frozenset[str] = frozenset()
     for argument in arguments:
@@ -252,9 +252,9 @@ def _asked_of(argument: object) -> frozenset[str]:
 
 @cache
 def _defaults(kind: Any) -> dict[str, tuple[str, object]] | None:
-    """Return the full name and the default of each field of a dataclass or named tuple, which may be none; else None.
+    """Return the full name and the default (or `MISSING`) of each field of a dataclass or named tuple; else None.
 
-    Fields that a dataclass works out of the others say nothing new.
+    Fields that a dataclass derives from others (`init=False`) are left out.
     """
     its_name = kind.__name__
     if is_dataclass(kind):
@@ -281,12 +281,12 @@ def has_packed_rows(keys: PackedLatents, head_size: int) -> bool:
 
 
 def expanded(problem: Problem) -> Problem:
-    """Describe what is left of attention over a quantized cache once it is dequantized to the type of the queries."""
-    aligned = problem.aligned or problem.rounds_query  # rounded queries are new ones
+    """Describe attention over a quantized cache after it is dequantized to the type of the queries."""
+    aligned = problem.aligned or problem.rounds_query  # rounded queries are a new tensor
     numbers = problem._replace(
         keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned
     )
-    return numbers._replace(extends_causal=False)  # their keys after each query are quantized
+    return numbers._replace(extends_causal=False)  # later keys would be read from the quantized pages
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -300,14 +300,14 @@ def latent_scales(cache: Tensor, cache_scale: float, query_scale: float | None =
 
 
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
-    """Return whether an answer depends on `plan.positions`: not if everyone sees everything and there is no ALiBi."""
+    """Return whether the output depends on `plan.positions`: not if all queries see all keys, without ALiBi."""
     return plan.positions is not None and (plan.window != (-1, -1) or options.alibi_slopes is not None)
 
 
 def window_within_reach(plan: Plan) -> tuple[int, int]:
-    """Return the window of a plan, -1 for no limit, its sides cut to where a query and a key are never so far apart.
+    """Return the window of a plan, -1 for no limit, its sides clamped to more than any distance of a query and a key.
 
-    Packages add a side to a position in 32 bits. It is for plans whose queries are the last of their tokens.
+    Packages add a side to a position in 32 bits. Only for plans whose queries are the last of their tokens.
     """
     left, right = plan.window
     reach = min(plan.batch.max_seq_len + plan.batch.max_query_len + 1, FAR)
@@ -315,12 +315,12 @@ def window_within_reach(plan: Plan) -> tuple[int, int]:
 
 
 def _is_uniform(batch: Batch) -> bool:
-    """Return whether all sequences have as many new tokens, by what the host knows: their sum, and the most of each."""
+    """Return whether the host knows, from their sum and maximum, that all sequences have equally many new tokens."""
     return batch.num_tokens is not None and batch.num_tokens == batch.num_seqs * batch.max_query_len
 
 
 def has_aligned_heads(x: Tensor) -> bool:
-    """Return whether all heads of a tensor begin at multiples of 16 bytes, their elements side by side."""
+    """Return whether all heads of a tensor are contiguous and begin at multiples of 16 bytes."""
     *strides, last = x.stride()
     bits = x.data_ptr()
     for stride in strides:
@@ -329,7 +329,7 @@ def has_aligned_heads(x: Tensor) -> bool:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return elements of one byte as bytes, which share their memory: fp8 is moved by all that moves bytes.
+    """View elements of one byte as uint8, so that any operation that moves bytes moves fp8.
 
     torch has no `index_copy_` for fp8, and a GPU older than the format cannot compute with it.
     """
@@ -337,10 +337,10 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def as_integers(x: Tensor) -> Tensor:
-    """Return elements as integers of their size, which share their memory: so operations of torch move them to the bit.
+    """View elements as integers of their size, so that operations of torch move them bit for bit.
 
-    With deterministic algorithms a GPU puts rows of float16 and bfloat16 into a tensor by way of float32, which gives a
-    NaN other bits; and it puts no fp8 anywhere.
+    With deterministic algorithms a GPU writes rows of float16 and bfloat16 by way of float32, which changes the bits of
+    a NaN; and it does not write fp8.
     """
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
@@ -365,14 +365,14 @@ def places(batch: Batch, num_tokens: int) -> tuple[Int64[Tensor, "t"], Int64[Ten
 
 
 class Subtraction(NamedTuple):
-    """How the two answers of a pair become one: `factor * norm(first - lambda_full * second)`.
+    """How the two outputs of a pair become one: `factor * norm(first - lambda_full * second)`.
 
     Attributes:
-        lambda_full: weight of the second answer.
+        lambda_full: weight of the second output.
         norm_weight: learned factors of the norm; None where it has none.
         norm_eps: keeps the norm of zeros at zero.
-        factor: of the normed difference.
-        norm: takes the place of the norm by the root mean square.
+        factor: factor of the normed difference.
+        norm: replaces RMSNorm; None for RMSNorm.
     """
 
     lambda_full: Float[Tensor, ""]
@@ -385,8 +385,8 @@ class Subtraction(NamedTuple):
         """Norm a difference.
 
         Raises:
-            ValueError: if a norm of its own returns something else than as many numbers.
-            NotImplementedError: if such a norm wants a gradient.
+            ValueError: if `norm` does not return as many numbers as it gets.
+            NotImplementedError: if what `norm` returns requires a gradient.
         """
         if self.norm is not None:
             normed = check_normed(self.norm(difference), difference)
@@ -397,7 +397,7 @@ class Subtraction(NamedTuple):
 
 
 def with_positive_scale(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
-    """Return a query and a positive scale whose products are those asked for, to the bit; NaN and infinity stay NaN."""
+    """Return a query and a positive scale that give the same scores to the bit, also for NaN and infinity."""
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if scale > 0:
         return query, scale

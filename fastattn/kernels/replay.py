@@ -1,7 +1,7 @@
-"""What is stored for later calls: with a plan, what its first layer found out and bound; and writes into pools.
+"""Caches for later calls: the memo of a plan, which all layers of a step share, and bound writes into pools.
 
-Layers of a step call with the same plan. So its memo holds what `fastattn.dispatch` has bound, and what kernels derive
-from a plan alone, such as schedules. It never changes an output.
+The memo holds the calls that `fastattn.dispatch` has bound in the first layer, and what kernels derive from a plan
+alone, such as schedules. It never changes an output.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -21,9 +21,9 @@ from refattn.states import StatePlan
 from refattn.trees import AttentionPlan
 
 ALIGNMENT = 16  # bytes
-MAX_WRITES = 1024  # writes that are bound; with one more, all are forgotten
+MAX_WRITES = 1024  # bound writes; one more clears all
 numbers_of = attrgetter(*(one.name for one in fields(AttentionOptions) if one.name not in PER_HEAD))
-per_head_of = attrgetter(*PER_HEAD)  # tensors, whose layout is in a key
+per_head_of = attrgetter(*PER_HEAD)  # tensors; a cache key has their layouts
 
 Key = tuple[object, ...]
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -48,17 +48,17 @@ class Bound:
 
 @dataclass
 class Memo:
-    """What is stored with one plan, for later layers.
+    """The cache of one plan, shared by the layers of a step.
 
     Attributes:
-        bound: calls that are bound, by their cache keys.
-        launches: how to replay launches of ours that are no attention, by their cache keys.
-        schedules: how a package divides the work; each with the versions of the lengths that it was made from.
+        bound: bound calls, by their cache keys.
+        launches: replays of our launches other than attention, by their cache keys.
+        schedules: schedules of packages, each with the versions of the lengths that it was made from.
         cu_seqlens_k: where the keys of each sequence begin in rows.
-        cpu_schedule: how the CPU kernel divides the work.
-        expanded: the plans over the pages into which quantized values are expanded, by stream or capture.
-        after: of intervals that extend a causal mask, the position after that of each query row.
-        parts: of such intervals, the plan of the causal mask, and that of the keys after each query, likewise.
+        cpu_schedule: the schedule of the CPU kernel.
+        expanded: plans over dequantized pages, by stream or capture.
+        after: for intervals that extend a causal mask, the position after each query row.
+        parts: for such intervals, the plan of the causal mask and that of the later keys, by stream or capture.
         pages: on a CPU, the plan over rows as one over pages of one row each, by the number of rows.
     """
 
@@ -74,7 +74,7 @@ class Memo:
 
 
 def memo_of(plan: AnyPlan) -> Memo:
-    """Return the memo of a plan, which is no field of it: a plan made by `dataclasses.replace` begins without one."""
+    """Return the memo of a plan. It is not a field: a plan made by `dataclasses.replace` begins with an empty one."""
     attributes = vars(plan)
     memo: Memo | None = attributes.get("memo")
     return attributes.setdefault("memo", Memo()) if memo is None else memo  # atomic: threads may share a plan
@@ -86,13 +86,13 @@ def launch_once(
     tensors: tuple[Tensor | float | None, ...],
     launch: Callable[[], Callable[..., None]],
 ) -> None:
-    """Launch; with `tensors` by the replay of an earlier launch with the same key, if there was one.
+    """Launch, or replay an earlier launch with the same key on `tensors`.
 
     Args:
-        plan: whose memo stores the replay.
+        plan: its memo stores the replay.
         key: from `key_of_launch`; None stores nothing.
         tensors: the arguments of the replay.
-        launch: launches without a replay, and returns one.
+        launch: makes the first launch, and returns its replay.
     """
     launches = memo_of(plan).launches
     replay = None if key is None else launches.get(key)
@@ -110,11 +110,11 @@ def launch_once(
 def key_of_launch(
     name: Hashable, tensors: tuple[Tensor | None, ...], options: AttentionOptions | None = None
 ) -> Key | None:
-    """Return the cache key of a launch; None if a tensor is not aligned, so that it is not replayed.
+    """Return the cache key of a launch; None if it is not replayed, as a tensor is not aligned or not its memory.
 
     Args:
-        name: of the launch, with all else that it depends on beside the plan.
-        tensors: those that differ from layer to layer.
+        name: the name of the launch, and all else that it depends on besides the plan.
+        tensors: the tensors that differ between layers.
         options: those of an attention layer.
     """
     bits, layouts = layouts_of(tensors if options is None else (*tensors, *per_head_of(options)))
@@ -126,10 +126,10 @@ def key_of_launch(
 def key_of_write(
     forced: str | None, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> Key | None:
-    """Return the cache key of a write into pools; None if it is not to be replayed.
+    """Return the cache key of a write into pools; None if it is not replayed.
 
-    It is not where `fastattn.dispatch.key_of` returns None. On a CPU, where a replay checks the slots, it is not where
-    gradients are recorded either, as a pool may be a view of a tensor that has one.
+    It is not replayed where `fastattn.dispatch.key_of` returns None, nor, on a CPU, while gradients are recorded, as a
+    pool may be a view of a tensor that has one.
     """
     if not (type(key) is type(value) is type(key_cache) is type(value_cache) is type(slot_mapping) is Tensor):
         return None
@@ -147,11 +147,11 @@ def key_of_write(
 
 
 def layouts_of(values: Iterable[object]) -> tuple[int, Key | None]:
-    """Return the bits of the addresses of tensors, and what a cache key has of each value; None for an unknown type.
+    """Return the bits of all addresses of tensors, and the entry of each value in a cache key.
 
-    It is None, too, where a tensor is not what its memory holds.
+    The entries are None if a value has another type, or a tensor is not what its memory holds.
 
-    Scales differ from layer to layer, and so does lambda: of a positive number there is its type only. But 1 stands for
+    Scales and lambda differ between layers, so the entry of a positive number is its type alone. But 1 is an entry by
     itself, as it is the only scale of a pool that is not quantized.
     """
     bits = 0
@@ -177,7 +177,7 @@ def layouts_of(values: Iterable[object]) -> tuple[int, Key | None]:
     return bits, tuple(layouts)
 
 
-# --- writes, of which no plan knows ---
+# --- writes, which have no plan ---
 
 _writes: dict[Key, tuple[Callable[..., None], tuple[int, ...]]] = {}
 
@@ -185,9 +185,9 @@ _writes: dict[Key, tuple[Callable[..., None], tuple[int, ...]]] = {}
 def bound_write(
     key: Key | None, tokens: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor]
 ) -> Callable[..., None] | None:
-    """Return what makes a write again, with other tensors; None if it was not bound, or memory may be shared.
+    """Return the replay of a bound write; None if it was not bound, or its tensors may overlap.
 
-    The addresses are in no cache key, and a write is refused if its tokens lie in a pool, or two pools are one.
+    Addresses are not in a cache key, and a write is refused if its tokens lie in a pool, or both pools are one.
     """
     bound = None if key is None else _writes.get(key)
     if bound is None:
@@ -205,12 +205,12 @@ def bound_write(
 
 
 def bind_write(key: Key | None, write: Callable[..., None] | None, tensors: Iterable[Tensor]) -> None:
-    """Bind a write: types, shapes, strides and devices, and a launch without its tensors.
+    """Store the replay of a write under its cache key.
 
     Args:
-        key: from `key_of_write`; None binds nothing.
-        write: what makes it again; None binds nothing.
-        tensors: both tokens and both pools; the memory of each is known from its first byte to its last.
+        key: from `key_of_write`; None stores nothing.
+        write: the replay; None stores nothing.
+        tensors: both tokens and both pools; their sizes in bytes are stored, to find overlaps.
     """
     if key is None or write is None:
         return
@@ -220,5 +220,5 @@ def bind_write(key: Key | None, write: Callable[..., None] | None, tensors: Iter
 
 
 def forget_writes() -> None:
-    """Forget all writes."""
+    """Clear all bound writes."""
     _writes.clear()
