@@ -1,11 +1,11 @@
-"""Plain torch, on any device: what goes with attention (merging, the cache, tables). It has no attention itself."""
+"""Plain torch, on any device: operations beside attention (merging, the cache, tables), but no attention."""
 
 from fastattn.kernels.kernel import PLAN, QUANTIZED, STATES, TREES, Kernel
 from fastattn.kernels.problem import Problem
 
 
 def unsupported_reason(problem: Problem) -> str | None:
-    """Return why this kernel cannot compute a problem, or None: torch computes nearly all of these everywhere."""
+    """Return why this kernel cannot compute a problem, or None: nearly all operations run on any device."""
     if problem.operation in ("recurrent", "convolve", "score_index") and problem.device.type in (
         "cuda",
         "meta",

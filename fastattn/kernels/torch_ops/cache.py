@@ -24,14 +24,15 @@ def write(
     """Write new tokens into the pool; see `fastattn.kv_cache.write`.
 
     Returns:
-        On a CPU, a function that writes other tensors of the same types, shapes and strides, and checks their slots.
+        On a CPU, a function that writes other tensors of the same types, shapes and strides, and checks their slots;
+        else None.
     """
     _write_rows(key, value, key_cache, value_cache, slot_mapping, bool((slot_mapping < 0).any()))
     return _write_again if slot_mapping.is_cpu else None
 
 
 def _write_again(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write as an earlier call did with other tensors; what slots hold was checked for those alone."""
+    """Repeat an earlier write with other tensors, whose slots are not checked yet."""
     has_padding = check_slot_numbers(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
     _write_rows(*rows_with_slots(key, value, slot_mapping), key_cache, value_cache, slot_mapping, has_padding)
 

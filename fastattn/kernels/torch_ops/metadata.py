@@ -29,10 +29,10 @@ def trim(
         batch: the lengths and the block table.
         left: tokens that a query sees before itself.
         block_size: tokens in a block.
-        columns: blocks that are left of a sequence, at most.
+        columns: blocks that are kept of a sequence, at most.
 
     Returns:
-        The first key of each sequence that is left, its number of keys, and its blocks. Past its last block a row
+        The first key that is kept of each sequence, its number of keys, and its blocks. Past its last block a row
         repeats the last column of the table: no key is there.
     """
     assert batch.block_table is not None  # the path has checked it
@@ -66,7 +66,7 @@ def cut_chunks(
     end = torch.minimum(begin + chunk_size, seq_lens)
     first_key = begin.clamp(min=0)
     num_keys = (end - first_key).clamp(min=0) * (end > torch.maximum(begin, context_lens))  # none without a query
-    rows_end = end + rearrange(batch.cu_seqlens_q[1:] - batch.seq_lens, "b -> b 1")  # query rows, left-over chunks too
+    rows_end = end + rearrange(batch.cu_seqlens_q[1:] - batch.seq_lens, "b -> b 1")  # also of unused chunks
     # Past its last block a row repeats the sequence's last column: no key is there.
     used = rearrange(first_key // block_size, "b chunks -> b chunks 1") + torch.arange(columns, device=batch.device)
     used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns -> b (chunks columns)")
@@ -81,9 +81,9 @@ def cut_chunks(
 def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
-    """Find who is above whom in each tree, and where its query rows stand; see `fastattn.speculative.plan`.
+    """Find the ancestors of each node, and the positions of the query rows; see `fastattn.speculative.plan`.
 
-    Every node jumps up, twice as far each time, and takes along what those have found that it lands on.
+    By pointer jumping: every node jumps up, twice as far each time, and takes over the mask and depth of its target.
 
     Args:
         batch: the lengths; the query rows of a sequence are the last nodes of its tree.
@@ -91,13 +91,13 @@ def draw_trees(
         num_tokens: query rows, padding included.
 
     Returns:
-        The depth of each node, the mask of what it sees, both 0 past a tree's last node, and the position of each query
-        row, 0 for padding.
+        The depth of each node, the mask of the nodes that it sees, both 0 past a tree's last node, and the position of
+        each query row, 0 for padding.
     """
     b, w = trees.parents.shape
     node = torch.arange(w, device=batch.device)
     is_node = node < trees.lens[:, None]  # [b, w]
-    above = torch.minimum(trees.parents.long(), node - 1).where(is_node, -1)  # past the last node anything stands
+    above = torch.minimum(trees.parents.long(), node - 1).where(is_node, -1)  # padding may be anything
     depth = (above >= 0).int()
     above = torch.where(above >= 0, above, node)  # a root stays where it is
     word = torch.arange(trees.num_words, device=batch.device)

@@ -1,8 +1,8 @@
-"""Scales of quantized caches in plain torch, on a CPU: what a query carries into the products, and quantizing.
+"""Scales of quantized caches in plain torch, on a CPU: fold them into queries and outputs, and quantize.
 
-fp8     (key scale * query) . quantized        a scale is one number per sequence and head, so a query carries it
-int8    query . (scale * quantized)            one number per key, which meets its score
-out     value scale * (weights . quantized)    per sequence and head, or per head and channel: the output carries it
+fp8     (key scale * query) . quantized        one number per sequence and head: folded into the query
+int8    query . (scale * quantized)            one number per key: left to the kernel
+out     value scale * (weights . quantized)    per sequence and head, or per head and channel: applied to the output
 """
 
 import torch
@@ -17,16 +17,16 @@ from refattn.scales import Fp8Scales, Int8Scales
 def fold_scales(
     query: Float[Tensor, "t h d"], scales: Fp8Scales | Int8Scales, plan: Plan, group: int
 ) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "#t #h #dv"]]:
-    """Round queries as the scales say, and multiply them with the scales of keys that are the same for all keys.
+    """Round queries where the scales require it, and fold in the key scales that all keys of a head share.
 
     Args:
         query: query rows of all sequences, not quantized.
         scales: those of the cache.
-        plan: the sequences, which scales may be of.
-        group: query heads for each KV head.
+        plan: the sequences, for scales per sequence.
+        group: query heads per KV head.
 
     Returns:
-        The queries in float32, float64 for float64 ones; and what the outputs are to be multiplied with.
+        The queries in float32, float64 for float64 ones; and the factor of the outputs.
     """
     compute = compute_dtype(query.dtype)
     if isinstance(scales, Fp8Scales):
@@ -46,7 +46,7 @@ def fold_scales(
 def _per_row(
     scale: float | Float32[Tensor, "..."], plan: Plan, rows: int, group: int
 ) -> Float32[Tensor, "#rows #heads 1"]:
-    """Return the scale of each query row and query head; rows of padding get a 1."""
+    """Return the scale of each query row and query head, 1 for padding rows."""
     if not isinstance(scale, Tensor):
         return torch.full((1, 1, 1), scale, dtype=torch.float32, device="cpu")
     scale = scale.repeat_interleave(group, -1)

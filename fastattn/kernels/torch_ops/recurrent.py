@@ -1,20 +1,20 @@
 """Layers that keep a state in plain torch: long sequences by chunks, short ones token by token, many at once.
 
 In a chunk, with `D[i, j]` for the product of the decays after token j up to token i, and S for the state before the
-chunk, what token i writes is `u[i] = beta[i] (v[i] - what the state answers to k[i])`:
+chunk, token i writes `u[i] = beta[i] (v[i] - (state before token i, decayed) k[i])`:
 
     u[i] + sum over j < i of beta[i] D[i, j] (k[i] . k[j]) u[j] = beta[i] v[i] - beta[i] (from_start[i] S) k[i]
 
-That is a unit lower triangular system, `(1 + L) u = ...`, which is inverted once for the values and for the keys. What
-follows is products of matrices:
+That is a unit lower triangular system, `(1 + L) u = ...`, which is inverted once for the values and for the keys. The
+rest is matrix products:
 
     out[i]   = (from_start[i] S) q[i] + sum over j <= i of D[i, j] (q[i] . k[j]) u[j]
     S_next   = (all decays) S + sum over j of u[j] (D[last, j] k[j])
 
 Decays are multiplied, and logarithms never subtracted: a gate of 0 has the logarithm `-inf`, and the difference of two
-sums that hold it is NaN; after a saturated gate such a difference has lost its digits. So `D` is a running product. Per
-channel `D` would be a matrix for each channel: there a pair of tokens is split at a token between them,
-`D[i, j] = D[i, middle] D[middle, j]`, and each half goes to its own factor of a product of matrices:
+sums with it is NaN; after a saturated gate such a difference has lost its digits. So `D` is a running product. With
+decays per channel, `D` would be a matrix for each channel. There, a pair of tokens is split at a token between them,
+`D[i, j] = D[i, middle] D[middle, j]`, and each half goes to one factor of a matrix product:
 
     i in the second half, j in the first     (q[i] D[i, middle]) . (k[j] D[middle, j])      of 2, 4, .. 64 tokens
 
@@ -33,9 +33,9 @@ from torch.nn.functional import silu as apply_silu
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 
-CHUNK = 64  # tokens whose system of equations is solved at once
-SMALL = 16  # equations, of which substitution solves a block
-FEW = 8  # tokens, up to which a sequence goes token by token: a chunk has as many products, and more of them
+CHUNK = 64  # tokens of a chunk, whose triangular system is solved at once
+SMALL = 16  # rows of a diagonal block that is inverted by substitution
+FEW = 8  # tokens up to which a sequence goes token by token: a chunk would take at least as many products
 AT_ONCE = 2**18  # elements of the largest intermediate result: more would not stay in the cache
 
 
@@ -75,7 +75,7 @@ def recurrent(
 
 
 class _Tokens:
-    """The tokens of a step, of which some are read at a time, in the type to compute in and with a query per head."""
+    """The tokens of a step, read some rows at a time in the compute type."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class _Tokens:
         self.group = value.shape[1] // query.shape[1]
 
     def are_finite(self, sequence: _Sequence) -> bool:
-        """Return whether a sequence has no NaN: in a chunk it would reach the tokens before it, 0 times NaN."""
+        """Return whether a sequence has no NaN or infinity: in a chunk it would reach earlier tokens, as 0 * NaN."""
         rows = slice(sequence.row, sequence.row + sequence.length)
         query, key, value, log_decay, beta = (x[rows] for x in self.tensors)
         are_finite = all(bool(x.sum(dtype=self.compute).isfinite()) for x in (query, key, value, beta))
         return are_finite and not bool(log_decay.isnan().any())
 
     def read(self, rows: Int64[Tensor, "..."]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return queries, keys, values, decays and beta of some rows; one that is negative changes nothing.
+        """Return queries, keys, values, decays and beta of some rows; a negative row leaves the state unchanged.
 
         Queries and keys have `h` heads, the others `hv`; the shape of the rows comes first.
         """
@@ -143,7 +143,7 @@ def _read_states(states: Tensor, sequences: list[_Sequence], compute: torch.dtyp
 
 
 class _Keep:
-    """Where states are kept, looked up by sequence and by how many of its tokens are in the state."""
+    """The slots that keep states, by sequence and by the number of its tokens in the state."""
 
     def __init__(self, plan: StatePlan) -> None:
         self.per_draft, self.block_size = plan.per_draft, plan.block_size
@@ -192,9 +192,9 @@ def _by_token(
 def _by_chunk(
     tokens: _Tokens, states: Tensor, plan: StatePlan, sequences: list[_Sequence], delta: bool, result: Tensor
 ) -> None:
-    """Compute the first chunks of all sequences, then the second; what needs no state is done for many at once.
+    """Compute the first chunks of all sequences, then the second; intra-chunk terms of many chunks come at once.
 
-    Chunks begin at multiples of their size in the sequence, so that blocks end with them.
+    Chunks begin at multiples of their size in the sequence, so that each block ends with a chunk.
     """
     size = CHUNK if plan.block_size is None else gcd(CHUNK, plan.block_size)
     sequences = sorted(sequences, key=lambda sequence: -_num_chunks(sequence, size))
@@ -240,14 +240,14 @@ def _rows(sequences: list[_Sequence], chunk: int, size: int, offsets: Tensor) ->
 
 
 class _Local(NamedTuple):
-    """What chunks are without the states before them; `x` chunks of `c` tokens.
+    """The intra-chunk terms, which need no state, of `x` chunks of `c` tokens.
 
     Attributes:
-        written: what each token writes after a state of zeros.
-        answered: what it writes less of, for a state: the keys that the state answers to.
-        read: queries, with the decays since the start of the chunk.
-        weights: of each token for those before it and itself.
-        kept: keys, with the decays up to the end of the chunk.
+        written: what each token writes if the state before the chunk is zero.
+        answered: its product with the state before the chunk is subtracted from `written`; None without the delta rule.
+        read: queries times the decays since the start of the chunk.
+        weights: weights of each token on itself and earlier tokens.
+        kept: keys times the decays up to the end of the chunk.
         decay: all decays of the chunk.
     """
 
@@ -259,7 +259,7 @@ class _Local(NamedTuple):
     decay: Float[Tensor, "x hv 1 _"]
 
     def advance(self, state: Float[Tensor, "b hv dv dk"], part: slice) -> Float[Tensor, "b hv c dv"]:
-        """Return the outputs of some chunks, and change the states before them to those after them."""
+        """Return the outputs of some chunks, and advance their states in place."""
         written = self.written[part]
         if self.answered is not None:
             written = written - self.answered[part] @ state.mT
@@ -270,7 +270,7 @@ class _Local(NamedTuple):
 
 
 def _solve(tokens: _Tokens, rows: Int64[Tensor, "x c"], delta: bool) -> _Local:
-    """Compute what needs no state."""
+    """Compute the intra-chunk terms."""
     query, key, value, decay, beta = (x.transpose(1, 2) for x in tokens.read(rows))  # [x, heads, c, ..]
     group, length = tokens.group, rows.shape[1]
     beta = beta[..., None]
@@ -295,12 +295,12 @@ def _solve(tokens: _Tokens, rows: Int64[Tensor, "x c"], delta: bool) -> _Local:
 
 
 def _inverse(system: Float[Tensor, "x hv c c"]) -> Float[Tensor, "x hv c c"]:
-    """Return the inverse of `1 + L`, with L below the diagonal of a system: of blocks of 16, then of twice as many.
+    """Return the inverse of `1 + L`, L strictly lower triangular: of blocks of 16 rows, then of twice as many.
 
         (A    )^-1   ( A^-1              )
         (C   B)    = (-B^-1 C A^-1   B^-1)
 
-    Substitution goes row by row; these are products of matrices.
+    Substitution goes row by row; joining blocks takes matrix products.
     """
     length = system.shape[-1]
     inverse = torch.zeros_like(system)
@@ -331,8 +331,8 @@ def _halves(
 ) -> tuple[list[Float[Tensor, "x hv c c"]], Float[Tensor, "x hv c dk"], Float[Tensor, "x hv c dk"]]:
     """Return `sum over d of left[i, d] right[j, d] D[i, j, d]` for j <= i and 0 for others, of each left factor.
 
-    And the products of the decays since the start of the chunk, and after each token. All come from blocks of one token
-    that become blocks of two, of four and so on; the number of tokens is a power of two.
+    Also return the products of the decays since the start of the chunk, and after each token. Blocks of one token are
+    joined to blocks of two, of four and so on; the number of tokens is a power of two.
     """
     chunks, heads, length, _ = right.shape
     since, after = decay.clone(), torch.ones_like(decay)
@@ -363,7 +363,7 @@ def convolve(
 ) -> Float[Tensor, "t c"]:
     """Convolve each channel with its last inputs; see `fastattn.dispatch`.
 
-    The inputs of each sequence follow those of its state, and all sequences one another: one convolution.
+    States and new inputs of all sequences are concatenated for one convolution.
     """
     compute = torch.promote_types(inputs.dtype, torch.float32)
     result = inputs.new_zeros(inputs.shape)
@@ -376,7 +376,7 @@ def convolve(
         own = slice(sequence.row, sequence.row + sequence.length)
         pieces += [last[i], inputs[own].to(compute)]
         rows.append(torch.arange(own.start, own.stop))
-    joined = torch.cat(pieces)  # [w + tokens, of each sequence; c]
+    joined = torch.cat(pieces)  # [sum of w + tokens, c]
     if bias is not None:
         bias = bias.to(compute)
     mixed = conv1d(joined.T[None], weight.to(compute)[:, None], bias, groups=weight.shape[0])[0].T

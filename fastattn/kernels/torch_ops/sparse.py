@@ -1,7 +1,7 @@
 """Index keys, their scores, and the selection of the best, in plain torch, on any device; part of the kernel `torch`.
 
-A score is computed by products of one shape, a query and `KEYS` index keys, whatever else there is: so no bit of it
-depends on the batch. The selection compares numbers as integers, whose order is that of the numbers.
+All products have one shape, a query and `KEYS` index keys, so no bit of a score depends on the batch. The selection
+compares scores as integers of the same order.
 """
 
 import torch
@@ -15,7 +15,7 @@ from refattn.index_keys import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_fp8, i
 from refattn.plan import Plan
 
 KEYS = 1024  # index keys of a product
-ELEMENTS = 2**24  # scores that are ordered at a time
+ELEMENTS = 2**24  # scores that are selected from at a time
 LARGEST_FP8 = torch.finfo(INDEX_FORMAT).max
 
 
@@ -32,7 +32,7 @@ def write_index(
     quantized, scales = _parts(index_cache)
     numbers = key.float()
     scale = numbers.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    scale = scale / torch.full_like(scale, LARGEST_FP8)  # a GPU divides by a number as it multiplies by its reciprocal
+    scale = scale / torch.full_like(scale, LARGEST_FP8)  # a GPU divides by a scalar as a product with its reciprocal
     rounded = (numbers / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(INDEX_FORMAT)
     quantized[blocks, rows] = rounded.view(torch.uint8)
     scales[blocks, rows] = scale.view(torch.uint8)
@@ -59,7 +59,7 @@ def _parts(index_cache: Shaped[Tensor, "n p c"]) -> tuple[Shaped[Tensor, "n p d"
 def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
-    """Score the keys that queries may see, some keys of a sequence at a time; see `fastattn.sparse.scores`."""
+    """Score the visible keys of each query, `KEYS` of a sequence at a time; see `fastattn.sparse.scores`."""
     batch, block_size, device = plan.batch, index_cache.shape[1], query.device
     assert batch.block_table is not None  # the path has checked it
     result = torch.full((len(query), batch.max_seq_len), -torch.inf, dtype=torch.float32, device=device)
@@ -90,10 +90,10 @@ def score_index(
 
 
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
-    """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
+    """Select the highest scores, ties from the left; see `fastattn.sparse.select`.
 
-    The lowest number that is selected follows from `topk` alone; of the numbers equal to it, as many as there is room
-    for, counted from the left.
+    `Tensor.topk` gives the threshold, the lowest selected score. Of the scores equal to it, the leftmost fill the
+    places that are left.
     """
     t, s = scores.shape
     selected = torch.full((t, topk + 1), -1, dtype=torch.int32, device=scores.device)
@@ -114,7 +114,7 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
 
 
 def _in_order(numbers: Float32[Tensor, "t s"]) -> Int32[Tensor, "t s"]:
-    """Return integers that are ordered as numbers are: both zeros alike, NaN above all."""
+    """Map numbers to integers of the same order: both zeros are equal, NaN is the highest."""
     bits = numbers.masked_fill(numbers == 0, 0.0).view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return order.masked_fill(numbers.isnan(), torch.iinfo(torch.int32).max)
@@ -137,10 +137,10 @@ def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size:
 def plan_selected(
     batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
-    """Make a sequence of each query row; see `fastattn.sparse.plan`.
+    """Make each query row a sequence of its own; see `fastattn.sparse.plan`.
 
     Returns:
-        `cu_seqlens_q`, `seq_lens` and the block table of these sequences, and the sequence that each row is of.
+        `cu_seqlens_q`, `seq_lens` and the block table of these sequences, and the sequence of each row.
     """
     found = selected_slots(batch, positions, block_size=block_size)
     t, k = found.shape
