@@ -16,7 +16,7 @@ from refattn.trees import AttentionPlan, TreePlan
 
 
 def unsupported_reason(problem: Problem) -> str | None:
-    """Return why this kernel cannot compute a problem, or None: almost everything that is on a CPU."""
+    """Return why this kernel cannot compute a problem, or None: it computes nearly everything on a CPU."""
     if problem.device.type != "cpu":
         return f"computes on the CPU, the tensors are on {problem.device.type}"
     if problem.operation == "differential" and problem.positions:
@@ -51,8 +51,7 @@ def attend(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to any storage, to quantized pages in several levels, too; see `fastattn.dispatch`.
 
-    Values of latents are their keys, so that they are gathered once and of one size; what their rotary part adds is cut
-    off.
+    Latents are gathered once, as keys and as values of the same size; the rotary columns of the output are cut off.
     """
     scales: Fp8Scales | Int8Scales | None = None
     if isinstance(keys, PackedLatents):
@@ -83,7 +82,7 @@ def bind_attend(
     out: Float[Tensor, "t h dv"] | None,
     return_lse: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Run]:
-    """Do so, and return what attends again with other tensors, too: decodes over pages may be one call of ATen's."""
+    """Attend, and return the replay: for decodes over pages it may be a single call of ATen."""
     answer, lse = attend(query, keys, plan, options, out)
     again: Run | None = None
     if isinstance(keys, Pages) and isinstance(plan, Plan):

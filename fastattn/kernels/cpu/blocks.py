@@ -1,12 +1,12 @@
 """Gather the blocks of several sequences side by side, and clear what no query may see.
 
-Sequences of 6 and 3 keys in blocks of 2, gathered as one rectangle; `x` is hidden, `0` is hidden and written over:
+Sequences of 6 and 3 keys in blocks of 2, gathered as one rectangle; `x` is hidden, `0` is hidden and cleared:
 
     keys of a    0 1 | 2 3 | 4 5         columns 0, 1, 2 of its block table
-    keys of b    0 1 | 2 0 | x x         columns 0, 1, and 0 again: a block that b sees whole fills up the row
+    keys of b    0 1 | 2 0 | x x         columns 0, 1, and 0 again: a block that b sees whole pads the row
 
 The unused slots of a partly filled block may hold anything, also NaN, which neither a bias of `-inf` nor a weight of 0
-removes; so they are overwritten. A block that the sequence sees whole holds only its own keys, which a bias can hide.
+removes; so they are cleared. A block that the sequence sees whole holds only its own keys, which a bias can hide.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
 
 @dataclass(frozen=True)
 class KVChunk:
-    """Some columns of the blocks of all sequences: what is gathered at a time.
+    """Some columns of the blocks of all sequences, gathered at a time.
 
     Attributes:
-        blocks: those of the first sequence, then of the next, and so on.
-        keys: which of the keys of a sequence are in them.
+        blocks: blocks of the first sequence, then of the next, and so on.
+        keys: the keys of a sequence that are in them.
         stale: the gathered rows that may hold anything; None if there are none.
     """
 
@@ -51,7 +51,7 @@ class Blocks:
             has a row for each of them.
         positions: position of each key of the blocks in its sequence.
         hidden: the keys that no query of their sequence sees.
-        stale: those of them that may hold anything.
+        stale: the hidden keys that may hold anything.
     """
 
     table: Int32[Tensor, "b m"]
@@ -88,7 +88,7 @@ def side_by_side(
         first_keys: position of the first key that a query of each sequence sees.
         seq_lens: keys of each sequence, at least one more than `first_keys`.
         block_size: tokens in a block, `p`.
-        runs: into how many runs of as many blocks each sequence is cut; they stand below each other, as sequences do.
+        runs: runs of equally many blocks that each sequence is cut into; each is a row, as a sequence is.
 
     Returns:
         The blocks from the one with the first key to the one with the last.

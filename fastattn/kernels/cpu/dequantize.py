@@ -1,4 +1,4 @@
-"""Quantized pools: the blocks that attention gathers, a KV chunk at a time, are dequantized.
+"""Quantized pools: blocks are dequantized as attention gathers them, a KV chunk at a time.
 
 torch converts fp8 to float32 one element at a time. Here the bits of a quantized value are moved into a float16
 instead, which can represent every fp8 number and whose conversion is vectorized:
@@ -6,7 +6,7 @@ instead, which can represent every fp8 number and whose conversion is vectorized
     e5m2    s eeeee mm           ->  s eeeee mm 00000000       the upper half of a float16
     e4m3    s eeee mmm           ->  s 0 eeee mmm 0000000      its exponent is 8 too small: 1 / 256 of the number
 
-The caller multiplies the factor of 256 into the query or the answer. NaN of e4m3 has other bits and is set separately.
+The caller multiplies the factor of 256 into the query or the output. NaN of e4m3 has other bits and is set separately.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class QuantizedPool:
 
     @property
     def factor(self) -> float:
-        """The factor that values lack once read."""
+        """The factor that is missing in values as they are read."""
         return 256.0 if self.pool.dtype == torch.float8_e4m3fn else 1.0
 
     def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
@@ -66,12 +66,12 @@ class PackedRows(QuantizedPool):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the pool, in numbers."""
+        """The shape of the dequantized pool."""
         return torch.Size((*self.pool.shape[:3], self.latent_rank + self.rope_size))
 
     @property
     def factor(self) -> float:
-        """The factor that values lack once read: none."""
+        """The factor that is missing in values as they are read: none."""
         return 1.0
 
     def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
@@ -101,7 +101,7 @@ def _from_fp8(quantized: Int8[Tensor, "m p hk d"], kind: torch.dtype, out: Float
     is_e4m3 = kind == torch.float8_e4m3fn
     bits = quantized.to(torch.int16).bitwise_left_shift_(7 if is_e4m3 else 8)
     if is_e4m3:
-        bits.bitwise_and_(-1 - 2**14)  # the sign, which the shift left in both
+        bits.bitwise_and_(-1 - 2**14)  # a copy of the sign, left by the shift
     out.copy_(bits.view(torch.float16))
     if is_e4m3:
         magnitudes = quantized.bitwise_and_(127)

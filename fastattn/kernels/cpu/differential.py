@@ -6,7 +6,7 @@
 
 Every key and every value is read once, with as many products as in one plain attention over the same bytes. ATen's
 FlashAttention does not return its weights, so it would have to be called four times. All scores of a tile of queries
-are in memory at once, so the number of queries in a tile is chosen to have at most `SCORES` of them.
+are in memory at once, so a tile has as many queries as `SCORES` allows.
 
 Keys that no query sees may hold anything, also NaN: their scores are overwritten, and their values are cleared.
 """
@@ -30,12 +30,12 @@ from refattn.plan import Plan
 TILE = 64  # most queries of a tile
 SCORES = 2**22  # most scores of a tile: 16 MiB in float32
 BUFFER = 2**19  # elements of k1 (of k2, v1, v2) that are gathered at a time: 2 MiB in float32
-WASTE = 1.5  # decodes are computed together while that reads at most this many times the keys there are
+WASTE = 1.5  # decodes are computed together while that reads at most this many times their keys
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Sequences with as many queries each, and the band of keys that some query of theirs sees."""
+    """Sequences with equally many queries, and the band of keys that some of the queries see."""
 
     rows: Int64[Tensor, "b t"]  # their query rows
     positions: Int64[Tensor, "b t"]
@@ -58,7 +58,7 @@ def differential(
     compute = compute_dtype(query.dtype)
     out = query.new_zeros(t, h // 2, 2 * d, dtype=compute)
     lse = query.new_full((t, h), -torch.inf, dtype=compute)
-    if options.sinks is not None:  # what a query answers that sees nothing
+    if options.sinks is not None:  # the LSE of a query without visible keys
         lse[: int(plan.batch.cu_seqlens_q[-1])] = options.sinks.to(compute)
     query = query.to(compute) * (d**-0.5 if options.softmax_scale is None else options.softmax_scale)
     second = float(subtraction.lambda_full)
@@ -83,7 +83,7 @@ def differential(
 
 
 def _pieces(plan: Plan, num_heads: int) -> list[_Piece]:
-    """Cut a plan into groups of decodes that see about as many keys each, and all other sequences one by one."""
+    """Cut a plan into groups of decodes with about equally many keys, and all other sequences one by one."""
     batch, (left, _) = plan.batch, plan.window
     assert batch.block_table is not None and plan.block_size is not None  # a plan over pages has them
     block_size = plan.block_size
@@ -142,7 +142,7 @@ def _tile(
     options: AttentionOptions,
     lambda_full: float,
 ) -> tuple[Float[Tensor, "b t half_h 2*d"], Float[Tensor, "b t h"]]:
-    """Attend with some queries, scaled already, to the keys in some blocks; those of a slice are cleared already."""
+    """Attend with some queries, already scaled, to the keys in some blocks; a slice names blocks already cleared."""
     t, block_size, pairs = query.shape[1], pools.shape[3], pools.shape[4]
     num_keys = block_size * (blocks.stop - blocks.start if isinstance(blocks, slice) else blocks.table.shape[1])
     q = rearrange(query, "b t (pairs g two) d -> two b pairs (g t) d", pairs=pairs, two=2)
@@ -182,7 +182,7 @@ def _tile(
 def _kv_chunks(
     pool: Float[Tensor, "n p pairs d"], blocks: Blocks | slice, compute: torch.dtype
 ) -> Iterator[tuple[slice, Float[Tensor, "b s pairs d"]]]:
-    """Read some columns of the blocks at a time through a small buffer: all at once would go to memory and back."""
+    """Read some columns of the blocks at a time through a small buffer: all at once would not stay in the cache."""
     if isinstance(blocks, slice):
         neighbours = pool[blocks].flatten(0, 1)
         yield slice(len(neighbours)), neighbours[None]
@@ -203,7 +203,7 @@ def _products(left: Float[Tensor, "b pairs x y"], right: Float[Tensor, "b pairs 
 
 
 def _hide(scores: Float[Tensor, "two b pairs g t s"], piece: _Piece, options: AttentionOptions) -> None:
-    """Add the bias, and put -inf where a query may not look, in place."""
+    """Add the bias, and set the scores of hidden keys to -inf, in place."""
     left, right = piece.window
     end = (piece.seq_lens - piece.first_keys)[..., None]
     keys = torch.arange(scores.shape[-1], device="cpu")
@@ -218,6 +218,6 @@ def _hide(scores: Float[Tensor, "two b pairs g t s"], piece: _Piece, options: At
         hidden = hidden | (distance > left)
     if right >= 0:
         hidden = hidden | (distance < -right)
-    # Without a limit on the left, what is hidden lies at the end, and the scores before it need no pass.
+    # Without a limit on the left, hidden keys are a suffix, and only their scores are written.
     first = 0 if left >= 0 else int((~hidden).all(0).all(0).sum())
     scores[..., first:].masked_fill_(rearrange(hidden[..., first:], "b t s -> b 1 1 t s"), -torch.inf)

@@ -1,11 +1,11 @@
-"""Attention over quantized pages on the CPU: the kernel over pages, on queries that carry the scales of their keys.
+"""Attention over quantized pages on the CPU: the kernel over pages, with key scales folded into the queries.
 
-    fp8     (key scale * query) . quantized        a scale is one number per sequence and head, so a query carries it
+    fp8     (key scale * query) . quantized        one number per sequence and head: folded into the query
     int8    query . (scale * quantized)            one number per key: multiplied in when its block is gathered
-    out     value scale * (weights . quantized)    per sequence and head, or per head and channel: the answer carries it
+    out     value scale * (weights . quantized)    per sequence and head, or per head and channel: applied to the output
 
-So blocks are converted only where they are gathered, a KV chunk at a time, and nothing else is made of them.
-Everything is computed in float32, float64 for float64 queries.
+Blocks are converted as they are gathered, a KV chunk at a time, and copied nowhere else. Everything is computed in
+float32, float64 for float64 queries.
 """
 
 import torch
@@ -32,15 +32,15 @@ def attention(
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over quantized pages, of fp8 also where values are the keys; see `fastattn.dispatch`.
+    """Attend over quantized pages; in fp8, values may be the keys (latents); see `fastattn.dispatch`.
 
     Args:
         query: query rows of all sequences, not quantized.
         key_cache: the pool of keys.
         value_cache: the pool of values.
-        plan: the levels, of which the last is that of the sequences, which scales may be of; or trees.
+        plan: the levels, the last of which is that of the sequences (and of scales per sequence); or trees.
         options: those of the layer; sinks count once.
-        scales: what the quantized values are multiplied with.
+        scales: scales of the quantized values.
     """
     *shared, whole = (level.own for level in plan.levels)
     compute = compute_dtype(query.dtype)
@@ -63,7 +63,7 @@ def attention(
 def packed(
     query: Float[Tensor, "t h d"], keys: PackedLatents, plan: AttentionPlan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend over packed latents, which have their scales when they are gathered; see `fastattn.dispatch`."""
+    """Attend over packed latents, which are dequantized as they are gathered; see `fastattn.dispatch`."""
     compute, rank = compute_dtype(query.dtype), keys.latent_rank
     pool = PackedRows(keys.cache[:, :, None], compute, None, rank, query.shape[2] - rank)
     if isinstance(plan, TreePlan):

@@ -1,16 +1,16 @@
-"""How the work of a plan is divided on a CPU: what is computed together, and which blocks are read for it.
+"""Schedule the work of a plan on a CPU: which sequences are computed together, and which blocks are read for them.
 
-A call takes time before it computes anything, so short sequences are computed together. And a thread should read the
-keys that it has gathered itself: where the cores of a processor do not share a cache, keys that another core has
-written may take longer than those from memory. Blocks are gathered by all threads in equal shares, and ATen's call
-shares out sequences and heads likewise. With two threads:
+A call has a fixed overhead, so short sequences are computed together. A thread should read the keys that it has
+gathered itself: where cores do not share a cache, keys written by another core may take longer to read than keys in
+memory. All threads gather equal shares of the blocks, and ATen's call divides sequences and heads in the same way. With
+two threads:
 
     decodes a to d           first call   a a a a a a | b b b b b b       a sequence for each thread, or several
                              second call  c c c c c c | d d d d d d
     short prompts e, f, g    one call     e e e e e e f f f . . . g g . . . .           padded to the longest
     all others               one by one
 
-If there are fewer KV heads than threads in a decode, its keys are cut into runs, whose answers are merged.
+If a group of decodes has fewer KV heads than there are threads, its keys are cut into runs, and the outputs merged.
 
 Each part is computed when a layer first needs it, and reused by all later layers of the step.
 """
@@ -31,22 +31,22 @@ from refattn.trees import TreePlan
 
 RUN = 512  # least keys of a run
 SHORT_PROMPT = 256  # most tokens of a prompt that is computed with others
-FEWEST_ALIKE = 16  # queries whose intervals have one shape, to have a call of their own
-WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
+FEWEST_ALIKE = 16  # fewest queries with intervals of one shape that get a call of their own
+WASTE = 1.5  # decodes share a call while it reads at most this many times their keys
 
 
 T = TypeVar("T")
 
 
 class Schedule:
-    """How the work of a plan is shared out.
+    """The schedule of a plan.
 
     Args:
         plan: the plan; its tables have been checked.
     """
 
     def __init__(self, plan: Plan) -> None:
-        # Not the plan itself, which keeps this: neither would be freed before Python looks for cycles.
+        # Not the plan itself, which keeps this: the cycle would live until Python collects cycles.
         self.batch, self.block_size, self.window = plan.batch, plan.block_size, plan.window
         self.positions, self.first_keys = plan.positions, plan.first_keys
         self.first_visible, self.last_visible = plan.first_visible, plan.last_visible
@@ -59,7 +59,7 @@ class Schedule:
         self._kept: dict[Hashable, Any] = {}
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returns, which is called the first time that it is asked for by this name."""
+        """Return the result of `make`, which is called once per name."""
         if name not in self._kept:
             self._kept[name] = make()
         kept: T = self._kept[name]
@@ -76,10 +76,10 @@ class Schedule:
         return self._views[positions]
 
     def count_alike(self, num_rows: int, num_keys: int) -> int:
-        """Return how many sequences there are, if all are as long, and seen whole or under a causal mask; else 0.
+        """Return the number of sequences, if all have one length and a full or causal mask; else 0.
 
         Args:
-            num_rows: query rows; with some of padding there is no such number.
+            num_rows: query rows; with padding the result is 0.
             num_keys: rows of keys, likewise.
         """
         count = len(self.lengths)
@@ -90,18 +90,18 @@ class Schedule:
         return count if alike and num_rows == num_keys == count * length else 0
 
     def apart(self, positions: bool) -> list["SingleSequence"]:
-        """Return the sequences that see something, one by one, by the positions of the plan or as they follow."""
+        """Return the sequences with visible keys, one by one, at the positions of the plan or at consecutive ones."""
         if positions not in self._apart:
             self._apart[positions] = self._one_by_one(range(len(self.lengths)), positions)
         return self._apart[positions]
 
     def together(self, block: torch.Size, most: int, *, prompts: bool) -> list["Piece"]:
-        """Return decodes in groups that see about as many keys, short prompts likewise, and all others one by one.
+        """Return decodes and short prompts in groups with about equally many keys, and all other sequences one by one.
 
         Args:
             block: shape of a block of the pool, `[p, hk, d]`.
-            most: elements of keys that a thread gathers at a time. A group has no more, if it has a sequence for each
-                thread: answers over keys that are gathered in parts have to be merged.
+            most: elements of keys that a thread gathers at a time. They limit a group to so many sequences, but not to
+                less than one per thread: outputs over keys that are gathered in parts have to be merged.
             prompts: whether prompts may be in groups, too.
         """
         return self.once(("together", block, most, prompts), lambda: self._together(block, most, prompts))
@@ -126,7 +126,7 @@ class Schedule:
         threads, members = torch.get_num_threads(), torch.tensor(group, device="cpu")
         seq_lens = self.batch.seq_lens[members]
         first_keys = seq_lens - torch.tensor([num_keys[i] for i in group], dtype=torch.int32, device="cpu")
-        heads = len(group) * block[1]  # that threads can share out among them
+        heads = len(group) * block[1]  # units of work to divide among the threads
         runs = max(1, min(-(-threads // heads), max(num_keys[i] for i in group) // RUN))
         blocks = side_by_side(self.batch.block_table[members], first_keys, seq_lens, block[0], runs)
         step = max(1, threads * most // (len(blocks.table) * block.numel()))
@@ -178,7 +178,7 @@ class Schedule:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return how the work of a plan is shared out, which its memo stores for later layers."""
+    """Return the schedule of a plan, which its memo stores for later layers."""
     memo = memo_of(plan)
     if memo.cpu_schedule is None:
         memo.cpu_schedule = Schedule(plan)
@@ -188,7 +188,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring queries of one sequence whose intervals have a shape that ATen's call computes.
+    """Neighbouring queries of one sequence with intervals of one kind.
 
     Attributes:
         rows: which queries of the sequence.
@@ -205,12 +205,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Intervals:
-    """The keys that each query of one sequence sees, where that is one run of them.
+    """The interval of keys that each query of one sequence sees.
 
     Attributes:
-        first: the first key of each; 0 of a query that sees nothing.
-        last: the last key; -1 of such a query.
-        segments: the queries that see something, by the shape of what they see.
+        first: the first key of each query; 0 if it sees nothing.
+        last: the last key; -1 if it sees nothing.
+        segments: the queries that see some key, by the kind of their intervals.
     """
 
     first: Int64[Tensor, "t"]
@@ -219,9 +219,9 @@ class Intervals:
 
 
 def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals:
-    """Cut the queries of a sequence where the shape of what they see changes.
+    """Cut the queries of a sequence where the kind of their intervals changes.
 
-    Segments of few queries next to each other are one: a call for each would take longer than a mask.
+    Neighbouring segments of few queries are joined: a masked call is faster than a call for each.
     """
     if not len(first):
         return Intervals(first, last, [])
@@ -245,7 +245,7 @@ def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals
         return end
 
     for value, count in zip(values, counts, strict=True):
-        seen += count  # length of the run; runs may share their end row
+        seen += count  # steps so far; a step of 0 or 1 joins the row after it
         begin = cut(seen + (value < 2), ("same", "causal", "any")[value])
     cut(len(first), "any")
     segments = []
@@ -259,15 +259,15 @@ def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals
 
 @dataclass(frozen=True)
 class View:
-    """Which keys the queries of one sequence see.
+    """The keys that the queries of one sequence see.
 
     Attributes:
-        positions: of the queries.
-        consecutive: they are the last rows of the sequence.
-        window: `(left, right)` as in `Plan.window`, where a limit that hides nothing is none.
+        positions: positions of the queries.
+        consecutive: the queries are the last rows of the sequence.
+        window: `(left, right)` as in `Plan.window`, -1 for a side that hides nothing.
         first_key: the first key that a query sees.
-        end_key: the one past the last that a query sees.
-        intervals: what each query sees, where no window says it.
+        end_key: the one past the last key that a query sees.
+        intervals: the interval of each query; None under a window.
     """
 
     positions: Int64[Tensor, "t"]
@@ -279,7 +279,7 @@ class View:
 
     @property
     def num_keys(self) -> int:
-        """Keys that some query sees, and those between them."""
+        """Keys from the first visible one to the last."""
         return max(0, self.end_key - self.first_key)
 
 
@@ -314,7 +314,7 @@ class Decodes:
     """Sequences with one query each that are computed together."""
 
     rows: Int64[Tensor, "b"] | slice  # their query rows
-    runs: int  # into how many the keys of each are cut; they are rows of their own in what follows
+    runs: int  # runs of the keys of each sequence; each run is a row of its own in `parts`
     parts: list["Part"]
 
 
@@ -330,31 +330,31 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Part:
-    """What sequences that are computed together read at a time."""
+    """The keys that sequences of one group read at a time."""
 
     kv_chunk: KVChunk
     keys: slice  # the keys of the KV chunk that some sequence sees
     distance: Int32[Tensor, "b s"] | None = None  # how far each key lies before the query, in decodes
-    bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on those that are not to be seen, if decodes have any
-    all_see_some: bool = True  # each query sees one of them
-    scratch: dict[Hashable, "Scratch"] = field(default_factory=dict)  # what they are gathered into
+    bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on hidden keys; None without any
+    all_see_some: bool = True  # each query sees at least one key
+    scratch: dict[Hashable, "Scratch"] = field(default_factory=dict)  # buffers, by thread and layout
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Views of the memory that the keys and values of a part are gathered into; one of each, if both are the same."""
+    """Views of the buffers for the keys and values of a part; one of each if values are the keys."""
 
     blocks: list[Float[Tensor, "m p hk _"]]  # keys, then values
-    rows: list[Float[Tensor, "*both rows hk _"]]  # those of both in one tensor, if they are alike
-    rectangles: list[Float[Tensor, "b hk s _"]]  # what is attended to
+    rows: list[Float[Tensor, "*both rows hk _"]]  # rows of both in one tensor, if they have one shape
+    rectangles: list[Float[Tensor, "b hk s _"]]  # keys and values of a call
 
 
 @dataclass(frozen=True)
 class SingleSequence:
-    """One sequence that is computed by itself, and what it reads."""
+    """One sequence that is computed by itself, and the blocks that it reads."""
 
     rows: slice
-    blocks: Int32[Tensor, "m"]  # those with a key that a query sees
+    blocks: Int32[Tensor, "m"]  # blocks with a visible key
     view: View
 
 
@@ -363,10 +363,10 @@ Piece = Decodes | Prompts | SingleSequence
 
 @dataclass(frozen=True)
 class Branches:
-    """The nodes of one tree, and who of its query rows sees whom."""
+    """The nodes of one tree, and which of them each query row sees."""
 
     rows: slice
-    blocks: Int32[Tensor, "m"]  # those that hold the nodes
+    blocks: Int32[Tensor, "m"]  # blocks that hold the nodes
     first_row: int  # the nodes' first row in those blocks
     seen: Bool[Tensor, "t nodes"]
     distance: Int64[Tensor, "t nodes"]  # how far each node lies before the query along a branch: negative after it
@@ -394,12 +394,12 @@ def branches_of(plan: TreePlan) -> Iterator[Branches]:
 
 
 def _of_like_length(sequences: list[int], num_keys: list[int], most: int) -> Iterator[list[int]]:
-    """Group sequences that see about as many keys, `WASTE` times those of the fewest at most.
+    """Group sequences that see about equally many keys: the most are at most `WASTE` times the fewest.
 
     Args:
-        sequences: which.
+        sequences: indices of sequences.
         num_keys: keys that each one sees.
-        most: keys for each thread. A group has as many sequences as they allow, one for each thread if they are longer.
+        most: keys per thread. They limit a group to so many sequences, but not to less than one per thread.
     """
     group: list[int] = []
     for i in sorted(sequences, key=lambda i: -num_keys[i]):
@@ -415,11 +415,11 @@ def _of_like_length(sequences: list[int], num_keys: list[int], most: int) -> Ite
 
 
 def _parts(blocks: Blocks, seq_lens: Int32[Tensor, "b"], step: int) -> list[Part]:
-    """Cut what is read into parts of some columns, without the keys on either side that no sequence sees."""
+    """Cut blocks into parts of some columns, without the keys on either side that no sequence sees."""
     seen = (~blocks.hidden).any(0).nonzero()
     first, end = int(seen[0]), int(seen[-1]) + 1
     stale = torch.zeros_like(blocks.stale)
-    stale[:, first:end] = blocks.stale[:, first:end]  # others are not handed on
+    stale[:, first:end] = blocks.stale[:, first:end]  # only these are passed on
     parts = []
     for kv_chunk in replace(blocks, stale=stale).kv_chunks(step):
         here = slice(max(first, kv_chunk.keys.start), min(end, kv_chunk.keys.stop))
