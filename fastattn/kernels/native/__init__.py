@@ -1,8 +1,8 @@
-"""Our own C for the CPU: decodes that read pages where they lie, compiled at the first call if there is a C compiler.
+"""Our own C for the CPU: decodes that read pages in place, compiled at the first call if there is a C compiler.
 
 ATen's FlashAttention takes keys at one stride, so the kernel `cpu` copies them out of their pages, which takes longer
-than attending to them. This one loads a key once for up to four query heads that share it, and of a differential head
-both keys and both values once.
+than attending to them. This one loads a key once for up to four query heads that share it, and both keys and both
+values of a differential head once.
 """
 
 import torch
@@ -11,8 +11,8 @@ from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PAGE
 from fastattn.kernels.native.compiler import library
 from fastattn.kernels.problem import Problem
 
-# Query rows per KV head, new tokens times heads of the group. With more, matrix products over copied keys are faster;
-# fewer in 16 bits, for which some processors have matrix instructions.
+# Most query rows per KV head: new tokens times heads of the group. With more rows, matrix products over copied keys are
+# faster; in 16 bits the limit is lower, as some processors have matrix instructions for that.
 MAX_ROWS = 32
 MAX_ROWS_16 = 16
 

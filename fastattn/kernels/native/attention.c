@@ -1,17 +1,17 @@
-/* Attention of a few query rows per sequence to pages, read where they lie; compiled by `compiler.py`, called by
+/* Attention from a few query rows per sequence over pages, read in place; compiled by `compiler.py`, called by
    `attention.py`.
 
-   The keys of a sequence and a KV head are split at multiples of SPLIT, and each split is one piece of work. It goes
-   through its keys in tiles: the scores of a tile, their running maximum and sum, and the weighted values, for up to ROWS
-   query heads of the group at once, so that a key is loaded once for all of them. Then the splits of a query merge.
+   The keys of a sequence and a KV head are split at multiples of SPLIT, and each split is one work item. It goes through
+   its keys in tiles: the scores of a tile, their running maximum and sum, and the weighted values, for up to ROWS query
+   heads of the group at once, so that a key is loaded once for all of them. Then the splits of a query are merged.
 
-   A differential head has two keys per token and two values, in halves of the pool that lie `apart`. Half of its rows meet
-   the first key and half the second, and all of them both values, which are then one value, twice as long.
+   A differential head has two keys and two values per token, in halves of the pool that lie `apart`. Half of its rows are
+   multiplied with the first key, half with the second, and all with both values, as one value of twice the size.
 
-   A key that no row of the call may see is not loaded, and one that only some rows may see meets no other row: such
-   memory may hold NaN, and 0 * NaN is NaN.
+   A key that no row of the call may see is not loaded, and one that only some rows may see is multiplied with no other
+   row: such memory may hold NaN, and 0 * NaN is NaN.
 
-   Vectors are those of GCC and Clang, as wide as the registers of the processor that it is compiled for. */
+   Vector types are those of GCC and Clang, as wide as the registers of the target processor. */
 
 #include <math.h>
 #include <stdint.h>
@@ -25,8 +25,8 @@
 #else
 #define LANES 4
 #endif
-#define ROWS 4     /* query heads that meet a key together: what is summed for them stays in registers */
-#define KEYS (LANES / ROWS) /* keys that meet them together */
+#define ROWS 4     /* query heads that are multiplied with a key at once: their sums stay in registers */
+#define KEYS (LANES / ROWS) /* keys that are multiplied with them at once */
 #define TILE 64    /* keys of a tile, a multiple of LANES */
 #define SPLIT 1024 /* keys of a split, a multiple of TILE; as in attention.py */
 #define INLINE static inline __attribute__((always_inline))
@@ -37,7 +37,7 @@ typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
 typedef int16_t signed_shorts __attribute__((vector_size(2 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(LANES)));
 typedef int8_t signed_bytes __attribute__((vector_size(LANES)));
-typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* a vector anywhere in memory */
+typedef float anywhere __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* an unaligned vector in memory */
 
 enum { F32, BF16, F16, E4M3, E5M2, I8 };
 static const int SIZES[] = {4, 2, 2, 1, 1, 1};
@@ -53,10 +53,10 @@ typedef struct {
     int64_t rows, seqs, heads, kv_heads, size, value_size, blocks, block_size, columns;
     int64_t query_strides[3], key_strides[4], value_strides[4], scale_strides[3], table_strides[2];
     int64_t left, right, splits, threads;
-    int64_t halves, apart; /* 1; or 2, `apart` from one another: of keys, of values, and of the heads of queries, alternately */
+    int64_t halves, apart; /* 1; or 2, with pools of keys and of values `apart`, and query heads that alternate */
     int32_t query_type, key_type, value_type, out_type, sqrt_distance;
     float scale, softcap;
-    int32_t failure; /* set to 1 if lengths and table do not go together, to 2 if memory is short */
+    int32_t failure; /* 1 if lengths and table do not match, 2 if memory is short */
 } Call;
 
 /* The running softmax of one row over a split: its highest score and the sum of exponentials. */
@@ -82,8 +82,8 @@ INLINE ints bits_of(vec x) {
 INLINE vec where(ints condition, vec a, vec b) { return as_floats((bits_of(a) & condition) | (bits_of(b) & ~condition)); }
 
 /* Widen a small float whose bits are in place already, and whose exponent bias is `shift` smaller; `first` is its smallest
-   normal number, and those below are multiples of one. No step of this meets a subnormal float32, which a processor takes a
-   hundred cycles for. */
+   normal number, and subnormal ones are multiples of one unit. No step has a subnormal float32, which would take a
+   processor a hundred cycles. */
 INLINE vec widen(ints bits, ints is_small, int shift) {
     vec first = as_floats((ints){0} + ((shift + 1) << 23));
     return where(is_small, as_floats(bits + ((shift + 1) << 23)) - first, as_floats(bits + (shift << 23)));
@@ -95,7 +95,7 @@ INLINE vec half_to_float(ints bits) { /* float16 in the lower halves */
     return as_floats(bits_of(x) | special | (bits & 0x8000) << 16);
 }
 
-/* Bytes become shorts and then ints: at once, GCC widens them one by one. */
+/* Bytes become shorts and then ints: in one step, GCC would widen them one by one. */
 INLINE vec load(const char *p, int type) {
     if (type == F32)
         return *(const anywhere *)p;
@@ -128,8 +128,8 @@ INLINE vec load_some(const char *p, int type, int64_t count) { /* count < LANES;
 
 INLINE vec larger(vec a, vec b) { return where(a > b, a, b); } /* b where one is NaN */
 
-/* Two vectors become one: of segments of 2h lanes the halves are added, those of x before those of y. Done with h from
-   LANES / 2 down to 1, that sums LANES vectors. */
+/* Add two vectors into one: the halves of segments of 2h lanes are added, those of x before those of y. With h from
+   LANES / 2 down to 1, this sums LANES vectors. */
 #define LANE(o, h) ((o) / (h) < LANES / (2 * (h)) ? (o) / (h) * 2 * (h) + (o) % (h)                                     \
                                                    : LANES + ((o) / (h) - LANES / (2 * (h))) * 2 * (h) + (o) % (h))
 #define FOUR(o, h, more) LANE(o, h) + more, LANE(o + 1, h) + more, LANE(o + 2, h) + more, LANE(o + 3, h) + more
@@ -192,11 +192,11 @@ static void store_one(char *p, float x, int type) {
 
 /* --- one tile: some rows of queries, some keys --- */
 
-/* The loops below are written out over rows and keys: as an array, what they sum would lie in memory. */
+/* The loops over rows and keys are unrolled by macros: an array of sums would lie in memory, not in registers. */
 #define EACH(M) M(0) M(1) M(2) M(3)
 
-/* The products of `rows` queries, each `width` floats apart and padded with zeros, with `count` keys. Some scores of a row
-   after its last one are written, too. Meanwhile what is read next comes nearer. */
+/* Multiply `rows` queries, each `width` floats apart and padded with zeros, with `count` keys. Some scores of a row after
+   its last one are written, too. Memory that is read next is prefetched. */
 INLINE void products(const float *query, int64_t width, int rows, char *const *keys, int64_t count, int64_t size,
                      int type, float (*scores)[TILE], char *const *next, int64_t next_bytes) {
     for (int64_t j = 0; j < count; j += KEYS) {
@@ -234,7 +234,7 @@ INLINE void products(const float *query, int64_t width, int rows, char *const *k
     }
 }
 
-/* Multiply what is in `sums` by a factor per row, and add the weighted values: `wide` vectors, 1 or 4, from column c on. */
+/* Rescale `sums` by a factor per row, and add the weighted values: `wide` vectors, 1 or 4, from column c on. */
 INLINE void weigh_columns(float *sums, int64_t width, int rows, const float *factors, float (*weights)[TILE],
                           char *const *values, int64_t count, int64_t c, int wide, int64_t size, int type,
                           char *const *next, int64_t next_bytes) {
@@ -320,12 +320,12 @@ static void add_values(float *sums, int64_t width, int rows, const float *factor
 
 /* The tokens of a tile: where their keys and values lie, and their scales. */
 typedef struct {
-    char *keys[2][TILE], *values[2][TILE]; /* of either half */
+    char *keys[2][TILE], *values[2][TILE]; /* by half */
     float key_scales[TILE];
     int64_t first, count;
 } Tile;
 
-/* Where the elements of some tokens of a block lie side by side: copied to `room` where their pool has other strides. */
+/* Point `rows` to the contiguous elements of some tokens of a block; copied to `room` if the pool has other strides. */
 static void find_rows(const void *pool, int type, const int64_t *strides, int64_t block, int64_t place, int64_t head,
                       int64_t size, int64_t count, char *room, char **rows) {
     int64_t bytes = SIZES[type];
@@ -340,7 +340,7 @@ static void find_rows(const void *pool, int type, const int64_t *strides, int64_
     }
 }
 
-/* Look up a tile from token `first` on, and before `end`; returns 0 if the table names no block of the pool. */
+/* Look up the tokens of a tile, from `first` to before `end`; returns 0 if the table names no block of the pool. */
 static int look_up(const Call *call, int64_t sequence, int64_t kv_head, int64_t first, int64_t end, char *room, Tile *tile) {
     tile->first = first;
     tile->count = end - first < TILE ? end - first : TILE;
@@ -368,7 +368,7 @@ static int look_up(const Call *call, int64_t sequence, int64_t kv_head, int64_t 
     return 1;
 }
 
-/* What options do to the scores of one row: the scale of each key, a softcap, ALiBi; the first key is `distance` before it. */
+/* Apply options to the scores of one row: the scale of each key, a softcap, ALiBi; the first key is `distance` before it. */
 static void apply_options(const Call *call, float *scores, int64_t count, const float *key_scales, int64_t head,
                           int64_t distance) {
     for (int64_t j = 0; call->key_scale && j < count; ++j)
@@ -381,8 +381,8 @@ static void apply_options(const Call *call, float *scores, int64_t count, const 
     }
 }
 
-/* The running softmax of one row over a tile; returns the factor of what was summed before. The scores become weights, and
-   the rest of the last vector zeros. NaN is left out of the maximum: it reaches the sum. */
+/* Update the running softmax of one row by a tile; returns the factor that rescales earlier sums. The scores become
+   weights, and the rest of the last vector zeros. NaN is left out of the maximum: it reaches the sum. */
 static float update_softmax(float *scores, int64_t count, Softmax *softmax) {
     float max = softmax->max;
     vec highest = max - (vec){0}, sums = {0}, x;
@@ -411,10 +411,10 @@ static float update_softmax(float *scores, int64_t count, Softmax *softmax) {
 }
 
 typedef struct {
-    float *query, *sums; /* [rows of a sequence, width], the query scaled */
+    float *query, *sums; /* [rows of a sequence, width]; `query` is scaled */
     Softmax *softmax;    /* [rows of a sequence] */
     char *copies[2];     /* for the tokens of two tiles, of keys and of values */
-    float *floats;       /* for those of one, as floats */
+    float *floats;       /* for the tokens of one tile, as floats */
 } Room;
 
 static int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
@@ -423,7 +423,7 @@ static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The keys from `first` to before `end` that the query at a position sees, if any. */
+/* Clip the keys from `first` to before `end` to those that the query at a position sees, if any. */
 static void clip_to_window(const Call *call, int64_t position, int64_t *first, int64_t *end) {
     if (call->left >= 0)
         *first = largest(*first, position - call->left);
@@ -431,13 +431,13 @@ static void clip_to_window(const Call *call, int64_t position, int64_t *first, i
         *end = smallest(*end, position + call->right + 1);
 }
 
-/* The query head of a row of a KV head: rows of the first half come first, and heads of the halves alternate. */
+/* Return the query head of a row of a KV head: rows of the first half come first, and heads of the halves alternate. */
 static int64_t head_of(const Call *call, int64_t kv_head, int64_t row) {
     int64_t group = call->heads / call->kv_heads, of_half = group / call->halves;
     return kv_head * group + row % of_half * call->halves + row / of_half;
 }
 
-/* Write some rows as floats, each `width` apart, and let `rows` point to them; meanwhile what is read next comes nearer. */
+/* Convert rows to floats, each `width` apart, and point `rows` to them; memory that is read next is prefetched. */
 static void as_float_rows(char **rows, int type, int64_t size, int64_t count, float *floats, int64_t width, char *const *next,
                           int64_t next_bytes) {
     for (int64_t j = 0; j < count; ++j, floats += width) {
@@ -493,10 +493,10 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
     float scores[ROWS][TILE] __attribute__((aligned(64)));
     Tile tiles[2];
     int64_t key_bytes = call->size * SIZES[call->key_type], value_bytes = call->value_size * SIZES[call->value_type];
-    int many = queries * ((group + ROWS - 1) / ROWS) > 1; /* groups of rows: then keys become floats once for all */
+    int many = queries * ((group + ROWS - 1) / ROWS) > 1; /* several groups of rows: keys become floats once for all */
     int key_type = many ? F32 : call->key_type, value_type = many ? F32 : call->value_type;
     int share = call->halves == 1 && call->key == call->value && call->key_type == call->value_type &&
-                call->value_size <= call->size && /* of latents */
+                call->value_size <= call->size && /* latents */
                 !memcmp(call->key_strides, call->value_strides, sizeof call->key_strides);
     if (!look_up(call, sequence, kv_head, seen_from, seen_to, room->copies[0], &tiles[0]))
         return -1;
@@ -525,7 +525,7 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                 int rows = (int)smallest(ROWS, group - g), is_first = i == 0 && g == 0;
                 int64_t r0 = i * group + g;
                 float factors[ROWS];
-                for (int r = 0, some; r < rows; r += some) { /* rows that meet the same keys */
+                for (int r = 0, some; r < rows; r += some) { /* rows of one half, which share keys */
                     int64_t half = (g + r) / of_half;
                     some = (int)smallest(rows - r, (half + 1) * of_half - g - r);
                     multiply(room->query + (r0 + r) * width, width, some, tile->keys[half] + from, num_keys, call->size,
@@ -548,7 +548,7 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
 
 /* --- a sequence --- */
 
-/* Merge the splits of one row into the first that is used, add its sink, and write its output and its log-sum-exp. */
+/* Merge the used splits of one row, in place, add its sink, and write its output and its log-sum-exp. */
 static void finish(const Call *call, int64_t row, int64_t head, int64_t splits, const int32_t *used, float *sums,
                    int64_t sums_apart, const Softmax *softmax, int64_t softmax_apart) {
     float max = call->sinks ? call->sinks[head] : -INFINITY, sum = 0.f, *merged = NULL;
@@ -590,7 +590,7 @@ void attend(Call *call) {
         call->failure = 2;
         return;
     }
-    memcpy(first_rows, call->first_rows, lengths + sizeof(int32_t)); /* they are checked, and must not change now */
+    memcpy(first_rows, call->first_rows, lengths + sizeof(int32_t)); /* checked below; must not change after that */
     memcpy(seq_lens, call->seq_lens, lengths);
     call->first_rows = first_rows;
     call->seq_lens = seq_lens;
@@ -628,7 +628,7 @@ void attend(Call *call) {
 #pragma omp barrier
         if (!short_of_memory) {
 #pragma omp for schedule(dynamic)
-            for (int64_t k = 0; k < pieces * splits; ++k) { /* heads of a split follow one another: they share pages */
+            for (int64_t k = 0; k < pieces * splits; ++k) { /* heads of a split come one after another: they share pages */
                 int64_t sequence = k / call->kv_heads / splits, split = k / call->kv_heads % splits;
                 int64_t kv_head = k % call->kv_heads, at = (sequence * call->kv_heads + kv_head) * splits + split;
                 if (call->first_rows[sequence] < call->first_rows[sequence + 1]) {

@@ -65,13 +65,13 @@ def bind_attend(
     out: Float[Tensor, "t h dv"] | None,
     _: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Run]:
-    """Do so, and return what attends again with other tensors, too."""
+    """Attend, and return the replay."""
     (level,) = plan.levels
     own = level.own
     key_cache, value_cache, scales = _pools(query, keys)
     if scales is None:
         call = _describe(query, key_cache, value_cache, own, options)
-        has_own = options.alibi_slopes is not None or options.sinks is not None  # numbers of a layer, by address
+        has_own = options.alibi_slopes is not None or options.sinks is not None  # tensors of a layer, by address
         again = attend if has_own else Again(call).run
         return *_launch(call, query, key_cache, value_cache, out), again
     scaled_query, after = fold_scales(query, scales, own, query.shape[1] // key_cache.shape[2])
@@ -107,7 +107,7 @@ def differential(
 def _pools(
     query: Float[Tensor, "t h d"], keys: Pages | QuantizedPages | Latents
 ) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Fp8Scales | Int8Scales | None]:
-    """Return the pools of keys and values, and their scales; a latent is one KV head, and its beginning the value."""
+    """Return the pools of keys and values, and their scales; of latents, one KV head whose values begin the keys."""
     if isinstance(keys, QuantizedPages):
         return keys
     if isinstance(keys, Pages):
@@ -199,7 +199,7 @@ def _error(failure: int) -> Exception:
 
 
 class Again:
-    """A call that was described, to be made with the tensors of a later layer."""
+    """A described call, to be made again with the tensors of a later layer."""
 
     def __init__(self, call: Call) -> None:
         self._described = bytes(call)
@@ -207,7 +207,7 @@ class Again:
     def run(
         self, query: Tensor, keys: Pages | Latents, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attend as `attend` does: latents begin where their pool does, as keys and as values."""
+        """Attend as `attend` does; latents begin where their pool does, as keys and as values."""
         call = Call.from_buffer_copy(self._described)  # threads may share a plan
         call.threads = torch.get_num_threads()
         key_cache, value_cache = keys if isinstance(keys, Pages) else (keys.cache, keys.cache)

@@ -1,7 +1,7 @@
 """Compile `attention.c` with the C compiler of the machine, once, and load it: a few seconds, at the first call.
 
-The library is stored in the user's cache, under a name that follows from the source, the compiler, the processor and
-PyTorch's OpenMP, with which it shares its threads. Without a compiler the kernel `native` is refused, with the reason.
+The library is stored in the user's cache, under a hash of the source, the compiler, the processor and PyTorch's OpenMP,
+with which it shares its threads. Without a compiler the kernel `native` is refused, with the reason.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ TIME_LIMIT = 120.0  # seconds
 
 
 class CannotCompileError(Exception):
-    """Why there is no library."""
+    """The reason why there is no library."""
 
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """Return the library, or why there is none."""
+    """Return the compiled library, or the reason why there is none."""
     try:
         return ctypes.CDLL(str(_compiled()))
     except (CannotCompileError, OSError) as error:
@@ -48,12 +48,12 @@ def _compiled() -> Path:
     if not (folder / name).exists():
         with tempfile.TemporaryDirectory(dir=folder) as room:
             made = _compile(compiler, openmp, Path(room))
-            os.replace(made, folder / name)  # others may compile the same at the same time
+            os.replace(made, folder / name)  # another process may do the same now
     return folder / name
 
 
 def _compile(compiler: str, openmp: Path | None, room: Path) -> Path:
-    """Compile for this processor if the compiler knows a way, and with threads if it links to PyTorch's OpenMP."""
+    """Compile, for this processor if the compiler can, and with threads if it links to PyTorch's OpenMP."""
     compiled, made = room / "attention.o", room / "attention.so"
     error = ""
     for threads in (openmp, None) if openmp else (None,):
@@ -83,7 +83,7 @@ def _run(*command: str) -> str:
 
 
 def _openmp() -> Path | None:
-    """Return the OpenMP that PyTorch brings and has loaded: two of them in a process would fight for its cores."""
+    """Return the OpenMP library that PyTorch ships and has loaded: two in one process would compete for its cores."""
     folder = Path(torch.__file__).parent
     found = [
         path
@@ -95,7 +95,7 @@ def _openmp() -> Path | None:
 
 
 def _processor() -> str:
-    """Describe the processor: a home folder, and so the cache, may be shared by machines."""
+    """Describe the processor: machines may share a home folder, and so the cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
