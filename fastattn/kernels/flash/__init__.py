@@ -16,7 +16,7 @@ MOST_EXPANDED_BYTES = 2**29  # bytes of dequantized keys and values that a call 
 def cannot_expand(problem: Problem) -> str | None:
     """Return why a cache should not be dequantized into memory (`kernels.flash.expand`), or None.
 
-    The memory is that of sequences as long as the longest, which is all that the host knows.
+    The bound takes all sequences to be as long as the longest, as the host knows no other length.
     """
     assert problem.stored is not None  # it is over a quantized cache
     quantized, values = problem.stored
@@ -31,7 +31,7 @@ def cannot_expand(problem: Problem) -> str | None:
 
 
 def cannot_extend(problem: Problem) -> str | None:
-    """Return why intervals cannot be a causal mask and the keys after it (`kernels.flash.extend`), or None."""
+    """Return why intervals cannot be computed as a causal mask and later keys (`kernels.flash.interval`), or None."""
     if not problem.extends_causal:
         return NO_INTERVALS
     if problem.keys not in ("rows", "pages"):
@@ -40,15 +40,15 @@ def cannot_extend(problem: Problem) -> str | None:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """Return lengths or a block table with a last stride of 1, which packages ask of a single element or column, too.
+    """Return lengths or a block table with a last stride of 1, which packages require even of a single element.
 
-    `contiguous` copies nothing there: to torch, a dimension of one element has no stride.
+    `contiguous` would not copy: torch ignores the stride of a dimension of one element.
     """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def one_head_size(problem: Problem) -> str | None:
-    """Return why a kernel with one head size can't take keys and values of two, or None: if values can be padded."""
+    """Return why a kernel with one head size can't take keys and values of two; None if values can be padded."""
     head_size, value_head_size = problem.head_size, problem.value_head_size
     if head_size == value_head_size or (value_head_size < head_size and problem.block_size is None):
         return None
@@ -59,5 +59,5 @@ def one_head_size(problem: Problem) -> str | None:
 
 
 def pad_values(value: Tensor, head_size: int) -> Tensor:
-    """Return values of the head size of the keys, padded with zeros: so much of the output is to be cut off again."""
+    """Pad values with zeros to the head size of the keys; the caller cuts the output to size."""
     return value if value.shape[-1] == head_size else pad(value, (0, head_size - value.shape[-1]))

@@ -1,11 +1,11 @@
-"""Attend over quantized pages by a kernel for unquantized pages: they are dequantized first, once, for all queries.
+"""Attend over quantized pages by a kernel for unquantized pages: dequantize them first, once for all queries.
 
     a key, a value      scale * quantized, rounded into the type of the queries, in pages that load fastest
     a query             scale * quantized in its own type, where queries are rounded as keys are
 
-Each key so costs a byte per element to read and four to write and to read again, instead of a conversion for every tile
-of queries that meets it. What the type of the queries does not hold becomes infinite: float16 ends at 65504.
-Unquantized pages are copied as well, where a kernel that loads whole tiles reads pages of its tile size fastest.
+Each key costs a byte per element to read, and four to write and to read again, instead of a conversion for every tile
+of queries. Values that are too large for the type of the queries become infinite: float16 ends at 65504. Unquantized
+pages are copied as well, for a kernel that loads whole tiles and reads pages of its tile size fastest.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def attend_dequantized(
     """Dequantize pages, and attend over them.
 
     Args:
-        paged: attends over unquantized pages by a kernel.
+        paged: the function of a kernel over unquantized pages.
         query: query rows of all sequences.
         keys: the pools; values are quantized, or in the type of the queries.
         plan: the lengths, the block table, and who may see whom.
@@ -68,7 +68,7 @@ def attend_dequantized(
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     expanded, where = memo_of(plan).expanded, where_called()
-    over_pages = expanded.get(where)  # pages of an earlier layer; the entries of their table are written anew
+    over_pages = expanded.get(where)  # the plan of an earlier layer; its table is written again
     table = None if over_pages is None else over_pages.batch.block_table
     _, of_key, of_value = quantization.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)
@@ -86,7 +86,7 @@ def attend_dequantized(
 
 
 def round_queries(query: Float[Tensor, "t h d"], plan: Plan, quantization: Quantization) -> Float[Tensor, "t h d"]:
-    """Return queries as they are after rounding, in their own type; padding rows may hold anything.
+    """Round queries to the format of the keys, and return them in their own type; padding rows may hold anything.
 
     Args:
         query: query rows of all sequences.
@@ -176,7 +176,7 @@ def repage(
     """Copy the tokens of a batch into a pool of their own, with larger blocks, in order; see `kernels.flash.fa4`.
 
     Args:
-        cache: the pool; fp8 values are seen as bytes.
+        cache: the pool; fp8 as bytes.
         batch: the lengths and the block table.
         block_size: tokens in a new block, a multiple of `BLOCK_ROWS`.
         table: where to write the new table; new memory if None.
@@ -185,11 +185,11 @@ def repage(
         number: the scale of all quantized values, without `scales`.
         scales: of fp8 per head `[hk]`, or per sequence and head `[b, hk]`; of int8 per head and channel `[hk, d]`, or
             per token of the pool and head `[n, p, hk]`.
-        sequences: the sequence of the batch that the scales of a sequence are those of; None where they are the same.
+        sequences: for each sequence of `batch`, the sequence that its scales belong to; None where they are the same.
 
     Returns:
-        The new pool, with zeros past a sequence's end in its last block and anything in blocks after that, and the
-        table that leads to it.
+        The new pool, with zeros past a sequence's end in its last block and anything in blocks after that, and its
+        block table.
     """
     _, old_block_size, num_kv_heads, head_size = cache.shape
     assert batch.block_table is not None  # the path has checked it
@@ -226,7 +226,7 @@ def repage(
 
 
 def _layout_of(scales: Tensor | None, kind: str) -> tuple[str, tuple[int, ...]]:
-    """Return what there is a scale for, and the strides; one of 0 for the sequences where all have the same."""
+    """Return the granularity of scales, and their strides, with 0 for the sequences where all have the same scales."""
     if scales is None:
         return "number", ()
     if kind == "int8":

@@ -1,7 +1,7 @@
 """FlashAttention-2: in the package `flash-attn`, over rows and over pages of a multiple of 256 tokens, and in PyTorch.
 
-PyTorch's own, the kernel `torch_flash`, is over ragged rows and needs no other package. Both have one head size for
-keys and values. Over rows, smaller values are padded with zeros.
+PyTorch's own, the kernel `torch_flash`, takes ragged rows and needs no other package. Both have one head size for keys
+and values. Over rows, smaller values are padded with zeros.
 
 Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et al. 2023, "Flash-Decoding";
     `aten::_flash_attention_forward` of PyTorch is built on it.
@@ -25,7 +25,7 @@ from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.trees import AttentionPlan
 
-PAGE = 256  # its pages are a multiple of this
+PAGE = 256  # tokens; page sizes are multiples of it
 CHUNKS = "over pages it takes one query per sequence; with more, it writes LSEs out of place where a query sees nothing"
 
 
@@ -177,7 +177,7 @@ def _varlen(
     options: AttentionOptions,
     over_rows: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows with the conventions of the project, by what has those of FlashAttention-2."""
+    """Attend over ragged rows by a function with FlashAttention-2's conventions, and convert to the project's."""
     from fastattn.kernels.flash.fixup import empty_output, fix_up
     from fastattn.kernels.flash.recompute import recompute
     from fastattn.kernels.problem import with_positive_scale
@@ -196,7 +196,7 @@ def _varlen(
         pad_values(value, query.shape[-1]),
         batch.cu_seqlens_q,
         cu_seqlens_k_of(plan),
-        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
+        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, wrong if one has no queries
         longest,
     )
     out, lse = fix_up(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
@@ -215,7 +215,7 @@ def paged(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages from at most one query per sequence; see `fastattn.dispatch`.
 
-    Its split over keys wants exactly one query per sequence: the rows are laid out so, and the answers taken back.
+    Its split over keys needs exactly one query per sequence: rows are gathered by sequence, and outputs by row.
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -258,13 +258,13 @@ def paged(
 
 @cache
 def _refusal(head_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Ask the installed build by a tiny call: not every build has every head size."""
+    """Return why the installed build refuses a tiny call, or None: not every build has every head size."""
     from flash_attn import flash_attn_varlen_func
 
     rows = torch.zeros(1, 1, head_size, dtype=dtype, device=device)
     ends = torch.arange(2, dtype=torch.int32, device=device)
     try:
-        with on_gpu(device):  # elsewhere a launch fails, which would be remembered
+        with on_gpu(device):  # on another GPU the launch fails, and the failure is cached
             flash_attn_varlen_func(rows, rows, rows, ends, ends, 1, 1)
     except RuntimeError as error:
         return f"this build refuses head size {head_size} in {dtype}: {str(error).splitlines()[0]}"
@@ -276,15 +276,15 @@ def _slopes(options: AttentionOptions) -> Tensor | None:
 
 
 def window_for_flash(plan: Plan, options: AttentionOptions) -> tuple[bool, tuple[int, int], int]:
-    """Write a window so that FlashAttention-2 understands what we mean.
+    """Return the window of a plan in FlashAttention-2's conventions.
 
-    It takes a side that is at least its `max_seqlen_k` for no limit, and a missing right side next to a left one for
+    It treats a side of at least `max_seqlen_k` as no limit, and a missing right side next to a left one as
     `max_seqlen_k`; with more queries than keys both are wrong. A `max_seqlen_k` that no distance reaches makes both
-    right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE; a left side,
-    one that hides nothing if need be, makes it take the other kernel, whose bias is `-slope * |distance|` as ours.
+    right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE. With a left
+    side, even one that hides nothing, it takes the other kernel, whose bias is `-slope * |distance|` as ours.
 
     Returns:
-        Whether to say causal, the window, and `max_seqlen_k`.
+        The argument `causal`, the window, and `max_seqlen_k`.
     """
     batch, (left, right) = plan.batch, window_within_reach(plan)
     longest = min(batch.max_seq_len + batch.max_query_len + 1, FAR)

@@ -4,8 +4,8 @@ From vLLM, only the library `_vllm_fa3_C.abi3.so` is needed. It is searched in t
 imported, and in every folder on the path.
 
 Over rows, and over pages whose size is a multiple of its tile, the kernel loads whole tiles of keys and values and
-gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed. From other pages it loads
-row by row, and fills with zeros past the end.
+gives values past a sequence's end a weight of 0; NaN that results from it is recomputed. From other pages it loads row
+by row, and fills with zeros past the end.
 
 Over latents its second query `q_v` is multiplied with the values: a score is `q . k + q_v . v`, with rotary keys of 64
 elements as keys and the latents as values. The pool is read in place, as two views of its rows.
@@ -13,11 +13,11 @@ elements as keys and the latents as values. The pool is read in place, as two vi
 Windows are supported for decodes only. With more queries, the library in vLLM 0.33.0 hides too few keys before a window
 of some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
-The keys of a sequence are not split over SMs. Where they are, the library merges the splits by log-sum-exps
-and leaves out those that have none: those whose scores are NaN, which a query sees and which have to come out.
+The keys of a sequence are not split over SMs. With splits, the library merges by log-sum-exps and drops a split whose
+scores are NaN, so that a NaN which a query sees would be lost.
 
-Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. A quantized
-cache is dequantized into pages first, as its own product of fp8 values rounds the weights to fp8, too.
+For a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. A quantized cache
+is dequantized into pages first, as its own product of fp8 values rounds the weights to fp8, too.
 
 Source: Shah et al. 2024, "FlashAttention-3".
 """
@@ -52,15 +52,15 @@ LATENT = (64, 512)  # sizes of rotary keys and of latents that it has kernels fo
 SMALLEST_TILE = 64  # keys: smaller pages are never loaded as whole tiles
 SPLITS = 1  # no split of a sequence's keys: with several, FA3 silently drops a split whose scores are NaN
 
-# What vLLM's operator takes besides: new keys to append, rotary embedding, scales of fp8, the second query of latents
-# (`mla` has one), a schedule made before (over pages there is one), context parallelism. Sinks (`s_aux`) have to be
-# bfloat16 there, of at most 64 heads: the adapter adds them instead.
+# Other arguments of vLLM's operator: new keys to append, rotary embedding, scales of fp8, the second query of latents
+# (set by `mla`), a schedule (set over pages), context parallelism. Sinks (`s_aux`) would have to be bfloat16, of at
+# most 64 heads: the adapter adds them instead.
 UNUSED: dict[str, Any] = dict.fromkeys(
     (
         *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k"),
         *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
         *("scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k"),
-        *("cu_seqlens_k", "seqused_k", "page_table"),  # the first, or the others: a call says which
+        *("cu_seqlens_k", "seqused_k", "page_table"),  # a call sets the first, or the others
     )
 ) | dict(is_rotary_interleaved=True, sm_margin=0, cp_world_size=1, cp_rank=0)
 
@@ -125,7 +125,7 @@ def attend(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to rows, pages or latents, or to quantized values, which are dequantized first; see `fastattn.dispatch`.
 
-    Of a tree it attends to the keys before it, and a launch of ours to its nodes.
+    For a tree it attends to the keys before it, and a launch of ours to its nodes.
     """
     (level,) = plan.levels
     if level.own.extends_causal:
@@ -193,7 +193,7 @@ def tree(
     table = plan.prefix.batch.block_table
     assert table is not None  # the path has checked it
     num_tokens, num_heads = query.shape[:2]
-    if _is_empty(query, key_cache, plan.prefix):  # nothing is before the trees
+    if _is_empty(query, key_cache, plan.prefix):  # no keys before the trees
         answer = query.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
         nothing = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
         return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, nothing)
@@ -261,13 +261,13 @@ def _attend(
         return empty_output(query, value.shape[-1], plan, options)
     out, lse = _forward(query, key, value, plan, options, where)
     out, lse = fix_up(out, lse, plan, options)
-    if loads_tiles or plan.window[0] >= 0:  # what is before a window it may read too, from any page
+    if loads_tiles or plan.window[0] >= 0:  # it may read before a window, too, from any page
         recompute(out, query, key, value, plan, options)
     return out, lse
 
 
 def _is_empty(query: Tensor, key: Tensor, plan: Plan) -> bool:
-    """Return whether nothing can be seen, for want of a sequence, a query row, a key or a block."""
+    """Return whether there is no sequence, query row, key or block."""
     batch = plan.batch
     columns = 1 if batch.block_table is None or plan.block_size is None else batch.block_table.shape[1]
     return 0 in (query.numel(), key.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, columns)
@@ -282,7 +282,7 @@ def _forward(
     where: dict[str, Tensor],
     value_query: Tensor | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "h t"]]:
-    """Call the library that is here, without sinks.
+    """Call the installed library, without sinks.
 
     Args:
         query: query rows of all sequences.
@@ -291,21 +291,21 @@ def _forward(
         plan: the lengths, and who may see whom.
         options: those of the layer.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
-        value_query: the part of each query that meets the values, if there is one; the scale is given then.
+        value_query: over latents, the part of each query that is multiplied with the values; `options` has the scale.
 
     Returns:
         The outputs, and the log-sum-exps with heads first: natural log, `-inf` where a query sees nothing.
     """
     batch, window = plan.batch, window_within_reach(plan)
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    if scale <= 0:  # it masks scores, and looks for the largest, before it scales them
+    if scale <= 0:  # it masks scores, and takes their maximum, before it scales them
         factor, scale = (-1, -scale) if scale else (0, 1.0)
         query, value_query = query * factor, None if value_query is None else value_query * factor
     asked = dict(max_seqlen_q=batch.max_query_len, softmax_scale=scale, softcap=options.softcap, num_splits=SPLITS)
     if _has_interface():
         out, lse, *_ = _call_interface(query, key, value, plan, where, asked, value_query)
     else:
-        # All arguments of the operator have to be given; their names are a part of it.
+        # The operator has no defaults, and its argument names are fixed.
         out, lse, *_ = getattr(torch.ops, LIBRARY).fwd(
             q=query,
             k=key,
@@ -322,9 +322,9 @@ def _forward(
 
 
 def _schedule(query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions) -> Tensor | None:
-    """Return how vLLM's library shares out the work of a step over pages; None where it does so in each call.
+    """Return the schedule of vLLM's library for a step over pages; None where each call makes its own.
 
-    The call counts in it which tiles are done, and sets the count back when all are.
+    A call counts finished tiles in it, and resets the count at the end.
     """
     library = getattr(torch.ops, LIBRARY)
     if plan.block_size is None or not hasattr(library, "get_scheduler_metadata"):
@@ -366,7 +366,7 @@ def _call_interface(
     asked: dict[str, Any],
     value_query: Tensor | None,
 ) -> Any:
-    """Call FlashAttention's own package; over pages it takes `m * p` for the longest sequence."""
+    """Call FlashAttention's own package; over pages its `max_seqlen_k` is `m * p`."""
     module, batch = importlib.import_module(INTERFACE), plan.batch
     window = window_within_reach(plan)
     asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=window, qv=value_query)
@@ -415,13 +415,13 @@ def _find_library() -> Path | None:
 def _refusal(
     head_size: int, value_head_size: int, dtype: torch.dtype, device: torch.device, *, latents: bool = False
 ) -> str | None:
-    """Ask the build by a tiny call, and return why it refuses: not every build has every head size."""
+    """Return why the build refuses a tiny call, or None: not every build has every head size."""
     query, value = (torch.zeros(1, 1, size, dtype=dtype, device=device) for size in (head_size, value_head_size))
     ends = torch.arange(2, dtype=torch.int32, device=device)
     table = ends[None, :1] if latents else None
     batch = Batch(ends, ends[1:], table, max_query_len=1, max_seq_len=1)
     try:
-        with on_gpu(device):  # elsewhere a launch fails, which would be remembered
+        with on_gpu(device):  # on another GPU the launch fails, and the failure is cached
             if table is None:
                 _forward(query, query, value, Plan(batch), AttentionOptions(), dict(cu_seqlens_k=ends))
             else:

@@ -3,8 +3,8 @@
 On Hopper it does not split keys, so it suits long queries. Pages of 128 tokens (`d` up to 128) load fastest; with many
 queries it pays to copy smaller pages into such pages first. A quantized cache is dequantized into them, too.
 
-It loads whole tiles and gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed.
-Where queries see no key it looks up pages before the first one, so its tables have room there.
+It loads whole tiles and gives values past a sequence's end a weight of 0; NaN that results from it is recomputed. For
+queries that see no key it reads the table before its first entry, so its tables have room there.
 
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
 """
@@ -25,7 +25,7 @@ from refattn.trees import AttentionPlan
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
 FAST_BLOCK = 128  # tokens in a page that loads fastest
 SMALLEST_TILE = 64  # keys that it loads at a time, at least
-QUERY_ROWS = 6144  # rows per KV head and sequence, on average, that are worth a copy of the pages
+QUERY_ROWS = 6144  # rows per KV head and sequence, on average, from which a copy of the pages pays
 MOST_COPIED_BYTES = 2**29  # bytes of copied keys and values that a call may allocate
 
 
@@ -128,17 +128,17 @@ def paged(
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
-    if key_cache.shape[1] >= SMALLEST_TILE:  # a page may be a tile, and is looked up before anything is checked
+    if key_cache.shape[1] >= SMALLEST_TILE:  # pages of a tile are looked up before any check
         table = with_room_before(table, min(batch.max_query_len, query.shape[0]))
     where = dict(seqused_k=side_by_side(batch.seq_lens), page_table=side_by_side(table))
     return _attend(query, key_cache, value_cache, plan, options, out, tails_are_zero=copied, **where)
 
 
 def with_room_before(table: Int32[Tensor, "b m"], max_query_len: int) -> Int32[Tensor, "b m"]:
-    """Copy a block table into memory that begins before it, so that whatever is looked up there may be read.
+    """Copy a block table into memory with room before it, so that entries there may be read.
 
     Where `q` queries have `s < q` keys, the first tile of queries ends before the first key, and the kernel begins with
-    the page of tile `ceil((m + s - q) / n) - 1 < 0` for tiles of `m` rows and `n` keys. Of the first sequence that is
+    the page of tile `ceil((m + s - q) / n) - 1 < 0` for tiles of `m` rows and `n` keys. For the first sequence this is
     memory before the table, which may not be allocated: an illegal access. The page that it finds has no weight.
 
     Args:
@@ -176,7 +176,7 @@ def _attend(
     tails_are_zero: bool = False,
     **where: Tensor | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
+    # The function below the public one, which prepares for a backward pass and takes 20 us on the CPU.
     from flash_attn.cute.interface import _flash_attn_fwd
 
     from fastattn.kernels.flash.fixup import empty_output, fix_up

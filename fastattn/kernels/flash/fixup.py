@@ -1,8 +1,8 @@
 """Fix up the outputs of FlashAttention where its conventions differ from ours: empty rows, padding rows, NaN, sinks.
 
 FlashAttention returns an LSE of `+inf` or `-inf` both for a query that sees no key and for one that sees NaN; the
-lengths tell them apart. This takes one launch, which looks at the log-sum-exps of some hundred tokens at a time, and
-writes only the affected rows (all rows if sinks are added).
+lengths tell them apart. One launch reads the log-sum-exps, of some hundred tokens at a time, and writes only the
+affected rows (all rows if sinks are added).
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
 BLOCK_TOKENS = 32
-MOST_STEPS = 16  # most steps of that many tokens per program: it may find nothing to fix up
-PROGRAMS = 1024  # at least, where there is work for as many
-BLOCK_SEQS = 64  # that are counted at a time
+MOST_STEPS = 16  # most steps of `BLOCK_TOKENS` per program; mostly there is nothing to fix
+PROGRAMS = 1024  # fewest programs, if there is work for as many
+BLOCK_SEQS = 64  # sequences that are counted at a time
 
 
 def fix_up(
@@ -33,21 +33,21 @@ def fix_up(
     *,
     by_lengths: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Answer 0 and `-inf` in padding rows and where a query sees nothing, NaN where it sees NaN, and add the sinks.
+    """Set padding rows and fully masked rows to 0 and `-inf`, rows that see NaN to NaN, and add the sinks.
 
-    The kernel has computed without sinks: one far above the scores overflows in its sum, and takes the LSE along.
+    The kernel has computed without sinks: in its sum, one far above the scores would overflow, and spoil the LSE.
 
     Args:
         out: the kernel's outputs, changed in place if contiguous; padding rows may hold anything.
         lse: its log-sum-exps, natural log, changed in place.
-        plan: the lengths, and the window, which say who sees nothing.
+        plan: the lengths and the window, from which fully masked rows are found.
         options: what the layer fixes: its sinks are added.
-        by_lengths: the kernel may have answered with any number where a query sees nothing: the lengths alone say it.
+        by_lengths: the LSE of a fully masked row may be any number, so that the lengths alone tell it.
 
     Returns:
-        The same tensors, the outputs contiguous, as `recompute` wants them, the log-sum-exps with tokens first.
+        The same tensors, the outputs contiguous, as `recompute` requires, the log-sum-exps with tokens first.
     """
-    out = out.contiguous()  # FlashAttention-2 lays them out as the query is, heads outside of tokens for example
+    out = out.contiguous()  # FlashAttention-2 returns the layout of the query, heads before tokens for example
     num_tokens, num_heads, value_head_size = out.shape
     batch, sinks = plan.batch, None if options.sinks is None else options.sinks.contiguous()
     left, right = plan.window
@@ -90,7 +90,7 @@ def fix_up(
 def empty_output(
     query: Float[Tensor, "t h d"], value_head_size: int, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Answer for a batch without a sequence, a query row or a key: 0, and the sinks alone in the softmax."""
+    """Return the output for a batch without a sequence, a query row or a key: 0, and the LSE of the sinks alone."""
     out = query.new_zeros(*query.shape[:2], value_head_size)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
     if options.sinks is not None:
@@ -126,11 +126,11 @@ def _adapt_kernel(
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()  # what looks at the outputs after this waits for it itself
+        tl.extra.cuda.gdc_launch_dependents()  # the next launch that reads the outputs waits by itself
     head = tl.program_id(1).to(tl.int64)
     begin = tl.program_id(0).to(tl.int64) * STEPS * BLOCK_TOKENS
     num_used = tl.load(cu_seqlens_q + num_seqs)
-    if STEPS > 1 and not BY_LENGTHS:  # nearly always nothing is to be done, which one look at all tokens tells
+    if STEPS > 1 and not BY_LENGTHS:  # nearly always there is nothing to fix, as one load of all tokens shows
         all_tokens = begin + tl.arange(0, STEPS * BLOCK_TOKENS)
         at = lse + head * lse_head_stride + all_tokens * lse_token_stride
         all_logs = tl.load(at, mask=all_tokens < num_used, other=0.0)
@@ -146,8 +146,8 @@ def _adapt_kernel(
         is_nan_or_inf = (logs != logs) | (tl.abs(logs) == float("inf"))
         sees_nothing = is_token & (tokens >= num_used)
         asked = is_query if BY_LENGTHS else is_nan_or_inf
-        if tl.max(asked.to(tl.int32), 0) > 0:  # seldom: who has a sum has seen something
-            sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # how many end before the token
+        if tl.max(asked.to(tl.int32), 0) > 0:  # seldom: a finite LSE means a visible key
+            sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # sequences that end before the token
             for first in range(0, num_seqs, BLOCK_SEQS):
                 seqs = first + tl.arange(0, BLOCK_SEQS)
                 ends = tl.load(cu_seqlens_q + 1 + seqs, mask=seqs < num_seqs, other=num_tokens + 1)
@@ -171,7 +171,7 @@ def _adapt_kernel(
         is_changed = is_nan_or_inf
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
-            # exp(lse) / (exp(lse) + exp(sink)), as a product: a GPU takes a share below 1e-38 for 0, whatever it is of.
+            # exp(lse) / (exp(lse) + exp(sink)), in two factors: a GPU flushes one below 1e-38 to 0.
             root = tl.exp(tl.minimum(logs - sink, 0.0) * 0.5)
             share = root / (1.0 + tl.exp(-tl.abs(logs - sink)))
             some = (is_query & (logs > float("-inf")))[:, None] & in_value

@@ -1,24 +1,23 @@
 """FlashMLA: attention over latents on Hopper, DeepSeek's kernels from the wheel `sgl-flash-mla`.
 
 It takes a rectangle of queries (the same number of new tokens for every sequence) over pages of 64 tokens, for latents
-of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all
-SMs by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
+of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all SMs by a
+schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
-Over latents in fp8 (e4m3) it multiplies quantized values: queries are rounded, and the weights of the softmax, too,
-before they meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_weights` of
-`fastattn.mla.attention`), and only there. Its kernel reads the first page of every sequence, even of one without keys,
-so such a sequence is given one key, and its answer is fixed up.
+Over latents in fp8 (e4m3) it multiplies quantized values, and rounds queries and softmax weights to fp8. So it takes
+them only where both are allowed (`query_scale`, `fp8_weights` of `fastattn.mla.attention`). Its kernel reads the first
+page of every sequence, even of one without keys, so such a sequence gets one key, and its output is fixed up.
 
-Where a page is one token and a sequence one query, as in a plan of selected keys, it is the kernel for sparse prefills,
-of any number of queries: a program has 64 heads of a query and all its keys, so that many queries keep it busy. It
-fills with zeros where a query has fewer keys, and follows no slot outside of the pool.
+Where a page is one token and a sequence one query, as in a plan of selected keys, the kernel for sparse prefills is
+called, with any number of queries. A program has 64 heads of a query and all its keys, so it takes many queries to fill
+the GPU. It fills with zeros where a query has fewer keys, and reads no slot outside of the pool.
 
-Over packed latents it is the kernel for sparse decodes, which splits the keys. It rounds the scales to bfloat16, and
-then what they are multiplied with. It checks no slot but -1, and reads what a slot past the last one leads to, so both
-kernels get lists in which all that is none of the query's is -1 (`fastattn.kernels.flash.slots`).
+Over packed latents the kernel for sparse decodes is called, which splits the keys. It rounds the scales to bfloat16,
+and then the products with them. It checks slots for -1 only, and reads the rows of slots past the last one, so both
+kernels get lists in which every slot that is not the query's is -1 (`fastattn.kernels.flash.slots`).
 
-It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is recomputed. It
-drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
+It loads whole pages and gives values past a sequence's end a weight of 0; NaN that results from it is recomputed. It
+drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. For a
 sequence that ends with a drafted tree it reads the latents before the tree.
 
 Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
@@ -56,7 +55,7 @@ FUNCTIONS = (
 LATENT = (64, 512)  # sizes of rotary keys and of latents
 BLOCK_SIZE = 64  # tokens in a page
 SELECTED_HEADS = (64, 128)  # query heads, over selected latents
-SELECTED_STEP = 128  # selected latents, of which there has to be a multiple
+SELECTED_STEP = 128  # selected latents are padded to a multiple of it
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -101,7 +100,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 
 
 def is_of_selected(problem: Problem) -> bool:
-    """Return whether each sequence is one query and the latents that it sees, as in a plan of selected keys."""
+    """Return whether each sequence is one query with its own list of latents, as in a plan of selected keys."""
     return problem.block_size == 1 and problem.max_query_len == 1 and not problem.tree
 
 
@@ -180,7 +179,7 @@ def mla(
     if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
         return empty_output(query, latent_rank, plan, options)
     num_rows = batch.num_seqs * batch.max_query_len
-    # It masks scores, and looks for the largest, before it scales them.
+    # It masks scores, and takes their maximum, before it scales them.
     rows, scale = with_positive_scale(query[:num_rows], options.softmax_scale)
     module = importlib.import_module(INTERFACE)
     result, logs = module.flash_mla_with_kvcache(
@@ -219,7 +218,7 @@ def mla_fp8(
     module = importlib.import_module(INTERFACE)
 
     def make() -> Any:
-        """Share out the work; a sequence without keys has one there, in any page."""
+        """Make a schedule, in which a sequence without keys has one, of page 0."""
         lengths = batch.seq_lens.clamp(min=1)
         pages = torch.where(batch.seq_lens[:, None] > 0, table, 0)
         meta = module.FlashMLASchedMeta()
@@ -228,7 +227,7 @@ def mla_fp8(
         )
         return lengths, pages, meta
 
-    # A table that is written in place has other pages in it.
+    # `pages` is a copy: a table that was written in place has a new version.
     name = ("flash_mla of fp8", num_heads, batch.max_query_len, None if table.is_inference() else table._version)
     lengths, pages, meta = schedule_of(plan, name, make)
     descales = [
@@ -260,7 +259,7 @@ def mla_fp8(
 def selected(
     query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend from each query to the latents of its own, which the block table names one by one; see the module."""
+    """Attend from each query to its own latents, which the block table lists one by one; see the module."""
     from fastattn.kernels.flash.fixup import empty_output, fix_up
     from fastattn.kernels.flash.slots import slots_in_pool
     from fastattn.kernels.problem import with_positive_scale
@@ -288,9 +287,9 @@ def selected(
 def selected_packed(
     query: Float[Tensor, "t h d"], keys: PackedLatents, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend from each query to the packed latents of its own, which the block table names one by one; see the module.
+    """Attend from each query to its own packed latents, which the block table lists one by one; see the module.
 
-    How the work is shared out depends on sizes alone, so layers and steps that have the same share it, too.
+    The schedule depends on sizes alone, so layers and steps of the same sizes share it.
     """
     from fastattn.kernels.flash.fixup import empty_output, fix_up
     from fastattn.kernels.flash.slots import slots_in_pool
@@ -302,7 +301,7 @@ def selected_packed(
         return empty_output(query, rank, plan, options)
     rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
     slots = slots_in_pool(batch, num_slots, step=SELECTED_STEP)
-    page = gcd(num_slots, BLOCK_SIZE)  # tokens in a block of theirs: a slot is the same number in any
+    page = gcd(num_slots, BLOCK_SIZE)  # tokens in its block: a slot has the same number in any
     module = importlib.import_module(INTERFACE)
     sizes = (batch.num_seqs, query.shape[1], slots.shape[1], page, str(query.device))
     result, logs = module.flash_mla_with_kvcache(
@@ -323,7 +322,7 @@ def selected_packed(
 def _as_rows(
     result: Float[Tensor, "b t h r"], logs: Float[Tensor, "b h t"], num_tokens: int
 ) -> tuple[Float[Tensor, "{num_tokens} h r"], Float[Tensor, "h {num_tokens}"]]:
-    """Return answers as query rows, with rows of padding after them."""
+    """Return outputs as query rows, with padding rows after them."""
     out, lse = rearrange(result, "b t h r -> (b t) h r"), rearrange(logs, "b h t -> h (b t)")
     num_padding = num_tokens - len(out)
     if num_padding:
@@ -348,8 +347,8 @@ def mla_tree(
 
 @cache
 def _cannot_load() -> str | None:
-    """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
-    reason = cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
+    """Return why FlashMLA, or its half for Hopper, can't be loaded; None once it is."""
+    reason = cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package lacks it
     reason = reason or cannot_import(INTERFACE, PACKAGE, *FUNCTIONS)
     if reason is not None:
         return reason

@@ -1,7 +1,7 @@
-"""Intervals that extend a causal mask, by a kernel that has none: it attends up to each query, and ours after it.
+"""Intervals that extend a causal mask, for kernels without intervals: they attend up to each query, ours after it.
 
-In a prompt with images nearly all that a query sees comes before it. So a package's kernel attends under a causal mask,
-and one launch of ours takes in its answer where a query sees later keys, too:
+In a prompt with images nearly all keys that a query sees come before it. So a package's kernel attends under a causal
+mask, and one launch of ours merges its output with the later keys that a query sees:
 
     image            causal           after
     1 . . . .        1 . . . .        . . . . .
@@ -33,10 +33,10 @@ def attend_up_to_and_after(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows or pages under intervals that extend a causal mask; sinks count in what `attend` answers.
+    """Attend to rows or pages under intervals that extend a causal mask; `attend` adds the sinks.
 
     Args:
-        attend: of a kernel with causal masks.
+        attend: the function of a kernel with causal masks.
         query: query rows of all sequences.
         keys: where the keys are.
         plan: the intervals.
@@ -45,14 +45,14 @@ def attend_up_to_and_after(
     """
     from fastattn.kernels.flash.recompute import attend_after
 
-    assert isinstance(keys, Rows | Pages)  # as the kernel has said
+    assert isinstance(keys, Rows | Pages)  # `cannot_extend` has checked it
     (key, value), (causal, after) = keys, _parts(plan)
     answer = attend(query, keys, causal, options, out)
     return attend_after(query, key, value, after, options, *answer)
 
 
 def _parts(plan: Plan) -> tuple[Plan, Plan]:
-    """Return a plan of the causal mask, and one of the keys after each query, which the memo stores."""
+    """Return a plan of the causal mask, and one of the later keys, which the memo stores."""
     memo, where = memo_of(plan), where_called()
     parts = memo.parts.get(where)
     if parts is None:

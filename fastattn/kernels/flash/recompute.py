@@ -1,4 +1,4 @@
-"""Put right what another kernel answered: NaN that no query may see, and the nodes of trees that it does not know.
+"""Complete outputs of other kernels: recompute NaN from hidden memory, and add nodes of trees and later keys.
 
 Source: the kernel of `fastattn.kernels.triton.attention`.
 """
@@ -42,27 +42,27 @@ def recompute(
     quantization: Quantization = UNQUANTIZED,
     adapted: bool = True,
 ) -> None:
-    """Compute again, in place, what another kernel answered with NaN because it multiplied memory that no query sees.
+    """Recompute, in place, output rows that are NaN because another kernel multiplied memory that no query sees.
 
     A kernel that loads whole tiles gives a weight of 0 to values past a sequence's end, before a window, or of the
-    next sequence: harmless while they are finite, but 0 times NaN is NaN. The log-sum-exp does not suffer, as the
-    scores of such keys are replaced. A NaN that a query may see comes out again.
+    next sequence: harmless while they are finite, but 0 times NaN is NaN. The log-sum-exp is not affected, as the
+    scores of such keys are masked. A NaN that a query may see comes out again.
 
-    It costs a launch, and a look at the answers that a tile of at most `LARGEST_TILE` rows and keys can have spoilt:
+    It costs a launch that reads the outputs which a tile of at most `LARGEST_TILE` rows and keys can have spoilt:
     those of the last queries of a sequence, in a window also of the first ones, of all queries without a causal mask.
 
     Args:
-        out: the answers; rows side by side.
-        query: what they were computed from, and so on.
+        out: the outputs, contiguous.
+        query: query rows of all sequences.
         key: the pool of keys if it has four dimensions, else the key rows of all sequences.
         value: the pool of values, or the value rows.
         plan: the lengths, the block table for pages, and who may see whom.
-        options: those of the layer; the sinks are in `out` already.
+        options: those of the layer; `out` has the sinks already.
         shared: values are the first elements of their keys; see `launch_attend`.
         quantization: how the pools are quantized, if they are: fp8 values are seen as bytes, and their scales are
             numbers.
-        adapted: `fastattn.kernels.flash.fixup.fix_up` was launched just before: this launch may begin while it ends.
-            It must not begin while a package's own launch ends, which may be over before the one that it follows.
+        adapted: `fastattn.kernels.flash.fixup.fix_up` was launched just before, so this launch may begin early. After a
+            package's own launch it must not, as that may end before the launch which precedes it.
 
     Source: the module.
     """
@@ -93,7 +93,7 @@ def recompute_latents(
     options: AttentionOptions,
     latent_rank: int,
 ) -> None:
-    """Do the same for what a kernel answered over latents; see `recompute` and `fastattn.mla.attention`.
+    """Recompute outputs over latents; see `recompute` and `fastattn.mla.attention`.
 
     Source: the module.
     """
@@ -112,9 +112,9 @@ def attend_to_nodes(
     *,
     shared: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
+    """Attend to the nodes of trees, and merge with the output of another kernel over the keys before them.
 
-    One launch over few keys, which writes where it reads; the sinks count here.
+    One launch over few keys, in place; it adds the sinks.
 
     Args:
         query: query rows of all sequences.
@@ -122,8 +122,8 @@ def attend_to_nodes(
         value: the pool of values.
         plan: the trees.
         options: those of the layer.
-        out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
-            anything, and so may rows whose tree has no key before it.
+        out: the outputs over the keys before the trees, contiguous, changed in place. Padding rows may hold anything,
+            and so may rows whose tree has no key before it.
         prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
         shared: values are the first elements of their keys; see `launch_attend`.
 
@@ -167,17 +167,17 @@ def attend_after(
     out: Float[Tensor, "t h dv"],
     lse: Float[Tensor, "t h"],
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to intervals of few keys, and take in what another kernel answered over other ones.
+    """Attend to intervals of few keys, and merge with the output of another kernel over other keys.
 
-    One launch. A tile whose rows see none of these keys is left as it is.
+    One launch. Tiles whose rows see none of these keys are left unchanged.
 
     Args:
         query: query rows of all sequences.
         key: the pool of keys if it has four dimensions, else the key rows of all sequences.
         value: the pool of values, or the value rows.
         plan: the intervals.
-        options: those of the layer; its sinks are in the answer already.
-        out: the answer, fixed up, changed in place; rows side by side.
+        options: those of the layer; `out` has the sinks already.
+        out: the output, fixed up, contiguous, changed in place.
         lse: its log-sum-exps.
 
     Returns:
@@ -214,7 +214,7 @@ def attend_to_latent_nodes(
     latent_rank: int,
     answer: tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]],
 ) -> tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]]:
-    """Attend to the latents of drafted nodes, and merge with another kernel's answer over those before the trees.
+    """Attend to the latents of drafted nodes, and merge with another kernel's output over those before the trees.
 
     Source: the module.
     """
@@ -223,7 +223,7 @@ def attend_to_latent_nodes(
 
 
 def _key_of_launch(name: str, tensors: tuple[Tensor, ...], options: AttentionOptions, *, shared: bool) -> Key | None:
-    """Return the cache key of a launch over another kernel's output; None if it is not replayed, as in `_record`."""
+    """Return the cache key of a launch over another kernel's output; None if the scale changes the query."""
     return (
         key_of_launch(f"{name} of latents" if shared else name, tensors, options)
         if has_scale_above_0(options)

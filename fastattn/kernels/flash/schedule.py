@@ -1,4 +1,4 @@
-"""Schedules: how a package shares out the work of a step, made from its lengths once for all layers."""
+"""Schedules of packages: how the work of a step is divided over SMs, made from its lengths once for all layers."""
 
 import ctypes
 from collections.abc import Callable, Hashable
@@ -10,7 +10,7 @@ from fastattn.kernels.replay import memo_of
 from refattn.plan import Plan
 
 UNKNOWN = object()
-MOST_OF_SIZES = 256  # schedules that no length changes; with one more, all are forgotten
+MOST_OF_SIZES = 256  # schedules by sizes alone; one more clears all
 
 _of_sizes: dict[Hashable, Any] = {}
 
@@ -18,14 +18,14 @@ _of_sizes: dict[Hashable, Any] = {}
 def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
     """Return the schedule in the memo of a plan, or make one and store it there.
 
-    The lengths of a plan may be advanced in place, and a captured graph is replayed with others: a schedule is that of
-    one version of the lengths, and one that a graph has made is used in that graph only. Streams share none, as a call
-    may count in it what is done.
+    The lengths of a plan may be advanced in place, and a captured graph is replayed with others. So a schedule belongs
+    to one version of the lengths, and one made in a graph is used in that graph only. Streams share none, as a call may
+    count finished tiles in it.
 
     Args:
         plan: the lengths.
-        name: whose schedule it is, and all that it depends on besides the plan.
-        make: launches what makes it.
+        name: the name of the kernel, and all that the schedule depends on besides the plan.
+        make: makes it by a launch.
     """
     lengths = plan.batch.cu_seqlens_q, plan.batch.seq_lens
     where = where_called()
@@ -42,11 +42,11 @@ def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
 
 
 def schedule_of_sizes(name: Hashable, make: Callable[[], Any]) -> Any:
-    """Return a schedule that no length changes, for the stream or the capture that is under way, or make one.
+    """Return a schedule that depends on sizes alone, for the current stream or graph capture, or make one.
 
     Args:
-        name: whose schedule it is, and all that it depends on.
-        make: launches what makes it, now or with the first call.
+        name: the name of the kernel, and all that the schedule depends on.
+        make: makes it by a launch, now or with the first call.
     """
     where = where_called()
     if where is UNKNOWN:
@@ -54,16 +54,16 @@ def schedule_of_sizes(name: Hashable, make: Callable[[], Any]) -> Any:
     if len(_of_sizes) >= MOST_OF_SIZES:
         _of_sizes.clear()
     known = _of_sizes.get((name, where), UNKNOWN)
-    if known is UNKNOWN:  # and not looked up again: another thread may forget all
+    if known is UNKNOWN:  # not looked up again: another thread may clear all
         known = _of_sizes[name, where] = make()
     return known
 
 
 def where_called() -> Hashable:
-    """Return the stream, or the capture that is under way; `UNKNOWN` for one that can't be told from others.
+    """Return the current stream or graph capture; `UNKNOWN` for a capture that can't be told from others.
 
-    What one of them makes of a plan belongs to it: another stream would read it too early, and the memory of a graph is
-    the graph's, whatever becomes of the plan.
+    What is made of a plan in one of them belongs to it: another stream would read it too early, and memory that a graph
+    has allocated belongs to the graph, even if the plan outlives it.
     """
     if not torch.cuda.is_available():
         return None
@@ -74,7 +74,7 @@ def where_called() -> Hashable:
 
 
 def _capture() -> tuple[str, int] | None:
-    """Return what tells the capture that is under way from all others of the process; None if the driver is silent."""
+    """Return an id of the current capture, unique in the process; None if the driver gives none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     try:

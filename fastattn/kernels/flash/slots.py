@@ -1,7 +1,7 @@
-"""Lists of slots for kernels that follow whatever is in them: past the last one, and outside of the pool, is -1.
+"""Lists of slots for kernels that do not check them: entries past the last slot or outside of the pool become -1.
 
-A block table may hold anything past a sequence's end. FlashMLA reads what a slot leads to before it looks at how many
-there are, so that NaN behind it spoils an answer; and one outside of the pool it follows.
+A block table may hold anything past a sequence's end. FlashMLA loads the row of a slot before it compares the slot's
+place with the length, so that NaN there spoils an output; and it reads slots outside of the pool.
 """
 
 from typing import no_type_check
@@ -22,8 +22,8 @@ def slots_in_pool(batch: Batch, num_slots: int, *, step: int) -> Int32[Tensor, "
 
     Args:
         batch: sequences whose blocks are single tokens.
-        num_slots: of the pool.
-        step: of the columns.
+        num_slots: slots of the pool.
+        step: the number of columns is padded to a multiple of it.
     """
     table = batch.block_table
     assert table is not None  # the path has checked it
