@@ -30,7 +30,7 @@ def unsupported_device(device: torch.device) -> str | None:
 
 
 def float_types(device: torch.device) -> list[torch.dtype]:
-    """Return the types of numbers that these kernels compute in on a device."""
+    """Return the dtypes in which these kernels compute on a device."""
     types = [torch.float16, torch.float32, torch.bfloat16]
     if is_interpreted(device):
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly

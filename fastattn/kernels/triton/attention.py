@@ -1,24 +1,24 @@
-"""Attention over pages or rows in Triton: the keys split over programs, the parts merged by a second kernel.
+"""Attention over pages or rows in Triton: keys are split over programs, partial outputs merged by a second kernel.
 
-One program takes a tile of query rows of one sequence, one KV head, and a run of the keys that the tile can see:
+One program takes a tile of query rows of one sequence and KV head, and a split of the keys that the tile can see:
 
                        keys  0        256       512       768  seq_len
     sequence 0, KV head 0    | split 0 | split 1 | split 2 | s3 |
     sequence 1, KV head 0    | split 0 | s1 |
 
-Every split gives the softmax over its own keys and its log-sum-exp; `reduce_splits` merges them. How many splits a
-sequence of average length gets is chosen on the host, from the number of tiles and SMs; a longer one gets
-more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays right and balanced
-when its sequences grow. All get the same number where the host knows that they are about as long.
+Each split gives a partial output, the softmax over its own keys, and its log-sum-exp; `reduce_splits` merges them. The
+host chooses the number of splits of a sequence of average length, from the number of tiles and SMs. A longer sequence
+gets more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays correct and
+balanced while its sequences grow. All get the same number if the host knows that they are about equally long.
 
-Under `batch_invariant` no bit of an answer may depend on the others, nor on how many tokens of its own sequence come
-with it. So a split is a fixed run of keys, whose place does not move, and parts are merged one after the other: then a
-part in which a query sees nothing changes nothing.
+Under `batch_invariant` no bit of a row may depend on other sequences, or on the number of tokens of its own sequence in
+the batch. So splits have a fixed size and place, and partial outputs are merged one after the other: one in which a
+query sees no key changes nothing.
 
 The kernel of notebook 10 is here again under these names: `part` is `program_id(1)` in `share_run` of `merge.py`,
 `read` is `keys.how.load`, the block table is read by `keys.where.find`, `visible_keys` is in `masks.py`, `rescale` is
-`shrink` and `acc` is `total`. The files beside this one are read best in the order of their use: `queries.py`,
-`masks.py`, `merge.py`, `keys.py`.
+`shrink` and `acc` is `total`. Read the files beside this one in the order of their use: `queries.py`, `masks.py`,
+`merge.py`, `keys.py`.
 
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
@@ -94,8 +94,8 @@ from refattn.packed_latents import PACKED_FORMAT, packed_parts
 from refattn.plan import Plan
 from refattn.trees import AttentionPlan, TreePlan
 
-SPLITS_PER_STEP = 64  # parts, of one head or of several
-MERGED_ELEMENTS = 8192  # and elements of them, at most
+SPLITS_PER_STEP = 64  # partial outputs that are merged at a time, of one head or of several
+MERGED_ELEMENTS = 8192  # elements of these, at most
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
@@ -116,9 +116,9 @@ def _tanh(x):
 def finish_scores(products, scale, slopes, positions, j, options, KEYS: tl.constexpr):
     """Turn products of queries at `positions` and keys at `j` into scores, up to a factor: the cap, else the scale.
 
-    `update_softmax` multiplies by the factor, next to its subtraction: were that done here, the compiler could join the
-    two only where nothing is masked, and a masked step would round otherwise. With slopes, those of ALiBi times
-    log2(e), no factor is left, and scores are in base 2. Keys lie along the axis `KEYS`.
+    `update_softmax` multiplies by the factor, next to its subtraction. Done here, the compiler could fuse the two only
+    where nothing is masked, and masked steps would round differently. With ALiBi slopes (times log2(e)), no factor is
+    left, and scores are in base 2. Keys lie along the axis `KEYS`.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
@@ -162,11 +162,12 @@ def attend(queries, keys, mask, options, split, out, TILE):
     row_sum = tl.zeros([TILE.ROWS], tl.float32)
     total = keys.how.begin(keys, TILE)
     all_from, all_to = mask.all_visible(mask, tile, run, sight)
+    # Phase 0 masks up to the first keys that all rows see, phase 1 needs no mask, phase 2 masks the rest.
     for phase in tl.static_range(TILE.FIRST_PHASE, TILE.PHASES):
         begin, end = phase_of_run(run, all_from, all_to, phase, TILE)
         for start in range(begin, end, TILE.KEYS):
             j = start + tl.arange(0, TILE.KEYS)
-            is_key = j < run.end  # nothing from there on is read: it may be NaN, or no block at all
+            is_key = j < run.end  # later slots are not read: NaN, or no block
             if mask.LEFT:
                 is_key &= j >= run.first
             if TILE.PHASES == 3 and phase == 1:
@@ -215,7 +216,7 @@ def launch_attend(
     quantization: Quantization = UNQUANTIZED,
     tree: TreePlan | None = None,
 ) -> Launch:
-    """Launch the kernel for one level, and return what can be replayed with other tensors of the same shapes.
+    """Launch the kernel for one level, and return the launch, to replay it with other tensors of the same shapes.
 
     Args:
         query: query rows of all sequences.
@@ -223,12 +224,12 @@ def launch_attend(
         value: the pool of values, or the value rows.
         plan: the lengths, the block table for pages, and who may see whom.
         options: those of the layer.
-        tuning: the shape of the launch.
+        tuning: the launch config.
         out: where outputs go.
-        split: what share of the work a program has.
+        split: the share of the keys that a program has, see `fastattn.kernels.triton.merge`.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         quantization: how the pools are quantized, if they are; see `attend_levels`.
-        tree: the trees at the end of the sequences, whose plan this is.
+        tree: the trees at the end of the sequences, if `plan` is theirs.
     """
     batch = plan.batch
     num_tokens, num_heads, _ = query.shape
@@ -288,10 +289,10 @@ def _phases(
 ) -> tuple[int, int]:
     """Return the first phase of a run of keys, and the phase after the last one: 1 compares no positions, 0 and 2 do.
 
-    Three copies of a loop over latents take registers that no copy has. Without a left side all rows see the first key,
-    and phase 0 is empty. With one loop less the compiler reads the block table without shared memory: 256 rows after
-    8192 keys, split, take 35 us in place of 39. Where keys are not split it costs: 8 such sequences take 203 us in
-    place of 181 (NVIDIA H200, Triton 3.6, 2026-11-27).
+    Three copies of the loop over latents would spill registers. Without a left side all rows see the first key, and
+    phase 0 is empty. Without its loop the compiler reads the block table without shared memory: 256 rows after 8192
+    keys, split, take 35 us instead of 39. Without splits this costs time: 8 such sequences take 203 us instead of 181
+    (NVIDIA H200, Triton 3.6, 2026-11-27).
     """
     is_limited = plan.window != (-1, -1) or plan.first_visible is not None
     if tree is None and (tuning.block_m <= 16 or shared or not is_limited):
@@ -301,7 +302,7 @@ def _phases(
 
 
 def _tiles_to_repair(plan: Plan, group: int, rows: int, tiles: int) -> tuple[int, int, int]:
-    """Return the number of tiles, and how many of each sequence they are at its end and its start; 0 for all of them.
+    """Return the number of tiles, and how many are at the end and at the start of each sequence; 0 for all tiles.
 
     Another kernel can have spoilt the last rows, and in a window also the first ones.
     """
@@ -319,7 +320,7 @@ def attend_to_keys(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to any storage under any plan, but to latents in one level; see `fastattn.dispatch`."""
+    """Attend to any storage under any plan, to several levels of pages alone; see `fastattn.dispatch`."""
     answer, lse, _ = bind_attend(query, keys, plan, options, out, True)
     return answer, lse
 
@@ -332,16 +333,16 @@ def bind_attend(
     out: Float[Tensor, "t h dv"] | None,
     return_lse: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"], Replay]:
-    """Attend, and return what attends again with other tensors, too.
+    """Attend, and return the replay, too.
 
-    A tree is one softmax with the keys before it, latents are loaded once as key and as value, and values in 8 bits
-    are dequantized in registers.
+    A tree is one softmax with the keys before it, latents are loaded once as key and as value, and quantized values are
+    dequantized in registers.
     """
     key, value, quantization = cache_tensors(query, keys)
     is_rounded = False
     if isinstance(keys, Latents) and keys.query_scale is not None:
         is_rounded = True
-        # In the loop they would be converted with the latents to the type of the query; as float16 neither is.
+        # In the loop, queries and latents would be converted to the type of the query; in float16 neither is.
         out = query.new_empty(*query.shape[:2], keys.latent_rank) if out is None else out
         kind = torch.float16 if query.itemsize == 2 else query.dtype
         query = quantize_query(query, keys.query_scale, keys.cache.dtype, kind)
@@ -353,7 +354,7 @@ def bind_attend(
     answer, lse, launches = attend_levels(
         query, key, value, plans, options, out, shared=shared, quantization=quantization, tree=tree, with_lse=return_lse
     )
-    if launches is None or is_rounded or not has_scale_above_0(options):  # a replay changes no query
+    if launches is None or is_rounded or not has_scale_above_0(options):  # a replay leaves the query as it is
         return answer, lse, attend_to_keys
     return answer, lse, launches.attend
 
@@ -371,10 +372,10 @@ def attend_levels(
     tree: TreePlan | None = None,
     with_lse: bool = True,
 ) -> "tuple[Float[Tensor, 't h dv'], Float[Tensor, 't h'], Launches | None]":
-    """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
+    """Attend to the keys of several levels, each with its own plan over the same query rows, as one softmax.
 
-    A level's splits are parts like any other, so all levels share one reduction; and a level need not wait for the one
-    before it, as long as the reduction waits for all.
+    All levels share one reduction, as their splits give partial outputs alike. A level need not wait for the one before
+    it, as long as the reduction waits for all.
 
     Args:
         query: query rows of all sequences.
@@ -384,10 +385,10 @@ def attend_levels(
         options: those of the layer; sinks count once.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
-        quantization: how the pools are quantized, if they are; fp8 values are seen as bytes, those of values as pairs
-            of bytes, if they lie so (`fastattn.kernels.triton.quantized.in_pairs`).
+        quantization: how the pools are quantized, if they are; fp8 keys come as bytes, values as pairs of bytes if
+            their strides allow it (`fastattn.kernels.triton.quantized.in_pairs`).
         tree: the trees at the end of the sequences, of the only level.
-        with_lse: whether later calls want the log-sum-exps, too.
+        with_lse: whether replays return the log-sum-exps, too.
 
     Returns:
         The outputs, their log-sum-exps in float32, and the launches; None if there was nothing to launch.
@@ -406,7 +407,7 @@ def attend_levels(
     tunings = _tune_levels(query, key, value, levels, options, tree, shared=shared, quantization=quantization)
     num_parts = sum(tuning.most_splits for tuning in tunings)
     launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
-    if not INTERPRETED and tree is None and len(levels) == 1:  # kernels for Hopper are not for the interpreter
+    if not INTERPRETED and tree is None and len(levels) == 1:  # kernels for Hopper do not run in the interpreter
         asked = levels[0], options, tunings[0], quantization
         if shared and latents_hopper.takes(query, key, *asked):
             launch_level = latents_hopper.launch
@@ -458,10 +459,10 @@ def _tune_levels(
     shared: bool,
     quantization: Quantization,
 ) -> list[LaunchConfig]:
-    """Choose the shape of the launch of each level; the arguments are those of `attend_levels`."""
+    """Choose the launch config of each level; the arguments are those of `attend_levels`."""
     row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
     masked = tree is not None or any(level.first_visible is not None for level in levels)
-    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is turned, see `triton/keys.py`
+    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is transposed, see `triton/keys.py`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [share_sm(tuning, is_quantized=bool(quantization.kind)) for tuning in tunings]
@@ -473,7 +474,7 @@ def _tune_levels(
 def _launch_reduction(
     parts: Tensor, part_lses: Tensor, out: Out, batch: Batch, options: AttentionOptions, *, overlap: bool
 ) -> Launch:
-    """Merge the parts of all levels, `[parts, t, h, dv]`, into the outputs, sinks included."""
+    """Launch the merge of the partial outputs of all levels, `[parts, t, h, dv]`, sinks included."""
     num_parts, num_tokens, num_heads, value_head_size = parts.shape
     at_once = max(1, min(SPLITS_PER_STEP, MERGED_ELEMENTS // pad(value_head_size)))
     block_splits = 1 if options.batch_invariant else min(at_once, pad(num_parts))
@@ -498,7 +499,7 @@ def _launch_reduction(
 
 
 class Launches(SplitLaunches):
-    """The launches of a call, which are called as a kernel is; see `fastattn.dispatch`."""
+    """The launches of a call, replayed with the arguments of a kernel; see `fastattn.dispatch`."""
 
     def attend(
         self,
@@ -508,17 +509,17 @@ class Launches(SplitLaunches):
         options: AttentionOptions,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with other tensors, and other scales of the same layout; quantized values come as they are stored."""
+        """Replay with other tensors and scales of the same layout; quantized values come as they are stored."""
         key, value, quantization = cache_tensors(query, keys, addresses=True)
         sinks = None if options.sinks is None else options.sinks.contiguous()
         return self.replay((query, key, value), layer_args(query, options, quantization).values(), (sinks,), out)
 
 
 def cache_tensors(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Quantization]:
-    """Return keys, values and what turns them into numbers.
+    """Return keys, values and their quantization.
 
-    Latents are pages of one head, whose values are the first elements of its keys; where addresses alone are asked
-    for, they are the pool as it is, where both begin. Of packed latents keys are the rotary keys alone.
+    Latents are pages of one head, whose values are the first elements of its keys; with `addresses`, both are the pool
+    itself, where both begin. Keys of packed latents are the rotary keys alone.
     """
     if isinstance(keys, (Pages, Rows)):
         return *keys, UNQUANTIZED

@@ -2,30 +2,31 @@
 
 How keys and values are dequantized is `keys.how`, functions of the storage:
 
-    query(keys, queries, tile, TILE)                  the tile of queries as it meets these keys
+    query(keys, queries, tile, TILE)                  the tile of queries in the type of the key product
     load(keys, tile, place, is_key, TILE)             the keys of a step, and the values that are keys, too
     products(keys, q, step, TILE)                     queries times keys, [rows, keys]
-    begin(keys, TILE)                                 a weighted sum of no values
+    begin(keys, TILE)                                 an empty weighted sum
     value(keys, tile, place, is_key, step, TILE)      the values of a step
-    add(keys, total, shrink, weights, v, TILE)        the weighted sum with a step more
+    add(keys, total, shrink, weights, v, TILE)        the weighted sum after one more step
     end(keys, total, TILE)                            the weighted sum, [rows, dv]
     scale(keys, scale, tile)                          the scale of the scores
-    finish(keys, values, tile)                        the output, of the softmax over them
+    finish(keys, values, tile)                        the output, from the normalized sum
 
-Where a token lies is `keys.where`: in rows, or in pages that a block table leads to.
+Where a token lies is `keys.where`: in rows, or in pages of a block table.
 
     begin(where, tile, run, TILE)                     before the first step: a block table is read a step ahead
-    find(where, tile, run, start, ahead, TILE)        the places of the keys of a step, and what is read ahead
-    offset(where, place, strides)                     how far they are from the first token of a pool, in elements
+    find(where, tile, run, start, ahead, TILE)        the places of the keys of a step, and the blocks read ahead
+    offset(where, place, strides)                     their offsets from the first token of a pool, in elements
 
-A matrix product of a GPU has at least 16 rows, but 8 columns are enough. Four heads that share a KV head fill a
-quarter of a tile of 16 rows, and half of 8 columns. So tiles of few rows are turned, and `KEYS_AXIS` is 0:
+A matrix product of a GPU has at least 16 rows, but 8 columns are enough. Four heads that share a KV head fill a quarter
+of 16 rows, but half of 8 columns. So tiles of few rows are transposed, and `KEYS_AXIS` is 0:
 
     many rows    [rows 16, d] . [d, keys]    ->  scores [rows 16, keys]
     few rows     [keys, d] . [d, rows 8]     ->  scores [keys, rows 8]       half the products and half the softmax
 
-Source: Kwon et al. 2023, "PagedAttention"; latents: DeepSeek-AI 2024, "DeepSeek-V2". What turned tiles save was counted
-    in the code for an NVIDIA H200 (Triton 3.6): a step of 128 keys in e4m3 took a warp 1772 instructions, and 957 so.
+Source: Kwon et al. 2023, "PagedAttention"; latents: DeepSeek-AI 2024, "DeepSeek-V2". The saving by
+    transposed tiles was counted in the code for an NVIDIA H200 (Triton 3.6): a step of 128 keys in e4m3 takes a warp
+    957 instructions instead of 1772.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -60,7 +61,7 @@ class How(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tokens of all sequences side by side, from `cu_seqlens_k` on."""
+    """Tokens of all sequences in contiguous rows, each sequence from `cu_seqlens_k` on."""
 
     begin: Any
     find: Any
@@ -69,7 +70,7 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Blocks of a pool, which a block table leads to."""
+    """Blocks of a pool, by a block table."""
 
     begin: Any
     find: Any
@@ -79,11 +80,11 @@ class Pages(NamedTuple):
     table_stride: Any
     BLOCK_SIZE: Any
     INT64_OFFSETS: Any  # whether the last token of a block may be 2**31 elements or more from its first one
-    ALIGNED: Any  # whether steps begin at multiples of their keys
+    ALIGNED: Any  # whether steps begin at multiples of their size
 
 
 class Place(NamedTuple):
-    """Where the keys of a step are: in which block, and where in it, counted from a first place."""
+    """The places of the keys of a step: their block, and their slot in it, counted from a first one."""
 
     block: Any
     first: Any
@@ -107,14 +108,14 @@ def find_in_rows(where, tile, run, start, ahead, TILE):
 @triton.jit
 @no_type_check
 def offset_in_rows(where, place, strides):
-    """Return the distances of rows."""
+    """Return the offsets of rows."""
     return place.slot * strides[0]
 
 
 @triton.jit
 @no_type_check
 def begin_in_pages(where, tile, run, TILE):
-    """Read the blocks of the first step, so that its keys do not wait for them: one, if it holds all keys of a step."""
+    """Read the blocks of the first step, so that its keys do not wait for them; one, if it holds all keys of a step."""
     ONE_PAGE: tl.constexpr = where.ALIGNED and where.BLOCK_SIZE % TILE.KEYS == 0
     j = run.begin
     is_key = run.begin < run.end
@@ -129,11 +130,11 @@ def begin_in_pages(where, tile, run, TILE):
 @triton.jit
 @no_type_check
 def find_in_pages(where, tile, run, start, ahead, TILE):
-    """Return the places of a step, whose blocks were read before, and read those of the next step."""
+    """Return the places of a step, whose blocks are read already, and read the blocks of the next step."""
     ONE_PAGE: tl.constexpr = where.ALIGNED and where.BLOCK_SIZE % TILE.KEYS == 0
-    ALIKE: tl.constexpr = where.ALIGNED and (ONE_PAGE or TILE.KEYS % where.BLOCK_SIZE == 0)  # slots of all steps
+    ALIKE: tl.constexpr = where.ALIGNED and (ONE_PAGE or TILE.KEYS % where.BLOCK_SIZE == 0)  # steps have the same slots
     in_step = tl.arange(0, TILE.KEYS)
-    block = ahead.to(tl.uint32).to(tl.int64)  # not negative: a product with a stride is shorter
+    block = ahead.to(tl.uint32).to(tl.int64)  # not negative: takes fewer instructions
     later = (start if ONE_PAGE else start + in_step) + TILE.KEYS
     table = where.block_table + tile.sequence.to(tl.int64) * where.table_row_stride
     column = (later // where.BLOCK_SIZE).to(tl.int64)
@@ -148,7 +149,7 @@ def find_in_pages(where, tile, run, start, ahead, TILE):
 @triton.jit
 @no_type_check
 def offset_in_pages(where, place, strides):
-    """Return the distances of tokens: of their blocks, and within these."""
+    """Return the offsets of tokens: of their blocks, and within these."""
     return place.slot * strides[1] + (place.block * strides[0] + place.first * strides[1])
 
 
@@ -191,7 +192,7 @@ def multiply_keys(q, k, TILE):
 @triton.jit
 @no_type_check
 def multiply_values(total, weights, v, TILE):
-    """Add weighted values to what was summed so far."""
+    """Add weighted values to a weighted sum."""
     first, second = (weights, v) if TILE.KEYS_AXIS == 1 else (v, weights)
     return tl.dot(first, second, total, input_precision="ieee")
 
@@ -199,14 +200,14 @@ def multiply_values(total, weights, v, TILE):
 @triton.jit
 @no_type_check
 def zeros(PAD: tl.constexpr, TILE):
-    """Return zeros for a weighted sum of values."""
+    """Return an empty weighted sum of values."""
     return tl.zeros([TILE.ROWS, PAD] if TILE.KEYS_AXIS == 1 else [PAD, TILE.ROWS], tl.float32)
 
 
 @triton.jit
 @no_type_check
 def value_offset(keys, place):
-    """Return how far the values of a step are from the first of their head."""
+    """Return the offsets of the values of a step from the first value of their head."""
     if keys.VALUE_SHIFT < 0:
         offset = keys.where.offset(keys.where, place, keys.value_strides)
     else:
@@ -224,13 +225,13 @@ class Numbers(NamedTuple):
         how: its functions, `NUMBERS` or `LATENTS`.
         where: rows or pages.
         key: the pool of keys, or key rows.
-        value: the pool of values; that of the keys, of latents.
+        value: the pool of values; for latents, the pool of keys.
         key_strides: of blocks (in pages), tokens, heads and elements.
         value_strides: likewise.
         HEAD_SIZE: elements of a key.
-        VALUE_HEAD_SIZE: of a value.
-        KEY_PAD: elements of a key in a tile, but for those that are values.
-        VALUE_PAD: of a value.
+        VALUE_HEAD_SIZE: elements of a value.
+        KEY_PAD: elements of a key in a tile, without those that are values.
+        VALUE_PAD: elements of a value in a tile.
         VALUE_SHIFT: 0 where offsets of values are those of keys, 1 where they are half of them, else -1.
     """
 
@@ -276,7 +277,7 @@ def products_of_numbers(keys, q, k, TILE):
 @triton.jit
 @no_type_check
 def begin_numbers(keys, TILE):
-    """Return 0."""
+    """Return an empty weighted sum."""
     return zeros(keys.VALUE_PAD, TILE)
 
 
@@ -292,14 +293,14 @@ def load_values(keys, tile, place, is_key, step, TILE):
 @triton.jit
 @no_type_check
 def add_numbers(keys, total, shrink, weights, v, TILE):
-    """Shrink a weighted sum and add a step to it."""
+    """Rescale a weighted sum and add a step to it."""
     return multiply_values(total * tl.expand_dims(shrink, TILE.KEYS_AXIS), weights.to(v.dtype), v, TILE)
 
 
 @triton.jit
 @no_type_check
 def end_numbers(keys, total, TILE):
-    """Turn a weighted sum back."""
+    """Transpose a weighted sum back."""
     if TILE.KEYS_AXIS == 0:
         total = tl.trans(total)
     return total
@@ -323,7 +324,7 @@ def same_values(keys, values, tile):
 
 
 class LatentQuery(NamedTuple):
-    """A tile of absorbed queries: what meets rotary keys, and what meets latents."""
+    """A tile of absorbed queries: the part for rotary keys, and the part for latents."""
 
     rope: Any
     latent: Any
@@ -402,7 +403,7 @@ def where_of(key: Tensor, plan: Plan, *, wide: bool, aligned: bool) -> Rows | Pa
         key: the pool of keys if it has four dimensions, else the key rows of all sequences.
         plan: the lengths, and the block table for pages.
         wide: whether tokens of a block may be 2**31 elements apart.
-        aligned: whether steps begin at multiples of their keys.
+        aligned: whether steps begin at multiples of their size.
     """
     if key.ndim == 3:
         return Rows(
@@ -431,8 +432,8 @@ def sizes_of(
 ) -> dict[str, Any]:
     """Return the sizes of keys and values, and of those in a tile, as constants of the kernel.
 
-    A product of more than 16 rows has at least 64 columns. With 16 and 32, Triton 3.6 reads memory that is not its own
-    for values that come through registers: all of fp8, and others in a pool that begins anywhere.
+    A product of more than 16 rows has at least 64 columns. With 16 and 32, Triton 3.6 reads out of bounds for values
+    that pass through registers: all fp8 values, and others in an unaligned pool.
     """
     value_head_size = size_of(value)
     per_load = value_head_size // value.shape[-1]  # 2 in pairs
@@ -443,7 +444,7 @@ def sizes_of(
         VALUE_HEAD_SIZE=value_head_size,
         KEY_PAD=max(pad(key_size), 32 if quantization.kind == "int8" else 16),
         VALUE_PAD=max(pad(value_head_size), least),
-        VALUE_SHIFT=_shift_of_values(key, value) if tile_rows == 8 else -1,  # where many rows leave no room to keep one
+        VALUE_SHIFT=_shift_of_values(key, value) if tile_rows == 8 else -1,  # many rows leave no registers for one
     )
     return {name: tl.constexpr(size) for name, size in sizes.items()}
 
@@ -466,10 +467,10 @@ def keys_of(
         key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
         value: the pool of values, or the value rows.
         plan: the lengths, and the block table for pages.
-        tile_rows: rows of a tile; 8 are turned.
+        tile_rows: rows of a tile; a tile of 8 is transposed.
         shared: whether a value is the first elements of its key.
         quantization: how the pools are quantized, if they are.
-        aligned: whether steps begin at multiples of their keys.
+        aligned: whether steps begin at multiples of their size.
     """
     token_strides = (
         key.stride(1),
@@ -488,7 +489,7 @@ def keys_of(
 
 
 def strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of scales, with one of 0 for the sequences where there is one for each head only."""
+    """Return the strides of scales, with 0 for the sequences where scales are per head only."""
     if scales is None:
         return ()
     return (0, *scales.stride()) if scales.ndim == 1 else scales.stride()

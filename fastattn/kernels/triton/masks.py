@@ -1,12 +1,12 @@
 """Who may see whom, in a kernel: each mask is a NamedTuple that carries its own functions.
 
-    look(mask, queries, tile, TILE)              what a tile sees: the run of keys that some row sees, and what to keep
-    all_visible(mask, tile, run, sight)          which keys of a run every row sees, where nothing is compared
+    look(mask, queries, tile, TILE)              the run of keys that some row of a tile sees, and data for later
+    all_visible(mask, tile, run, sight)          which keys of a run every row sees, so that no mask is needed
     step(mask, tile, sight, start, is_key, TILE)     which keys of a step are read: those that some row sees
     visible(mask, tile, step, TILE)              which row sees which key of a step, [rows, keys]
 
-A kernel calls them in this order, `mask.look(mask, ...)` for example. The masks are those of `refattn.masks`: a window,
-of which a causal mask is one, an interval of keys for each query row, and a tree at the end of a sequence.
+A kernel calls them in this order, `mask.look(mask, ...)` for example. The masks are those of `refattn.masks`: a window
+(a causal mask is one), an interval of keys for each query row, and a tree at the end of a sequence.
 
 Source: as `refattn.masks`; ancestor masks of trees: Miao et al. 2024, "SpecInfer".
 """
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """A run of keys of one sequence, which a program goes through in steps.
 
     Attributes:
-        first: the first key that some row sees: what lies before it may be NaN, or another's by now.
+        first: the first key that some row sees; earlier slots may hold NaN or belong to another sequence.
         begin: where the first step begins.
         end: past the last key that some row sees.
     """
@@ -37,12 +37,12 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a mask says of a step of keys.
+    """A step of keys under a mask.
 
     Attributes:
-        is_key: [keys], which are read.
-        positions: [keys], where they stand: a node of a tree by its depth.
-        seen: [rows, keys], by which rows, if the mask has to know that before keys are read; else anything.
+        is_key: [keys], whether a key is read.
+        positions: [keys], their positions; that of a node of a tree is by its depth.
+        seen: [rows, keys], which row sees which key, if the mask finds it before keys are read; else anything.
     """
 
     is_key: Any
@@ -69,10 +69,10 @@ class Window(NamedTuple):
 @triton.jit
 @no_type_check
 def visible_keys(first_position, last_position, seq_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Bound the keys that some rows see, of those between two positions: the first of them, and the end of them.
+    """Bound the keys that rows between two positions see: the first one, and the one past the last.
 
-    The positions may be a tensor, one pair per sequence. A side of a window is cut to the keys that there are before a
-    position is added to it: a side and a position may both be nearly 2**31.
+    The positions may be tensors, one pair per sequence. A side of a window is clamped to existing keys before it is
+    added to a position: both may be nearly 2**31.
     """
     first = first_position * 0
     end = seq_len
@@ -97,7 +97,7 @@ def look_in_window(mask, queries, tile, TILE):
 @triton.jit
 @no_type_check
 def all_visible_in_window(mask, tile, run, sight):
-    """Bound the keys of a run that every row of a tile sees; sums as in `visible_keys`."""
+    """Bound the keys of a run that every row of a tile sees; sides are clamped as in `visible_keys`."""
     first, end = run.begin, run.end
     if mask.RIGHT:
         end = tile.first_position + 1 + tl.minimum(mask.right, run.end - 1 - tile.first_position)
@@ -118,7 +118,7 @@ def step_in_window(mask, tile, sight, start, is_key, TILE):
 @triton.jit
 @no_type_check
 def step_in_windows_apart(mask, tile, sight, start, is_key, TILE):
-    """Read the keys of a step in the window of some row: between rows that stand far apart lies what no row sees."""
+    """Read the keys of a step in the window of some row: between rows far apart are keys that no row sees."""
     KEYS: tl.constexpr = TILE.KEYS_AXIS
     j = start + tl.arange(0, TILE.KEYS)
     distance = tl.expand_dims(tile.positions, KEYS) - tl.expand_dims(j, 1 - KEYS)
@@ -174,13 +174,13 @@ def look_at_intervals(mask, queries, tile, TILE):
     """Find the interval of each row, and bound the keys that some row sees.
 
     Positions are counted from the first key of the sequence. A row that sees nothing has a last key before its first
-    one, and no part in the bounds. Positions are cut before one is subtracted from the other: both may be nearly 2**31.
+    one, and does not count in the bounds. Positions are clamped before they are subtracted: both may be nearly 2**31.
     """
     begin = 0
     if queries.first_keys is not None:
         begin = tl.load(queries.first_keys + tile.sequence)
     first = tl.maximum(tl.load(mask.first_visible + tile.tokens, mask=tile.is_row, other=0), begin) - begin
-    first = tl.minimum(first, tile.seq_len)  # steps are counted up to it, and added to it
+    first = tl.minimum(first, tile.seq_len)  # clamped, as steps are added to it
     last = tl.load(mask.last_visible + tile.tokens, mask=tile.is_row, other=-1)
     last = tl.where(last < begin, -1, tl.minimum(tl.maximum(last, begin) - begin, tile.seq_len - 1))
     sees = tile.is_row & (first <= last)
@@ -212,7 +212,7 @@ def step_in_intervals(mask, tile, sight, start, is_key, TILE):
 @triton.jit
 @no_type_check
 def visible_if_seen(mask, tile, step, TILE):
-    """Take what `step` has found."""
+    """Return what `step` has found."""
     return step.is_key[None, :] & step.seen
 
 
@@ -246,8 +246,8 @@ class TreeSight(NamedTuple):
     begin: Any
     end: Any
     tree_start: Any
-    depths: Any  # where those of this tree are
-    ancestors: Any  # where the mask of each row is
+    depths: Any  # pointer to the depths of this tree
+    ancestors: Any  # [rows], pointers to the mask of each row
     words: Any  # [rows], the only word of each mask; anything if there are several
 
 
@@ -260,11 +260,11 @@ def _either(a, b):
 @triton.jit
 @no_type_check
 def _see_nodes(sight, is_row, first_node, WORDS: tl.constexpr):
-    """Return which of 64 keys each row sees, a bit for each: of a tree by the ancestor mask of the row, all before it.
+    """Return which of 64 keys each row sees, a bit for each: nodes by its ancestor mask, and all keys before the tree.
 
-    `first_node` is the place of the first key in the tree, negative before it. One word of a mask is loaded once for
-    all steps; of several, 64 keys need two: shifted together, they are one word that begins at the first key. A load
-    for each row and key would be kept in shared memory.
+    `first_node` is the place of the first key in the tree, negative before it. A mask of one word is loaded once for
+    all steps. Of a longer mask 64 keys need two words, which are shifted into one that begins at the first key. A load
+    for each row and key would go through shared memory.
     """
     first_bit = tl.maximum(first_node, 0)
     shift = (first_bit % 64).to(tl.uint64)
@@ -295,7 +295,7 @@ def look_at_tree(mask, queries, tile, TILE):
     begin = first // TILE.KEYS * TILE.KEYS
     if mask.NODES:
         first = tl.maximum(first, tree_start)
-        begin = first  # no other row has to begin its steps there
+        begin = first  # steps need not be aligned here
     words = 0
     if mask.WORDS == 1:
         words = tl.load(ancestors, mask=tile.is_row, other=0)
@@ -344,7 +344,7 @@ def step_in_tree(mask, tile, sight, start, is_key, TILE):
 @triton.jit
 @no_type_check
 def phase_of_run(run, all_from, all_to, PHASE: tl.constexpr, TILE):
-    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, before and after it not.
+    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, in 0 and 2 it may not.
 
     A branch in the loop would keep the products of one step from overlapping with the softmax of another.
     """
@@ -389,7 +389,7 @@ def mask_of(plan: Plan, tree: TreePlan | None = None, *, slopes: bool = False, n
     Args:
         plan: who may see whom, in one level.
         tree: the trees at the end of the sequences, if it is their plan.
-        slopes: whether there are slopes of ALiBi, to which the depth of a node counts.
+        slopes: whether there are ALiBi slopes, which need the depths of nodes.
         nodes: whether the keys before the trees are left to another kernel.
     """
     left, right = plan.window

@@ -3,27 +3,27 @@
 Weights are powers of two: a score times log2(e) is its exponent. A softmax under way is the highest score of each row,
 the sum of the weights relative to it, and the weighted sum of the values.
 
-What share of the keys a program has is a NamedTuple that carries its own functions:
+The share of the keys that a program has is a NamedTuple that carries its own functions:
 
     Whole    all keys, and the output
-    Part     a run of the keys, and a partial output, which a reduction merges (`fastattn.kernels.triton.merge`)
-    After    few keys, and an output that another kernel has written over the others is taken into the softmax
+    Part     a split of the keys, and a partial output, which a reduction merges (`fastattn.kernels.triton.merge`)
+    After    the keys that another kernel has left out; its output is merged into the softmax
     Repair   all keys, but only where another kernel has written NaN
 
 Each has the functions
 
     begin(split)                                              before anything is read or written
-    share(split, queries, mask, out, tile, run, TILE, DV)     the keys of this program, and whether nothing is to do
-    take(split, softmax, queries, out, tile, sight, DV)       what another kernel has found
+    share(split, queries, mask, out, tile, run, TILE, DV)     the keys of this program, and whether it is done
+    take(split, softmax, queries, out, tile, sight, DV)       the softmax, merged with the output of another kernel
     end(split, queries, out, tile, DV)                        after everything
 
-The splits of one call lie side by side, and `reduce_splits` merges them. The parts that `fastattn.merge` is given lie
-anywhere in memory, so each is an argument of its own, and each number of them another compilation. Up to
-`PARTS_AT_ONCE` are one launch. More are merged from left to right, and what is merged so far, in float32, is the first
+The splits of one call are contiguous, and `reduce_splits` merges them. The partial outputs that `fastattn.merge` takes
+may lie anywhere in memory, so each is an argument of its own, and each number of them is compiled anew. Up to
+`PARTS_AT_ONCE` take one launch. More are merged from left to right, and the result so far, in float32, is the first
 part of the next launch:
 
     parts       0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 | 15 16
-    launches    ^ first           ^ with what it gave   ^ likewise
+    launches    ^ first           ^ with its result     ^ likewise
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer";
     Dao et al. 2023, "Flash-Decoding"; programmatic dependent launches: CUDA C++ Programming Guide.
@@ -41,7 +41,7 @@ from torch import Tensor
 from fastattn.kernels.triton.masks import Run, visible_keys
 
 SEQS_AT_ONCE = tl.constexpr(128)  # sequences that are counted at a time
-LARGEST_TILE = tl.constexpr(512)  # query rows and keys, together, of a tile of a kernel whose output is repaired
+LARGEST_TILE = tl.constexpr(512)  # query rows plus keys of a tile, at most, of a kernel whose output is repaired
 BLOCK_ROWS = 16
 PARTS_AT_ONCE = 8  # per launch: 8 compile in 0.9 s on the host of an NVIDIA H200, 128 in 91 s
 
@@ -49,14 +49,14 @@ PARTS_AT_ONCE = 8  # per launch: 8 compile in 0.9 s on the host of an NVIDIA H20
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Combine answers of the same queries over disjoint keys; see `fastattn.merge.merge`.
+    """Merge partial outputs of the same queries over disjoint keys; see `fastattn.merge.merge`.
 
     Args:
-        outs: the partial outputs, of one shape; any strides, each its own.
+        outs: the partial outputs, of one shape; any strides.
         lses: their log-sum-exps, natural log, float32; an output whose LSE is `-inf` is not read.
 
     Returns:
-        The output in the type of the first part, and its log-sum-exp. Where no part saw anything: 0 and `-inf`.
+        The output in the type of the first part, and its log-sum-exp. Where no part has visible keys: 0 and `-inf`.
     """
     dtype = outs[0].dtype
     while len(outs) > PARTS_AT_ONCE:
@@ -66,7 +66,7 @@ def merge(
 
 
 def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Combine a few answers in one launch, into an output of some type."""
+    """Merge a few partial outputs in one launch, into an output of some type."""
     num_tokens, num_heads, value_head_size = outs[0].shape
     out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
     lse = torch.empty(lses[0].shape, dtype=lses[0].dtype, device=lses[0].device)
@@ -95,7 +95,7 @@ def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -
 
 
 class Softmax(NamedTuple):
-    """A softmax over the keys so far: the highest score of each row, the sum of its weights, and of weighted values."""
+    """An online softmax: the maximum of each row, the sum of its weights, and the weighted sum of the values."""
 
     row_max: Any
     row_sum: Any
@@ -105,10 +105,9 @@ class Softmax(NamedTuple):
 @triton.jit
 @no_type_check
 def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KEYS: tl.constexpr = 1):
-    """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
+    """Update the online softmax by a step of scores; return its weights, and the factor that rescales earlier sums.
 
-    `factor` is what the scores are still to be multiplied by, above 0; `IN_BASE_2` says that there is nothing. Keys lie
-    along the axis `KEYS`.
+    `factor`, above 0, is still missing in the scores; with `IN_BASE_2` none is. Keys lie along the axis `KEYS`.
     """
     unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
     new_row_max = tl.maximum(row_max, tl.max(scores, KEYS) * unit)
@@ -121,7 +120,7 @@ def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KE
 @triton.jit
 @no_type_check
 def merge_parts(row_max, row_sum, acc, logs, values):
-    """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into a softmax."""
+    """Merge partial outputs, `logs [rows, parts]` and `values [rows, parts, dv]`, into a softmax."""
     LOG2E: tl.constexpr = 1.4426950408889634
     new_row_max = tl.maximum(row_max, tl.max(logs, 1) * LOG2E)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
@@ -140,7 +139,7 @@ def normalize(row_max, row_sum, acc, sink):
     if sink is not None:
         new_row_max = tl.maximum(row_max, sink * LOG2E)
         base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-        alpha = tl.exp2((row_max - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
+        alpha = tl.exp2((row_max - base) * 0.5)  # applied twice: a GPU flushes a factor below 1e-38 to 0
         acc = acc * alpha[:, None] * alpha[:, None]
         row_sum = row_sum * alpha * alpha + tl.exp2(sink * LOG2E - base)
         row_max = new_row_max
@@ -180,7 +179,7 @@ class Out(NamedTuple):
 @triton.jit
 @no_type_check
 def places_of(queries, tile):
-    """Return the places of the rows of a tile in `Out.lse`."""
+    """Return the offsets of the rows of a tile in `Out.lse`."""
     split = tl.program_id(1).to(tl.int64)
     return split * queries.num_tokens * queries.HEADS + tile.tokens * queries.HEADS + tile.heads
 
@@ -205,7 +204,7 @@ class Whole(NamedTuple):
     share: Any
     take: Any
     end: Any
-    SINKS: Any  # whether they count here
+    SINKS: Any  # whether sinks are added here
 
 
 @triton.jit
@@ -239,14 +238,14 @@ def fill_padding_rows(split, queries, out, tile, DV: tl.constexpr):
 
 
 class Part(NamedTuple):
-    """A run of the keys of a tile, one of several.
+    """A split of the keys of a tile.
 
     Attributes:
-        splits: runs of a sequence of average length.
-        RUN: keys of a run, if runs begin at multiples of it whatever else there is; 0 to share the keys.
-        BALANCE: whether longer sequences get more runs, shorter ones fewer.
+        splits: splits of a sequence of average length.
+        RUN: fixed size of a split in keys, under `batch_invariant`; 0 to divide the keys evenly.
+        BALANCE: whether longer sequences get more splits, shorter ones fewer.
         OVERLAP: whether the launch after this one may begin early.
-        AFTER: whether another level was launched before, that what follows has to wait for, too.
+        AFTER: whether an earlier level may still run, which the reduction has to wait for, too.
     """
 
     begin: Any
@@ -264,7 +263,7 @@ class Part(NamedTuple):
 @triton.jit
 @no_type_check
 def let_next_begin(split):
-    """Allow an early launch of the reduction; it waits for our results itself."""
+    """Allow an early launch of the reduction, which waits for the results by itself."""
     if split.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -292,7 +291,7 @@ def _count_steps(queries, mask, TILE):
 @triton.jit
 @no_type_check
 def share_run(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
-    """Take one run of several; one without keys is said by its log-sum-exp."""
+    """Take one split; one without keys stores a log-sum-exp of `-inf`."""
     number = tl.program_id(1)
     if split.RUN > 0:
         first = run.begin // split.RUN * split.RUN + number * split.RUN
@@ -316,9 +315,9 @@ def share_run(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
 @triton.jit
 @no_type_check
 def wait_for_level_before(split, queries, out, tile, DV: tl.constexpr):
-    """End no earlier than the launch before: the reduction waits for ours alone, which is over when all programs are.
+    """End no earlier than the launch before this one: the reduction waits for this one alone.
 
-    One program is enough, and the others make room. The last one is the last to be put in place.
+    It is enough that one program waits, while the others make room: the last one, which is scheduled last.
     """
     is_last = (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
     if split.AFTER and is_last:
@@ -326,13 +325,13 @@ def wait_for_level_before(split, queries, out, tile, DV: tl.constexpr):
 
 
 class After(NamedTuple):
-    """The keys of a tile that another kernel has not seen: nodes of a tree, or the end of an interval.
+    """The keys of a tile that another kernel has left out: nodes of a tree, or the end of an interval.
 
     Attributes:
-        prefix_lse: [h, t], of what `Out.out` holds.
-        prefix_lse_head_stride: of it.
-        NODES: whether the keys are the nodes of a tree. The other output has an infinite log-sum-exp, of either sign,
-            where it met NaN, and may be anything for a tree without keys before it; of intervals, it is ours.
+        prefix_lse: [h, t], log-sum-exps of the output in `Out.out`.
+        prefix_lse_head_stride: its stride of heads.
+        NODES: whether the keys are the nodes of a tree. Then the other log-sum-exp is infinite, of either sign, for
+            NaN, and may be anything for a tree without keys before it; for intervals it has our conventions.
     """
 
     begin: Any
@@ -348,7 +347,7 @@ class After(NamedTuple):
 @triton.jit
 @no_type_check
 def share_rest(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
-    """Take all keys of the mask; without one the other output is the whole one."""
+    """Take all keys of the mask; without any, the other output is complete."""
     is_done = False
     if not split.NODES:
         is_done = run.first >= run.end
@@ -358,7 +357,7 @@ def share_rest(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
 @triton.jit
 @no_type_check
 def take_prefix(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
-    """Take what another kernel has found into the softmax."""
+    """Merge the output of another kernel into the softmax."""
     LOG2E: tl.constexpr = 1.4426950408889634
     has_prefix = tile.is_row
     if split.NODES:
@@ -381,7 +380,7 @@ def take_prefix(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
 
 
 class Repair(NamedTuple):
-    """All keys of a tile, if its output has NaN where another kernel may have multiplied what is not to be seen."""
+    """All keys of a tile, if its output has NaN where another kernel may have multiplied hidden memory."""
 
     begin: Any
     share: Any
@@ -394,7 +393,7 @@ class Repair(NamedTuple):
 @triton.jit
 @no_type_check
 def wait_for_output(split):
-    """Wait for what has fixed up the outputs."""
+    """Wait for the launch that fixes up the outputs."""
     if split.OVERLAP:
         tl.extra.cuda.gdc_wait()
 
@@ -402,9 +401,9 @@ def wait_for_output(split):
 @triton.jit
 @no_type_check
 def share_if_nan(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
-    """Take all keys if there is NaN.
+    """Take all keys if the output has NaN.
 
-    What belongs to no sequence lies past a sequence's end, which only its last rows load, or before the first window.
+    Hidden memory lies past a sequence's end, which only its last rows load, or before the first window.
     """
     DV_PAD: tl.constexpr = triton.next_power_of_2(DV)
     at_dv = tl.arange(0, DV_PAD)
@@ -431,7 +430,7 @@ def end_at_once(split, queries, out, tile, DV: tl.constexpr):
 
 
 def whole() -> Whole:
-    """Return that a program sees all keys of its rows."""
+    """Return the share of a program with all keys of its rows."""
     return Whole(
         begin=tl.constexpr(begin_at_once),
         share=tl.constexpr(share_all),
@@ -442,7 +441,7 @@ def whole() -> Whole:
 
 
 def part(splits: int, *, run: int, balance: bool, overlap: bool, after: bool) -> Part:
-    """Return that a program sees a run of the keys; see `Part`."""
+    """Return the share of a program with a split of the keys; see `Part`."""
     return Part(
         begin=tl.constexpr(let_next_begin),
         share=tl.constexpr(share_run),
@@ -458,7 +457,7 @@ def part(splits: int, *, run: int, balance: bool, overlap: bool, after: bool) ->
 
 
 def rest(prefix_lse: Tensor, *, nodes: bool) -> After:
-    """Return that a program sees the keys that another kernel has not seen; see `After`."""
+    """Return the share of a program with the keys that another kernel has left out; see `After`."""
     return After(
         begin=tl.constexpr(begin_at_once),
         share=tl.constexpr(share_rest),
@@ -472,7 +471,7 @@ def rest(prefix_lse: Tensor, *, nodes: bool) -> After:
 
 
 def repair(*, overlap: bool) -> Repair:
-    """Return that a program computes again what has NaN; see `Repair`."""
+    """Return the share of a program that recomputes rows with NaN; see `Repair`."""
     return Repair(
         begin=tl.constexpr(wait_for_output),
         share=tl.constexpr(share_if_nan),
@@ -520,8 +519,8 @@ def reduce_splits(
     for first in range(0, splits, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * NUM_HEADS + places[:, None]
-        # No part of a padding row was written, and no value of a split without keys. The values are loaded before that
-        # is known, so that one load need not wait for the other.
+        # Padding rows have no parts, and splits without keys have no values. Values are loaded before that is known,
+        # so that one load need not wait for the other.
         is_part = is_head[:, None] & (split < splits) & is_query
         logs = tl.load(part_lses + part_places, is_part, float("-inf"))
         values = tl.load(
@@ -576,7 +575,7 @@ def _merge_kernel(
             outs[part]
             + (token * out_strides[part][0] + head * out_strides[part][1])[:, None]
             + (at_dv * out_strides[part][2])[None, :],
-            (logs > float("-inf"))[:, None] & in_value,  # what counts for nothing may hold anything
+            (logs > float("-inf"))[:, None] & in_value,  # a part without keys may hold anything
             0.0,
         )
         weights = tl.exp(logs - base)

@@ -1,4 +1,4 @@
-"""What a call brings to a kernel beside keys: queries, of which a program computes a tile, and what a layer fixes.
+"""Arguments of a kernel beside keys: queries, of which a program computes a tile, and the options of a layer.
 
 A tile's rows are the tokens of one sequence times the query heads that share a KV head, so that all of them are rows
 of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
@@ -27,12 +27,12 @@ class Queries(NamedTuple):
         strides: of tokens, heads and elements.
         cu_seqlens_q: [b+1], where the rows of each sequence begin.
         seq_lens: [b], keys of each sequence.
-        positions: [t], positions of the rows; None if they are the last ones of their sequences, or do not count.
+        positions: [t], positions of the rows; None if they are the last ones of their sequences, or unused.
         first_keys: [b], positions of the first keys; None if they are 0.
         num_tokens: t.
         num_seqs: b.
         HEADS: query heads.
-        GROUP: those that share a KV head.
+        GROUP: query heads per KV head.
     """
 
     query: Any
@@ -53,11 +53,11 @@ class Sizes(NamedTuple):
     Attributes:
         ROWS: rows of a tile.
         KEYS: keys of a step.
-        KEYS_AXIS: along which axis of the scores keys lie: 0 where tiles are turned.
+        KEYS_AXIS: the axis of the scores along which keys lie: 0 where tiles are transposed.
         PHASES: 3 where steps that need no mask are a loop of their own, else 1.
-        FIRST_PHASE: the first of them.
+        FIRST_PHASE: the first phase.
         ONE_TILE: whether a tile holds all rows of any sequence.
-        ENDS: 0, or of how many tiles at the end of each sequence there are programs.
+        ENDS: the number of tiles at the end of each sequence that have programs, or 0 where all tiles do.
         STARTS: likewise at its start.
         LAST_FIRST: whether the last tiles, which see most keys, go first.
     """
@@ -74,10 +74,10 @@ class Sizes(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a layer fixes, as the kernel takes it: `refattn.AttentionOptions`.
+    """The options of a layer, `refattn.AttentionOptions`, as the kernel takes them.
 
     Attributes:
-        scale: of the scores, above 0.
+        scale: scale of the scores, above 0.
         softcap: above 0, or not used.
         alibi_slopes: [h], or None.
         sinks: [h], or None.
@@ -97,18 +97,18 @@ class Tile(NamedTuple):
     """The rows of a program.
 
     Attributes:
-        number: of the tile, of all tiles.
-        sequence: whose rows they are.
+        number: index of the tile.
+        sequence: the sequence of the rows.
         kv_head: the KV head that they share.
-        first_row: the first of them, counted in the sequence and its group of heads.
-        num_rows: of the sequence, for these heads. There is no row from there on.
-        is_row: [rows], which there are.
+        first_row: the first row, counted in the sequence and its group of heads.
+        num_rows: rows of the sequence for these heads.
+        is_row: [rows], whether a row is one of them.
         queries: [rows], the query of each in its sequence.
         tokens: [rows], the query row of each in the batch.
         heads: [rows], the query head of each.
-        positions: [rows], where each stands.
-        first_position: the least of them.
-        last_position: the largest of them.
+        positions: [rows], the position of each.
+        first_position: the lowest position.
+        last_position: the highest position.
         query_len: queries of the sequence.
         seq_len: keys of the sequence.
     """
@@ -132,7 +132,7 @@ class Tile(NamedTuple):
 @triton.jit
 @no_type_check
 def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return a tile to begin a sequence with: those before it have room for one tile that is not full each."""
+    """Return the first tile of a sequence; each sequence before it may have one tile that is not full."""
     return tl.load(cu_seqlens_q + sequence) * GROUP // ROWS + sequence
 
 
@@ -141,7 +141,7 @@ def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, ROWS: tl.constexpr)
 def find_rows(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.constexpr, ONE_TILE: tl.constexpr):
     """Return the sequence of a tile, and its first row there; past the last row if the sequence needs fewer tiles.
 
-    The sequence is the last one whose first tile is not after this one, found by halving.
+    The sequence is the last one whose first tile is not after this one, found by binary search.
     """
     sequence = tile
     first_row = tile * 0
@@ -161,9 +161,9 @@ def find_rows(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, ROWS: tl.conste
 @triton.jit
 @no_type_check
 def _row_at_an_end(tile, num_rows, TILE):
-    """Return the first row of a tile at an end of a sequence: the last ones, from the end on, and then the first ones.
+    """Return the first row of a tile at either end of a sequence: the last tiles, from the end on, then the first ones.
 
-    Those at the start are none of the last. Where there is no such tile, it is past the last row.
+    A tile is not counted twice. Where there is no such tile, the row is past the last one.
     """
     place = tile % (TILE.ENDS + TILE.STARTS)
     tiles = tl.cdiv(num_rows, TILE.ROWS)
@@ -178,7 +178,7 @@ def find_tile(queries, TILE):
     """Return the rows of this program.
 
     Their positions are read from `queries.positions`, by query row, and counted from the first key of the sequence; if
-    that is None they follow one another up to the end of the sequence.
+    that is None they are the last positions of the sequence.
     """
     KV_HEADS: tl.constexpr = queries.HEADS // queries.GROUP
     kv_head = tl.program_id(0) % KV_HEADS
@@ -230,12 +230,12 @@ def find_tile(queries, TILE):
 
 
 def queries_of(query: Tensor, batch: Batch, num_heads: int, group: int) -> Queries:
-    """Return queries that stand at the ends of their sequences, as the kernels take them.
+    """Return queries at the ends of their sequences, as the kernels take them.
 
     Args:
         query: [t, h, d], any strides.
         batch: the lengths.
-        num_heads: query heads; of pairs half as many.
+        num_heads: query heads; half as many for pairs of heads.
         group: query heads that share a KV head.
     """
     return Queries(
@@ -258,7 +258,7 @@ def is_one_tile(batch: Batch, group: int, rows: int) -> bool:
 
 
 def count_tiles(batch: Batch, num_tokens: int, group: int, rows: int) -> int:
-    """Bound the number of tiles: one that is not full for each sequence, beside the full ones."""
+    """Bound the number of tiles: the full ones, and one that is not full per sequence."""
     if is_one_tile(batch, group, rows):
         return batch.num_seqs
     if batch.num_seqs == 1:
@@ -282,7 +282,7 @@ Given = dict[str, Tensor | float | None]  # arguments of a kernel and their fiel
 
 
 def layer_args(query: Tensor, options: AttentionOptions, quantization: Quantization = UNQUANTIZED) -> Given:
-    """Return what a layer has for itself beside its tokens, by the names of the fields: most have nothing."""
+    """Return the arguments that differ between layers (slopes, sinks, scales), by the names of fields; mostly none."""
     given: Given = {}
     if options.has_per_head:
         given |= {f"options.{name}": x.contiguous() for name, x in options.per_head.items()}
@@ -302,10 +302,10 @@ def layer_args(query: Tensor, options: AttentionOptions, quantization: Quantizat
 
 
 def has_scale_above_0(options: AttentionOptions) -> bool:
-    """Return whether the query is multiplied as it is; see `with_positive_scale`."""
+    """Return whether the query is used unchanged; see `with_positive_scale`."""
     return options.softmax_scale is None or options.softmax_scale > 0
 
 
 def contiguous(numbers: Tensor | None) -> Tensor | None:
-    """Return numbers such that a pointer to the first leads to all of them."""
+    """Return contiguous numbers, which a kernel reads by a pointer alone."""
     return None if numbers is None else numbers.contiguous()
