@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share, in which groups of warps have roles: where they run, and rows of no sequence.
+"""Shared by the warp-specialized kernels for Hopper: where they run, and padding rows.
 
 Source: `fastattn.kernels.triton.prompts_hopper` and `fastattn.kernels.triton.latents_hopper`.
 """
@@ -14,17 +14,17 @@ from triton.experimental.gluon import language as gl
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
 
-KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is said to be an experiment
+KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is experimental
 
 
 def is_there(device: torch.device) -> bool:
-    """Return whether a device has the asynchronous products, and Triton the language, that these kernels use."""
+    """Return whether a device has Hopper's asynchronous products, and Triton a known version of Gluon."""
     known = not is_rocm() and triton.__version__.startswith(KNOWN)
     return known and devices.capability(device) == (9, 0)
 
 
 def is_aligned(x: Tensor, *strides: int) -> bool:
-    """Return whether a row lies side by side, with strides that Triton knows to be multiples of 16."""
+    """Return whether rows are contiguous, with an address and strides that are multiples of 16."""
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *strides))
 
 

@@ -1,24 +1,23 @@
-"""Decode over latents on Hopper: two groups of warps multiply, a third brings keys, and all meet at barriers.
+"""Decode over latents on Hopper, warp-specialized: two warpgroups multiply, a third loads keys, with barriers between.
 
-With 64 query rows the tensor cores are what there is to keep busy. In `fastattn.kernels.triton.attention` every
-warp loads, dequantizes, multiplies and waits, all in step. Here a group of four warps does nothing but
-bring the next 64 keys into one of two slots in shared memory, quantized values already converted, while eight warps
-multiply with the other slot:
+With 64 query rows the kernel is bound by the tensor cores. In `fastattn.kernels.triton.attention` every warp loads,
+dequantizes, multiplies and waits, all in step. Here a producer warpgroup only loads the next 64 keys into one of two
+slots in shared memory, quantized values already converted, while two consumer warpgroups multiply with the other slot:
 
-    bring        | keys 2 -> slot 0        | keys 3 -> slot 1        |
+    load         | keys 2 -> slot 0        | keys 3 -> slot 1        |
     multiply     | softmax 1 | values 1 | scores 2 | softmax 2 | values 2 | scores 3 |
                                         ^ slot 0 is full          ^ slot 1 is empty
 
-Each of the eight warps' two groups computes the scores of half of the keys and has half of the columns of the output
-in registers: 64 rows of 512 numbers in float32 fill half of all registers. Triton does not let a kernel say which
-warps do what, so this one is written in Gluon, Triton's language a floor below, where layouts and barriers are written
-out. Gluon has no interpreter.
+Each consumer computes the scores of half of the keys, and accumulates half of the columns of the output in registers:
+64 rows of 512 elements in float32 fill half of all registers. Triton does not let a kernel assign work to warps, so
+this one is written in Gluon, Triton's lower-level language, with explicit layouts and barriers. Gluon has no
+interpreter.
 
 64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 351 in bfloat16; the other kernel takes 574 and 478
-(NVIDIA H200, c8a3cc9, 2026-11-26). What was tried is on docs/paths/mla.md.
+(NVIDIA H200, c8a3cc9, 2026-11-26). Designs that were tried are on docs/paths/mla.md.
 
 Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier"; DeepSeek's FlashMLA, which
-    divides the columns of the output among two groups of warps as well.
+    divides the columns of the output among two warpgroups as well.
 """
 
 from typing import Any, no_type_check
@@ -49,9 +48,9 @@ from refattn.plan import Plan
 KNOWS = BATCH | fields_of(
     Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
 )
-KNOWS |= options_of("softmax_scale", "sinks", "batch_invariant")  # what a plan and a layer may ask for
-RANK, ROPE = 512, 64  # the elements of latents and of rotary keys that the layouts are for
-REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per thread that loads keys; quantized values wait there
+KNOWS |= options_of("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
+RANK, ROPE = 512, 64  # sizes of latents and of rotary keys that the layouts are for
+REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per producer thread; quantized values wait in registers
 
 
 def takes(
@@ -92,17 +91,17 @@ def launch(
     *,
     quantization: Quantization,
 ) -> Launch:
-    """Launch the kernel where `takes` says that it can be, in the place of `launch_attend`.
+    """Launch the kernel, where `takes` allows it, instead of `launch_attend`.
 
     Args:
         query: query rows of all sequences.
-        key: latents and rotary keys, as pages of one head; those of fp8 as bytes.
+        key: latents and rotary keys, as pages of one head; fp8 as bytes.
         value: the latents of `key`.
         plan: the lengths and the block table.
         options: those of the layer.
         tuning: rows of a tile, and splits.
         out: where outputs go.
-        split: what share of the keys a program has. What follows this launch never begins early.
+        split: the share of the keys that a program has. The launch after this one never begins early.
         quantization: how the pool is quantized, if it is.
     """
     batch, num_heads = plan.batch, query.shape[1]
@@ -149,7 +148,7 @@ def launch(
 @gluon.jit
 @no_type_check
 def _multiply_keys(queries, of_rope, keys, rope_keys, scores):
-    """Begin the products of a tile of queries with the keys of a slot."""
+    """Start the products of a tile of queries with the keys of a slot."""
     products = warpgroup_mma(queries, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
     return warpgroup_mma(of_rope, rope_keys.permute((1, 0)), products, is_async=True)
 
@@ -157,7 +156,7 @@ def _multiply_keys(queries, of_rope, keys, rope_keys, scores):
 @gluon.jit
 @no_type_check
 def _update_softmax(scores, j, last_of_rows, factor, row_max, sums):
-    """Take a step of scores into the online softmax; the sums are of each column, and are added up at the end."""
+    """Update the online softmax by a step of scores; sums are kept per column, and added up at the end."""
     scores = gl.where(j[None, :] <= last_of_rows[:, None], scores, float("-inf"))
     new_row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
@@ -180,10 +179,10 @@ def _multiply(
     SCORES: gl.constexpr,
     OUTPUT: gl.constexpr,
 ):
-    """Attend to the keys that come into the slots; return its softmax, in layouts of the products.
+    """Attend to the keys that are loaded into the slots; return the softmax, in layouts of the products.
 
-    What is begun in a step ends in it, or the compiler would let each product wait for the one before: the scores of
-    the next step, too, which a step finds in registers.
+    Every product is issued and awaited in one iteration, or the compiler would serialize them: also the scores of the
+    next step, which are carried over in registers.
     """
     keys, rope_keys, full, empty = slots
     BLOCK_M: gl.constexpr = queries.shape[0]
@@ -240,10 +239,10 @@ def _bring(
     BLOCK_SIZE: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Bring keys into the slots as they become empty, and zeros where there is none.
+    """Load keys into the slots as they become empty, zeros where there is no key.
 
-    Unquantized latents are copied past the registers. Quantized ones wait there for a slot, and are converted into it,
-    64 columns at a time: loads of later keys could not be on their way meanwhile, as the fence waits for them.
+    Unquantized latents bypass the registers. Quantized ones wait in registers for a slot, and are converted into it, 64
+    columns at a time: loads of later keys could not be in flight meanwhile, as the fence waits for them.
     """
     keys, rope_keys, full, empty = slots
     BLOCK_N: gl.constexpr = keys.shape[1]
@@ -287,7 +286,7 @@ def _bring(
 @gluon.jit
 @no_type_check
 def _share_of_steps(cu_seqlens_q, seq_lens, num_seqs, steps, BLOCK_N: gl.constexpr, BLOCK_SEQS: gl.constexpr):
-    """Return how many times the steps of an average sequence these are."""
+    """Return the ratio of `steps` to the steps of an average sequence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     total = 0
     for first in range(0, num_seqs, BLOCK_SEQS):
@@ -379,8 +378,8 @@ def _attend_kernel(
             return
     steps = gl.cdiv(last_key - first_key, BLOCK_N)
 
-    # Queries beside quantized values are float16, those of bfloat16 divided by a power of two: nothing is lost of a row
-    # below 2.
+    # With quantized values, queries are float16. Those of bfloat16 are divided by a power of two: a row below 2 loses
+    # nothing.
     rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, QUERIES))
     tokens = (first_query + rows // NUM_HEADS).to(gl.int64)
     query_rows = query + tokens * query_strides[0] + (rows % NUM_HEADS).to(gl.int64) * query_strides[1]
@@ -412,7 +411,7 @@ def _attend_kernel(
     factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (scale * LOG2E)
     table = block_table + sequence.to(gl.int64) * table_row_stride
     slots = keys, rope_keys, full, empty
-    # Triton 3.6 stores the arguments of the third group where `factor` was exchanged, and waits for no reader.
+    # Triton 3.6 stores the producer's arguments in the scratch memory of `factor`'s conversion, without a barrier.
     tl.debug_barrier()
     acc, row_max, row_sum = gl.warp_specialize(
         [

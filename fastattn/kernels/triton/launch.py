@@ -1,15 +1,14 @@
-"""Launches that are replayed: the same kernel, grid and numbers, with the tensors of another layer.
+"""Replay launches: the same kernel, grid and numbers, with the tensors of another layer.
 
-At each launch Triton finds out anew what its arguments would compile to, and its launcher reads every argument and
-asks the driver about every pointer, which takes the CPU longer than many a kernel takes the GPU. Layers differ in
-their tensors only. So the memo of a plan stores what the first layer launched, its arguments laid out as the driver
-reads them, and the next layer fills in its addresses. Some may be addresses inside one allocation, which needs no
-tensor for each.
+At each launch Triton re-specializes its arguments, and its launcher reads every argument and queries the driver about
+every pointer. This takes longer on the CPU than many kernels take on the GPU. Layers differ in their tensors only. So
+the memo of a plan stores the launch of the first layer, with its arguments laid out as the driver reads them, and the
+next layer fills in its addresses. Some may be addresses inside one allocation, without a tensor for each.
 
     Triton      find the kernel    read all arguments    check every pointer       cuLaunchKernelEx
     replay                                               write what has changed    cuLaunchKernelEx
 
-A kernel is compiled here, too (`compiled_for`): arguments are NamedTuples, and Triton's launcher would compile anew for
+Kernels are compiled here, too (`compiled_for`): arguments are NamedTuples, and Triton's launcher would recompile for
 each number in them that happens to be 1 or a multiple of 16.
 
 Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow a kernel's own arguments are those of
@@ -35,7 +34,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
-CHANGING = (  # these change from batch to batch, which must not lead to another compilation
+CHANGING = (  # these change from batch to batch, and must not cause a recompilation
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "positions", "first_keys", "table_row_stride"),
     *("num_tokens", "num_seqs", "programs", "splits", "left", "right", "first_visible", "last_visible"),
     *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
@@ -43,17 +42,17 @@ CHANGING = (  # these change from batch to batch, which must not lead to another
 
 
 class Launch:
-    """A launch of a kernel, which is made at once and can be replayed.
+    """A kernel launch, made at once, that can be replayed.
 
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
-        grid: how many programs, in one or two dimensions.
-        changing: the arguments that change, by name, with their values of now: tensors, and scales, numbers that are
-            taken as float32. A field of a NamedTuple is named as it is read, `"keys.key"`. Those that come later have
-            to be of the same type, or of one that can be seen as it, to begin at multiples of 16 bytes if these do,
-            and None where these are.
+        grid: the number of programs, in up to three dimensions.
+        changing: the arguments that change, by name, with their current values: tensors, and scales, which are numbers
+            passed as float32. A field of a NamedTuple is named as it is read, `"keys.key"`. Later values must have the
+            same type, or one that can be viewed as it, begin at multiples of 16 bytes if these do, and be None where
+            these are.
         arguments: all others, by name: tensors, numbers, None, and NamedTuples of these.
-        options: warps, stages, and what else is not an argument.
+        options: warps, stages, and other options of a launch.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Launch:
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        # A scale that is the number 1 would be a constant of the kernel, whatever the scale of the next layer is.
+        # An int 1 would be a constant of the kernel, though the next layer may have another scale.
         changing = {name: float(x) if isinstance(x, int) else x for name, x in changing.items()}
         twice = changing.keys() & arguments.keys()
         assert not twice, f"arguments that change and do not: {sorted(twice)}"
@@ -82,19 +81,19 @@ class Launch:
             self._compiled = compiled_for(kernel, all_arguments, options)
             self._launch = self._compiled[self._grid]
             self._launch(*all_arguments)
-        self._arguments = _with(all_arguments, self._paths, [None] * len(changing))  # others want to free them
+        self._arguments = _with(all_arguments, self._paths, [None] * len(changing))  # so that they can be freed
         self._types = [x.dtype if isinstance(x, Tensor) else None for x in changing.values()]
         self._packed: PackedLaunch | None = None
 
     def replay(self, *tensors: Tensor | float | None) -> None:
-        """Launch with other tensors, or with what `part` returns, in the order in which they were given first."""
+        """Launch with other tensors, or with results of `part`, in the order of `changing`."""
         packed = self._packed
         if packed is None and self._can_pack:
             packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._paths, tensors)
             if packed is None:
                 self._can_pack = False
             else:
-                self._packed = packed  # never taken back: another thread may have its addresses already
+                self._packed = packed  # never unset: another thread may have its addresses already
         if packed is not None:
             return packed(*tensors)
         seen = (
@@ -104,7 +103,7 @@ class Launch:
         self._launch(*_with(self._arguments, self._paths, seen))
 
     def part(self, memory: Tensor, first: int) -> Tensor | int:
-        """Return some memory from an element on, for `replay`: its address, or a view where Triton launches."""
+        """Return memory from an element on, for `replay`: its address, or a view for Triton's launcher."""
         return memory[first:] if self._packed is None else memory.data_ptr() + first * memory.element_size()
 
 
@@ -184,15 +183,15 @@ class SplitLaunches:
 
 
 def _aligned(size: int) -> int:
-    """Return the next number of float32 that ends at a multiple of 16 bytes."""
+    """Round a number of float32 elements up to a multiple of 16 bytes."""
     return -(-size // 4) * 4
 
 
-# --- launches that begin while the one before them ends ---
+# --- launches that begin while the launch before them ends ---
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Return whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
+    """Return whether a kernel can start while the one before it ends (programmatic dependent launch)."""
     return not INTERPRETED and devices.capability(device) >= (9, 0)
 
 
@@ -202,12 +201,12 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def overlapping(device: torch.device, *, after_ours: bool) -> dict[str, bool]:
-    """Return how a kernel is launched that begins with `pdl_wait`.
+    """Return the launch options of a kernel that begins with `pdl_wait`.
 
     Args:
-        device: where.
-        after_ours: another such kernel was launched just before. Only then may this one be put in place early: it waits
-            for that one alone, and a package's may be over before what was launched before it.
+        device: the device of the launch.
+        after_ours: another such kernel was launched just before. Only then may this one start early: it waits for that
+            one alone, and a package's kernel may end before the launch that precedes it.
     """
     overlap = can_overlap(device)
     return {"OVERLAP": overlap} | ({"launch_pdl": True} if overlap and after_ours else {})
@@ -216,9 +215,9 @@ def overlapping(device: torch.device, *, after_ours: bool) -> dict[str, bool]:
 @triton.jit
 @no_type_check
 def pdl_wait(OVERLAP: tl.constexpr):
-    """Begin when the launch before has ended and can be read, and let the next one be put in place.
+    """Wait until the launch before has ended and can be read, and let the next one start early.
 
-    Nothing may be read or written above this: memory of the launch before may be given to this one.
+    Nothing may be read or written above this: memory of the launch before may be reused by this one.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -231,7 +230,7 @@ Path = tuple[int, ...]  # the place of an argument, or that and the place of a f
 
 
 def _paths_of(changing: Iterable[str], names: Sequence[str], arguments: Sequence[Any]) -> list[Path]:
-    """Return where arguments and fields stand, `"keys.key"` for example."""
+    """Return the paths of arguments and fields, `"keys.key"` for example."""
     paths: list[Path] = []
     for name in changing:
         argument, _, field = name.partition(".")
@@ -241,7 +240,7 @@ def _paths_of(changing: Iterable[str], names: Sequence[str], arguments: Sequence
 
 
 def _with(arguments: Sequence[Any], paths: Iterable[Path], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return arguments with other values in some places, of arguments or of their fields."""
+    """Return arguments with other values at some paths."""
     changed = list(arguments)
     fields: dict[int, dict[str, Any]] = {}
     for (place, *field), value in zip(paths, values, strict=True):
@@ -260,9 +259,9 @@ _compiled: dict[Hashable, Any] = {}  # by kernel, what the compiler knows of its
 def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """Compile a kernel for arguments like these, once.
 
-    The compiler may know of a number that it is 1 or a multiple of 16, and of a pointer that it is aligned. Triton's
-    own launcher tells it so for each field of a NamedTuple, and compiles again whenever a field that changes from step
-    to step happens to be such a number. Here `do_not_specialize` of `triton.jit` names fields, too.
+    The compiler specializes on numbers that are 1 or a multiple of 16, and on aligned pointers. Triton's own launcher
+    does so for each field of a NamedTuple, and recompiles whenever a field that changes from step to step happens to be
+    such a number. Here `do_not_specialize` of `triton.jit` names fields, too.
     """
     changing = frozenset(kernel.do_not_specialize)
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -289,7 +288,7 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, 
 
 
 def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tuple[Hashable, ...]:
-    """Return all that the compiler is told of arguments, in few steps, as each launch that is not replayed asks."""
+    """Return what the compiler specializes on, in few steps, as every launch that is not replayed needs it."""
     known: list[Any] = []
     for name, x in arguments:
         kind = type(x)
@@ -316,7 +315,7 @@ def _kind_of(
     constants: dict[Path, Any],
     aligned: list[Path],
 ) -> Any:
-    """Return what an argument is to the compiler; note constants, and what is a multiple of 16."""
+    """Return the type of an argument in a signature; note constants, and multiples of 16."""
     if isinstance(x, tuple):
         fields = enumerate(zip(x, _fields_of(x), strict=True))
         kinds = [_kind_of(one, field, (*path, i), changing, constants, aligned) for i, (one, field) in fields]
@@ -335,7 +334,7 @@ def _kind_of(
 
 
 def _fields_of(x: tuple[Any, ...]) -> Sequence[str]:
-    """Return the names of the fields of a tuple; those of a plain one have none."""
+    """Return the names of the fields of a tuple, empty for a plain one."""
     return getattr(x, "_fields", ("",) * len(x))
 
 
@@ -346,9 +345,9 @@ _C_TYPES = {
     **{"u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32},
     **{"u64": ctypes.c_uint64, "fp32": ctypes.c_float, "fp64": ctypes.c_double},
 }
-_CELL = 8  # bytes, into which each of these fits
+_CELL = 8  # bytes; each of these types fits
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin before the launch before ends
+_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the launch before ends
 
 
 class _Attribute(ctypes.Structure):
@@ -367,13 +366,13 @@ class _Config(ctypes.Structure):
 
 
 class PackedLaunch:
-    """A launch by the CUDA driver, of arguments that were laid out once.
+    """A launch by the CUDA driver, with arguments that are laid out once.
 
     Args:
         function: the driver's handle of the kernel.
         config: grid, threads and shared memory.
         cells: all arguments in order, as C values.
-        changing: the places of those that change; None for one that the kernel does not have.
+        changing: the places of arguments that change; None for one that the kernel does not have.
         device: the number of the GPU.
     """
 
@@ -394,7 +393,7 @@ class PackedLaunch:
         self._by_reference = ctypes.byref(config)
         self._device = device
         self._driver: Any = _cuda()
-        self._lock = Lock()  # two threads may attend by one plan
+        self._lock = Lock()  # two threads may share a plan
 
     @classmethod
     def of(
@@ -405,10 +404,10 @@ class PackedLaunch:
         paths: Sequence[Path],
         tensors: Sequence[Tensor | float | None],
     ) -> "PackedLaunch | None":
-        """Lay out the arguments of a compiled kernel; None where that is left to Triton's own launcher.
+        """Lay out the arguments of a compiled kernel; None where Triton's own launcher is needed.
 
-        It is, without a driver of CUDA, if the kernel needs memory of its own, if its arguments are not those that the
-        driver knows of, as with a later version of Triton, and for an empty grid, which the driver refuses.
+        It is needed without a CUDA driver, for kernels with scratch memory, clusters or a cooperative grid, if the
+        driver reports other parameters (a later version of Triton), and for an empty grid, which the driver refuses.
         """
         metadata, driver = compiled.metadata, _cuda()
         if driver is None or is_rocm():
@@ -417,13 +416,13 @@ class PackedLaunch:
         if any(needs) or metadata.num_ctas != 1 or 0 in grid:
             return None
         device = torch.cuda.current_device()
-        _enter_context(driver, device)  # without it the driver does not say what parameters a kernel has
+        _enter_context(driver, device)  # without it the driver does not report parameters
         cells: list[Any] = []
         at: dict[Path, int] = {}  # the cell of an argument or a field
         kinds = tuple(compiled.src.signature.values())
         if not _lay_out(kinds, _with(arguments, paths, tensors), cells, at):
             return None
-        cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # memory of the kernel's own, and of a profiler's: none
+        cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory of the kernel, and of a profiler: none
         if _sizes_of_parameters(driver, compiled.function) != [ctypes.sizeof(cell) for cell in cells]:
             return None
         config = _Config(grid, (32 * metadata.num_warps, 1, 1), metadata.shared)
@@ -454,7 +453,7 @@ def _lay_out(kind: Any, argument: Any, cells: list[Any], at: dict[Path, int], pa
         both = enumerate(zip(kind, argument, strict=True))
         return all(_lay_out(*one, cells, at, (*path, place)) for place, one in both)
     if kind == "constexpr":
-        return True  # it is in the kernel already
+        return True  # it is compiled in
     at[path] = len(cells)
     if kind.startswith("*"):
         cells.append(ctypes.c_uint64(argument.data_ptr() if isinstance(argument, Tensor) else argument or 0))
@@ -467,7 +466,7 @@ def _lay_out(kind: Any, argument: Any, cells: list[Any], at: dict[Path, int], pa
 
 @cache
 def _cuda() -> Any | None:
-    """Return the driver of CUDA, if there is one that knows the parameters of a kernel (12.4 or newer)."""
+    """Return the CUDA driver, if there is one that reports the parameters of a kernel (12.4 or newer), else None."""
     try:
         driver = ctypes.PyDLL("libcuda.so.1")
         _ = driver.cuLaunchKernelEx, driver.cuFuncGetParamInfo
@@ -489,7 +488,7 @@ def _enter_context(driver: Any, device: int) -> None:
 
 @cache
 def _primary_context(driver: Any, device: int) -> int | None:
-    """Return the context of a GPU that the CUDA runtime, and so PyTorch, computes in; it is held from now on."""
+    """Return the context of a GPU that the CUDA runtime, and so PyTorch, computes in; it stays retained."""
     number, context = ctypes.c_int(), ctypes.c_void_p()
     driver.cuDeviceGet(ctypes.byref(number), device)
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
@@ -497,7 +496,7 @@ def _primary_context(driver: Any, device: int) -> int | None:
 
 
 def _sizes_of_parameters(driver: Any, function: int) -> list[int]:
-    """Return how many bytes each parameter of a kernel has, as the driver knows them."""
+    """Return the bytes of each parameter of a kernel, as the driver reports them."""
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while not driver.cuFuncGetParamInfo(

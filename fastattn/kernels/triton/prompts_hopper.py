@@ -1,21 +1,21 @@
-"""Prompts on Hopper: two groups of warps multiply, a third brings keys, and they meet at barriers.
+"""Prompts on Hopper, warp-specialized: two warpgroups multiply, a third loads keys, with barriers between them.
 
-A prompt has operations to do rather than bytes to read, and the tensor cores do them only while no warp waits. In
+Prompts are compute-bound, and the tensor cores are busy only while no warp waits. In
 `fastattn.kernels.triton.attention` the warps of a program load, multiply and take exponentials in step. Here each of
-two groups of four warps has 64 of the 128 query rows of a tile; while one takes exponentials, the products of the other
-go on. A third group copies keys and values into two slots of shared memory, ahead of both:
+two consumer warpgroups has 64 of the 128 query rows of a tile; while one computes its softmax, the products of the
+other go on. A producer warpgroup copies keys and values into two slots of shared memory, ahead of both:
 
-    bring       | keys 2, values 1 -> slot 0 | keys 3, values 2 -> slot 1 |
+    load        | keys 2, values 1 -> slot 0 | keys 3, values 2 -> slot 1 |
     multiply    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |      softmax 2 ...
     multiply            softmax 0    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |
 
-A slot holds the keys of a step and the values of the step before, which are multiplied together: so the product with
-the values goes on during a softmax, too. A program takes tile after tile, from the end of the last sequence on, where
-rows see most keys, and the keys of the next tile come while the last rows of this one are stored. Nothing makes the two
-groups take turns: barriers that did so (ping-pong) gained nothing here.
+A slot holds the keys of a step and the values of the step before, whose products are issued together: so the product
+with the values overlaps with a softmax, too. Programs are persistent: each takes tile after tile, from the end of the
+last sequence on, where rows see most keys, and loads the keys of the next tile while the last rows of this one are
+stored. The two consumers are not forced to alternate: barriers for that (ping-pong) gained nothing here.
 
-Triton does not let a kernel say which warps do what, so this one is written in Gluon, Triton's language a floor below,
-where layouts and barriers are written out. Gluon has no interpreter.
+Triton does not let a kernel assign work to warps, so this one is written in Gluon, Triton's lower-level language, with
+explicit layouts and barriers. Gluon has no interpreter.
 
 Source: Shah et al. 2024, "FlashAttention-3": roles for warps (3.1), and the product with the values beside the next
     softmax (3.2). It copies tiles in bulk (TMA); here each thread copies 16 bytes (`cp.async`), from rows and from
@@ -54,11 +54,11 @@ from refattn.plan import Plan
 KNOWS = BATCH | fields_of(
     Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
 )
-KNOWS |= known_options("softmax_scale", "sinks")  # what a plan and a layer may ask for
-ROWS = 128  # rows in a tile; each of the two multiplying groups of warps has half of them
-PANEL = tl.constexpr(64)  # elements of a row that lie side by side in shared memory
+KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
+ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
+PANEL = tl.constexpr(64)  # elements of a row that are contiguous in shared memory
 SLOTS = tl.constexpr(2)  # for tiles of queries, and for steps of keys and values
-REGISTERS = {3: (216, 72), 4: (208, 88)}  # per multiplying and per loading thread, over rows [t, hk, d] and pages
+REGISTERS = {3: (216, 72), 4: (208, 88)}  # per consumer and per producer thread, over rows [t, hk, d] and pages
 
 
 class Sizes(NamedTuple):
@@ -68,9 +68,9 @@ class Sizes(NamedTuple):
         ROWS: rows of a tile.
         KEYS: keys of a step.
         PAGES: whether keys lie in pages, not in rows.
-        SAME_OFFSETS: whether a value lies as far from the first one as its key from the first key.
-        INT64_OFFSETS: whether that may be 2**31 elements or more.
-        REGISTERS: of a thread that multiplies, and of one that brings keys.
+        SAME_OFFSETS: whether values have the offsets of their keys.
+        INT64_OFFSETS: whether an offset may be 2**31 elements or more.
+        REGISTERS: registers of a consumer thread, and of a producer thread.
     """
 
     ROWS: Any
@@ -85,16 +85,16 @@ class Tile(NamedTuple):
     """Rows of one sequence and one KV head, and the keys that some of them see.
 
     Attributes:
-        sequence: whose rows they are.
+        sequence: the sequence of the rows.
         kv_head: the KV head that they share.
-        first_row: the first of them, counted in the sequence and its group of heads.
-        num_rows: of the sequence, for these heads. There is no row from there on.
+        first_row: the first row, counted in the sequence and its group of heads.
+        num_rows: rows of the sequence for these heads.
         first_query: the first query row of the sequence in the batch.
-        context: where the first query of the sequence stands.
-        first_position: where the first row of the tile stands.
-        last_position: where the last one stands.
+        context: the position of the first query of the sequence.
+        first_position: the position of the first row of the tile.
+        last_position: the position of its last row.
         run: the keys.
-        steps: in how many steps; one at least, for rows that see nothing.
+        steps: the number of steps; at least one, also for rows that see nothing.
     """
 
     sequence: Any
@@ -113,13 +113,13 @@ class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [slots * 2, rows / 2, d], a half for each group of warps that multiplies.
+        query: [slots * 2, rows / 2, d], a half for each consumer warpgroup.
         key: [slots, keys, d].
         value: [slots, keys, dv].
-        has_queries: the barriers of tiles that have come.
-        no_queries: of those that are done with.
-        full: of slots of keys and values that have come.
-        empty: of those that are done with.
+        has_queries: barriers of query tiles that are loaded.
+        no_queries: barriers of query tiles that are consumed.
+        full: barriers of slots of keys and values that are loaded.
+        empty: barriers of slots that are consumed.
     """
 
     query: Any
@@ -174,7 +174,7 @@ def launch(
     *,
     quantization: Quantization = UNQUANTIZED,
 ) -> Launch:
-    """Launch the kernel where `takes` says that it can be, in the place of `launch_attend`, with the same arguments."""
+    """Launch the kernel, where `takes` allows it, instead of `launch_attend`, with the same arguments."""
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = value.shape[-2]
@@ -237,13 +237,13 @@ def _find_tile(program, programs, queries, mask, TILE):
     )
 
 
-# --- the warps that bring keys ---
+# --- the producer: it loads queries, keys and values ---
 
 
 @gluon.jit
 @no_type_check
 def _copy(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
-    """Begin to copy rows of a pool into shared memory, and zeros where there is none: it may be NaN."""
+    """Start to copy rows of a pool into shared memory, zeros where there is no row: memory there may be NaN."""
     SIZE: gl.constexpr = place.shape[1]
     at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
     pointers = pool + (offsets[:, None] + at[None, :])
@@ -255,7 +255,7 @@ def _copy(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
-    """Begin to copy a tile of queries, the rows of each group of warps for themselves."""
+    """Start to copy a tile of queries, separately for each consumer warpgroup."""
     HALF: gl.constexpr = room.query.shape[1]
     head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
     for half in gl.static_range(2):
@@ -269,7 +269,7 @@ def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _read_table(where, tile, j, PAGES: gl.constexpr):
-    """Return the blocks of keys of a sequence, or its first row if it lies in rows."""
+    """Return the blocks of keys of a sequence; over rows, its first key row."""
     if PAGES:
         table = where.block_table + tile.sequence.to(gl.int64) * where.table_row_stride
         column = (j // where.BLOCK_SIZE).to(gl.int64)
@@ -282,7 +282,7 @@ def _read_table(where, tile, j, PAGES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _offsets(where, blocks, j, strides, TILE):
-    """Return how far keys, or values, are from the first of their head."""
+    """Return the offsets of keys, or values, from the first of their head."""
     if TILE.INT64_OFFSETS:
         blocks, j = blocks.to(gl.int64), j.to(gl.int64)
     return blocks * strides[0] + j % where.BLOCK_SIZE * strides[1] if TILE.PAGES else (blocks + j) * strides[0]
@@ -291,10 +291,10 @@ def _offsets(where, blocks, j, strides, TILE):
 @gluon.jit
 @no_type_check
 def _bring(queries, keys, mask, room, programs, TILE):
-    """Bring the queries of each tile, and with the keys of a step the values of the step before."""
+    """Load the queries of each tile, and with the keys of a step the values of the step before."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
-    items = gl.program_id(0) * 0  # keys and values that came, of all tiles
+    items = gl.program_id(0) * 0  # slots of keys and values filled before, of all tiles
     for program in range(gl.program_id(0), programs, gl.num_programs(0)):
         tile = _find_tile(program, programs, queries, mask, TILE)
         if tile.first_row < tile.num_rows:
@@ -329,13 +329,13 @@ def _bring(queries, keys, mask, room, programs, TILE):
     async_copy.wait_group(0)
 
 
-# --- the warps that multiply ---
+# --- the consumers: they multiply ---
 
 
 @gluon.jit
 @no_type_check
 def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
-    """Begin the products of queries with the keys in a slot."""
+    """Start the products of queries with the keys in a slot."""
     HALF: gl.constexpr = q.shape[0]
     KEYS: gl.constexpr = room.key.shape[1]
     nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
@@ -347,7 +347,7 @@ def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
 def _softmax(
     products, first_key, first_seen, last_seen, row_max, row_sum, options, MASKED: gl.constexpr, SCORES: gl.constexpr
 ):
-    """Take a step of products into the online softmax."""
+    """Update the online softmax by a step of products."""
     KEYS: gl.constexpr = products.shape[1]
     if MASKED:
         j = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
@@ -385,7 +385,7 @@ def _attend_steps(
         x, shrink, row_max, row_sum = _softmax(
             products, tile.run.begin + step * KEYS, first_seen, last_seen, row_max, row_sum, options, MASKED, SCORES
         )
-        # Without a branch between them, the compiler would put the softmax behind the wait for the values.
+        # This wait is over at once; without its branch the compiler moves the softmax past the wait for the values.
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
         total, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         tl.debug_barrier()
@@ -399,7 +399,7 @@ def _attend_steps(
 @gluon.jit
 @no_type_check
 def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constexpr):
-    """Attend from a half of each tile to the keys that come."""
+    """Attend from a half of each tile to the keys that are loaded."""
     HALF: gl.constexpr = TILE.ROWS // 2
     DV: gl.constexpr = room.value.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
@@ -414,7 +414,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
     for program in range(gl.program_id(0), programs, gl.num_programs(0)):
         tile = _find_tile(program, programs, queries, mask, TILE)
         if tile.first_row < tile.num_rows:
-            # Each row sees the keys from one to another, and every row of the tile sees some steps whole.
+            # Each row sees an interval of keys; all rows of the tile see the steps from `plain_from` to `plain_to`.
             rows = tile.first_row + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
             positions = tile.context + rows // queries.GROUP
             first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
@@ -442,7 +442,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
                 products, tile.run.begin, first_seen, last_seen, row_max, row_sum, options, True, SCORES
             )
             weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-            # The first step is masked always; then come a masked run, one that all rows see, and another masked one.
+            # The first step is always masked; then come masked steps, steps that all rows see, and masked steps again.
             state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
             if mask.LEFT:
                 state = _attend_steps(
@@ -455,7 +455,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
                 state, plain_to, tile.steps, q, room, tile, first_seen, last_seen, options, True, SCORES, OUTPUT
             )
             weights, total, row_max, row_sum, items = state
-            mbarrier.arrive(room.no_queries.index(query_slot))  # the barrier of the last step stood behind the reads
+            mbarrier.arrive(room.no_queries.index(query_slot))  # all reads were before the barrier of the last step
             tiles += 1
             slot = items % SLOTS
             mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
@@ -492,7 +492,7 @@ def _store(queries, tile, options, out, row_max, row_sum, total, first, OUTPUT: 
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(queries, keys, mask, options, out, programs, TILE):
-    """Attend from tiles of query rows to all their keys, each group of warps in its role."""
+    """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
     HALF: gl.constexpr = TILE.ROWS // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -507,8 +507,8 @@ def _attend_kernel(queries, keys, mask, options, out, programs, TILE):
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
     )
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(room.has_queries.index(slot), count=128)  # every thread that brings them
-        mbarrier.init(room.no_queries.index(slot), count=2)  # both groups that multiply
+        mbarrier.init(room.has_queries.index(slot), count=128)  # every producer thread
+        mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
     for slot in gl.static_range(SLOTS):
         mbarrier.init(room.full.index(slot), count=128)
         mbarrier.init(room.empty.index(slot), count=2)

@@ -1,4 +1,4 @@
-"""Choose the shape of a launch of attention: rows of a tile, keys of a step, warps, and how often keys are split."""
+"""Choose the launch config of attention: rows of a tile, keys of a step, warps, stages, and splits of the keys."""
 
 from functools import cache
 from typing import NamedTuple
@@ -15,29 +15,29 @@ from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
 SCRATCH_BYTES = 4096  # shared memory that a program needs beside its tile and its steps
-FEWEST_KEYS = 256  # that are worth a program of their own
-FEWEST_LATENTS = 64  # likewise: a step
-MOST_KEYS = 2048  # most keys of a sequence per program: a much longer one must not run alone at the end
-MOST_PART_BYTES = 2**28  # that the parts of all splits may take
-TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that an SM could hold more of
-LONG_RUN = 3072 * 256  # bytes of the keys of a program, from which on two of them are enough
+FEWEST_KEYS = 256  # fewest keys of a split
+FEWEST_LATENTS = 64  # fewest latents of a split: one step
+MOST_KEYS = 2048  # most keys per program: a much longer sequence must not finish alone at the end
+MOST_PART_BYTES = 2**28  # most bytes of the partial outputs of all splits
+TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # slowdown with so few programs per SM where more would fit
+LONG_RUN = 3072 * 256  # bytes of the keys of a program from which two programs per SM are enough
 MOSTLY = 0.9  # the share of SMs that counts as nearly all
-EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
+EVEN = 1.25  # longest sequence over the average, at most, of sequences that need no balance
 INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 
 
 class LaunchConfig(NamedTuple):
-    """The shape of a launch.
+    """The launch config of attention.
 
     Attributes:
         block_m: rows of a tile.
         block_n: keys of a step.
         num_warps: warps of a program.
-        num_stages: steps in flight.
-        splits: into how many runs the keys of a sequence of average length are divided.
-        most_splits: and those of the longest, at most.
+        num_stages: pipeline stages, steps in flight.
+        splits: splits of the keys of a sequence of average length.
+        most_splits: splits of the longest sequence, at most.
         registers: most registers of a thread, so that programs of another launch fit beside it; None for any number.
-        run: keys of a split, if the splits are to begin at multiples of it whatever else there is; 0 to share the keys.
+        run: fixed size of a split in keys, under `batch_invariant`; 0 to divide the keys evenly.
     """
 
     block_m: int
@@ -68,15 +68,15 @@ def fit(
     fewest_stages: int = 1,
     spare: int = 0,
 ) -> LaunchConfig:
-    """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
+    """Shrink a launch to the shared memory of a device: its stages first, then keys of a step, then rows.
 
     Args:
         tuning: the launch.
         device: where it is to run.
         row_bytes: bytes of a row of the tile.
         key_bytes: bytes that a step reads for a key, those of its value included.
-        fewest_stages: steps in flight that are left: 2 where keys are values, as alone they would be stored twice.
-        spare: steps in flight that are known to take no shared memory.
+        fewest_stages: stages to keep: 2 where keys are values, as with one they would be stored twice.
+        spare: stages that take no shared memory.
 
     Source: compiled for compute capability 8.0, 8.9 and 9.0, no launch took more than is counted here.
     """
@@ -109,12 +109,12 @@ def fit_shared_memory(
 
 
 def step_for(block_n: int, row_bytes: int) -> int:
-    """Return the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    """Return the keys of a step that has as many bytes as `block_n` keys of 256 bytes."""
     return max(16, min(128, block_n * 256 // row_bytes))
 
 
 def keeps_values_twice(device: torch.device) -> bool:
-    """Return whether products of 64 rows and more keep values that are keys, too, once more: as tcgen05 reads them."""
+    """Return whether products of 64 rows and more store values that are keys a second time, as tcgen05 reads them."""
     return (10, 0) <= devices.capability(device) < (12, 0)
 
 
@@ -133,7 +133,7 @@ def tune(
     shared: bool = False,
     fewest_rows: int = 16,
 ) -> LaunchConfig:
-    """Choose the shape of a launch from sizes that the host knows.
+    """Choose the launch config from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
     """
@@ -154,7 +154,7 @@ def tune(
     tiles, num_sms = count_tiles(batch, query.shape[0], group, block_m), sms_of(query.device)
     is_quantized = key.dtype != query.dtype or value.dtype != query.dtype
     if shared and not is_quantized and tiles * max(1, visible // FEWEST_LATENTS) < num_sms:
-        block_m = 16  # tiles of 64 would leave some of them idle, however short their runs
+        block_m = 16  # tiles of 64 would leave SMs idle, however short the splits
         tiles = count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
     if block_m <= 16 and is_quantized and query.dtype != torch.float32:  # steps of as many bytes, quantized or not
@@ -165,7 +165,7 @@ def tune(
     if by_fma and block_m > 16:
         tuning = _without_tensor_cores(tuning)
     num_seqs = batch.num_seqs
-    even = batch.num_keys is not None and EVEN * batch.num_keys >= visible * num_seqs  # about as many keys each
+    even = batch.num_keys is not None and EVEN * batch.num_keys >= visible * num_seqs  # about equally many keys each
     if num_seqs == 1 or rows > block_m or even:  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
@@ -173,7 +173,7 @@ def tune(
 
 
 def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
-    """Give each thread a quarter of the numbers: their operands take registers, too, as products are its own FMAs.
+    """Give each thread a quarter of the elements: products are FMAs, whose operands take registers, too.
 
     In float32, 64 rows of 64 elements by steps of 64 keys spill 10 KB and take the compiler four times as long.
     """
@@ -184,17 +184,17 @@ def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
 def _tune(
     block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int, is_quantized: bool = False
 ) -> LaunchConfig:
-    """Choose the splits that keep all SMs busy to the end, and how a program works then.
+    """Choose the number of splits that keeps all SMs busy to the end, and the launch config for it.
 
-    As long as all programs run at once, the time is that of the SM with the most keys to read; it takes
-    about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss. One
-    sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in
-    49 and 76 us in 66 (5e34b75, 2026-11-22).
+    As long as all programs run at once, the time is that of the SM with the most keys to read; about 100 KB in flight
+    per SM keep the memory busy. With more programs than fit, the loss is small. One sequence of 131072 keys takes 127
+    us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in 49 and 76 us in 66 (5e34b75,
+    2026-11-22).
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
     few_rows = block_m <= 16
-    at_once = 3 if block_m == 8 and is_quantized else 4 if few_rows else 128 // block_m  # that an SM holds
+    at_once = 3 if block_m == 8 and is_quantized else 4 if few_rows else 128 // block_m  # programs that an SM holds
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_sms)
@@ -215,16 +215,16 @@ def _tune(
 def _tune_latents(
     block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int, is_quantized: bool = False
 ) -> LaunchConfig:
-    """Choose how often to split the keys where each is a value, too, and how a program works then.
+    """Choose the number of splits over latents, and the launch config for it.
 
-    An SM holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
-    have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four (5e34b75, 2026-11-22). One
-    query of 128 heads that sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32
+    An SM holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all SMs have
+    one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four (5e34b75, 2026-11-22). One query
+    of 128 heads that sees 2048 keys takes 18 us in tiles of 16 rows and 16 splits, and in tiles of 64 23 us in 32
     splits, 33 us in 8.
 
     Source: measured on an NVIDIA H200 with bfloat16, latents of 512 elements and rotary keys of 64. With 64 rows the
-    compiler (Triton 3.6) lets both halves of a program compute the same scores, as it lays the warps of a product along
-    its rows if the result goes into another product.
+    compiler (Triton 3.6) makes both halves of a program compute the same scores, as it places the warps of a product
+    along its rows if the result goes into another product.
     """
     tuning, at_once = (LATENT_16, 2) if block_m == 16 else (LATENT_64, 1)
     splits = min(num_sms // programs, visible // FEWEST_LATENTS)
@@ -242,14 +242,13 @@ def _tune_latents(
 
 
 def share_sm(tuning: LaunchConfig, is_quantized: bool = False) -> LaunchConfig:
-    """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
+    """Limit a launch so that launches of other levels fit beside it on an SM: one multiplies while the other loads.
 
     A quantized level keeps all its splits: 64 decodes after a prefix of 8192 keys in fp8, with 256 of their own, take
     46 us so, 50 us with 7 of 8 splits, and 57 us in tiles of 64 rows (d99386b, 2026-11-24).
 
-    Source: measured on an NVIDIA H200; with all registers or all SMs taken, one level waits for the other.
-    8 warps with 168 registers per thread leave 4 warps 176; the compiler takes fewer by itself
-    (tests/kernels/test_compile.py).
+    Source: measured on an NVIDIA H200; with all registers or all SMs taken, one level waits for the other. 8 warps with
+    168 registers per thread leave 4 warps 176; the compiler takes fewer by itself (tests/kernels/test_compile.py).
     """
     if tuning.run:
         return tuning  # the keys of a split must not depend on other levels either
@@ -263,7 +262,7 @@ def share_sm(tuning: LaunchConfig, is_quantized: bool = False) -> LaunchConfig:
 
 
 def _most_visible_keys(plan: Plan, options: AttentionOptions) -> int:
-    """Bound the keys that the queries of one sequence see, together; those at any positions may see all."""
+    """Bound the keys that the queries of one sequence see together; with positions of their own they may see all."""
     batch, (left, right) = plan.batch, plan.window
     visible = batch.max_seq_len
     if not uses_positions(plan, options) and left >= 0 and right >= 0:
@@ -287,17 +286,17 @@ def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) 
     head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
         elements = pad(head_size - value_head_size) + pad(value_head_size)
-        row_bytes = elements * query.element_size()  # bytes of a key as well, unless it is dequantized in registers
+        row_bytes = elements * query.element_size()  # also those of a key, unless it is dequantized in registers
         key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
         return row_bytes, key_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
-    if key.dtype != query.dtype:  # quantized values, and a place where they are dequantized
+    if key.dtype != query.dtype:  # quantized values, and dequantized ones
         return row_bytes, 2 * row_bytes + bytes_of_a_row(key) + bytes_of_a_row(value)
     return row_bytes, 2 * row_bytes
 
 
 def spare_stages(query: Tensor, shared: bool, quantization: Quantization, block_m: int) -> int:
-    """Return how many steps in flight take no shared memory; -1 if one takes it twice."""
+    """Return how many pipeline stages take no shared memory; -1 if one takes it twice."""
     if not shared or quantization.kind or query.itemsize != 2:
         return 0
     if block_m == 16:
