@@ -1,4 +1,4 @@
-"""Move rows and blocks of the paged cache, each job in one launch; the kernel `triton` of `fastattn.kv_cache`.
+"""Move rows and blocks of the paged cache, each operation in one launch; the kernel `triton` of `fastattn.kv_cache`.
 
 Source: Kwon et al. 2023, "PagedAttention": its cache kernels.
 """
@@ -87,7 +87,7 @@ def write_quantized(
         key_cache: the pool of keys.
         value_cache: the pool of values.
         slot_mapping: the slot of each token; -1 is not written.
-        scales: fixed ones, by head, or those beside the pool, which are written.
+        scales: for fp8 fixed, per tensor or head; for int8 those beside the pool, of which the keys' are written.
     """
     num_tokens, num_kv_heads, head_size = key.shape
     rows = num_tokens * num_kv_heads
@@ -130,8 +130,8 @@ def write_packed(
     """Write latents and rotary keys into packed rows, in place; see `fastattn.mla.write`.
 
     Args:
-        latent: the new latents; any strides, as the other tokens.
-        rope_key: their rotary keys.
+        latent: the new latents; any strides.
+        rope_key: their rotary keys; any strides.
         cache: the pool of packed rows.
         slot_mapping: the slot of each token; -1 is not written.
     """
@@ -196,15 +196,15 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
 def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
     """Move accepted nodes to the first slots of their trees, in place; see `fastattn.speculative.compact`.
 
-    One program takes the same few elements of all nodes of a tree, in their order. A node only ever moves to a slot
-    that comes before its own, and whose own node has moved by then if it was to.
+    One program takes the same few elements of all nodes of a tree, in their order. A node only moves to an earlier
+    slot, whose own node has been moved by then if it is kept.
 
     Args:
         cache: the pool, with blocks and their tokens as its first dimensions, of at most four.
         batch: the lengths and the block table.
         trees: the trees.
         accepted: the nodes to keep.
-        block_size: tokens in a block, which the pool says, too.
+        block_size: tokens in a block, as in the shape of the pool.
     """
     assert batch.block_table is not None  # the path has checked it
     if 0 in (cache.numel(), batch.num_seqs, trees.max_len):
@@ -290,7 +290,7 @@ def _quantize_kernel(
     value_cache,
     slot_mapping,
     key_scales,  # fp8: one per head [hk]; int8: beside the pool [n, p, hk], written here
-    value_scales,  # fp8: [hk]; int8: by head and channel [hk, dv]; None for one number, or for none
+    value_scales,  # fp8: [hk]; int8: by head and channel [hk, dv]; None for one number, or unquantized values
     key_number,
     value_number,
     key_strides,
@@ -400,7 +400,7 @@ def _write_packed_kernel(
         at_row = block * quantized_strides[0] + place * quantized_strides[1]
         tl.store(quantized_values + at_row[:, None] + at[None, :] * quantized_strides[2], rounded, is_row[:, None])
         tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + group * scale_strides[2], scale, is_row)
-    else:  # in names of its own: Triton wants one type for each
+    else:  # with names of its own, as a name has one type in Triton
         ROPE_PAD: tl.constexpr = triton.next_power_of_2(ROPE_SIZE)
         at_rope = tl.arange(0, ROPE_PAD)
         in_rope = is_row[:, None] & (at_rope < ROPE_SIZE)[None, :]
@@ -408,7 +408,7 @@ def _write_packed_kernel(
             rope_key + row[:, None] * rope_strides[0] + at_rope.to(tl.int64)[None, :] * rope_strides[1], in_rope, 0.0
         ).to(tl.float32)
         bits = rope.to(tl.uint32, bitcast=True)
-        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, of two to the even
+        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
         halves = tl.where(rope != rope, (bits >> 16) | 0x40, halves)
         at_rotary = block * rotary_strides[0] + place * rotary_strides[1]
         tl.store(rotary + at_rotary[:, None] + at_rope[None, :] * rotary_strides[2], halves.to(tl.int16), in_rope)

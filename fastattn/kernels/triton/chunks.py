@@ -1,7 +1,7 @@
-"""Prompts of layers with a state, chunk by chunk, in Triton: what the tokens of a chunk are to one another.
+"""Prompts of layers with a state, chunk by chunk, in Triton: the intra-chunk terms, and then the states.
 
 As in `fastattn.kernels.torch_ops.recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from
-each token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
+each token on, so a gate of exactly 0 or a saturated one changes nothing for later tokens.
 
 With a decay per channel, the weight of two tokens is a sum over channels, each with a product of decays of its own. The
 usual way divides: `(q[i] exp(g[i])) . (k[j] exp(-g[j]))`, with g the sum of logarithms since some token, and `exp(-g)`
@@ -39,7 +39,7 @@ class ChunkSizes(NamedTuple):
         CHUNK: tokens of a chunk.
         LEVELS: sizes of blocks of tokens, 2, 4, 8 .. up to a chunk; 0 without decays per channel.
         COLUMNS: keys or values that `_within_kernel` holds at a time.
-        PRECISION: of matrix products.
+        PRECISION: the precision of matrix products.
     """
 
     CHUNK: Any
@@ -49,18 +49,18 @@ class ChunkSizes(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """What the tokens of all chunks are to one another, from `_within_kernel` to `_chunks_kernel`.
+    """The intra-chunk terms of all chunks, from `_within_kernel` to `_chunks_kernel`.
 
     Attributes:
-        written: [t, hv, dv], in rows of ROW_V: what each token writes after a state of zeros.
-        answered: [t, hv, dk], in rows of ROW_K: times the state before, what it writes less; None without the delta
-            rule.
-        weights: [t, hv, CHUNK]: of what the chunk's tokens write, in the output of each query.
-        decays: [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: in its last row, all of it.
+        written: [t, hv, dv], in rows of ROW_V: what each token writes if the state before the chunk is zero.
+        answered: [t, hv, dk], in rows of ROW_K: its product with the state before the chunk is subtracted from
+            `written`; None without the delta rule.
+        weights: [t, hv, CHUNK]: weights of what the chunk's tokens write, in the output of each query.
+        decays: [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: of the chunk, in its last row.
         queries_since: [t, hv, dk], queries times the channels' decays since the chunk's start; else None.
         keys_until: [t, hv, dk], keys times the channels' decays up to its end; else None.
-        ROW_K: from row to row of keys.
-        ROW_V: from row to row of values.
+        ROW_K: the row stride of keys.
+        ROW_V: the row stride of values.
     """
 
     written: Any
@@ -77,12 +77,12 @@ class Chunk(NamedTuple):
     """The tokens of a chunk, in one head.
 
     Attributes:
-        first: the first of them, counted in the sequence; negative where that begins inside the chunk.
+        first: the first token, counted in the sequence; negative where that begins inside the chunk.
         length: tokens of the sequence.
-        row: [CHUNK], the query row of each.
-        is_token: [CHUNK], which of them there are.
-        own_row: [CHUNK], the row of each in what is solved, [t, hv].
-        own_last: that of the last one.
+        row: [CHUNK], the query row of each token.
+        is_token: [CHUNK], whether there is such a token.
+        own_row: [CHUNK], the row of each in the tensors of `Solved`, [t, hv].
+        own_last: the row of the last token there.
     """
 
     first: Any
@@ -94,7 +94,7 @@ class Chunk(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Logarithms of decays of some channels of a head: where those of row 0 are, and from row to row."""
+    """Logarithms of decays of some channels of a head: pointers to those of row 0, and the row stride."""
 
     log_decay: Any
     stride: Any
@@ -110,7 +110,7 @@ def _first_place(tables, number, TILE):
 @triton.jit
 @no_type_check
 def _find_chunk(tables, place, TILE):
-    """Return the sequence that has some place among all chunks, and which of its chunks it is, found by halving.
+    """Return the sequence of a chunk, given its place among all chunks, and its number there, by binary search.
 
     Chunks end where positions are multiples of their size, so a sequence has at most two more than it fills.
     """
@@ -150,7 +150,7 @@ def _load_rows(rows, strides, chunk, head, columns, is_column):
 def _between(log_decay, stride, chunk, TILE):
     """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end.
 
-    Sums go along the rows of the matrix, whose elements a thread holds more of: so they take fewer exchanges.
+    Sums go along the rows of the matrix, of which a thread holds more elements: fewer exchanges between threads.
     """
     at = tl.arange(0, TILE.CHUNK)
     logs = tl.load(log_decay + chunk.row * stride, chunk.is_token, 0.0).to(tl.float32)
@@ -195,7 +195,7 @@ def _decays_of(channels, chunk, TILE):
 @triton.jit
 @no_type_check
 def _pairs(left, right, channels, chunk, HALF: tl.constexpr, TILE):
-    """Return the weight of tokens i and j, if i is in the second half of a block of two, and j in the first."""
+    """Return the weight of tokens i and j, for i in the second half of a block, and j in the first."""
     PAD_K: tl.constexpr = left.shape[1]
     logs, later = _read_logs(channels, chunk, HALF, TILE)
     since = tl.cumsum(tl.reshape(logs, [TILE.CHUNK // HALF, HALF, PAD_K]), 1)
@@ -222,7 +222,7 @@ def _weights(left, right, channels, chunk, TILE):
 @triton.jit
 @no_type_check
 def _after(is_bad, CHUNK: tl.constexpr):
-    """Return which rows of a chunk have a bad one among them and those before, in each column."""
+    """Return, in each column, which rows of a chunk are bad or come after a bad one."""
     at = tl.arange(0, CHUNK)
     earlier = tl.where(at[:, None] >= at[None, :], 1.0, 0.0).to(tl.float16)
     return tl.dot(earlier, is_bad.to(tl.float16)) > 0.0
@@ -231,7 +231,7 @@ def _after(is_bad, CHUNK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _dot_with_earlier(weights, rows, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
-    """Multiply lower triangular weights with rows, so that NaN in a row reaches those after it, and none before."""
+    """Multiply lower triangular weights with rows, so that NaN in a row reaches later rows, but none before."""
     is_finite = tl.abs(rows) < float("inf")
     rows = tl.where(is_finite, rows, 0.0).to(OPERAND)
     products = tl.dot(weights, rows, input_precision=PRECISION)
@@ -261,9 +261,9 @@ def _from_diagonal(blocks, SIZE: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _join_blocks(inverse, coupling, PRECISION: tl.constexpr):
-    """Return the inverse of what four blocks on a diagonal are with what couples them; their own inverses are there.
+    """Return the inverse of a matrix of four by four blocks, from the inverse of its diagonal and what couples blocks.
 
-    What couples them, X, has a fourth power of 0, so `(1 - X)^-1 = (1 + X) (1 + X^2)`.
+    The coupling X has a fourth power of 0, so `(1 - X)^-1 = (1 + X) (1 + X^2)`.
     """
     coupled = tl.dot(inverse, coupling, input_precision=PRECISION)
     inverse += tl.dot(tl.dot(coupled, coupled, input_precision=PRECISION), inverse, input_precision=PRECISION)
@@ -295,7 +295,7 @@ def _invert(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _within_kernel(tokens, gates, tables, solved, TILE):
-    """Compute what the tokens of one chunk are to one another, in one head; all chunks are independent here."""
+    """Compute the intra-chunk terms of one chunk, in one head; all chunks are independent here."""
     number, place = _find_chunk(tables, tl.program_id(0), TILE)
     head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
     sequence = find_sequence(tables, number)
@@ -333,7 +333,7 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         system = tl.where(at[:, None] > at[None, :], system, 0.0)
         is_finite = tl.abs(system) < float("inf")
         inverse = _invert(tl.where(is_finite, system, 0.0), TILE.PRECISION, TILE.CHUNK).to(OPERAND)
-        is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then all that is written from here on is NaN
+        is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then this row and later ones are NaN
     for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
         columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
         is_column = columns < tokens.DK
@@ -416,7 +416,7 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
         state = state * total + tl.dot(tl.trans(keys), kept.to(OPERAND), input_precision=TILE.PRECISION)
         of_weights = solved.weights + chunk.own_row[:, None] * TILE.CHUNK + at[None, :]
         own_weights = tl.load(of_weights, chunk.is_token[:, None], 0.0)
-        is_finite = tl.abs(values) < float("inf")  # NaN is in all rows after the first that has it: see above
+        is_finite = tl.abs(values) < float("inf")  # NaN in a row is in all later ones: see `_dot_with_earlier`
         result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=TILE.PRECISION)
         result = tl.where(is_finite, result * scale, float("nan"))
         tl.store(of_out + chunk.row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)

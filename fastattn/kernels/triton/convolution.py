@@ -1,4 +1,4 @@
-"""The convolution of layers with a state, in Triton: short, causal, by channel; a state keeps the last inputs."""
+"""The short causal convolution of layers with a state, in Triton, per channel; a state keeps the last inputs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +27,9 @@ def convolve(
     silu: bool,
     out: Float[Tensor, "t c"] | None,
 ) -> Float[Tensor, "t c"]:
-    """Convolve each channel with its last inputs, then write the last of them; see `fastattn.dispatch`.
+    """Convolve each channel with its last inputs, then store the last inputs; see `fastattn.dispatch`.
 
-    The second launch writes what the first one reads, so that tiles of tokens need not wait for one another.
+    A second launch writes the states that the first one reads, so that tiles of tokens need not wait for one another.
     """
     out = torch.empty_like(inputs, memory_format=torch.contiguous_format) if out is None else out
     if not len(inputs):
@@ -42,7 +42,7 @@ def convolve(
 def _launch(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, out: Tensor, plan: StatePlan, silu: bool
 ) -> Callable[..., None]:
-    """Launch both kernels, and return a function that launches them with other tensors."""
+    """Launch both kernels, and return the replay."""
     (num_tokens, channels), width = inputs.shape, weight.shape[1]
     num_seqs, blocks = plan.batch.num_seqs, triton.cdiv(channels, BLOCK_C)
     tiles = triton.cdiv(max(plan.batch.max_query_len, 1), BLOCK_T)
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What a layer fixes.
+    """The parameters of a layer.
 
     Attributes:
         weight: [c, width].
@@ -162,7 +162,7 @@ def _convolve_kernel(inputs, weights, states, out, out_strides, tables, BLOCK_T:
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _keep_inputs_kernel(inputs, states, tables, BLOCK_C: tl.constexpr):
-    """Write the last inputs of some channels of a sequence; the slot that they are read from is the last one."""
+    """Write the last inputs of some channels of a sequence; the slot that is read from is written last."""
     sequence = find_sequence(tables, tl.program_id(0))
     if sequence.slot < 0:
         return

@@ -1,12 +1,12 @@
 """Differential attention in Triton: both softmaxes of a pair of heads side by side, over one read of its values.
 
-    program              one tile of query rows, one pair of KV heads, and a run of the keys that the tile can see
+    program              one tile of query rows, one pair of KV heads, and a split of the keys that the tile can see
       each step          s1 = q1 k1, s2 = q2 k2                      v1 and v2 are loaded once for both
                          out1 += exp(s1) [v1; v2], out2 += exp(s2) [v1; v2]
       at the end         out1 / sum1 - lambda * out2 / sum2, its norm, its factor
 
-If the keys are split, a program stores its two answers instead. `reduce_pairs` then merges each with those of the
-other splits before it subtracts, because differences cannot be merged.
+If the keys are split, a program stores its two partial outputs instead. `reduce_pairs` then merges each with those of
+the other splits before it subtracts, because differences cannot be merged.
 
 Source: Ye et al. 2024, "Differential Transformer"; Dao et al. 2022, "FlashAttention".
 """
@@ -32,7 +32,7 @@ from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, pad, sms_
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
-FEWEST_KEYS = 128  # that are worth a program of their own
+FEWEST_KEYS = 128  # fewest keys of a split
 AT_ONCE = 2  # programs that an SM holds where a tile has 16 rows
 
 
@@ -61,7 +61,7 @@ def bind_differential(
     out: Float[Tensor, "t h d"] | None = None,
     _: bool = True,
 ) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"], Replay]:
-    """Do so, and return what does it again with other tensors, too.
+    """Compute `differential`, and return the replay, too.
 
     Source: see the module.
     """
@@ -146,7 +146,7 @@ def bind_differential(
             ),
             dict(num_warps=2) | ({"launch_pdl": True} if overlap else {}),
         )
-    if options.softmax_scale is not None and options.softmax_scale <= 0:  # the query is changed
+    if options.softmax_scale is not None and options.softmax_scale <= 0:  # the scale changes the query
         return out, lse, differential
     part_shape = (num_tokens, num_heads, 2 * head_size)
     made = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction, with_lse=True)
@@ -154,7 +154,7 @@ def bind_differential(
 
 
 class PairLaunches(SplitLaunches):
-    """The launches of a call, called as the operation of the kernel; see `fastattn.dispatch`."""
+    """The launches of a call, replayed with the arguments of the operation; see `fastattn.dispatch`."""
 
     def attend(
         self,
@@ -165,7 +165,7 @@ class PairLaunches(SplitLaunches):
         subtraction: Subtraction,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with other tensors, and other numbers of the subtraction."""
+        """Replay with other tensors, and another subtraction."""
         layer_args, of_difference = _layer_args(options, subtraction)
         lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         if not self.is_split:  # rows that belong to no tile
@@ -186,7 +186,7 @@ def _layer_args(
 
 
 def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> LaunchConfig:
-    """Choose the shape of a launch from sizes that the host knows.
+    """Choose the launch config from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the batch: one tile for all, and no sequence is split.
     """
@@ -198,17 +198,17 @@ def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) ->
     if left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
     is_narrow = rows <= 16 and not options.batch_invariant
-    by_fma = query.dtype == torch.float32  # products without tensor cores: their operands take registers, too
-    block_m = 16 if is_narrow or head_size > 128 or by_fma else 64  # the answers of a tile have to fit, twice
+    by_fma = query.dtype == torch.float32  # products are FMAs, whose operands take registers, too
+    block_m = 16 if is_narrow or head_size > 128 or by_fma else 64  # both outputs of a tile have to fit
     tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
-    row_bytes = max(pad(head_size) * query.element_size(), 128) * (2 if by_fma else 1)  # narrow rows: scores fill them
+    row_bytes = max(pad(head_size) * query.element_size(), 128) * (2 if by_fma else 1)  # scores fill narrow rows
     tuning = _tune(block_m, row_bytes, tiles * num_pairs, visible, sms_of(query.device))
     return tuning._replace(splits=1, most_splits=1) if options.batch_invariant else tuning
 
 
 @cache
 def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int) -> LaunchConfig:
-    """Split the keys so that the programs fill the card in whole waves, which long queries do anyway.
+    """Split the keys so that the programs fill the GPU in full waves, which long queries do anyway.
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 64; wider rows get shorter steps.
     """
@@ -242,13 +242,13 @@ class PairedKeys(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """What is subtracted, and what becomes of the difference.
+    """The subtraction of both softmaxes, and the norm of the difference.
 
     Attributes:
         lambda_full: the factor of the second softmax.
         norm_weight: [2 d], or None.
-        norm_eps: of the norm.
-        factor: of the normed difference.
+        norm_eps: epsilon of the norm.
+        factor: factor of the normed difference.
     """
 
     lambda_full: Any
@@ -278,7 +278,7 @@ def store_difference(first, second, difference, out, places, is_row, SIZE: tl.co
 @triton.jit
 @no_type_check
 def _of_heads(numbers, tile, half: tl.constexpr):
-    """Load a number for each row, by the first or the second head of its pair."""
+    """Load the number of the first or the second head of the pair of each row."""
     return tl.load(numbers + 2 * tile.heads + half, mask=tile.is_row, other=0.0).to(tl.float32)
 
 
@@ -337,7 +337,7 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
     SIZE: tl.constexpr = 2 * keys.HEAD_SIZE
     at_dv = tl.arange(0, keys.VALUE_PAD)
     half, column = (at_dv // keys.HEAD_SIZE).to(tl.int64), (at_dv % keys.HEAD_SIZE).to(tl.int64)
-    columns = half * keys.strides[0] + column * keys.strides[5]  # a column of [v1; v2] knows its half
+    columns = half * keys.strides[0] + column * keys.strides[5]  # columns of [v1; v2], by their half
     value = keys.cache + tile.kv_head.to(tl.int64) * keys.strides[4] + keys.strides[1]
 
     row_max1, row_max2 = (
@@ -353,7 +353,7 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
         begin, end = phase_of_run(run, all_from, all_to, phase, TILE)
         for start in range(begin, end, TILE.KEYS):
             j = start + tl.arange(0, TILE.KEYS)
-            is_key = j < run.end  # nothing from there on is read, and nothing before the first key that a row sees
+            is_key = j < run.end  # later slots are not read, nor those before the first key that a row sees
             if mask.LEFT:
                 is_key &= j >= run.first
             seen = mask.step(mask, tile, run, start, is_key, TILE)
@@ -409,7 +409,7 @@ def reduce_pairs(
     OVERLAP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Merge the parts of both heads of a pair, one token per program, and subtract."""
+    """Merge the partial outputs of both heads of a pair, one token per program, and subtract."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1)
     is_query = token < tl.load(cu_seqlens_q + num_seqs)

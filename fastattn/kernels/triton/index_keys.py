@@ -3,7 +3,7 @@
     write_index     a program for some tokens: the scale, the quantized values, both into their part of the page
     score_index     a program for a tile of queries and some steps of `BLOCK_N` keys, each read once for all of them
 
-A score is a product with one query, of one shape, so no bit of it depends on the batch.
+All scores come from products of one shape, with one query, so no bit of a score depends on the batch.
 
 Source: DeepGEMM, `fp8_paged_mqa_logits`.
 """
@@ -30,25 +30,25 @@ from refattn.index_keys import SCALE_BYTES, SMALLEST, holds_fp8, index_size_of
 from refattn.plan import Plan
 
 BLOCK_ROWS = 16  # tokens of a program that writes
-BLOCK_N = 64  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
-STEPS = 16  # most steps of such a program
-PROGRAMS = 2  # programs per SM; below that, steps become programs of their own
+BLOCK_N = 64  # keys of a step; half of it if a key has more than 256 bytes in the product
+STEPS = 16  # most steps of a program that scores
+PROGRAMS = 2  # programs per SM; with fewer, a program gets fewer steps
 SCORE_WARPS = 4
-STAGES = 3  # steps of keys that are read ahead, and the one at hand
+STAGES = 3  # pipeline stages over steps of keys
 STAGES_OF_QUERIES = 2  # pipeline stages over the queries of a tile, if it has several
-QUERIES = 4  # queries of such a program, at most
+QUERIES = 4  # most queries of a program that scores
 
 
 class Pool(NamedTuple):
     """The pool of index keys.
 
     Attributes:
-        index_cache: [n, p, d], or [n, p * d / 2] pairs of bytes.
+        index_cache: [n, p, d]; quantized, [n, p, c] bytes or [n, p * d / 2] pairs of bytes.
         scales: [n, p], a view of the same memory; None where it is unquantized.
         strides: of blocks, tokens and elements of the pool.
         block_table: [b, m].
-        table_row_stride: of its sequences.
-        table_stride: of its blocks.
+        table_row_stride: its stride of sequences.
+        table_stride: its stride of blocks.
         SIZE: d.
         BLOCK_SIZE: p.
         HAS_FP8_CVT: whether the GPU converts fp8.
@@ -86,7 +86,7 @@ class IndexSizes(NamedTuple):
         QUERIES: queries of a tile, at most.
         KEYS: keys of a step.
         ONE_TILE: whether a tile holds all queries of any sequence.
-        ONE_ROW: whether no sequence has more than one.
+        ONE_ROW: whether no sequence has more than one query.
     """
 
     QUERIES: Any
@@ -122,7 +122,7 @@ def write_index(
 def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
-    """Score the keys that queries may see, in one launch, or two; see `fastattn.sparse.scores`."""
+    """Score the visible keys of each query, in one launch, or two; see `fastattn.sparse.scores`."""
     result = torch.empty(len(query), plan.batch.max_seq_len, dtype=torch.float32, device=query.device)
     if not plan.batch.num_seqs or not result.numel():
         return result.fill_(-torch.inf)
@@ -153,7 +153,7 @@ def _launch_scores(
     plan: Plan,
     halved: bool,
 ) -> Callable[..., None]:
-    """Launch the scores, and return a function that launches them with other tensors."""
+    """Launch the scores, and return the replay."""
     batch = plan.batch
     key_bytes = query.shape[2] * max(query.element_size(), 2)
     tuning = _tune(query, index_cache, key_bytes, one_row=batch.max_query_len <= 1)
@@ -183,10 +183,10 @@ def _launch_scores(
 
 
 def _tune(query: Tensor, index_cache: Tensor, key_bytes: int, *, one_row: bool) -> LaunchConfig:
-    """Return the shape of a launch, whose steps and stages fit into shared memory.
+    """Return a launch config whose steps and stages fit into shared memory.
 
     Args:
-        query: as it is multiplied.
+        query: the queries, as they are multiplied.
         index_cache: the pool.
         key_bytes: bytes of a key, as it is multiplied.
         one_row: whether no sequence has more than one query.
@@ -237,9 +237,9 @@ def _visible_of(plan: Plan) -> Visible:
 def _in_float16(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"]
 ) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
-    """Return queries in the type that quantized values are turned into at once, and their weights, in one launch.
+    """Return queries in float16, the type of dequantized values, and their weights, in one launch.
 
-    Each head is divided by a power of two, and its weight multiplied by that.
+    Each head is divided by a power of two, and its weight is multiplied by it.
     """
     halves = torch.empty(query.shape, dtype=torch.float16, device=query.device)
     of_halves = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
@@ -259,7 +259,7 @@ def _in_float16(
 
 
 def _in_pairs(index_cache: Shaped[Tensor, "n p c"]) -> Shaped[Tensor, "n pairs"]:
-    """Return a view of the quantized values, two at a time, whose number is even as scales follow them."""
+    """Return a view of the quantized values in pairs; their number is even, as scales follow them."""
     (n, p, _), size = index_cache.shape, index_cache.shape[2] - SCALE_BYTES
     in_bytes = index_cache.as_strided((n, p * size), (index_cache.stride(0), 1), index_cache.storage_offset())
     return in_bytes.view(torch.uint16)
@@ -308,7 +308,7 @@ def _write_index_kernel(
     else:
         numbers = numbers.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(numbers), 1), SMALLEST)
-        is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # a maximum may overlook NaN
+        is_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0  # a maximum may drop NaN
         largest = tl.where(is_nan, float("nan"), largest)
         scale = tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32))
         quantized_values = to_fp8(
@@ -341,7 +341,7 @@ def _in_float16_kernel(
     in_query = is_head[:, None] & (at_d < SIZE)
     at = token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
     q = tl.load(query + at + at_d.to(tl.int64) * query_strides[2], in_query, 0.0).to(tl.float32)
-    power = tl.minimum(power_of_two(tl.max(tl.abs(q), 1)), 1.7014118346046923e38)  # infinity stays what it is
+    power = tl.minimum(power_of_two(tl.max(tl.abs(q), 1)), 1.7014118346046923e38)  # infinity stays infinity
     halved = tl.div_rn(q, tl.zeros(q.shape, tl.float32) + power[:, None]).to(tl.float16)
     tl.store(halves + (token * NUM_HEADS + heads[:, None]) * SIZE + at_d, halved, in_query)
     at = token * weight_strides[0] + heads.to(tl.int64) * weight_strides[1]
@@ -350,15 +350,15 @@ def _in_float16_kernel(
 
 
 class Tile(NamedTuple):
-    """The queries of a program, and the run of keys that it scores.
+    """The queries of a program.
 
     Attributes:
-        sequence: whose queries they are.
+        sequence: the sequence of the queries.
         first_query: the query row of its first query.
         first_row: the first query of the tile, counted in the sequence.
-        last_row: past the last one.
-        context: keys before its first query.
-        seq_len: its keys.
+        last_row: one past the last query of the tile.
+        context: keys before the first query of the sequence.
+        seq_len: keys of the sequence.
     """
 
     sequence: Any
@@ -372,7 +372,7 @@ class Tile(NamedTuple):
 @triton.jit
 @no_type_check
 def _interval(mask, tile, row):
-    """Return the first key that a query sees, and the end of those that it sees."""
+    """Return the first key that a query sees, and the one past the last."""
     if mask.first_visible is None:
         position = tile.context + row
         first, end = visible_keys(position, position, tile.seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT)
@@ -386,7 +386,7 @@ def _interval(mask, tile, row):
 @triton.jit
 @no_type_check
 def _find_blocks(pool, sequence, first, end, KEYS: tl.constexpr):
-    """Return the block of each key of a step, or one where all of them are in the same."""
+    """Return the block of each key of a step, or a single block that holds them all."""
     row = pool.block_table + sequence.to(tl.int64) * pool.table_row_stride
     if pool.BLOCK_SIZE % KEYS == 0:
         column = tl.full([], 0, tl.int64) + first // pool.BLOCK_SIZE
@@ -418,7 +418,7 @@ def _read_keys(pool, blocks, first, seen, KEYS: tl.constexpr):
     LOADS: tl.constexpr = pool.SIZE // PER_LOAD
     at_d = tl.arange(0, PAD // PER_LOAD)[None, :]
     first_place, places = first * 0, (first + tl.arange(0, KEYS)) % pool.BLOCK_SIZE
-    if pool.BLOCK_SIZE % KEYS == 0:  # what is alike in all steps is not computed in each
+    if pool.BLOCK_SIZE % KEYS == 0:  # the same in all steps: computed once
         first_place, places = tl.full([], first, tl.int32) % pool.BLOCK_SIZE, tl.arange(0, KEYS)
     of_blocks = blocks * (pool.strides[0] // PER_LOAD)
     if FORMAT:
@@ -436,7 +436,7 @@ def _read_keys(pool, blocks, first, seen, KEYS: tl.constexpr):
 @no_type_check
 def _read_query(queries, weights, weight_strides, pool, token, is_row):
     """Read the index heads of one query, [heads, d], and their weights."""
-    LEAST: tl.constexpr = 32 if pool.index_cache.dtype.element_ty == tl.uint16 else 16  # elements of a product
+    LEAST: tl.constexpr = 32 if pool.index_cache.dtype.element_ty == tl.uint16 else 16  # fewest elements of a product
     PAD: tl.constexpr = triton.next_power_of_2(pool.SIZE) if pool.SIZE > LEAST else LEAST
     HEADS: tl.constexpr = triton.next_power_of_2(queries.HEADS) if queries.HEADS > 16 else 16
     at_d, heads = tl.arange(0, PAD)[None, :], tl.arange(0, HEADS)
@@ -452,10 +452,10 @@ def _read_query(queries, weights, weight_strides, pool, token, is_row):
 @triton.jit
 @no_type_check
 def _multiply(q, k, HAS_FP8_CVT: tl.constexpr):
-    """Return the products of the keys of a step, which are the rows: so the sums over heads are a thread's own.
+    """Return the products of a step, with keys as rows: so a thread sums over heads by itself.
 
-    Quantized values in pairs come out of shared memory in the registers that a product reads them from: the first of
-    each pair are multiplied, and the second ones.
+    Pairs of quantized values come out of shared memory in the layout that a product reads from registers. First and
+    second elements are multiplied separately.
     """
     if k.dtype == tl.uint16:
         first, second = dequantize_pairs(k, "e4m3", HAS_FP8_CVT)
@@ -524,7 +524,7 @@ def _score_index_kernel(
     begin = tl.program_id(0) % runs * steps * KEYS
     end = tl.minimum(begin + steps * KEYS, width)
 
-    # The steps of the run that have keys which some query of the tile sees: no other is read.
+    # Only steps with keys that some query of the tile sees are read.
     first_key, last_key = tile.seq_len, tile.seq_len * 0
     for row in range(tile.first_row, tile.last_row):
         first, last = _interval(mask, tile, row)
@@ -537,7 +537,7 @@ def _score_index_kernel(
         _hide(row_result, begin, scored_from, width, KEYS)
         _hide(row_result, scored_to, end, width, KEYS)
 
-    # The table is read a step ahead, so that loads of keys do not wait for it, and scales where steps are short.
+    # The table is read a step ahead, so that loads of keys do not wait for it; for one query, the scales are, too.
     next_blocks = _find_blocks(pool, tile.sequence, scored_from, last_key, KEYS)
     if TILE.ONE_ROW:
         j = scored_from + tl.arange(0, KEYS)

@@ -69,10 +69,10 @@ def trim(
         batch: the lengths and the block table.
         left: tokens that a query sees before itself.
         block_size: tokens in a block.
-        columns: blocks that are left of a sequence, at most.
+        columns: blocks that are kept of a sequence, at most.
 
     Returns:
-        The first key that is left, `seq_lens` and the block table.
+        The first key that is kept, `seq_lens` and the block table.
     """
     assert batch.block_table is not None
     first_keys, seq_lens = torch.empty_like(batch.seq_lens), torch.empty_like(batch.seq_lens)
@@ -129,7 +129,7 @@ def draw_trees(
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
     """Find the depths, the ancestors and the positions of nodes; see `fastattn.kernels.torch_ops.metadata.draw_trees`.
 
-    Every node goes up to its root by itself, so it takes as many steps as the deepest branch of its program has nodes.
+    Every node walks up to its root by itself, so a program takes as many steps as its deepest branch has nodes.
 
     Args:
         batch: the lengths.
@@ -166,7 +166,7 @@ def draw_trees(
 @triton.jit
 @no_type_check
 def _copy_row(row, new_row, stride, first, last, columns, BLOCK_COLUMNS: tl.constexpr):
-    """Copy `columns` entries from `first` on; past `last` that entry again, where no key is."""
+    """Copy `columns` entries from `first` on; past `last`, where there is no key, repeat that entry."""
     for begin in range(0, columns, BLOCK_COLUMNS):
         column = begin + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)
         blocks = tl.load(row + tl.minimum(first + column, last) * stride, mask=column < columns)
@@ -190,7 +190,7 @@ def _cut_chunks_kernel(
     block_size,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Make one virtual sequence, of one chunk of one sequence.
+    """Make the virtual sequence of one chunk of a sequence.
 
     In 64 bits, as a chunk may end past the largest int32.
     """
@@ -263,7 +263,7 @@ def _slots_kernel(
     block_size,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """Find the sequence of each row by halving, then its block and its place in it."""
+    """Find the sequence of each row by binary search, then its block and its place in it."""
     row = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     low = tl.zeros([BLOCK_TOKENS], tl.int64)
     high = low + num_seqs  # the sequence is in low..high, or num_seqs for padding
@@ -315,7 +315,7 @@ def _draw_trees_kernel(
         seen = (at >= 0)[:, None] & (at[:, None] // 64 == word)
         mask |= tl.where(seen, one << (tl.where(at >= 0, at, 0) % 64).to(tl.int64)[:, None], 0)
         parent = tl.load(parents + sequence * parent_strides[0] + at * parent_strides[1], mask=at >= 0, other=-1)
-        at = tl.minimum(parent, at - 1)  # whatever is there, it ends
+        at = tl.minimum(parent, at - 1)  # ends for any entry
         depth += (at >= 0).to(tl.int32)
     places = sequence * tree_width + node
     tl.store(depths + places, depth, mask=node < tree_width)

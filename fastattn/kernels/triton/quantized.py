@@ -1,12 +1,12 @@
-"""Quantization inside of a kernel: pools are dequantized where they are multiplied, queries and keys rounded.
+"""Quantization inside a kernel: pools are dequantized where they are multiplied, queries and keys are rounded.
 
     fp8      scores * (query scale * key scale * softmax scale)        a scale of a head is the same for all its keys
     int8     scores * query scale * key scale of each key              products of whole numbers are exact
     both     (weights . quantized values) * value scale                 per head, or per head and channel
 
-Quantized values become float16, which holds them all, or float32 beside queries of that type. Queries in bfloat16
-become float16, each divided by a power of two; but quantized latents that are not read in pairs become what the queries
-are. Weights are rounded to 16 bits, as over a plain cache, and never to quantized values.
+Quantized values become float16, exactly, or float32 if queries are float32. Queries in bfloat16 become float16, each
+divided by a power of two; but quantized latents that are not read in pairs get the type of the queries. Weights are
+rounded to 16 bits, as over an unquantized cache, and never to 8.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ class Quantization(NamedTuple):
 
     Attributes:
         kind: the format of quantized values, "e4m3", "e5m2" or "int8".
-        numbers: of the queries, the keys and the values; 1 where a tensor says it.
-        query: of the queries, per head `[hk]`, or per sequence and head `[b, hk]`.
-        key: of the keys, likewise; for int8 per token of the pool and head, `[n, p, hk]`.
-        value: of the values, as `query`; for int8 per head and channel, `[hk, dv]`.
+        numbers: scales of the queries, the keys and the values; 1 where a tensor has them.
+        query: scales of the queries, per head `[hk]`, or per sequence and head `[b, hk]`.
+        key: scales of the keys, likewise; for int8 per token of the pool and head, `[n, p, hk]`.
+        value: scales of the values, as `query`; for int8 per head and channel, `[hk, dv]`.
         rounds_query: queries are rounded to fp8, too.
-        groups: of packed latents, `[n, p, groups]` for each 128 elements of a latent; None for all others.
+        groups: scales of packed latents, `[n, p, groups]`, one per 128 elements of a latent; None for all others.
     """
 
     kind: str
@@ -67,11 +67,11 @@ def quantization_of(scales: Fp8Scales | Int8Scales) -> Quantization:
 def quantized_in_pairs(
     query: Tensor, key: Tensor, value: Tensor, plans: Sequence[Plan], options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return quantized pools as kernels take them: those of fp8 as bytes, those of values in pairs if that pays.
+    """Return quantized pools as kernels take them: fp8 as bytes, values in pairs if that pays.
 
-    Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory which
-    is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows. Beside
-    queries of 32 bits it turns pairs in local memory.
+    With few rows the kernel is memory-bound, and gains by pairs. With 64 rows Triton 3.6 compiles pairs to code that
+    reads out of bounds, on an NVIDIA H200 with two accumulators of 32 columns; a shared level has many rows. With
+    queries of 32 bits it transposes pairs in local memory.
     """
     key, value = (x.view(torch.uint8) if x.dtype in FORMATS else x for x in (key, value))
     rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key.shape[2])
@@ -80,14 +80,14 @@ def quantized_in_pairs(
 
 
 def _number_and_tensor(scale: float | Tensor | None) -> tuple[float, Tensor | None]:
-    """Return a scale as kernels take it: a number and a tensor, of which one is 1 or None."""
+    """Return a scale as kernels take it: a number and a tensor, where the unused one is 1 or None."""
     if isinstance(scale, Tensor):
         return 1.0, scale
     return 1.0 if scale is None else scale, None
 
 
 def in_pairs(value_cache: Tensor) -> Tensor:
-    """Return quantized values as pairs, to be read two at a time, if they lie so; else as they are."""
+    """View quantized values as pairs, to be read two at a time, if strides and address allow it; else unchanged."""
     *strides, last = value_cache.stride()
     numbers = (*strides, value_cache.shape[-1], value_cache.data_ptr())
     if value_cache.itemsize != 1 or last != 1 or any(number % 2 for number in numbers):
@@ -95,7 +95,7 @@ def in_pairs(value_cache: Tensor) -> Tensor:
     return value_cache.view(torch.uint16)
 
 
-# Instructions for two pairs of quantized values, the first of each pair and the second; and for four int8 values: each
+# PTX to dequantize two pairs of values, into the first of each pair and the second, and four int8 values. An int8 value
 # is the last byte of 1024 + 128 + value in float16.
 PAIRS_OF_E4M3 = tl.constexpr("""
     {
@@ -140,7 +140,7 @@ FOUR_OF_INT8 = tl.constexpr("""
     }
 """)
 
-# And for the quantized values of four numbers.
+# PTX to quantize four numbers.
 FOUR_TO_E4M3 = tl.constexpr("""
     {
         .reg .b16 low, high;
@@ -166,13 +166,13 @@ FOUR_TO_E5M2 = tl.constexpr("""
 def dequantize(quantized, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
     """Convert quantized values to float16, exactly.
 
-    Without `HAS_FP8_CVT`, instructions that a GPU may have and the interpreter lacks, it is done by the bits:
+    Without `HAS_FP8_CVT`, instructions that a GPU may have and the interpreter lacks, the bits are moved:
 
         e5m2    s eeeee mm   ->  s eeeee mm 00000000       the upper half of a float16
         e4m3    s eeee mmm   ->  s 0 eeee mmm 0000000      1 / 256 of the number, as its exponent is 8 too small
     """
     if FORMAT == "int8":
-        if HAS_FP8_CVT:  # 1024 + 128 + value, by its bits, and 1152 less: four quantized values at a time
+        if HAS_FP8_CVT:  # the bits of 1024 + 128 + value, minus 1152: four quantized values at a time
             numbers = tl.inline_asm_elementwise(
                 FOUR_OF_INT8,
                 "=&r,=&r,r",
@@ -197,9 +197,9 @@ def dequantize(quantized, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
 @triton.jit
 @no_type_check
 def scale_groups(numbers, scales, stride, rows, is_key, SIZE: tl.constexpr):
-    """Multiply latents `[keys, SIZE or more]` in float32 by the scale of each group; `rows` lead to those of a token.
+    """Multiply latents `[keys, SIZE or more]` in float32 by the scale of each group; `rows` are offsets of tokens.
 
-    The scale of a group is loaded once for all its elements, which a reshape sets apart.
+    The scale of a group is loaded once for all its elements; a reshape separates the groups.
     """
     GROUPS: tl.constexpr = numbers.shape[1] // GROUP
     at = tl.arange(0, GROUPS)
@@ -217,8 +217,8 @@ def scale_groups(numbers, scales, stride, rows, is_key, SIZE: tl.constexpr):
 def dequantize_pairs(pairs, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
     """Convert pairs of quantized values, 16 bits each, to float16: the first ones, and the second ones.
 
-    A matrix of 16 bits is turned on its way out of shared memory by an instruction of its own; one of bytes would be
-    read byte by byte. Two pairs are taken at a time, as four bytes.
+    An instruction transposes a matrix of 16-bit elements as it is loaded from shared memory; bytes would be loaded one
+    by one. Two pairs are converted at a time, as four bytes.
     """
     if HAS_FP8_CVT:
         OTHER: tl.constexpr = PAIRS_OF_E5M2 if FORMAT == "e5m2" else PAIRS_OF_INT8
@@ -238,14 +238,14 @@ def dequantize_pairs(pairs, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
 def _to_fp8_by_bits(numbers, FORMAT: tl.constexpr):
     """Do what `to_fp8` does without instructions for it.
 
-    A normal number loses bits of its mantissa, and what is added before carries where it has to. A smaller one is
-    counted in steps: the sum with a number whose last bit is worth a step.
+    A normal number loses bits of its mantissa, after an addition that rounds it. A subnormal one is counted in steps,
+    by the sum with a number whose last bit is worth a step.
     """
     MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
     BIAS: tl.constexpr = 7 if FORMAT == "e4m3" else 15
     LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else 57344.0
     LOST: tl.constexpr = 23 - MANTISSA
-    SMALLEST: tl.constexpr = 0.015625 if FORMAT == "e4m3" else 0.00006103515625  # normal number, 2**(1 - BIAS)
+    SMALLEST: tl.constexpr = 0.015625 if FORMAT == "e4m3" else 0.00006103515625  # smallest normal number, 2**(1 - BIAS)
     STEPS: tl.constexpr = 16384.0 if FORMAT == "e4m3" else 128.0  # 2**(24 - BIAS - MANTISSA)
     bits = numbers.to(tl.uint32, bitcast=True)
     size = tl.minimum(tl.abs(numbers), LARGEST)
@@ -261,7 +261,7 @@ def _to_fp8_by_bits(numbers, FORMAT: tl.constexpr):
 @triton.jit
 @no_type_check
 def to_fp8(numbers, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
-    """Round float32 to the nearest value of fp8, the even one of two; what is too large becomes the largest."""
+    """Round float32 to the nearest value of fp8, ties to even, saturating."""
     if HAS_FP8_CVT:
         ASM: tl.constexpr = FOUR_TO_E4M3 if FORMAT == "e4m3" else FOUR_TO_E5M2
         quantized = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [numbers], dtype=tl.uint8, is_pure=True, pack=4)
@@ -273,9 +273,9 @@ def to_fp8(numbers, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
 @triton.jit
 @no_type_check
 def to_int8(numbers):
-    """Round float32 to the nearest whole number from -127 to 127, the even one of two; NaN becomes 0."""
-    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23, to which the last bit is worth 1
-    small = tl.minimum(tl.maximum(numbers, -127.0), 127.0)  # either may return what is no NaN of the two
+    """Round float32 to the nearest integer from -127 to 127, ties to even; NaN becomes 0."""
+    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23, whose last bit is worth 1
+    small = tl.minimum(tl.maximum(numbers, -127.0), 127.0)  # either may drop a NaN
     quantized = (small + MAGIC) - MAGIC
     return tl.where(numbers != numbers, 0.0, quantized).to(tl.int8)
 
@@ -283,7 +283,7 @@ def to_int8(numbers):
 @triton.jit
 @no_type_check
 def row_scale(numbers):
-    """Return the scale by which the largest element of each row becomes 127: NaN if there is one, 1 for zeros."""
+    """Return the scale by which the largest element of each row becomes 127: NaN for a row with NaN, 1 for zeros."""
     largest = tl.max(tl.abs(numbers), 1)
     scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
     scale = tl.where(scale == 0.0, 1.0, scale)
@@ -293,7 +293,7 @@ def row_scale(numbers):
 @triton.jit
 @no_type_check
 def power_of_two(largest):
-    """Return the power of two at a number, or 1 for 0: divided by it, what is no larger lies below 2."""
+    """Return the largest power of two up to `largest`, or 1 for 0: divided by it, numbers up to that are below 2."""
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(power == 0.0, 1.0, power)
 
@@ -301,10 +301,10 @@ def power_of_two(largest):
 @triton.jit
 @no_type_check
 def prepare_query(q, divisor, FORMAT: tl.constexpr, ROUND_QUERY: tl.constexpr, HAS_FP8_CVT: tl.constexpr):
-    """Return a tile of queries as it meets quantized keys, divided by `divisor`, a number or one for each row.
+    """Return the query tile in the type of the key product, divided by `divisor`, a number or one for each row.
 
-    For int8 it is quantized, for fp8 quantized and dequantized. What is not rounded becomes float16: of a row below 2
-    nothing is lost there that a score would show.
+    For int8 it is quantized, for fp8 quantized and dequantized. What is not rounded becomes float16: a row below 2
+    loses nothing there that a score would show.
     """
     numbers = tl.div_rn(q.to(tl.float32), tl.zeros(q.shape, tl.float32) + divisor)
     if FORMAT == "int8":
@@ -321,7 +321,7 @@ def quantize_query(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtyp
     """Quantize `x / scale`; return quantized values, or these converted to `dtype`, without the scale.
 
     Args:
-        x: numbers of any shape and strides; padding rows may hold anything.
+        x: queries of any shape and strides; padding rows may hold anything.
         scale: above 0.
         kind: the format, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         dtype: `kind` for quantized values, `torch.float16` or `torch.float32` for converted ones.
@@ -335,7 +335,7 @@ def quantize_query(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtyp
     return quantized.view(kind) if dtype == kind else quantized
 
 
-@triton.jit  # specialized on multiples of 16 elements: then it moves several at a time
+@triton.jit  # specialized on multiples of 16 elements, to vectorize loads
 @no_type_check
 def _quantize_kernel(
     x, quantized, scale, num_elements, BLOCK: tl.constexpr, FORMAT: tl.constexpr, HAS_FP8_CVT: tl.constexpr

@@ -3,7 +3,7 @@
 fp8      scores * (query scale * key scale * softmax scale)          a scale of a head is the same for all its keys
 int8     scores * query scale * key scale of each key                products of whole numbers are exact
 both     (weights . values in 8 bits) * value scale                  per head, or per head and channel
-packed   latents in e4m3 under a scale for each 128 elements, unquantized rotary keys after them
+packed   latents in e4m3 with a scale per 128 elements, unquantized rotary keys after them
 """
 
 from math import gcd
@@ -45,26 +45,26 @@ from refattn.plan import Plan
 
 
 class Quantized(NamedTuple):
-    """Keys and values in 8 bits, in pages; latents and rotary keys, if they are that.
+    """Keys and values in 8 bits, in pages; or latents and rotary keys.
 
     Attributes:
         how: its functions, `QUANTIZED` or `QUANTIZED_LATENTS`.
         where: pages.
-        key: the pool of keys; those of fp8 as bytes.
-        value: the pool of values, in pairs of 16 bits each if PAIRS; unquantized, beside int8 keys.
+        key: the pool of keys; fp8 as bytes.
+        value: the pool of values, in pairs of 16 bits each if PAIRS; may be unquantized beside int8 keys.
         key_strides: as in `Numbers`, and so on.
-        query_number: the scale of the queries, of fp8.
-        value_number: that of the values.
-        query_scales: a tensor in the place of each, by head `[1, hk]` or sequence and head; None where numbers say it.
-        key_scales: likewise; of int8 by token of the pool and head, `[n, p, hk]`.
-        value_scales: likewise; of int8 by head and channel, `[hk, dv]`.
-        sequences: the sequences of the batch that scales are by, None if they are those of the plan.
+        query_number: the scale of the queries, for fp8.
+        value_number: the scale of the values, for fp8.
+        query_scales: a tensor in place of the number, per head `[hk]` or per sequence and head `[b, hk]`; else None.
+        key_scales: likewise; for int8 per token of the pool and head, `[n, p, hk]`.
+        value_scales: likewise; for int8 per head and channel, `[hk, dv]`.
+        sequences: for each sequence of the plan, the sequence that its scales belong to; None if they are the same.
         KIND: "e4m3", "e5m2" or "int8".
         PAIRS: whether values are read two at a time.
         ROUND_QUERY: whether queries are rounded to fp8, too.
         FACTORS: whether each row of queries is divided by a factor of its own.
         HAS_FP8_CVT: whether the GPU has instructions for fp8.
-        VALUE_TYPE: in which weights meet values.
+        VALUE_TYPE: the type of the product of weights and values.
     """
 
     how: Any
@@ -129,7 +129,7 @@ def scale_of_head(keys, scales, strides, tile):
 @triton.jit
 @no_type_check
 def quantized_query(keys, queries, tile, TILE):
-    """Load a tile of queries, as it meets quantized keys."""
+    """Load a tile of queries, in the type of the product with quantized keys."""
     q = query_tile(queries, tile, 0, keys.HEAD_SIZE, keys.KEY_PAD)
     factors = 0
     if keys.FACTORS:
@@ -164,7 +164,7 @@ def load_quantized(keys, tile, place, is_key, TILE):
 @triton.jit
 @no_type_check
 def quantized_products(keys, q, step, TILE):
-    """Multiply queries and keys: whole numbers of int8 exactly, those of fp8 as float16 or in float32."""
+    """Multiply queries and keys: int8 as integers, exactly, fp8 as float16 or in float32."""
     if keys.KIND != "int8":
         products = multiply_keys(q.tile, dequantize(step.key, keys.KIND, keys.HAS_FP8_CVT).to(q.tile.dtype), TILE)
     elif TILE.KEYS_AXIS == 1:
@@ -181,7 +181,7 @@ def quantized_products(keys, q, step, TILE):
 @triton.jit
 @no_type_check
 def begin_quantized(keys, TILE):
-    """Return 0, for each of a pair."""
+    """Return an empty weighted sum, one for each element of a pair."""
     if keys.PAIRS:
         total = Pair(zeros(keys.VALUE_PAD // 2, TILE), zeros(keys.VALUE_PAD // 2, TILE))
     else:
@@ -204,7 +204,7 @@ def load_quantized_values(keys, tile, place, is_key, step, TILE):
 @triton.jit
 @no_type_check
 def add_quantized(keys, total, shrink, weights, v, TILE):
-    """Shrink a weighted sum and add a step of values to it, as numbers."""
+    """Rescale a weighted sum and add a step of dequantized values to it."""
     shrink = tl.expand_dims(shrink, TILE.KEYS_AXIS)
     weights = weights.to(keys.VALUE_TYPE)
     if keys.PAIRS:
@@ -221,7 +221,7 @@ def add_quantized(keys, total, shrink, weights, v, TILE):
 @triton.jit
 @no_type_check
 def end_quantized(keys, total, TILE):
-    """Return a weighted sum, [rows, dv], pairs side by side again."""
+    """Return a weighted sum, [rows, dv], with pairs interleaved again."""
     if keys.PAIRS:
         first, second = total.first, total.second
         if TILE.KEYS_AXIS == 0:
@@ -237,7 +237,7 @@ def end_quantized(keys, total, TILE):
 @triton.jit
 @no_type_check
 def scale_of_fp8(keys, scale, tile):
-    """Take scales of queries and keys into that of the scores: they are the same for all keys of a head."""
+    """Fold scales of queries and keys into the scale of the scores: all keys of a head share them."""
     if keys.KIND != "int8":
         if keys.query_scales is not None:
             scale *= scale_of_head(keys, keys.query_scales, keys.query_scale_strides, tile)
@@ -249,7 +249,7 @@ def scale_of_fp8(keys, scale, tile):
 @triton.jit
 @no_type_check
 def finish_quantized(keys, values, tile):
-    """Multiply the output by the scale of the values: of fp8 one number, of int8 one for each channel."""
+    """Multiply the output by the scale of the values: one number for fp8, one per channel for int8."""
     if keys.KIND == "int8":
         if keys.value_scales is not None:
             at = tl.arange(0, values.shape[1]).to(tl.int64)
@@ -266,7 +266,7 @@ def finish_quantized(keys, values, tile):
 
 
 class QuantizedLatentQuery(NamedTuple):
-    """What meets rotary keys, what meets latents (of pairs the first of each, and the second), and factors of rows."""
+    """Queries for rotary keys, for latents (in pairs: for first elements, and for second ones), and factors of rows."""
 
     rope: Any
     latent: Any
@@ -277,7 +277,7 @@ class QuantizedLatentQuery(NamedTuple):
 @triton.jit
 @no_type_check
 def quantized_latent_query(keys, queries, tile, TILE):
-    """Load both tiles of queries, as they meet quantized latents."""
+    """Load both tiles of queries, in the type of the product with quantized latents."""
     tl.static_assert(TILE.KEYS_AXIS == 1)
     RANK: tl.constexpr = keys.VALUE_HEAD_SIZE
     latent = query_tile(queries, tile, 0, RANK, keys.VALUE_PAD)
@@ -314,7 +314,7 @@ def load_quantized_latents(keys, tile, place, is_key, TILE):
 @triton.jit
 @no_type_check
 def quantized_latent_products(keys, q, step, TILE):
-    """Multiply both parts of queries and keys, and both of each pair."""
+    """Multiply both parts of queries and keys, and both elements of each pair."""
     rope = dequantize(step.rope, keys.KIND, keys.HAS_FP8_CVT).to(q.rope.dtype)
     products = tl.dot(q.rope, rope, input_precision="ieee")
     turned = tl.trans(step.latent)
@@ -339,7 +339,7 @@ def quantized_latents_as_values(keys, tile, place, is_key, step, TILE):
 
 
 class Packed(NamedTuple):
-    """Rows of bytes: latents in e4m3, the scales of their groups, rotary keys as numbers."""
+    """Rows of bytes: latents in e4m3, the scales of their groups, unquantized rotary keys."""
 
     how: Any
     where: Any
@@ -356,7 +356,7 @@ class Packed(NamedTuple):
     group_scale_strides: Any
     HAS_FP8_CVT: Any
     VALUE_TYPE: Any
-    ROW_ALIGN: Any  # bytes, at multiples of which each row begins
+    ROW_ALIGN: Any  # each row begins at a multiple of so many bytes
 
 
 @triton.jit
@@ -364,7 +364,7 @@ class Packed(NamedTuple):
 def load_packed_latents(keys, tile, place, is_key, TILE):
     """Load latents, dequantized by the scales of their groups, and rotary keys.
 
-    That a row begins at a multiple of some bytes says how many of them one load may have; a hint would be lost.
+    Offsets are written as multiples of `ROW_ALIGN`, so that the compiler vectorizes loads; a hint would be lost.
     """
     RANK: tl.constexpr = keys.VALUE_HEAD_SIZE
     ROPE: tl.constexpr = keys.HEAD_SIZE - RANK
@@ -408,7 +408,7 @@ def quantized_keys_of(
 
     Args:
         query: query rows of all sequences.
-        both: what `fastattn.kernels.triton.keys.keys_of` says of the pools: the fields that all storages have.
+        both: the fields that all storages have, from `fastattn.kernels.triton.keys.keys_of`.
         plan: the lengths.
         quantization: how the pools are quantized.
         shared: whether a value is the first elements of its key.
@@ -423,7 +423,7 @@ def quantized_keys_of(
         )
         groups |= dict(VALUE_TYPE=tl.constexpr(TYPES[as_query]))
         return Packed(how=PACKED, **both, **groups, ROW_ALIGN=tl.constexpr(gcd(16, *value.stride()[:2])))
-    changes_query = not (shared and not pairs)  # a changed query would be loaded anew for each product with latents
+    changes_query = not (shared and not pairs)  # a changed query would be reloaded for each product with latents
     divided = changes_query and not rounds and query_type == torch.bfloat16
     return Quantized(
         how=QUANTIZED_LATENTS if shared else QUANTIZED,
@@ -447,7 +447,7 @@ def quantized_keys_of(
 
 
 def value_type(query_type: torch.dtype, stored: torch.dtype) -> torch.dtype:
-    """Return the type in which weights meet values: one that loses nothing that the type of the query would show."""
+    """Return the type of the product of weights and values: it loses nothing that the query's type would show."""
     if torch.float32 in (query_type, stored):
         return torch.float32
     if stored == torch.bfloat16:

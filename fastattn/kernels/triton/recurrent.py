@@ -3,12 +3,11 @@
     decode, drafts    one program per sequence, head and part of the values; its state stays in registers from the first
                       token to the last: it is read once, and written once per slot that keeps it; the last sequence's
                       programs also write zeros to the rows after it
-    prompts           first what the tokens of a chunk are to one another, for all chunks at once (the triangular system
-                      of each); then one program per sequence, head and part of the values goes from chunk to chunk
-                      with its state
+    prompts           first the intra-chunk terms, for all chunks at once (the triangular system of each); then one
+                      program per sequence, head and part of the values goes from chunk to chunk with its state
 
 A program reads the lengths and the slots itself, so nothing depends on the host, and a captured graph replays with
-other lengths, slots and padding. Of prompts, one program more than there are sequences writes the zeros.
+other lengths, slots and padding. For prompts, one more program than there are sequences writes the zeros.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
@@ -41,16 +40,16 @@ from fastattn.kernels.triton.states import (
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 
-CHUNK = 64  # tokens whose system of equations is solved at once
-FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least
-ALIGNED = 16  # elements, multiples of which the compiler knows as such
-FEW = 16  # tokens, up to which sequences go token by token
-BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
+CHUNK = 64  # tokens of a chunk, whose triangular system is solved at once
+FEWEST_IN_CHUNK = 16  # rows of a matrix product, at least
+ALIGNED = 16  # elements; the compiler knows strides that are multiples of it
+FEW = 16  # tokens up to which sequences go token by token
+BLOCK_V = 8  # values of a state in a program of the token kernel
 TOKENS_WARPS = 1
-FEW_PROGRAMS = 8  # per SM; if there are no more, each takes half as many values
-CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk; twice as many where not all programs run at once
+FEW_PROGRAMS = 8  # programs per SM up to which each takes half as many values
+CHUNKS_BLOCK_V = 32  # values of a state in a program of the chunk kernel; twice as many if the grid exceeds one wave
 CHUNKS_WARPS = 4
-COLUMNS = 64  # keys or values that a program by chunks holds at a time
+COLUMNS = 64  # keys or values that `_within_kernel` holds at a time
 WITHIN_WARPS = 4
 WITHIN_REGISTERS = 168  # per thread on an NVIDIA GPU: three such programs on an SM, and few spills
 MOST_STAGES = 3  # chunks in shared memory at once
@@ -90,7 +89,7 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _launch_tokens(tensors: Tensors, plan: StatePlan, scale: float, delta: bool) -> Callable[..., None]:
-    """Go token by token. Programs come in the order of their parts in memory: a state is read as one piece."""
+    """Launch the token kernel. Programs are in the order of states in memory, so that a state is read contiguously."""
     query, key, value, log_decay, beta, states, out = tensors
     num_tokens, num_heads, size = value.shape
     block_v = min(_values_by_token(plan.batch.num_seqs * num_heads, query, value), _pad(size))
@@ -114,7 +113,7 @@ def _launch_tokens(tensors: Tensors, plan: StatePlan, scale: float, delta: bool)
 
 
 def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool, *, chunk: int) -> Callable[..., None]:
-    """Go chunk by chunk: one launch for what the tokens of a chunk are to one another, and one for the states."""
+    """Launch the chunk kernels: one launch for the intra-chunk terms, and one for the states."""
     query, key, value, log_decay, beta, states, out = tensors
     (num_tokens, num_heads, size), per_channel = value.shape, log_decay.ndim == 3
     solve = partial(_solved, per_channel=per_channel, delta=delta, chunk=chunk)
@@ -184,9 +183,9 @@ def _gates_of(log_decay: Tensor, beta: Tensor, delta: bool) -> Gates:
 
 
 def _solved(query: Tensor, value: Tensor, *, per_channel: bool, delta: bool, chunk: int) -> Solved:
-    """Allocate what one launch leaves for the other.
+    """Allocate the tensors that the first launch leaves for the second.
 
-    What 16 bits round there is what they round anyway, but fp16 may not hold it: it is in bfloat16, or in 32 bits.
+    bfloat16 rounds no more here than the products do anyway. float16 might overflow, so its tensors have 32 bits.
     """
     (num_tokens, num_heads, value_size), key_size = value.shape, query.shape[2]
     operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
@@ -207,10 +206,10 @@ def _solved(query: Tensor, value: Tensor, *, per_channel: bool, delta: bool, chu
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Copy rows that are not read 16 bytes at a time, into some that are: side by side, each from a multiple of 16 on.
+    """Copy rows that cannot be read 16 bytes at a time into contiguous rows that can.
 
-    Seen on an H100: where Triton 3.6 cannot load rows of bfloat16 ahead, 4 bytes and more at a time, what it compiles
-    answers wrongly, or reads what is not there.
+    Seen on an H100: where Triton 3.6 cannot load rows of bfloat16 ahead, 4 bytes and more at a time, the compiled code
+    returns wrong results, or reads out of bounds.
     """
     *strides, last = rows.stride()
     if last == 1 and rows.data_ptr() % 16 == 0 and not any(stride % ALIGNED for stride in strides):
@@ -220,14 +219,14 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _pitch(size: int) -> int:
-    """Return from where to where rows begin in memory that is made for them."""
+    """Return the stride of allocated rows: a size rounded up to a multiple of `ALIGNED`."""
     return -(-size // ALIGNED) * ALIGNED
 
 
 def _values_by_token(num_states: int, query: Tensor, value: Tensor) -> int:
-    """Return how many values of a state are in one program that goes token by token.
+    """Return how many values of a state a program of the token kernel has.
 
-    With keys of fewer than 64 elements the bits would depend on it, and so on the number of requests.
+    It is fixed for keys of fewer than 64 elements: there, bits depend on it, and so would on the number of requests.
     """
     programs = num_states * triton.cdiv(value.shape[-1], BLOCK_V)
     may_be_fewer = not INTERPRETED and _pad(query.shape[-1]) >= 64
@@ -236,9 +235,9 @@ def _values_by_token(num_states: int, query: Tensor, value: Tensor) -> int:
 
 
 def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
-    """Return how many are in one that goes chunk by chunk.
+    """Return how many values of a state a program of the chunk kernel has.
 
-    Keys are read by every program of their state, so fewer are better, unless an SM is left without one.
+    Every program of a state reads its keys, so fewer programs are better, unless an SM is left without one.
     """
     programs = num_states * triton.cdiv(value.shape[-1], CHUNKS_BLOCK_V)
     all_at_once = INTERPRETED or programs <= devices.num_sms(query.device)
@@ -246,19 +245,19 @@ def _values_at_once(num_states: int, query: Tensor, value: Tensor) -> int:
 
 
 def _most_values_at_once(query: Tensor) -> int:
-    """Bound them: a state of 128 keys and 64 values takes half of a thread's registers."""
+    """Bound `_values_at_once`: a state of 128 keys and 64 values takes half of a thread's registers."""
     return 2 * CHUNKS_BLOCK_V if _pad(query.shape[-1]) <= 128 else CHUNKS_BLOCK_V
 
 
 def _pad(size: int) -> int:
-    """Return the elements of a tile that holds some, in rows that can be multiplied."""
+    """Return the size of a tile that holds some elements and can be multiplied."""
     return max(FEWEST_IN_CHUNK, triton.next_power_of_2(size))
 
 
 def _chunk_size(plan: StatePlan, query: Tensor, per_channel: bool) -> int:
-    """Return how many tokens a chunk has: blocks end with one, and two of them fit into shared memory; 0 if none does.
+    """Return how many tokens a chunk has: blocks end with chunks, and two fit into shared memory; 0 if none do.
 
-    Two on an NVIDIA GPU: what Triton 3.6 compiles for one at a time answers wrongly on Hopper.
+    On an AMD GPU one is enough. With one, Triton 3.6 compiles wrong code for Hopper.
     """
     size = CHUNK if plan.block_size is None else gcd(CHUNK, plan.block_size)
     if per_channel or query.shape[-1] * query.element_size() > 256:
@@ -271,7 +270,7 @@ def _chunk_size(plan: StatePlan, query: Tensor, per_channel: bool) -> int:
 def _stages(query: Tensor, chunk: int) -> int:
     """Return how many chunks are in shared memory at once; 0 if they are too large.
 
-    One of 64 tokens with keys of 128 takes 60 KiB in bfloat16.
+    A chunk of 64 tokens with keys of 128 takes 64 KiB in bfloat16, with 64 values.
     """
     if INTERPRETED:
         return 1

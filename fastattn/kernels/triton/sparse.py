@@ -1,27 +1,26 @@
-"""The selection of the keys with the best scores, in Triton; the kernel `triton` of `fastattn.sparse`.
+"""Select the keys with the best scores, in Triton; the kernel `triton` of `fastattn.sparse`.
 
-    select          a program for a query: its threshold by counts of five bits at a time, and then one pass in order;
-                    of a long row, the same over candidates alone, which two launches before have found
-    plan_selected   a program for a query: whose it is, the slots of its keys, one after the other
+    select          a program per query: find its threshold by counts of five bits at a time, then write in one pass;
+                    for a long row, over candidates alone, which two earlier launches find
+    plan_selected   a program per query: its sequence, and the slots of its keys, without gaps
 
-The threshold is exact, and
-ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race.
+The threshold is exact, and ties go to lower positions as they are counted in order: nothing is sorted, and no two
+programs race.
 
-Counting a row takes a pass for each five bits, up to seven. Of a long row most scores are far below the threshold, and
+Counting a row takes a pass for each five bits, up to seven. In a long row most scores are far below the threshold, and
 a sample shows where that is:
 
     sample      4096 of 131072 scores: the 104th of them is the pivot, where the best 2048 would end with the 64th
-    filter      one pass over the row, in splits: the positions of all scores from the pivot on, some 3400
+    filter      one pass over the row, in splits: the positions of all scores not below the pivot, some 3400
     select      the exact threshold and the positions, from these candidates alone
 
-The pivot is a guess, and the answer does not rest on it. What the filter has counted tells whether it was good:
+The pivot is a guess that cannot change the result. The counts of the filter tell whether it was good:
 
-    candidates above the pivot <= k <= candidates    the pivot is the threshold: a plateau, of which the first are taken
+    candidates above the pivot <= k <= candidates    the pivot is the threshold: a plateau, whose first ones are taken
     k <= candidates, and there is room for them      the threshold is that of the candidates
-    else                                             it is that of the row, by up to seven passes: slow, and as exact
+    else                                             it is that of the row, by up to seven passes: slow, but as exact
 
-Source: radix selection and selection by a sample: Alabi et al. 2012, "Fast
-K-Selection Algorithms for GPUs".
+Source: radix selection and selection by a sample: Alabi et al. 2012, "Fast K-Selection Algorithms for GPUs".
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -39,12 +38,12 @@ from refattn.batch import Batch
 BLOCK = 4096  # scores that are read at a time, at most 2**15
 BITS = 5  # bits per digit, at least 5: a warp counts 32 digits by a vote for each bit
 SELECT_WARPS = 4
-SHORT = 4096  # scores of a row that has no candidates: all of them are counted
+SHORT = 4096  # scores of a row up to which all are counted, without candidates
 SHORT_OF_MANY = 16384  # the same where rows are many
-ROWS_TO_FILL = 2  # per SM, from which on rows are many
-EVERY = 32  # scores of which one is in the sample
+ROWS_TO_FILL = 2  # rows per SM from which they are many
+EVERY = 32  # one of so many scores is in the sample
 MOST_SAMPLED = 4096
-SPARE = 8  # scores of the sample that may lie above the pivot beside those that are asked for
+SPARE = 8  # scores of the sample that may lie above the pivot beyond its rank
 SAMPLE_WARPS = 8
 FILTER_BLOCK = 2048  # scores that are filtered at a time, at most 2**15
 FILTER_WARPS = 4
@@ -52,8 +51,8 @@ MOST_SPLITS = 64  # splits per row
 CANDIDATE_COLUMNS = 64  # candidates of each split that are gathered at a time
 CANDIDATE_BLOCK = 4096  # candidates that are read at a time, at most 2**15
 CANDIDATE_WARPS = 8
-MOST_FILTERED = 2**25  # scores of as many rows as are filtered in one launch, which bounds the memory
-BLOCK_SEQS = 256  # sequences that are looked at at a time, for that of a row
+MOST_FILTERED = 2**25  # most scores that are filtered in one launch, which bounds the memory
+BLOCK_SEQS = 256  # sequences that are read at a time, to find that of a row
 BLOCK_KEYS = 2048  # selected keys that are looked up at a time
 PLAN_WARPS = 8
 
@@ -63,11 +62,11 @@ class Candidates(NamedTuple):
 
     Attributes:
         pivots: [t].
-        counts: [t, splits, 2]: candidates of each split, and those of them that are above the pivot.
+        counts: [t, splits, 2]: candidates of each split, and how many of them are above the pivot.
         kept: [t, width]: the positions of the candidates of a split, from where the split begins.
-        positions: [t, room]: those of all candidates of a row.
-        scores: [t, room]: and their scores.
-        SPLITS: a power of two of splits.
+        positions: [t, room]: the positions of all candidates of a row.
+        scores: [t, room]: their scores.
+        SPLITS: splits, padded to a power of two.
         COLUMNS: candidates of each split that are gathered at a time.
     """
 
@@ -89,9 +88,9 @@ class NewPlan(NamedTuple):
 
 
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
-    """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
+    """Select the highest scores, ties from the left; see `fastattn.sparse.select`.
 
-    It is one launch for short rows, and three for as many long ones as have `MOST_FILTERED` scores.
+    It takes one launch for short rows, and three per `MOST_FILTERED` scores of long rows.
     """
     t, s = scores.shape
     selected = torch.empty(t, topk, dtype=torch.int32, device=scores.device)
@@ -112,8 +111,8 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
 def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tensor, "t {topk}"]) -> None:
     """Select from long rows by their candidates.
 
-    Where the threshold is, `share` scores of the sample are expected above it, and of another sample about
-    `sqrt(share)` more or less. So the pivot lies four times that further down, and some for small numbers.
+    About `share` scores of the sample are expected above the threshold, with a deviation of `sqrt(share)`. So the pivot
+    ranks four deviations further down, and 8 more for small shares.
     """
     (t, s), device = scores.shape, scores.device
     sample = min(MOST_SAMPLED, pad(s // EVERY))
@@ -155,7 +154,7 @@ def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size:
 def plan_selected(
     batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
-    """Make a sequence of each query row, in one launch; see `fastattn.kernels.torch_ops.sparse.plan_selected`."""
+    """Make each query row a sequence, in one launch; see `fastattn.kernels.torch_ops.sparse.plan_selected`."""
     t, k = positions.shape
     rows, seq_lens, table, sequences = (
         torch.empty(shape, dtype=torch.int32, device=batch.device) for shape in ((t + 1,), (t,), (t, k), (t,))
@@ -169,7 +168,7 @@ def plan_selected(
 def _launch_plan(
     batch: Batch, positions: Int32[Tensor, "t k"], block_size: int, slots: Int32[Tensor, "t k"], new: NewPlan | None
 ) -> None:
-    """Look up selected keys: each in its place, or, where there are lengths to be written, one after the other."""
+    """Look up the slots of selected keys: in the places of their positions, or without gaps, for a new plan."""
     t, k = positions.shape
     table = batch.block_table
     assert table is not None  # the path has checked it
@@ -198,7 +197,7 @@ def _launch_plan(
 @triton.jit
 @no_type_check
 def _in_order(numbers):
-    """Return unsigned integers that are ordered as numbers are: both zeros alike, NaN above all."""
+    """Map numbers to unsigned integers of the same order: both zeros are equal, NaN is the highest."""
     bits = tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(numbers != numbers, 0x7FFFFFFF, order)
@@ -208,7 +207,7 @@ def _in_order(numbers):
 @triton.jit
 @no_type_check
 def _from_order(order):
-    """Return the number that `_in_order` has made such an integer of, one that is no NaN."""
+    """Invert `_in_order`, for a number that is not NaN."""
     bits = order.to(tl.int32, bitcast=True) ^ -2147483648
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -224,7 +223,7 @@ class Row(NamedTuple):
 @triton.jit
 @no_type_check
 def _read_scores(row, j, MASKED: tl.constexpr):
-    """Read scores, `-inf` past the last one; without a mask, which would be read one by one, where all are there."""
+    """Read scores, `-inf` past the last one. Full blocks are read without a mask, which would prevent wide loads."""
     at = row.scores + j.to(tl.int64) * row.stride
     return tl.load(at, mask=(j < row.width) if MASKED else None, other=float("-inf") if MASKED else None)
 
@@ -232,10 +231,10 @@ def _read_scores(row, j, MASKED: tl.constexpr):
 @triton.jit
 @no_type_check
 def _count_digits(order, lowest, step, BITS: tl.constexpr):
-    """Count the digits of a step in a block of numbers in order, of those that have the bits that are known so far.
+    """Count the digits of a step in a block of numbers in order, of those whose higher bits are the ones known so far.
 
-    A digit is `BITS` bits. That of the last step repeats bits that are known, if 32 bits are no multiple. What is no
-    key is counted as the lowest number, and so never above one.
+    A digit is `BITS` bits. That of the last step repeats known bits if 32 is not a multiple. Scores of hidden keys are
+    counted as the lowest number, and so never above a key.
     """
     shift = tl.maximum(32 - BITS - BITS * step, 0)
     known = tl.full([], 0xFFFFFFFF, tl.uint32) << (31 - BITS * step) << 1  # in two: none in the first step
@@ -245,7 +244,7 @@ def _count_digits(order, lowest, step, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _find_digit(counts, lowest, wanted, step, BITS: tl.constexpr):
-    """Return the lowest number that is selected, by one more digit, and how many that have it are wanted, and not."""
+    """Extend the threshold by a digit; return it, and how many numbers with its bits are wanted, and how many not."""
     digits = tl.arange(0, 2**BITS)
     above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
     digit = tl.min(tl.where(above < wanted, digits, 2**BITS - 1), 0)
@@ -257,9 +256,9 @@ def _find_digit(counts, lowest, wanted, step, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _find_lowest(row, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return the lowest number that is selected of a row, in order, and how many are wanted of those that equal it.
+    """Return the threshold of a row, its lowest selected number, and how many of the numbers equal to it are wanted.
 
-    Once all numbers that have its highest bits are wanted, the others stay 0: no number lies between.
+    Once all numbers with its known bits are wanted, the remaining bits stay 0.
     """
     lowest = tl.full([], 0, tl.uint32)  # its highest bits first
     wanted, spare = topk, row.width  # how many of the scores with these bits are wanted, and how many not
@@ -279,16 +278,16 @@ def _find_lowest(row, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _block_of(block, BLOCK: tl.constexpr):
-    """Return the indices of a block, as rows of four: those that a thread reads at once."""
+    """Return the indices of a block, as rows of four, which a thread reads at once."""
     return block * BLOCK + 4 * tl.arange(0, BLOCK // 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
 @no_type_check
 def _sum_up(numbers):
-    """Return the sums of a block up to each number, in the order of `_block_of`, and the sum of all.
+    """Return the prefix sums of a block, in the order of `_block_of`, and its total.
 
-    A thread sums up its own four, and only their sums go from thread to thread.
+    A thread sums up its own four, so that threads exchange only the sums of four.
     """
     of_rows = tl.sum(numbers, 1)
     before = tl.cumsum(of_rows, 0) - of_rows
@@ -298,10 +297,10 @@ def _sum_up(numbers):
 @triton.jit
 @no_type_check
 def _write_positions(row, positions, row_selected, lowest, wanted, BLOCK: tl.constexpr):
-    """Write the positions that are selected of a row, in order; return how many there are.
+    """Write the selected positions of a row, in order; return how many there are.
 
-    Numbers above the lowest one that is selected, and those that equal it, are counted in one sum, in a half of 32 bits
-    each. The places of candidates are not their positions, which are in `positions` then.
+    Numbers above the threshold and numbers equal to it are counted in one sum, in 16 bits each. For candidates, whose
+    places are not their positions, `positions` has these.
     """
     above, ties = row.width * 0, row.width * 0
     whole, blocks = row.width // BLOCK, tl.cdiv(row.width, BLOCK)
@@ -338,11 +337,11 @@ def _sample_kernel(
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Find the pivot of a row: the score of some rank in a sample, which has one score of each part of the row.
+    """Find the pivot of a row: the score of a given rank in a sample, which has one score of each part of the row.
 
-    The score stands at another place of each part, so that no period of the scores fits that of the sample. Up to
-    `SPARE` more may lie above the pivot, whose last bits are 0 then. It is finite, or infinity: comparisons with it
-    can tell what is no key.
+    The offset of the score differs between parts, so that periodic scores do not bias the sample. Up to `SPARE` more
+    scores may lie above the pivot, whose last bits are 0 then. It is finite or infinity, never `-inf` or NaN, so hidden
+    keys are below it.
     """
     pdl_wait(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -356,7 +355,7 @@ def _sample_kernel(
         counts = _count_digits(order, lowest, step, BITS)
         lowest, wanted, spare = _find_digit(counts, lowest, wanted, step, BITS)
         step += 1
-    lowest = tl.minimum(tl.maximum(lowest, 0x00800000), 0xFF800000)  # from the lowest number up to infinity
+    lowest = tl.minimum(tl.maximum(lowest, 0x00800000), 0xFF800000)  # from the lowest finite number to infinity
     tl.store(pivots + row, _from_order(lowest))
 
 
@@ -365,7 +364,7 @@ def _sample_kernel(
 def _filter_kernel(
     scores,
     pivots,
-    counts,  # [t, splits, 2]: candidates, and those of them that are above the pivot
+    counts,  # [t, splits, 2]: candidates, and how many of them are above the pivot
     kept,  # [t, width]: positions of the candidates of a split, from where the split begins
     score_strides,
     width,
@@ -399,7 +398,7 @@ def _filter_kernel(
 @triton.jit
 @no_type_check
 def _gather_candidates(row, candidates, number, counts, split_length, room):
-    """Move the candidates of all splits of a row together, and fetch their scores; return them as a row."""
+    """Move the candidates of all splits of a row together, with their scores."""
     splits = tl.arange(0, candidates.SPLITS)[:, None]
     starts = (tl.cumsum(counts, 0) - counts)[:, None]
     row_kept = candidates.kept + number * row.width
@@ -420,7 +419,7 @@ def _gather_candidates(row, candidates, number, counts, split_length, room):
 def _select_kernel(
     scores,
     selected,
-    candidates,  # None: none were looked for
+    candidates,  # None for a short row
     score_strides,
     width,
     topk,
@@ -431,7 +430,7 @@ def _select_kernel(
     BITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Select from a row, by its candidates if all that is selected is among them, and there is room for them."""
+    """Select from a row; from its candidates alone, if they have all that is selected, and there is room for them."""
     pdl_wait(OVERLAP)
     number = tl.program_id(0).to(tl.int64)
     row_selected = selected + number * topk
@@ -447,12 +446,12 @@ def _select_kernel(
         above = tl.sum(tl.load(row_counts + 1, split < splits, 0), 0)
         lowest = _in_order(tl.load(candidates.pivots + number))
         wanted = topk - above
-        are_all = (total >= topk) | (lowest == 0x00800000)  # from the lowest number on: no key is left out
+        are_all = (total >= topk) | (lowest == 0x00800000)  # the lowest finite number: no key is left out
         is_gathered = are_all & (total <= room)
         gathered = Row(candidates.scores + number * room, 1, total)
         if is_gathered:
             _gather_candidates(row, candidates, number, counts, split_length, room)
-        if (not are_all) | (wanted < 0):  # else the pivot is the lowest
+        if (not are_all) | (wanted < 0):  # else the pivot is the threshold
             if is_gathered:
                 lowest, wanted = _find_lowest(gathered, topk, BLOCK, BITS)
             else:
@@ -487,8 +486,8 @@ def _plan_selected_kernel(
 ):
     """Look up the selected keys of one query row; a row of padding has none.
 
-    Its sequence is found by counting those that end before it: all are read at once, where halving would wait for one
-    after the other.
+    Its sequence is found by counting those that end before it: all are read at once, while a binary search would wait
+    for each.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(0) * 0

@@ -1,9 +1,9 @@
-"""What the kernels of layers with a state take, as NamedTuples with the names of `refattn.recurrent`.
+"""Arguments of the kernels of layers with a state, as NamedTuples with the names of `refattn.recurrent`.
 
 tokens    query, key and value of each row
 gates     how much of a state a token keeps, and how much of itself it writes
 states    the pool
-tables    which rows are whose, and in which slots the states are: `refattn.states.StatePlan`
+tables    the rows of each sequence, and the slots of its states: `refattn.states.StatePlan`
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -72,7 +72,7 @@ class States(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The sequences of a step, and the slots of their states; `refattn.states.StatePlan` says more of each table.
+    """The sequences of a step, and the slots of their states; see `refattn.states.StatePlan` for each table.
 
     Attributes:
         cu_seqlens_q: [b+1], where the rows of each sequence begin.
@@ -115,12 +115,12 @@ class Sequence(NamedTuple):
     """The sequence of a program.
 
     Attributes:
-        number: which one it is.
+        number: index of the sequence.
         first_row: its first query row.
         length: its new tokens.
-        position: that of the first of them.
-        slot: where its state is written, its first slot; negative if there is nothing to do.
-        start: where its state is read; negative if it starts from zeros.
+        position: the position of the first new token.
+        slot: the first slot that its state is written to; negative if there is nothing to do.
+        start: the slot that its state is read from; negative if it starts from zeros.
     """
 
     number: Any
@@ -160,9 +160,9 @@ def tables_of(plan: StatePlan, num_tokens: int) -> Tables:
 @triton.jit
 @no_type_check
 def find_sequence(tables, number):
-    """Return a sequence, of which there is nothing to do if it is padding, has no new tokens, or is past the last one.
+    """Return a sequence; there is nothing to do for padding, without new tokens, or past the last sequence.
 
-    The entries of such a one may be anything: no index is followed.
+    The entries of such a sequence may be anything: none is used as an index.
     """
     i = number.to(tl.int64)
     is_sequence = i < tables.num_seqs
