@@ -84,30 +84,30 @@ RULES = (
         "merges, writes and tables",
         lambda problem: not problem.is_attention,
         ("triton", "torch"),
-        "not measured: one launch of ours takes the place of several of PyTorch",
+        "not measured: one launch of ours replaces several of PyTorch",
     ),
     Rule(
         "quantized pages, where a key meets many queries",
         lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
         ("fa4", "fa3", "triton"),
-        f"""{H200}, quantized/prefill-2x8192-fp8: quantized values are expanded into memory once, for a kernel that
-        reads unquantized pages. flash-attn-4 comes first, as it splits no keys and so shows NaN in any.
-        FlashAttention-3 is not asked for its own product of quantized values: it rounds the weights to fp8, too, before
-        they meet the values, which costs more than the one tolerance lets pass.""",
+        f"""{H200}, quantized/prefill-2x8192-fp8: the cache is dequantized into memory once, for a kernel that reads
+        unquantized pages. flash-attn-4 comes first: it splits no keys, so NaN in any key reaches the output.
+        FlashAttention-3's own product of fp8 values is not used: it rounds the weights to fp8, too, and its error
+        exceeds the tolerance.""",
     ),
     Rule(
         "quantized pages",
         lambda problem: problem.keys == "quantized",
         ("triton",),
-        f"""{H200}, quantized/decode-64x8192-fp8: ours dequantizes in registers, for each tile of queries
-        anew.""",
+        f"""{H200}, quantized/decode-64x8192-fp8: ours dequantizes in registers, once per tile of
+        queries.""",
     ),
     Rule(
         "packed latents of one sequence",
         lambda problem: problem.keys == "packed" and problem.num_seqs == 1,
         ("triton", "flash_mla"),
-        f"""{H200}, sparse/decode-*-packed: of packed ones it splits them: one query takes it 26 us and ours 22,
-        8 of them 36 and 49.""",
+        f"""{H200}, sparse/decode-*-packed: FlashMLA splits the keys of packed latents: one query takes it 26 us and
+        ours 22, 8 of them 36 and 49.""",
     ),
     Rule(
         "packed latents",
@@ -119,8 +119,8 @@ RULES = (
         "selected latents of many queries",
         lambda p: _are_selected(p) and p.num_seqs * p.num_heads >= 64 * SELECTED_FULL * num_sms(p.device),
         ("flash_mla", "triton", "fa3"),
-        """not measured in a result file: FlashMLA splits none. 16 queries of 128 heads over 2048 each take it 59 us and
-        ours 64, 64 of them 80 and 140, 8 of them 57 and 39 (9621fe0, 2026-11-23).""",
+        """not measured in a result file: FlashMLA does not split the keys. 16 queries of 128 heads over 2048 keys each
+        take it 59 us and ours 64, 64 of them 80 and 140, 8 of them 57 and 39 (9621fe0, 2026-11-23).""",
     ),
     Rule(
         "selected latents",
@@ -132,39 +132,39 @@ RULES = (
         "latents under a tile of rows",
         lambda problem: problem.keys == "latents" and _rows(problem) <= 16,
         ("triton", "flash_mla", "fa3"),
-        f"""{H200}, mla/decode-64x8192-heads-16: by FlashMLA, FlashAttention-3 and ours. With 16 heads ours is: 158, 166
-        and 150 us; and 128 of 16 heads over 2048 keys 83, 93 and 79 us.""",
+        f"""{H200}, mla/decode-64x8192-heads-16: FlashMLA, FlashAttention-3 and ours take 158, 166 and 150 us, and for
+        128 decodes of 16 heads over 2048 keys 83, 93 and 79 us.""",
     ),
     Rule(
         "latents under many rows of each of many sequences, of about as many keys each",
         lambda problem: problem.keys == "latents" and _fills_sms(problem),
         ("flash_mla", "fa3", "triton"),
         f"""{H200}, mla/decode-64x8192-heads-128: 64 decodes of 128 heads over 8192 keys take it 270 us and ours 351;
-        FlashAttention-3 took 287. Quantized latents are read by ours alone, unless a call lets FlashMLA round queries
-        and weights: 64 decodes of 128 heads over 8192 keys then take it 231 us. Under a tree both read the keys
-        before it, and ours its nodes: 64 trees of 4 nodes and 16 heads take 0.20, 0.20 and by ours alone 0.45 ms, 32 of
+        FlashAttention-3 took 287. Only ours reads quantized latents, unless a call lets FlashMLA round queries and
+        weights: 64 decodes of 128 heads over 8192 keys then take it 231 us. For a tree both attend to the keys before
+        it, and ours to its nodes: 64 trees of 4 nodes and 16 heads take 0.20, 0.20 and by ours alone 0.45 ms, 32 of
         8 nodes and 128 heads 1.08, 1.07 and 3.21.""",
     ),
     Rule(
         "latents",
         lambda problem: problem.keys == "latents",
         ("flash_mla", "triton", "fa3"),
-        f"{H200}, mla/decode-1x131072-heads-128: FlashAttention-3 is not asked to split keys, so it comes last",
+        f"{H200}, mla/decode-1x131072-heads-128: FlashAttention-3 runs with one split, so it comes last",
     ),
     Rule(
         "a tree after many keys of each of many sequences",
         lambda problem: problem.tree and _rows(problem) > 16 and _fills_sms(problem),
         ("fa3", "triton"),
-        f"""{H200}, speculative/tree-64x8192-drafts-16: a tree is a chunk to all but its last keys. FlashAttention-3
-        reads the keys before it, without a mask, and ours its few nodes, in one launch that takes in the answer of the
-        other: 64 trees of 16 nodes after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and
+        f"""{H200}, speculative/tree-64x8192-drafts-16: only the nodes of a tree need its mask. FlashAttention-3 attends
+        to the keys before it, without a mask, and ours to its few nodes, in one launch that merges with the output of
+        the other: 64 trees of 16 nodes after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and
         0.19.""",
     ),
     Rule(
         "trees",
         lambda problem: problem.tree,
         ("triton", "fa3"),
-        f"{H200}, speculative/tree-1x8192-drafts-64: FlashAttention-3 is not asked to split keys",
+        f"{H200}, speculative/tree-1x8192-drafts-64: FlashAttention-3 runs with one split",
     ),
     Rule(
         "a window over rows on Hopper",
@@ -184,18 +184,18 @@ RULES = (
         "few rows, few operations or few tiles; or no bit may depend on the batch",
         lambda problem: _pays_to_split(problem),
         ("triton", "fa4", "fa3", "fa2", "torch_flash"),
-        f"""{H200}, chunked_prefill/decode-*: ours splits the keys. When ours is taken for a prompt: against
-        flash-attn-4, over prompts and chunks of 64 to 2048 tokens (aa92ef7, 2026-11-22). What ours takes for its few
-        operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most (aa92ef7).""",
+        f"""{H200}, chunked_prefill/decode-*: ours splits the keys. The limits for prompts were measured against
+        flash-attn-4, over prompts and chunks of 64 to 2048 tokens (aa92ef7, 2026-11-22). For calls that ours takes for
+        their few operations alone, flash-attn-4 would be up to 1.6 times as fast: 13 us less at most (aa92ef7).""",
     ),
     Rule(
         "up to 64 causal rows over pages, of each of many sequences, of about as many keys each",
         lambda problem: _is_causal_over_pages(problem) and _rows(problem) <= 64 and _fills_sms(problem),
         ("fa3", "triton", "fa4", "fa2", "torch_flash"),
-        f"""{H200}, chunked_prefill/decode-64x8208-tokens-16: FlashAttention-3 lays the query heads of a group side by
-        side. With 16 drafted tokens for each of 64 sequences of 8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4
-        0.67. It could split keys, too, but drops a split whose scores are NaN, so it is not asked to: with few queries
-        it goes first only where there are tiles for most SMs, of about as many keys each.""",
+        f"""{H200}, chunked_prefill/decode-64x8208-tokens-16: FlashAttention-3 packs the query heads of a group into
+        rows. With 16 drafted tokens for each of 64 sequences of 8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4
+        0.67. It runs with one split, as it drops a split whose scores are NaN. So with few queries it goes first only
+        where there are tiles for most SMs, of about equally many keys each.""",
     ),
     Rule(
         "up to 64 causal rows over pages",
@@ -207,15 +207,15 @@ RULES = (
         "causal chunks over pages of FlashAttention-3's own tile",
         lambda problem: _is_causal_over_pages(problem) and problem.block_size == FA3_PAGE,
         ("fa3", "fa4", "fa2", "torch_flash", "triton"),
-        f"""{H200}, chunked_prefill/prefill-2x8192-blocks-128: it loads such pages faster than others, and is beside
-        flash-attn-4 since then; in front of it by a147b27, 2026-11-22.""",
+        f"""{H200}, chunked_prefill/prefill-2x8192-blocks-128: FlashAttention-3 loads such pages faster than others. It
+        is level with flash-attn-4, and was ahead of it at a147b27 (2026-11-22).""",
     ),
     Rule(
         "prompts of heads of 64 and 128 on Hopper",
         lambda problem: _suits_roles(problem),
         ("fa4", "fa3", "triton", "fa2", "torch_flash"),
-        f"""{H200}, varlen/prefill-2x8192: FlashAttention-2 takes 3124 us; ours, which gives warps roles here, 2112
-        (8d895ac, 2026-11-28)""",
+        f"""{H200}, varlen/prefill-2x8192: FlashAttention-2 takes 3124 us; ours, warp-specialized here, 2112 (8d895ac,
+        2026-11-28)""",
     ),
     Rule(
         "anything else on a GPU",

@@ -31,7 +31,7 @@ HELD = [  # a sentence with # for its times, their unit, and the row and the con
         [(f"{MLA}-fp8", "fastattn, plain cache"), (f"{MLA}-fp8", "fastattn, triton, plain cache")],
     ),
     (ORDER, "us", "FlashAttention-3 took #", [(MLA, "fastattn, fa3")]),
-    (ORDER, "us", "With 16 heads ours is: #, # and # us", [(MLA_16, name) for name in BY_KERNEL]),
+    (ORDER, "us", "FlashAttention-3 and ours take #, # and # us", [(MLA_16, name) for name in BY_KERNEL]),
     (ORDER, "us", "over 2048 keys #, # and # us", [(MLA_SHORT, name) for name in BY_KERNEL]),
     (ORDER, "us", "then take it # us", [(f"{MLA}-fp8", "fastattn, queries and weights in fp8")]),
     (

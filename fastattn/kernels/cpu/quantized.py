@@ -39,7 +39,7 @@ def attention(
         key_cache: the pool of keys.
         value_cache: the pool of values.
         plan: the levels, the last of which is that of the sequences (and of scales per sequence); or trees.
-        options: those of the layer; sinks count once.
+        options: the layer's options; sinks count once.
         scales: scales of the quantized values.
     """
     *shared, whole = (level.own for level in plan.levels)

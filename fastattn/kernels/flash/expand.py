@@ -57,7 +57,7 @@ def attend_dequantized(
         query: query rows of all sequences.
         keys: the pools; values are quantized, or in the type of the queries.
         plan: the lengths, the block table, and who may see whom.
-        options: those of the layer.
+        options: the layer's options.
         out: contiguous memory for the outputs; new memory if None.
 
     Returns:

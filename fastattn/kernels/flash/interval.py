@@ -40,7 +40,7 @@ def attend_up_to_and_after(
         query: query rows of all sequences.
         keys: where the keys are.
         plan: the intervals.
-        options: those of the layer.
+        options: the layer's options.
         out: where the outputs may be written.
     """
     from fastattn.kernels.flash.recompute import attend_after

@@ -57,7 +57,7 @@ def recompute(
         key: the pool of keys if it has four dimensions, else the key rows of all sequences.
         value: the pool of values, or the value rows.
         plan: the lengths, the block table for pages, and who may see whom.
-        options: those of the layer; `out` has the sinks already.
+        options: the layer's options; `out` has the sinks already.
         shared: values are the first elements of their keys; see `launch_attend`.
         quantization: how the pools are quantized, if they are: fp8 values are seen as bytes, and their scales are
             numbers.
@@ -121,7 +121,7 @@ def attend_to_nodes(
         key: the pool of keys.
         value: the pool of values.
         plan: the trees.
-        options: those of the layer.
+        options: the layer's options.
         out: the outputs over the keys before the trees, contiguous, changed in place. Padding rows may hold anything,
             and so may rows whose tree has no key before it.
         prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
@@ -176,7 +176,7 @@ def attend_after(
         key: the pool of keys if it has four dimensions, else the key rows of all sequences.
         value: the pool of values, or the value rows.
         plan: the intervals.
-        options: those of the layer; `out` has the sinks already.
+        options: the layer's options; `out` has the sinks already.
         out: the output, fixed up, contiguous, changed in place.
         lse: its log-sum-exps.
 

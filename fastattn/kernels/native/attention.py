@@ -107,7 +107,7 @@ def differential(
 def _pools(
     query: Float[Tensor, "t h d"], keys: Pages | QuantizedPages | Latents
 ) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Fp8Scales | Int8Scales | None]:
-    """Return the pools of keys and values, and their scales; of latents, one KV head whose values begin the keys."""
+    """Return the pools of keys and values, and their scales; latents are one KV head, whose values begin its keys."""
     if isinstance(keys, QuantizedPages):
         return keys
     if isinstance(keys, Pages):

@@ -223,7 +223,7 @@ def launch_attend(
         key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
         value: the pool of values, or the value rows.
         plan: the lengths, the block table for pages, and who may see whom.
-        options: those of the layer.
+        options: the layer's options.
         tuning: the launch config.
         out: where outputs go.
         split: the share of the keys that a program has, see `fastattn.kernels.triton.merge`.
@@ -382,7 +382,7 @@ def attend_levels(
         key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
         value: the pool of values, or the value rows.
         levels: the plan of each level: the lengths, the block table for pages, and who may see whom.
-        options: those of the layer; sinks count once.
+        options: the layer's options; sinks count once.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         quantization: how the pools are quantized, if they are; fp8 keys come as bytes, values as pairs of bytes if

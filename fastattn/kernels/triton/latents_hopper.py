@@ -98,7 +98,7 @@ def launch(
         key: latents and rotary keys, as pages of one head; fp8 as bytes.
         value: the latents of `key`.
         plan: the lengths and the block table.
-        options: those of the layer.
+        options: the layer's options.
         tuning: rows of a tile, and splits.
         out: where outputs go.
         split: the share of the keys that a program has. The launch after this one never begins early.

@@ -1,4 +1,4 @@
-"""Arguments of a kernel beside keys: queries, of which a program computes a tile, and the options of a layer.
+"""Arguments of a kernel besides keys: queries, of which a program computes a tile, and the options of a layer.
 
 A tile's rows are the tokens of one sequence times the query heads that share a KV head, so that all of them are rows
 of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
