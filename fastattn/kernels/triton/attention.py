@@ -113,12 +113,12 @@ def _tanh(x):
 
 @triton.jit
 @no_type_check
-def finish_scores(products, scale, slopes, positions, j, options, KEYS: tl.constexpr):
+def finish_scores(products, scale, slopes, positions, j, options, KEYS_AXIS: tl.constexpr):
     """Turn products of queries at `positions` and keys at `j` into scores, up to a factor: the cap, else the scale.
 
     `update_softmax` multiplies by the factor, next to its subtraction. Done here, the compiler could fuse the two only
     where nothing is masked, and masked steps would round differently. With ALiBi slopes (times log2(e)), no factor is
-    left, and scores are in base 2. Keys lie along the axis `KEYS`.
+    left, and scores are in base 2. Keys lie along the axis `KEYS_AXIS`.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
@@ -127,10 +127,10 @@ def finish_scores(products, scale, slopes, positions, j, options, KEYS: tl.const
         scores = _tanh(scores * (scale / options.softcap))
         factor = options.softcap
     if slopes is not None:
-        far = tl.abs(tl.expand_dims(positions, KEYS) - tl.expand_dims(j, 1 - KEYS))
+        far = tl.abs(tl.expand_dims(positions, KEYS_AXIS) - tl.expand_dims(j, 1 - KEYS_AXIS))
         if options.ALIBI_SQRT:
             far = tl.sqrt(far.to(tl.float32))
-        scores = scores * (factor * LOG2E) - tl.expand_dims(slopes, KEYS) * far
+        scores = scores * (factor * LOG2E) - tl.expand_dims(slopes, KEYS_AXIS) * far
     return scores
 
 

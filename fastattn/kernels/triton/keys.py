@@ -171,12 +171,12 @@ def query_tile(queries, tile, first, SIZE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def token_tile(pool, offset, stride, is_key, first, SIZE: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr):
-    """Load `SIZE` elements of each token from `first` on; tokens lie along the axis `KEYS`."""
+def token_tile(pool, offset, stride, is_key, first, SIZE: tl.constexpr, PAD: tl.constexpr, AXIS: tl.constexpr):
+    """Load `SIZE` elements of each token from `first` on; tokens lie along the axis `AXIS`."""
     at = tl.arange(0, PAD)
     return tl.load(
-        pool + tl.expand_dims(offset, 1 - KEYS) + tl.expand_dims((at + first).to(tl.int64) * stride, KEYS),
-        mask=tl.expand_dims(is_key, 1 - KEYS) & tl.expand_dims(at < SIZE, KEYS),
+        pool + tl.expand_dims(offset, 1 - AXIS) + tl.expand_dims((at + first).to(tl.int64) * stride, AXIS),
+        mask=tl.expand_dims(is_key, 1 - AXIS) & tl.expand_dims(at < SIZE, AXIS),
         other=0,
     )
 

@@ -119,20 +119,20 @@ def step_in_window(mask, tile, sight, start, is_key, TILE):
 @no_type_check
 def step_in_windows_apart(mask, tile, sight, start, is_key, TILE):
     """Read the keys of a step in the window of some row: between rows far apart are keys that no row sees."""
-    KEYS: tl.constexpr = TILE.KEYS_AXIS
+    KEYS_AXIS: tl.constexpr = TILE.KEYS_AXIS
     j = start + tl.arange(0, TILE.KEYS)
-    distance = tl.expand_dims(tile.positions, KEYS) - tl.expand_dims(j, 1 - KEYS)
-    near = (distance >= -mask.right) & (distance <= mask.left) & tl.expand_dims(tile.is_row, KEYS)
-    return Step(is_key & (tl.max(near.to(tl.int32), 1 - KEYS) > 0), j, j)
+    distance = tl.expand_dims(tile.positions, KEYS_AXIS) - tl.expand_dims(j, 1 - KEYS_AXIS)
+    near = (distance >= -mask.right) & (distance <= mask.left) & tl.expand_dims(tile.is_row, KEYS_AXIS)
+    return Step(is_key & (tl.max(near.to(tl.int32), 1 - KEYS_AXIS) > 0), j, j)
 
 
 @triton.jit
 @no_type_check
 def visible_in_window(mask, tile, step, TILE):
     """Compare positions."""
-    KEYS: tl.constexpr = TILE.KEYS_AXIS
-    distance = tl.expand_dims(tile.positions, KEYS) - tl.expand_dims(step.positions, 1 - KEYS)
-    visible = tl.expand_dims(step.is_key, 1 - KEYS)
+    KEYS_AXIS: tl.constexpr = TILE.KEYS_AXIS
+    distance = tl.expand_dims(tile.positions, KEYS_AXIS) - tl.expand_dims(step.positions, 1 - KEYS_AXIS)
+    visible = tl.expand_dims(step.is_key, 1 - KEYS_AXIS)
     if mask.RIGHT:
         visible = visible & (distance >= -mask.right)
     if mask.LEFT:

@@ -104,17 +104,17 @@ class Softmax(NamedTuple):
 
 @triton.jit
 @no_type_check
-def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KEYS: tl.constexpr = 1):
+def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KEYS_AXIS: tl.constexpr = 1):
     """Update the online softmax by a step of scores; return its weights, and the factor that rescales earlier sums.
 
-    `factor`, above 0, is still missing in the scores; with `IN_BASE_2` none is. Keys lie along the axis `KEYS`.
+    `factor`, above 0, is still missing in the scores; with `IN_BASE_2` none is. Keys lie along the axis `KEYS_AXIS`.
     """
     unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
-    new_row_max = tl.maximum(row_max, tl.max(scores, KEYS) * unit)
+    new_row_max = tl.maximum(row_max, tl.max(scores, KEYS_AXIS) * unit)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
-    weights = tl.exp2(scores * unit - tl.expand_dims(base, KEYS))
+    weights = tl.exp2(scores * unit - tl.expand_dims(base, KEYS_AXIS))
     shrink = tl.exp2(row_max - base)
-    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, KEYS)
+    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, KEYS_AXIS)
 
 
 @triton.jit
