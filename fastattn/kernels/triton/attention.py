@@ -138,16 +138,16 @@ def finish_scores(products, scale, slopes, positions, j, options, KEYS_AXIS: tl.
 @no_type_check
 def attend(queries, keys, mask, options, split, out, TILE):
     """Attend from a tile of query rows to a run of keys, a step of keys at a time, by an online softmax."""
-    split.begin(split)
+    split.before(split)
     tile = find_tile(queries, TILE)  # the query rows of this program
     if tile.first_row >= tile.num_rows:  # the grid is a bound; a program without rows may have padding to fill
-        split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
+        split.after(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
         return
     sight = mask.look(mask, queries, tile, TILE)  # the keys that some row sees
     run = Run(sight.first, sight.begin, sight.end)  # a sight may have more fields; the loop needs these
     run, is_done = split.share(split, queries, mask, out, tile, run, TILE, keys.VALUE_HEAD_SIZE)
     if is_done:
-        split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
+        split.after(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
         return
 
     places = places_of(queries, tile)
@@ -199,7 +199,7 @@ def attend(queries, keys, mask, options, split, out, TILE):
     values, logs = normalize(softmax.row_max, softmax.row_sum, softmax.total, sink)
     values = keys.how.finish(keys, values, tile)
     store_rows(values, logs, places, tile.is_row, out.out, out.lse, keys.VALUE_HEAD_SIZE)
-    split.end(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
+    split.after(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
 
 
 def launch_attend(
@@ -268,7 +268,7 @@ def launch_attend(
         GROUP=tl.constexpr(group),
     )
     keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, quantization=quantization, aligned=not after)
-    early = isinstance(split, Repair) and split.OVERLAP.value or isinstance(split, Part) and split.AFTER.value
+    early = isinstance(split, Repair) and split.OVERLAP.value or isinstance(split, Part) and split.AFTER_LEVEL.value
     few_registers = tuning.registers and not (INTERPRETED or is_rocm())
     return Launch(
         attend,
@@ -438,7 +438,7 @@ def attend_levels(
                 run=tuning.run,
                 balance=tuning.most_splits > tuning.splits,
                 overlap=overlap,
-                after=overlap and first > 0,
+                after_level=overlap and first > 0,
             ),
             quantization=quantization,
         )

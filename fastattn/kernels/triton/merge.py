@@ -12,10 +12,10 @@ The share of the keys that a program has is a NamedTuple that carries its own fu
 
 Each has the functions
 
-    begin(split)                                              before anything is read or written
+    before(split)                                             before anything is read or written
     share(split, queries, mask, out, tile, run, TILE, DV)     the keys of this program, and whether it is done
     take(split, softmax, queries, out, tile, sight, DV)       the softmax, merged with the output of another kernel
-    end(split, queries, out, tile, DV)                        after everything
+    after(split, queries, out, tile, DV)                      after everything
 
 The splits of one call are contiguous, and `reduce_splits` merges them. The partial outputs that `fastattn.merge` takes
 may lie anywhere in memory, so each is an argument of its own, and each number of them is compiled anew. Up to
@@ -186,7 +186,7 @@ def places_of(queries, tile):
 
 @triton.jit
 @no_type_check
-def begin_at_once(split):
+def nothing_before(split):
     """Do nothing."""
 
 
@@ -200,10 +200,10 @@ def take_nothing(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
 class Whole(NamedTuple):
     """All keys of a tile."""
 
-    begin: Any
+    before: Any
     share: Any
     take: Any
-    end: Any
+    after: Any
     SINKS: Any  # whether sinks are added here
 
 
@@ -245,19 +245,19 @@ class Part(NamedTuple):
         RUN: fixed size of a split in keys, under `batch_invariant`; 0 to divide the keys evenly.
         BALANCE: whether longer sequences get more splits, shorter ones fewer.
         OVERLAP: whether the launch after this one may begin early.
-        AFTER: whether an earlier level may still run, which the reduction has to wait for, too.
+        AFTER_LEVEL: whether an earlier level may still run, which the reduction has to wait for, too.
     """
 
-    begin: Any
+    before: Any
     share: Any
     take: Any
-    end: Any
+    after: Any
     SINKS: Any
     splits: Any
     RUN: Any
     BALANCE: Any
     OVERLAP: Any
-    AFTER: Any
+    AFTER_LEVEL: Any
 
 
 @triton.jit
@@ -320,7 +320,7 @@ def wait_for_level_before(split, queries, out, tile, DV: tl.constexpr):
     It is enough that one program waits, while the others make room: the last one, which is scheduled last.
     """
     is_last = (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
-    if split.AFTER and is_last:
+    if split.AFTER_LEVEL and is_last:
         tl.extra.cuda.gdc_wait()
 
 
@@ -334,10 +334,10 @@ class After(NamedTuple):
             NaN, and may be anything for a tree without keys before it; for intervals it has our conventions.
     """
 
-    begin: Any
+    before: Any
     share: Any
     take: Any
-    end: Any
+    after: Any
     SINKS: Any
     prefix_lse: Any
     prefix_lse_head_stride: Any
@@ -382,10 +382,10 @@ def take_prefix(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
 class Repair(NamedTuple):
     """All keys of a tile, if its output has NaN where another kernel may have multiplied hidden memory."""
 
-    begin: Any
+    before: Any
     share: Any
     take: Any
-    end: Any
+    after: Any
     SINKS: Any
     OVERLAP: Any  # whether this launch may begin early
 
@@ -425,44 +425,44 @@ def share_if_nan(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def end_at_once(split, queries, out, tile, DV: tl.constexpr):
+def nothing_after(split, queries, out, tile, DV: tl.constexpr):
     """Do nothing."""
 
 
 def whole() -> Whole:
     """Return the share of a program with all keys of its rows."""
     return Whole(
-        begin=tl.constexpr(begin_at_once),
+        before=tl.constexpr(nothing_before),
         share=tl.constexpr(share_all),
         take=tl.constexpr(take_nothing),
-        end=tl.constexpr(fill_padding_rows),
+        after=tl.constexpr(fill_padding_rows),
         SINKS=tl.constexpr(True),
     )
 
 
-def part(splits: int, *, run: int, balance: bool, overlap: bool, after: bool) -> Part:
+def part(splits: int, *, run: int, balance: bool, overlap: bool, after_level: bool) -> Part:
     """Return the share of a program with a split of the keys; see `Part`."""
     return Part(
-        begin=tl.constexpr(let_next_begin),
+        before=tl.constexpr(let_next_begin),
         share=tl.constexpr(share_run),
         take=tl.constexpr(take_nothing),
-        end=tl.constexpr(wait_for_level_before),
+        after=tl.constexpr(wait_for_level_before),
         SINKS=tl.constexpr(False),
         splits=splits,
         RUN=tl.constexpr(run),
         BALANCE=tl.constexpr(balance),
         OVERLAP=tl.constexpr(overlap),
-        AFTER=tl.constexpr(after),
+        AFTER_LEVEL=tl.constexpr(after_level),
     )
 
 
 def rest(prefix_lse: Tensor, *, nodes: bool) -> After:
     """Return the share of a program with the keys that another kernel has left out; see `After`."""
     return After(
-        begin=tl.constexpr(begin_at_once),
+        before=tl.constexpr(nothing_before),
         share=tl.constexpr(share_rest),
         take=tl.constexpr(take_prefix),
-        end=tl.constexpr(fill_padding_rows),
+        after=tl.constexpr(fill_padding_rows),
         SINKS=tl.constexpr(True),
         prefix_lse=prefix_lse,
         prefix_lse_head_stride=prefix_lse.stride(0),
@@ -473,10 +473,10 @@ def rest(prefix_lse: Tensor, *, nodes: bool) -> After:
 def repair(*, overlap: bool) -> Repair:
     """Return the share of a program that recomputes rows with NaN; see `Repair`."""
     return Repair(
-        begin=tl.constexpr(wait_for_output),
+        before=tl.constexpr(wait_for_output),
         share=tl.constexpr(share_if_nan),
         take=tl.constexpr(take_nothing),
-        end=tl.constexpr(end_at_once),
+        after=tl.constexpr(nothing_after),
         SINKS=tl.constexpr(True),
         OVERLAP=tl.constexpr(overlap),
     )
