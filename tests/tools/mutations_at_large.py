@@ -223,8 +223,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "sums are not rescaled",
         "fastattn.kernels.triton.merge:update_softmax",
-        "    shrink = tl.exp2(row_max - base)\n    return weights",
-        "    shrink = tl.exp2(base - base)\n    return weights",
+        "    rescale = tl.exp2(row_max - base)\n    return weights",
+        "    rescale = tl.exp2(base - base)\n    return weights",
         TRITON,
     ),
     planted(

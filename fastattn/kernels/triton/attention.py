@@ -16,9 +16,8 @@ the batch. So splits have a fixed size and place, and partial outputs are merged
 query sees no key changes nothing.
 
 The kernel of notebook 10 is here again under these names: `part` is `program_id(1)` in `share_run` of `merge.py`,
-`read` is `keys.how.load`, the block table is read by `keys.where.find`, `visible_keys` is in `masks.py`, `rescale` is
-`shrink` and `acc` is `total`. Read the files beside this one in the order of their use: `queries.py`, `masks.py`,
-`merge.py`, `keys.py`.
+`read` is `keys.how.load`, the block table is read by `keys.where.find`, and `visible_keys` is in `masks.py`. Read the
+files beside this one in the order of their use: `queries.py`, `masks.py`, `merge.py`, `keys.py`.
 
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
@@ -160,7 +159,7 @@ def attend(queries, keys, mask, options, split, out, TILE):
     ahead = keys.where.begin(keys.where, tile, run, TILE)
     row_max = tl.full([TILE.ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE.ROWS], tl.float32)
-    total = keys.how.begin(keys, TILE)
+    acc = keys.how.begin(keys, TILE)
     all_from, all_to = mask.all_visible(mask, tile, run, sight)
     # Phase 0 masks up to the first keys that all rows see, phase 1 needs no mask, phase 2 masks the rest.
     for phase in tl.static_range(TILE.FIRST_PHASE, TILE.PHASES):
@@ -185,18 +184,18 @@ def attend(queries, keys, mask, options, split, out, TILE):
             elif (start < all_from) | (start + TILE.KEYS > all_to):
                 scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
             factor = options.softcap if options.SOFTCAP else scale  # how do partial outputs combine?
-            weights, shrink, row_max, row_sum = update_softmax(
+            weights, rescale, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, factor, slopes is not None, TILE.KEYS_AXIS
             )
             value = keys.how.value(keys, tile, place, seen.is_key, step, TILE)
-            total = keys.how.add(keys, total, shrink, weights, value, TILE)
+            acc = keys.how.add(keys, acc, rescale, weights, value, TILE)
 
-    softmax = Softmax(row_max, row_sum, keys.how.end(keys, total, TILE))
+    softmax = Softmax(row_max, row_sum, keys.how.end(keys, acc, TILE))
     softmax = split.take(split, softmax, queries, out, tile, sight, keys.VALUE_HEAD_SIZE)
     sink = None
     if options.sinks is not None and split.SINKS:
         sink = tl.load(options.sinks + tile.heads, mask=tile.is_row, other=0.0).to(tl.float32)
-    values, logs = normalize(softmax.row_max, softmax.row_sum, softmax.total, sink)
+    values, logs = normalize(softmax.row_max, softmax.row_sum, softmax.acc, sink)
     values = keys.how.finish(keys, values, tile)
     store_rows(values, logs, places, tile.is_row, out.out, out.lse, keys.VALUE_HEAD_SIZE)
     split.after(split, queries, out, tile, keys.VALUE_HEAD_SIZE)

@@ -345,7 +345,7 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
         tl.full([TILE.ROWS], float("-inf"), tl.float32),
     )
     row_sum1, row_sum2 = tl.zeros([TILE.ROWS], tl.float32), tl.zeros([TILE.ROWS], tl.float32)
-    total1, total2 = zeros(keys.VALUE_PAD, TILE), zeros(keys.VALUE_PAD, TILE)
+    acc1, acc2 = zeros(keys.VALUE_PAD, TILE), zeros(keys.VALUE_PAD, TILE)
     ahead = keys.where.begin(keys.where, tile, run, TILE)
     all_from, all_to = mask.all_visible(mask, tile, run, run)
     factor = options.softcap if options.SOFTCAP else options.scale
@@ -362,10 +362,10 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
             offset = keys.where.offset(keys.where, place, (keys.strides[2], keys.strides[3]))
             scores1 = _scores_of_half(q1, slopes1, keys, mask, options, tile, seen, offset, all_seen, 0, TILE)
             scores2 = _scores_of_half(q2, slopes2, keys, mask, options, tile, seen, offset, all_seen, 1, TILE)
-            weights1, shrink1, row_max1, row_sum1 = update_softmax(
+            weights1, rescale1, row_max1, row_sum1 = update_softmax(
                 scores1, row_max1, row_sum1, factor, slopes1 is not None
             )
-            weights2, shrink2, row_max2, row_sum2 = update_softmax(
+            weights2, rescale2, row_max2, row_sum2 = update_softmax(
                 scores2, row_max2, row_sum2, factor, slopes1 is not None
             )
             v = tl.load(
@@ -373,14 +373,14 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
                 mask=seen.is_key[:, None] & (at_dv < SIZE)[None, :],
                 other=0.0,
             )
-            total1 = tl.dot(weights1.to(v.dtype), v, total1 * shrink1[:, None], input_precision="ieee")
-            total2 = tl.dot(weights2.to(v.dtype), v, total2 * shrink2[:, None], input_precision="ieee")
+            acc1 = tl.dot(weights1.to(v.dtype), v, acc1 * rescale1[:, None], input_precision="ieee")
+            acc2 = tl.dot(weights2.to(v.dtype), v, acc2 * rescale2[:, None], input_precision="ieee")
 
     sink1, sink2 = None, None
     if options.sinks is not None and not SPLIT:
         sink1, sink2 = _of_heads(options.sinks, tile, 0), _of_heads(options.sinks, tile, 1)
-    first, logs1 = normalize(row_max1, row_sum1, total1, sink1)
-    second, logs2 = normalize(row_max2, row_sum2, total2, sink2)
+    first, logs1 = normalize(row_max1, row_sum1, acc1, sink1)
+    second, logs2 = normalize(row_max2, row_sum2, acc2, sink2)
     if SPLIT:
         is_value = tile.is_row[:, None] & (at_dv < SIZE)[None, :]
         at_value = 2 * places[:, None] * SIZE + at_dv[None, :]
@@ -421,7 +421,7 @@ def reduce_pairs(
     places = token * 2 * PAIRS + heads
     row_max = tl.full([2], float("-inf"), tl.float32)
     row_sum = tl.zeros([2], tl.float32)
-    total = tl.zeros([2, triton.next_power_of_2(SIZE)], tl.float32)
+    acc = tl.zeros([2, triton.next_power_of_2(SIZE)], tl.float32)
     for first_split in range(0, splits, BLOCK_SPLITS):
         split = first_split + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * 2 * PAIRS + places[:, None]
@@ -431,11 +431,11 @@ def reduce_pairs(
             mask=(logs > float("-inf"))[:, :, None] & (at_dv < SIZE)[None, None, :],
             other=0.0,
         )
-        row_max, row_sum, total = merge_parts(row_max, row_sum, total, logs, values)
+        row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
     sink = None
     if sinks is not None:
         sink = tl.where(is_query, tl.load(sinks + heads).to(tl.float32), float("-inf"))
-    values, logs = normalize(row_max, row_sum, total, sink)
+    values, logs = normalize(row_max, row_sum, acc, sink)
     first, second = tl.split(tl.trans(values))
     place = token * PAIRS + pair + tl.zeros([1], tl.int64)
     store_difference(first[None, :], second[None, :], difference, out.out, place, place >= 0, SIZE)

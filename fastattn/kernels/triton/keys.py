@@ -7,8 +7,8 @@ How keys and values are dequantized is `keys.how`, functions of the storage:
     products(keys, q, step, TILE)                     queries times keys, [rows, keys]
     begin(keys, TILE)                                 an empty weighted sum
     value(keys, tile, place, is_key, step, TILE)      the values of a step
-    add(keys, total, shrink, weights, v, TILE)        the weighted sum after one more step
-    end(keys, total, TILE)                            the weighted sum, [rows, dv]
+    add(keys, acc, rescale, weights, v, TILE)         the weighted sum after one more step
+    end(keys, acc, TILE)                              the weighted sum, [rows, dv]
     scale(keys, scale, tile)                          the scale of the scores
     finish(keys, values, tile)                        the output, from the normalized sum
 
@@ -191,10 +191,10 @@ def multiply_keys(q, k, TILE):
 
 @triton.jit
 @no_type_check
-def multiply_values(total, weights, v, TILE):
+def multiply_values(acc, weights, v, TILE):
     """Add weighted values to a weighted sum."""
     first, second = (weights, v) if TILE.KEYS_AXIS == 1 else (v, weights)
-    return tl.dot(first, second, total, input_precision="ieee")
+    return tl.dot(first, second, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -292,18 +292,18 @@ def load_values(keys, tile, place, is_key, step, TILE):
 
 @triton.jit
 @no_type_check
-def add_numbers(keys, total, shrink, weights, v, TILE):
+def add_numbers(keys, acc, rescale, weights, v, TILE):
     """Rescale a weighted sum and add a step to it."""
-    return multiply_values(total * tl.expand_dims(shrink, TILE.KEYS_AXIS), weights.to(v.dtype), v, TILE)
+    return multiply_values(acc * tl.expand_dims(rescale, TILE.KEYS_AXIS), weights.to(v.dtype), v, TILE)
 
 
 @triton.jit
 @no_type_check
-def end_numbers(keys, total, TILE):
+def end_numbers(keys, acc, TILE):
     """Transpose a weighted sum back."""
     if TILE.KEYS_AXIS == 0:
-        total = tl.trans(total)
-    return total
+        acc = tl.trans(acc)
+    return acc
 
 
 @triton.jit

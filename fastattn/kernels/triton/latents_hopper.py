@@ -161,8 +161,8 @@ def _update_softmax(scores, j, last_of_rows, factor, row_max, sums):
     new_row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
     weights = gl.exp2(scores * factor[:, None] - base[:, None])
-    alpha = gl.exp2(row_max - base)
-    return weights, alpha, new_row_max, sums * alpha[:, None] + weights
+    rescale = gl.exp2(row_max - base)
+    return weights, rescale, new_row_max, sums * rescale[:, None] + weights
 
 
 @gluon.jit
@@ -199,10 +199,10 @@ def _multiply(
         scores = warpgroup_mma_wait(0, deps=[products])
         for step in range(1, steps):
             slot = (step - 1) & 1
-            x, alpha, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
+            x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
             j += BLOCK_N
             weights.store(x.to(weights.dtype))
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
             fence_async_shared()
             outputs = warpgroup_mma(weights, keys.index(slot), acc, is_async=True)
             mbarrier.wait(full.index(slot ^ 1), step >> 1 & 1)
@@ -211,9 +211,9 @@ def _multiply(
             tl.debug_barrier()
             mbarrier.arrive(empty.index(slot))
             acc, scores = warpgroup_mma_wait(0, deps=[outputs, products])
-        x, alpha, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
+        x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
         weights.store(x.to(weights.dtype))
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None]
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         fence_async_shared()
         acc = warpgroup_mma(weights, keys.index((steps - 1) & 1), acc)
     return acc, row_max, gl.sum(sums, 1)

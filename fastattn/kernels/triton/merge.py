@@ -99,7 +99,7 @@ class Softmax(NamedTuple):
 
     row_max: Any
     row_sum: Any
-    total: Any
+    acc: Any
 
 
 @triton.jit
@@ -113,8 +113,8 @@ def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KE
     new_row_max = tl.maximum(row_max, tl.max(scores, KEYS_AXIS) * unit)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
     weights = tl.exp2(scores * unit - tl.expand_dims(base, KEYS_AXIS))
-    shrink = tl.exp2(row_max - base)
-    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, KEYS_AXIS)
+    rescale = tl.exp2(row_max - base)
+    return weights, rescale, new_row_max, row_sum * rescale + tl.sum(weights, KEYS_AXIS)
 
 
 @triton.jit
@@ -125,9 +125,9 @@ def merge_parts(row_max, row_sum, acc, logs, values):
     new_row_max = tl.maximum(row_max, tl.max(logs, 1) * LOG2E)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(logs * LOG2E - base[:, None])
-    alpha = tl.exp2(row_max - base)
-    row_sum = row_sum * alpha + tl.sum(weights, 1)
-    acc = acc * alpha[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    rescale = tl.exp2(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = acc * rescale[:, None] + tl.sum(weights[:, :, None] * values, 1)
     return new_row_max, row_sum, acc
 
 
@@ -139,9 +139,9 @@ def normalize(row_max, row_sum, acc, sink):
     if sink is not None:
         new_row_max = tl.maximum(row_max, sink * LOG2E)
         base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
-        alpha = tl.exp2((row_max - base) * 0.5)  # applied twice: a GPU flushes a factor below 1e-38 to 0
-        acc = acc * alpha[:, None] * alpha[:, None]
-        row_sum = row_sum * alpha * alpha + tl.exp2(sink * LOG2E - base)
+        rescale = tl.exp2((row_max - base) * 0.5)  # applied twice: a GPU flushes a factor below 1e-38 to 0
+        acc = acc * rescale[:, None] * rescale[:, None]
+        row_sum = row_sum * rescale * rescale + tl.exp2(sink * LOG2E - base)
         row_max = new_row_max
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
     return acc / row_sum[:, None], (row_max + tl.log2(row_sum)) / LOG2E
@@ -362,7 +362,7 @@ def take_prefix(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
     has_prefix = tile.is_row
     if split.NODES:
         has_prefix = tile.is_row & (sight.tree_start > 0)
-    at_dv = tl.arange(0, softmax.total.shape[1])
+    at_dv = tl.arange(0, softmax.acc.shape[1])
     at = tile.heads * split.prefix_lse_head_stride + tile.tokens
     logs = tl.load(split.prefix_lse + at, mask=has_prefix, other=float("-inf"))
     if split.NODES:
@@ -374,9 +374,9 @@ def take_prefix(split, softmax, queries, out, tile, sight, DV: tl.constexpr):
     )
     row_max = tl.maximum(softmax.row_max, logs * LOG2E)
     base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    shrink, weight = tl.exp2(softmax.row_max - base), tl.exp2(logs * LOG2E - base)
-    total = softmax.total * shrink[:, None] + weight[:, None] * values.to(tl.float32)
-    return Softmax(row_max, softmax.row_sum * shrink + weight, total)
+    rescale, weight = tl.exp2(softmax.row_max - base), tl.exp2(logs * LOG2E - base)
+    acc = softmax.acc * rescale[:, None] + weight[:, None] * values.to(tl.float32)
+    return Softmax(row_max, softmax.row_sum * rescale + weight, acc)
 
 
 class Repair(NamedTuple):

@@ -374,26 +374,26 @@ def _attend_steps(
 ):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
-    weights, total, row_max, row_sum, items = state
+    weights, acc, row_max, row_sum, items = state
     for step in range(first, end):
         slot = items % SLOTS
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
         fence_async_shared()
         products = _multiply_keys(q, room, slot, SCORES)
-        sums = warpgroup_mma(weights, room.value.index(slot), total, is_async=True)
+        sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
-        x, shrink, row_max, row_sum = _softmax(
+        x, rescale, row_max, row_sum = _softmax(
             products, tile.run.begin + step * KEYS, first_seen, last_seen, row_max, row_sum, options, MASKED, SCORES
         )
         # This wait is over at once; without its branch the compiler moves the softmax past the wait for the values.
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
-        total, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
+        acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         tl.debug_barrier()
         mbarrier.arrive(room.empty.index(slot))
         weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
-    return weights, total, row_max, row_sum, items
+    return weights, acc, row_max, row_sum, items
 
 
 @gluon.jit
@@ -454,26 +454,26 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             state = _attend_steps(
                 state, plain_to, tile.steps, q, room, tile, first_seen, last_seen, options, True, SCORES, OUTPUT
             )
-            weights, total, row_max, row_sum, items = state
+            weights, acc, row_max, row_sum, items = state
             mbarrier.arrive(room.no_queries.index(query_slot))  # all reads were before the barrier of the last step
             tiles += 1
             slot = items % SLOTS
             mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
             fence_async_shared()
-            sums = warpgroup_mma(weights, room.value.index(slot), total, is_async=True)
-            total, _ = warpgroup_mma_wait(0, deps=[sums, weights])
+            sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
+            acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
             tl.debug_barrier()
             mbarrier.arrive(room.empty.index(slot))
             items += 1
-            _store(queries, tile, options, out, row_max, row_sum, total, WHO * HALF, OUTPUT)
+            _store(queries, tile, options, out, row_max, row_sum, acc, WHO * HALF, OUTPUT)
 
 
 @gluon.jit
 @no_type_check
-def _store(queries, tile, options, out, row_max, row_sum, total, first, OUTPUT: gl.constexpr):
+def _store(queries, tile, options, out, row_max, row_sum, acc, first, OUTPUT: gl.constexpr):
     """Store the outputs of a half of a tile, and their log-sum-exps."""
-    HALF: gl.constexpr = total.shape[0]
-    DV: gl.constexpr = total.shape[1]
+    HALF: gl.constexpr = acc.shape[0]
+    DV: gl.constexpr = acc.shape[1]
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
@@ -482,7 +482,7 @@ def _store(queries, tile, options, out, row_max, row_sum, total, first, OUTPUT: 
     sink = None
     if options.sinks is not None:
         sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
-    values, logs = normalize(row_max, row_sum, total, sink)
+    values, logs = normalize(row_max, row_sum, acc, sink)
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
     at = gl.arange(0, DV, layout=gl.SliceLayout(0, OUTPUT))
     gl.store(out.out + (places[:, None] * DV + at[None, :]), values.to(out.out.dtype.element_ty), mask=is_row[:, None])

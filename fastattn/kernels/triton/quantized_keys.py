@@ -183,10 +183,10 @@ def quantized_products(keys, q, step, TILE):
 def begin_quantized(keys, TILE):
     """Return an empty weighted sum, one for each element of a pair."""
     if keys.PAIRS:
-        total = Pair(zeros(keys.VALUE_PAD // 2, TILE), zeros(keys.VALUE_PAD // 2, TILE))
+        acc = Pair(zeros(keys.VALUE_PAD // 2, TILE), zeros(keys.VALUE_PAD // 2, TILE))
     else:
-        total = zeros(keys.VALUE_PAD, TILE)
-    return total
+        acc = zeros(keys.VALUE_PAD, TILE)
+    return acc
 
 
 @triton.jit
@@ -203,32 +203,32 @@ def load_quantized_values(keys, tile, place, is_key, step, TILE):
 
 @triton.jit
 @no_type_check
-def add_quantized(keys, total, shrink, weights, v, TILE):
+def add_quantized(keys, acc, rescale, weights, v, TILE):
     """Rescale a weighted sum and add a step of dequantized values to it."""
-    shrink = tl.expand_dims(shrink, TILE.KEYS_AXIS)
+    rescale = tl.expand_dims(rescale, TILE.KEYS_AXIS)
     weights = weights.to(keys.VALUE_TYPE)
     if keys.PAIRS:
         first, second = dequantize_pairs(v, keys.KIND, keys.HAS_FP8_CVT)
-        seconds = multiply_values(total.second * shrink, weights, second.to(keys.VALUE_TYPE), TILE)
-        total = Pair(multiply_values(total.first * shrink, weights, first.to(keys.VALUE_TYPE), TILE), seconds)
+        seconds = multiply_values(acc.second * rescale, weights, second.to(keys.VALUE_TYPE), TILE)
+        acc = Pair(multiply_values(acc.first * rescale, weights, first.to(keys.VALUE_TYPE), TILE), seconds)
     else:
         if v.dtype == tl.int8 or v.dtype == tl.uint8:
             v = dequantize(v, keys.KIND, keys.HAS_FP8_CVT)
-        total = multiply_values(total * shrink, weights, v.to(keys.VALUE_TYPE), TILE)
-    return total
+        acc = multiply_values(acc * rescale, weights, v.to(keys.VALUE_TYPE), TILE)
+    return acc
 
 
 @triton.jit
 @no_type_check
-def end_quantized(keys, total, TILE):
+def end_quantized(keys, acc, TILE):
     """Return a weighted sum, [rows, dv], with pairs interleaved again."""
     if keys.PAIRS:
-        first, second = total.first, total.second
+        first, second = acc.first, acc.second
         if TILE.KEYS_AXIS == 0:
             first, second = tl.trans(first), tl.trans(second)
         values = tl.reshape(tl.join(first, second), [TILE.ROWS, keys.VALUE_PAD])
     else:
-        values = total
+        values = acc
         if TILE.KEYS_AXIS == 0:
             values = tl.trans(values)
     return values
