@@ -56,7 +56,7 @@ def attend_dequantized(
         paged: the function of a kernel over unquantized pages.
         query: query rows of all sequences.
         keys: the pools; values are quantized, or in the type of the queries.
-        plan: the lengths, the block table, and who may see whom.
+        plan: the lengths, the block table, and the mask.
         options: the layer's options.
         out: contiguous memory for the outputs; new memory if None.
 

@@ -288,7 +288,7 @@ def _forward(
         query: query rows of all sequences.
         key: rows or pages.
         value: likewise.
-        plan: the lengths, and who may see whom.
+        plan: the lengths, and the mask.
         options: the layer's options.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
         value_query: over latents, the part of each query that is multiplied with the values; `options` has the scale.

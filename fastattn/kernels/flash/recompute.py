@@ -56,7 +56,7 @@ def recompute(
         query: query rows of all sequences.
         key: the pool of keys if it has four dimensions, else the key rows of all sequences.
         value: the pool of values, or the value rows.
-        plan: the lengths, the block table for pages, and who may see whom.
+        plan: the lengths, the block table for pages, and the mask.
         options: the layer's options; `out` has the sinks already.
         shared: values are the first elements of their keys; see `launch_attend`.
         quantization: how the pools are quantized, if they are: fp8 values are seen as bytes, and their scales are

@@ -96,7 +96,7 @@ from refattn.trees import AttentionPlan, TreePlan
 SPLITS_PER_STEP = 64  # partial outputs that are merged at a time, of one head or of several
 MERGED_ELEMENTS = 8192  # elements of these, at most
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def launch_attend(
         query: query rows of all sequences.
         key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
         value: the pool of values, or the value rows.
-        plan: the lengths, the block table for pages, and who may see whom.
+        plan: the lengths, the block table for pages, and the mask.
         options: the layer's options.
         tuning: the launch config.
         out: where outputs go.
@@ -373,14 +373,14 @@ def attend_levels(
 ) -> "tuple[Float[Tensor, 't h dv'], Float[Tensor, 't h'], Launches | None]":
     """Attend to the keys of several levels, each with its own plan over the same query rows, as one softmax.
 
-    All levels share one reduction, as their splits give partial outputs alike. A level need not wait for the one before
-    it, as long as the reduction waits for all.
+    One reduction merges the splits of all levels. A level need not wait for the one before it, as long as the reduction
+    waits for all.
 
     Args:
         query: query rows of all sequences.
         key: the pool of keys if it has four dimensions, else the key rows of all sequences; any strides.
         value: the pool of values, or the value rows.
-        levels: the plan of each level: the lengths, the block table for pages, and who may see whom.
+        levels: the plan of each level: the lengths, the block table for pages, and the mask.
         options: the layer's options; sinks count once.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.

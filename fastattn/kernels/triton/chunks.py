@@ -29,7 +29,7 @@ import triton.language as tl
 
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class ChunkSizes(NamedTuple):

@@ -107,7 +107,7 @@ class Weights(NamedTuple):
     SILU: Any
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit

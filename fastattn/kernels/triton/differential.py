@@ -227,7 +227,7 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_sms: in
     return LaunchConfig(16, max(16, 128 * 128 // row_bytes), 4, 2, splits, splits)
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class PairedKeys(NamedTuple):

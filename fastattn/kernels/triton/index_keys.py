@@ -66,7 +66,7 @@ class Pool(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Who may see whom: an interval of each query [t], or, if that is None, a window.
+    """The mask: an interval of each query [t], or, if that is None, a window.
 
     A side of the window without its flag has no limit.
     """
@@ -222,7 +222,7 @@ def _pool_of(keys: Tensor, scales: Tensor | None, index_cache: Tensor, batch: Ba
 
 
 def _visible_of(plan: Plan) -> Visible:
-    """Return who may see whom as a kernel takes it."""
+    """Return the mask of a plan as a kernel takes it."""
     left, right = plan.window
     return Visible(
         first_visible=plan.first_visible,
@@ -273,7 +273,7 @@ def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
     return in_bytes.view(torch.float32)
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit(do_not_specialize=["slot_mapping", "rows"])

@@ -40,7 +40,7 @@ from fastattn.kernels.triton.quantized import Quantization
 from fastattn.kernels.triton.tuning import is_wide, pad, size_of
 from refattn.plan import Plan
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class How(NamedTuple):

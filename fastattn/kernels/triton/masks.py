@@ -19,7 +19,7 @@ import triton.language as tl
 from refattn.plan import Plan
 from refattn.trees import TreePlan
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class Run(NamedTuple):
@@ -387,7 +387,7 @@ def mask_of(plan: Plan, tree: TreePlan | None = None, *, slopes: bool = False, n
     """Return the mask of a plan as the kernel takes it.
 
     Args:
-        plan: who may see whom, in one level.
+        plan: the plan of one level.
         tree: the trees at the end of the sequences, if it is their plan.
         slopes: whether there are ALiBi slopes, which need the depths of nodes.
         nodes: whether the keys before the trees are left to another kernel.

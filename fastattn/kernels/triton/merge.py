@@ -88,7 +88,7 @@ def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -
     return out, lse
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 # --- the online softmax ---

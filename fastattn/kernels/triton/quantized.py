@@ -158,7 +158,7 @@ FOUR_TO_E5M2 = tl.constexpr("""
     }
 """)
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit

@@ -41,7 +41,7 @@ from fastattn.kernels.triton.quantized import (
 from fastattn.kernels.triton.tuning import are_pairs
 from refattn.plan import Plan
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class Quantized(NamedTuple):

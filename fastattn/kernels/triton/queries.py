@@ -16,7 +16,7 @@ from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class Queries(NamedTuple):

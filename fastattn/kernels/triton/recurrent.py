@@ -280,7 +280,7 @@ def _stages(query: Tensor, chunk: int) -> int:
     return stages if stages >= (1 if devices.is_rocm() else 2) else 0
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit

@@ -53,7 +53,7 @@ CANDIDATE_BLOCK = 4096  # candidates that are read at a time, at most 2**15
 CANDIDATE_WARPS = 8
 MOST_FILTERED = 2**25  # most scores that are filtered in one launch, which bounds the memory
 BLOCK_SEQS = 256  # sequences that are read at a time, to find that of a row
-BLOCK_KEYS = 2048  # selected keys that are looked up at a time
+BLOCK_KEYS = 2048  # selected keys whose slots are looked up at a time
 PLAN_WARPS = 8
 
 
@@ -191,7 +191,7 @@ def _launch_plan(
     )
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit

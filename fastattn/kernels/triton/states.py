@@ -154,7 +154,7 @@ def tables_of(plan: StatePlan, num_tokens: int) -> Tables:
     )
 
 
-# Triton's interpreter finds a function only if it stands above the one that calls it.
+# Triton's interpreter finds a function only if it is defined above its caller.
 
 
 @triton.jit

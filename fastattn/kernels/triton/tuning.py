@@ -14,7 +14,7 @@ from fastattn.kernels.triton.queries import count_tiles
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
-SCRATCH_BYTES = 4096  # shared memory that a program needs beside its tile and its steps
+SCRATCH_BYTES = 4096  # shared memory of a program besides its tile and its steps
 FEWEST_KEYS = 256  # fewest keys of a split
 FEWEST_LATENTS = 64  # fewest latents of a split: one step
 MOST_KEYS = 2048  # most keys per program: a much longer sequence must not finish alone at the end
