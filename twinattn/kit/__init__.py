@@ -1,27 +1,27 @@
-"""Prove any attention kernel: the contract, property by property; ragged and poisoned batches, one tolerance.
+"""Check any attention kernel, property by property, on ragged and poisoned batches, with one tolerance.
 
     twinattn prove my_package:my_attention --path chunked_prefill
 
-checks your kernel (`conformance.check`; `conformance.testing` for pytest). The names imported here need only torch;
-the search for failing batches needs the extra `conformance`.
+checks your kernel (`kit.check`; `kit.testing` for pytest). The names imported here need only torch; the search for
+failing batches needs the extra `kit`.
 
-    workload     a call as plain numbers: of a test, of the kit, of the search, of the benchmark
-    oracle       its right answer, in float64, without the reference
+    workload     a call as plain numbers, also for tests and benchmark
+    oracle       the expected output in float64, without the reference
     cases        the batches of the tests, in a poisoned pool       spec, readout    five proofs of a path
-    example      the workloads that the kit draws                   properties       what a kernel promises, as a table
-    property     one thing that it promises                         draws            batches for it
-    checks, hold what it is asked, and its right answer             numbers, memory  of any size; anywhere
-    conventions  which property asks which convention               drawn, finding   what was asked, and what came of it
-    combinations batches in which any two choices meet              landmarks        batches that are always tried
-    kernel       how a kernel is called, and what it claims         check, isolate   whether it keeps to it
+    example      the workloads that the kit draws                   properties       the table of all properties
+    property     one guarantee of a kernel                          draws            its random batches
+    checks, hold calls of the kernel, compared with the reference   numbers, memory  extreme values; strides, offsets
+    conventions  the properties that test each convention           drawn, finding   what was tested; the results
+    combinations batches that pair all options                      landmarks        batches that are always tried
+    kernel       how a kernel is called, and what it claims         check, isolate   run all properties of a kernel
     libraries    one caller per library                             adapters         their kernels
-    mistakes     known mistakes, by which a failure is named        search           random workloads of every path
-    tolerance    the one tolerance                                  report, field    what came of it
-    gradients    what a backward is asked, and its right answer     backward         what gradients promise
-    vacuity      a user's test, run against the known mistakes    testing, plugin  for pytest
-    packed       rows of bytes for latents                          states           slots of layers that keep a state
-    state_checks what such layers promise
-    operations   what is beside attention: writes, moves, metadata, drafts, ranks
+    mistakes     known mistakes, which name a failure               search           random workloads of every path
+    tolerance    the one tolerance                                  report, field    text, HTML, tables of results
+    gradients    inputs and reference of a backward                 backward         its properties
+    vacuity      a user's test, run against the known mistakes      testing, plugin  for pytest
+    packed       packed rows of latents                             states           slots of layers with a state
+    state_checks the properties of such layers
+    operations   other operations: writes, moves, metadata, drafts, ranks
 """
 
 from twinattn.kit.call import plan_and_attend, prepare

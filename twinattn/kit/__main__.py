@@ -1,10 +1,10 @@
 """`twinattn prove my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
 
-Exit status: 0 if it honours all that it claims, 1 if not, if a property was not reached, or if it refuses every batch,
-2 if there is no such kernel or device. With `--strict` it is 1, too, if the kernel refuses more than half of the
+Exit status: 0 if the kernel honours all that it claims; 1 if not, if a property was not reached, or if it refuses every
+batch; 2 if there is no such kernel or device. With `--strict` it is also 1 if the kernel refuses more than half of the
 batches of a property.
 
-`twinattn prove vacuous my_test.py::check chunked_prefill`: check a check; 1 if it lets a mistake pass.
+`twinattn prove vacuous my_test.py::check chunked_prefill`: run your check on known mistakes; 1 if it lets one pass.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from twinattn.kit.vacuity import PLANTED, find_check, vacuous
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check what the command line names."""
+    """Check the kernel that the command line names, and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["vacuous"]:
         return _vacuous(arguments[1:])
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kernel", nargs="?", help="module:function, file.py:function, a module of a path, or the name of an adapter"
     )
     parser.add_argument("--path", choices=[*PATHS, *OPERATIONS], help="the path that the kernel computes")
-    parser.add_argument("--device", default="cpu", help="any of torch that is here: cpu, cuda, cuda:1, mps, xpu ...")
+    parser.add_argument("--device", default="cpu", help="a torch device that is here: cpu, cuda, cuda:1, mps, xpu ...")
     parser.add_argument(
         "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"
     )
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         choices=[str(dtype).removeprefix("torch.") for dtype in HALVES],
-        help="may be repeated; those that the kernel claims if none is said",
+        help="may be repeated; default: all types that the kernel claims",
     )
     parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for option, name, says in (
         ("--heads", "heads", "numbers of query heads and KV heads, as 32/8"),
-        ("--head-size", "head_sizes", "elements of a head, as 80, or of a key and a value, as 576/512"),
+        ("--head-size", "head_sizes", "head size, as 80, or the sizes of a key and a value, as 576/512"),
         ("--block-size", "block_sizes", "tokens in a block"),
     ):
         kind = int if name == "block_sizes" else pair
@@ -75,13 +75,13 @@ def main(arguments: list[str] | None = None) -> int:
             option, dest=name, action="append", type=kind, metavar="N", help=f"{says}; instead of what it claims"
         )
     parser.add_argument(
-        "--time", action="store_true", help="time it, --examples calls of each workload, and check what was timed"
+        "--time", action="store_true", help="time --examples calls of each workload, and check their outputs"
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with --time: the workloads of this file of FlashInfer-Bench, JSONL"
+        "--trace", type=Path, metavar="FILE", help="with --time: the workloads of this FlashInfer-Bench file (JSONL)"
     )
     parser.add_argument(
-        "--write-trace", type=Path, metavar="FOLDER", help="with --time: write the workloads here, as FlashInfer-Bench"
+        "--write-trace", type=Path, metavar="FOLDER", help="with --time: write the workloads here, for FlashInfer-Bench"
     )
     parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
     parser.add_argument("--json", type=Path, help="write the report to this file")
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _timed(asked: argparse.Namespace, options: dict[str, Any]) -> Report:
-    """Time a kernel, and hold what was timed to the reference."""
+    """Time a kernel, and compare the timed outputs with the reference."""
     taken = {name: options[name] for name in ("device", "dtypes", "seconds", "patience", "limits")}
     return time_apart(
         asked.kernel, asked.path, calls=asked.examples, trace=asked.trace, write_trace=asked.write_trace, **taken
@@ -157,10 +157,10 @@ def _timed(asked: argparse.Namespace, options: dict[str, Any]) -> Report:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Read two numbers as 32/8 or 32,8; one counts for both.
+    """Parse two numbers, as 32/8 or 32,8; a single number stands for both.
 
     Raises:
-        ArgumentTypeError: if it is something else.
+        ArgumentTypeError: if the text is anything else.
     """
     numbers = text.replace(",", "/").split("/")
     if len(numbers) > 2 or not all(x.isdecimal() and int(x) for x in numbers):
@@ -169,7 +169,7 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def _check_options(asked: argparse.Namespace) -> None:
-    """Check the numbers and the names that the command line gives, and where files go.
+    """Check the numbers, names and output files of the command line.
 
     Raises:
         ValueError: naming the option.
@@ -204,7 +204,7 @@ def _vacuous(arguments: list[str]) -> int:
     )
     parser.add_argument("check", help="file.py::function or module:function, which takes a kernel")
     parser.add_argument("path", choices=list(PLANTED), help="the path that the kernel computes")
-    parser.add_argument("--like", help="your kernel, whose parameters those with mistakes have: module:function")
+    parser.add_argument("--like", help="your kernel, module:function; the kernels with mistakes get its parameters")
     asked = parser.parse_args(arguments)
     try:
         like = find(asked.like, asked.path).function if asked.like else None
@@ -233,7 +233,7 @@ def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -
     parts = asked.adapter
     chosen = [
         x for x in ADAPTERS.values() if (any(part in x.name for part in parts) if parts else x.package != "refattn")
-    ]  # the reference is what they are held to
+    ]  # the others are compared with the reference
     chosen = [x for x in chosen if asked.path in (None, x.path)]
     missing = {x.name: reason for x in chosen if (reason := x.why_not(asked.device)) is not None}
     for name, reason in missing.items():
@@ -261,7 +261,7 @@ def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -
     with ThreadPoolExecutor(asked.jobs) as pool:
         for done in as_completed([pool.submit(run, x.name) for x in chosen if x.name not in missing]):
             reports.append(done.result())
-            if asked.out:  # each time: what there is should last, whatever ends this process
+            if asked.out:  # after each kernel, so that its results survive if this process is killed
                 asked.out.parent.mkdir(parents=True, exist_ok=True)
                 found = field.results(reports, missing, asked.device, earlier)
                 asked.out.write_text(json.dumps(found, indent=1) + "\n")

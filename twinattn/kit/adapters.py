@@ -1,8 +1,8 @@
-"""Kernels that people use, each called as its users call it: short examples of adapters.
+"""Adapters for published kernels, each called as its users call it.
 
 An adapter takes only those arguments of a path that its library supports; what it does not take is not tested. It
-converts shapes and names to those of the path (an LSE `[h, t]` to `[t, h]`), and fixes nothing. Who calls a library is
-in `libraries`; the benchmark makes the same calls.
+converts shapes and names to those of the path (an LSE `[h, t]` to `[t, h]`), and fixes nothing. The calls themselves
+are in `libraries`; the benchmark makes the same ones.
 """
 
 import inspect
@@ -48,12 +48,12 @@ class Adapter:
     """A kernel of a published package.
 
     Attributes:
-        name: by which it is asked for.
-        path: what it computes.
+        name: its name on the command line.
+        path: the path that it computes.
         function: the adapter; None for a module that has the path's own functions.
-        package: its module; None if it comes with torch.
-        distribution: whose version is reported.
-        available: says why it cannot be loaded, or None.
+        package: its module; None if the version of its distribution is enough for a report.
+        distribution: the distribution to report the version of.
+        available: returns why it cannot be loaded, or None.
         needs_cuda: whether it runs on CUDA only.
     """
 
@@ -73,7 +73,7 @@ class Adapter:
         return reason
 
     def kernel(self) -> Kernel:
-        """Return what is checked."""
+        """Return the kernel to check."""
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
         path = PATHS[self.path]
@@ -103,8 +103,8 @@ def prepared(prepare: Callable[..., Call], renamed: dict[str, str] | None = None
     """Return a kernel that prepares a call of a library and makes it.
 
     Args:
-        prepare: of the library. What it takes by name alone is not asked of it.
-        renamed: from its words to the path's.
+        prepare: the library's function. Its keyword-only parameters are not tested.
+        renamed: its parameter names, each with the path's name.
         limits: what the kernel claims.
     """
     words = renamed or {}
@@ -134,7 +134,7 @@ def sdpa(
     softmax_scale: float | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Call `F.scaled_dot_product_attention` for each sequence, with an explicit mask where `is_causal` is another one.
+    """Call `F.scaled_dot_product_attention` for each sequence, with an explicit mask where `is_causal` is a wrong one.
 
     `is_causal` is aligned top-left, as its documentation says; the mask here is bottom-right.
     """
@@ -171,7 +171,7 @@ def flex(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Call FlexAttention, compiled, over all sequences in one row: a token sees its own document."""
+    """Call FlexAttention, compiled, over all sequences packed into one, with a document mask."""
     out, _ = _flex(query, key, value, batch, causal, window_size, return_lse=False)
     return out
 
@@ -185,7 +185,7 @@ def flex_with_lse(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor | None]:
-    """Call it for its LSE, too, which it does not return on a CPU."""
+    """Call FlexAttention with its LSE, which it does not return on a CPU."""
     return _flex(query, key, value, batch, causal, window_size, return_lse=True)
 
 
@@ -322,10 +322,10 @@ def sglang_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
 
 
 def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
-    """Return a kernel over slots from one over states that lie one after the other, as servers call it.
+    """Return a kernel over slots that calls one over contiguous states, as servers do.
 
-    It gathers the states of a step, zeros for sequences that begin, and afterwards writes those of sequences with new
-    tokens to their slots.
+    It gathers the states of a step (zeros for new sequences), and afterwards writes the states of sequences with new
+    tokens back to their slots.
     """
 
     @claims(**{"not_claimed": NO_SLOTS} | limits)
@@ -342,7 +342,7 @@ def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callabl
         scale: float,
     ) -> Tensor:
         slots = state_indices.long()
-        moved = cu_seqlens_q.diff() > 0  # others may name any slot, or none
+        moved = cu_seqlens_q.diff() > 0  # the slots of other sequences may be invalid
         before = states[slots.where(moved, 0)].masked_fill(~has_initial_state[:, None, None, None], 0.0)
         out, after = prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale)()
         states[slots[moved]] = after[moved].to(states.dtype)
@@ -352,7 +352,7 @@ def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callabl
 
 
 def over_slots_from_1(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
-    """Return a kernel over slots from one to whom slot 0 is padding: its pool begins with one slot more."""
+    """Return a kernel over slots that calls one with slot 0 as padding: its pool gets one more slot in front."""
 
     @claims(**limits)
     def kernel(
@@ -368,7 +368,7 @@ def over_slots_from_1(prepare: Callable[..., Call], **limits: Any) -> Callable[.
         scale: float,
     ) -> Tensor:
         pool = torch.cat([states[:1], states])
-        slots = state_indices.where(state_indices < len(states), -1)  # what is no slot would be followed
+        slots = state_indices.where(state_indices < len(states), -1)  # it would read through an invalid slot
         tables = slots + 1, cu_seqlens_q, has_initial_state
         out = prepare(query, key, value, log_decay, beta, pool, *tables, scale)()
         states.copy_(pool[1:])
@@ -399,7 +399,7 @@ FLASHINFER, FLASH_MLA = (
 FLA, ATTN_GYM = ("fla.ops", "fla-core", fla.available), ("attn_gym", "attn-gym", attn_gym.available)
 HEADS_OF_FA4: dict[str, Any] = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
 LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
-OF_SPARSE = {  # functions of the file sparse.py; of two paths by one function, the second has a name after it
+OF_SPARSE = {  # functions of sparse.py; where two paths share a function, the second name has a suffix
     "select": "select",
     "sparse_latents": "latent_attention",
     "packed_latents": "latent_attention-packed",
@@ -408,21 +408,21 @@ ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
 
 
 def topk(scores: Tensor, topk: int) -> Tensor:
-    """Return `torch.topk`, with -1 for what is no key; which of equal scores it takes is not said."""
+    """Return the positions of `torch.topk`, -1 where there is no key; its choice among equal scores is unspecified."""
     values, positions = scores.topk(min(topk, scores.shape[1]), dim=1)
     positions = positions.masked_fill(values == -torch.inf, -1)
     return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
 
 
 def stable_sort(scores: Tensor, topk: int) -> Tensor:
-    """Return the first of a stable sort, which leaves equal scores in their order."""
+    """Return the first positions of a stable sort, which keeps equal scores in order; -1 where there is no key."""
     values, positions = scores.sort(dim=1, descending=True, stable=True)
     positions = positions.masked_fill(values == -torch.inf, -1)[:, :topk]
     return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
 
 
 def varlen() -> str | None:
-    """Return why there is no `varlen_attn`, which came with PyTorch 2.10, or none with all that is asked of it."""
+    """Return why `varlen_attn` (PyTorch 2.10) is missing or lacks a parameter that is used here, or None."""
     if (reason := missing("torch.nn.attention.varlen")) is not None:
         return reason
     from torch.nn.attention.varlen import varlen_attn

@@ -1,7 +1,7 @@
-"""The contract of a backward: what the gradients of a kernel for `varlen` promise, property by property.
+"""The properties of the gradients of a `varlen` kernel.
 
-A kernel is differentiated as its users differentiate it, by autograd, for gradients of its output and of its
-log-sum-exp that are drawn, too (`gradients`). Most batches and checks are those of `draws`, `checks` and `memory`.
+A kernel is differentiated by autograd, as its users do, for random gradients of its output and of its log-sum-exp
+(`gradients`). Most batches and checks are those of `draws`, `checks` and `memory`.
 """
 
 from dataclasses import replace
@@ -20,14 +20,14 @@ from twinattn.kit.memory import with_gap
 from twinattn.kit.property import Broken, Draw, NotClaimedError, Property, RefusedError
 from twinattn.kit.tolerance import on_cpu
 
-REPEATS = 4  # repeated calls, where the same bits are claimed each time
+REPEATS = 4  # calls that have to return the same bits with deterministic=True
 
 
 # --- batches ---
 
 
 def of_log_sum_exps(draw: Draw, kernel: Kernel) -> Example:
-    """Draw gradients of the log-sum-exps, of rows that see no key, too; sometimes with sinks, or a cap."""
+    """Draw gradients of the log-sum-exps, also for fully masked rows; sometimes with sinks or a softcap."""
     options: Arguments = {"grad_lse": True}
     for name, value in (("sinks", True), ("softcap", 2.0)):
         if kernel.takes(name) and draw(st.booleans()):
@@ -36,7 +36,7 @@ def of_log_sum_exps(draw: Draw, kernel: Kernel) -> Example:
 
 
 def with_sinks(draw: Draw, kernel: Kernel) -> Example:
-    """Draw sinks over few keys, and over many; rows that see no key, too."""
+    """Draw sinks over few keys and over many, and with fully masked rows."""
     drawn = draw(st.sampled_from((draws.sinks_over_many_keys, draws.odd_lengths)))(draw, kernel)
     return replace(drawn, options={"sinks": True})
 
@@ -51,10 +51,10 @@ def some_queries(draw: Draw, kernel: Kernel) -> Example:
 
 
 def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Read the mask out of each gradient: all scores are 0, and one-hot rows name who has a part in it.
+    """Read the mask out of each gradient: all scores are 0, and one-hot rows show which pairs contribute.
 
-    With zero queries and one-hot gradients, `dv` is the mask itself, each row over its count. With one-hot keys, or
-    one-hot queries over zero keys, `dq` and `dk` may be anything where a query sees a key, and are 0 where it does not.
+    With zero queries and one-hot gradients, `dv` is the mask itself, each row divided by its count. With one-hot keys,
+    or one-hot queries over zero keys, `dq` and `dk` may be anything where a query sees a key, and are 0 elsewhere.
     """
     clean = example.tensors(dtype, device)
     most_queries, most_keys = (max((pair[i] for pair in example.lens), default=0) for i in (0, 1))
@@ -72,7 +72,7 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
 
 
 def _one_hot(like: Tensor, lengths: list[int], first: int) -> Tensor:
-    """Return rows that name as many rows of each sequence as they have elements, from some row on."""
+    """Return rows of which element `j` is 1 in row `first + j` of each sequence, and 0 elsewhere."""
     size = like.shape[-1]
     rows = torch.zeros_like(like)
     named = torch.arange(first, first + size)
@@ -83,15 +83,15 @@ def _one_hot(like: Tensor, lengths: list[int], first: int) -> Tensor:
 
 
 def _compare_masks(example: Example, name: str, answers: Answers, first: int) -> None:
-    """Compare who has a part in a gradient, `[rows, heads, columns]`, with the mask of each sequence."""
+    """Compare the nonzero elements of a gradient, `[rows, heads, columns]`, with the mask of each sequence."""
     row, found = 0, answers[name].detach().cpu()
     of_keys = name != "dq"
     for i, ((q, s), visible) in enumerate(zip(example.lens, example.masks(), strict=True)):
-        want = visible.T if of_keys else visible  # rows of the gradient, by what the columns name
+        want = visible.T if of_keys else visible  # [rows of the gradient, one-hot columns]
         mine = found[row : row + (s if of_keys else q)]
         row += s if of_keys else q
         want = want[:, first : first + mine.shape[-1]]
-        got = mine[..., : want.shape[1]] != 0  # NaN is
+        got = mine[..., : want.shape[1]] != 0  # true for NaN
         hidden = got & ~want[:, None]
         missing = (~got & want[:, None]) if name == "dv" else torch.zeros_like(got)
         for wrong, should in ((hidden, "should not"), (missing, "should")):
@@ -104,7 +104,7 @@ def _compare_masks(example: Example, name: str, answers: Answers, first: int) ->
 
 
 def of_log_sum_exp(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the gradients of a loss that has a part in the log-sum-exps; and of one in them alone."""
+    """Compare the gradients of a loss over outputs and log-sum-exps, and of one over log-sum-exps alone."""
     arguments = example.tensors(dtype, device)
     for given in (arguments, arguments | dict(grad_out=torch.zeros_like(arguments["grad_out"]))):
         try:
@@ -132,7 +132,7 @@ def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
 
 
 def strides_of_grad(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where the gradient of the output is one number for all, as of a sum; one per row; transposed; a view."""
+    """Compare with gradients of the output that are expanded, as those of a sum are, transposed, or other views."""
     arguments = example.tensors(dtype, device)
     given = arguments["grad_out"]
     views = dict(
@@ -153,7 +153,7 @@ def strides_of_grad(kernel: Kernel, example: Example, dtype: torch.dtype, device
 
 
 def one_at_a_time(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare each gradient where nothing else requires one."""
+    """Compare the gradient of each input where no other input requires one."""
     if kernel.is_backward:
         raise NotClaimedError("is a backward itself")
     arguments = example.tensors(dtype, device)
@@ -166,7 +166,7 @@ def one_at_a_time(kernel: Kernel, example: Example, dtype: torch.dtype, device: 
 
 
 def deterministic(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the bits of some calls."""
+    """Compare the bits of repeated calls."""
     arguments = example.tensors(dtype, device) | dict(deterministic=True)
     first = ask(kernel, example, arguments)
     for _ in range(REPEATS - 1):
@@ -272,7 +272,7 @@ PROPERTIES = (
     ),
     Property(
         "lse gradient",
-        "A gradient of the log-sum-exp is used: it adds to what each score changes by.",
+        "A gradient of the log-sum-exp is used: it adds to the gradient of each score.",
         of_log_sum_exps,
         of_log_sum_exp,
         landmarks=landmarks.long(grad_lse=True),
@@ -308,7 +308,7 @@ PROPERTIES = (
     ),
     Property(
         "many queries",
-        "What several tiles of queries add to a key is all counted.",
+        "The gradients of a key add up over several tiles of queries.",
         plain,
         everything,
         examples=0,
@@ -316,7 +316,7 @@ PROPERTIES = (
     ),
     Property(
         "many keys",
-        "What several tiles of keys add to a query is all counted.",
+        "The gradient of a query adds up over several tiles of keys.",
         draws.many_keys,
         everything,
         examples=4,
@@ -325,13 +325,13 @@ PROPERTIES = (
     Property("range", "Scores in the hundreds do not overflow.", plain, checks.loud),
     Property(
         "padding",
-        "Rows after the last sequence may hold anything, as may the gradients of their outputs: theirs are 0.",
+        "Rows after the last sequence, and the gradients of their outputs, may hold anything: their gradients are 0.",
         draws.padded,
         memory.poisoned("padding"),
     ),
     Property(
         "strides",
-        "Queries, keys and values may be views: other layouts, gaps between rows; values in another one than keys.",
+        "Queries, keys and values may be views, each with a layout of its own, and with gaps between rows.",
         draws.of_any_layout,
         memory.strides,
         landmarks=landmarks.of_layouts,
@@ -361,7 +361,7 @@ PROPERTIES = (
     ),
     Property(
         "softcap",
-        "The derivative of the cap is a factor of what each score changes by.",
+        "The gradient of each score has the derivative of the cap as a factor.",
         with_options("softcap"),
         everything,
         ("softcap",),
@@ -377,7 +377,7 @@ PROPERTIES = (
     ),
     Property(
         "sinks",
-        "Sinks count in the weights, and have a gradient themselves: minus its weight times delta, over all rows.",
+        "Sinks count in the weights, and have a gradient: minus the sink's weight times delta, summed over all rows.",
         with_sinks,
         everything,
         ("sinks",),
@@ -425,7 +425,7 @@ PROPERTIES = (
     ),
     Property(
         "one at a time",
-        "A gradient is the same where nothing else requires one.",
+        "A gradient is the same where no other input requires one.",
         some_queries,
         one_at_a_time,
         examples=4,

@@ -1,4 +1,4 @@
-"""What paths beside attention take: parts of a merge, new tokens and their slots, scores to select from."""
+"""Inputs of paths other than attention: partial outputs to merge, new tokens and their slots, scores to select from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from twinattn.kit.cases import HARMLESS, build
 
 
 def partials(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Make partial answers of the same queries; where a part is empty, its output is garbage or 0."""
+    """Make partial outputs of the same queries; where a part is empty, its output is garbage or 0."""
     generator = torch.Generator().manual_seed(example.seed)
     shape = (example.num_tokens, example.heads[0])
     outs, lses = [], []
@@ -26,14 +26,14 @@ def partials(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> di
 
 
 def new_tokens(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw new keys and values of any bits, a pool with such numbers in it, and the slots that the tokens go to."""
+    """Draw new keys and values with unusual bits, a pool of such values, and the slots of the tokens."""
     generator = torch.Generator().manual_seed(example.seed)
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
     room, order = len(drawn.key_cache) * example.block_size, example.options.get("slots")
     if order:
-        first = max(0, min(room - t, room - example.block_size - (t + 1) // 2))  # so that a run is over a block's end
+        first = max(0, min(room - t, room - example.block_size - (t + 1) // 2))  # so that a run crosses a block's end
         places = {
             "run": torch.arange(first, first + t),
             "backwards": torch.arange(room - 1, room - 1 - t, -1),
@@ -57,7 +57,7 @@ def new_tokens(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
         for name in ("key", "value")
     }
     for x in (*rows.values(), *pools.values()):
-        with_odd_bits(x)  # a write is to the bit
+        with_odd_bits(x)  # a write is compared bit for bit
     return dict(**rows, **pools, slot_mapping=slots)
 
 
@@ -69,7 +69,7 @@ def scores(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> dict
     kind = example.options.get("kind", "plateau")
     if kind == "crowded":  # in one binade, and many of them nearly alike, on either side of 0
         scores = torch.where(scores > 0, 1.0, -1.0) * (1.0 + 0.1 * torch.rand(t, s, generator=generator))
-    if kind == "near":  # all of them one number in 16 bits
+    if kind == "near":  # all equal when rounded to 16 bits
         scores = 1.0 + 2.0**-12 * torch.rand(t, s, generator=generator, dtype=torch.float32)
     if kind == "apart":  # any size, down to subnormal numbers, and infinite ones
         scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
@@ -87,7 +87,7 @@ def scores(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> dict
         scores = -(scores - 1.0).relu()
     for (_, length), rows in zip(
         example.lens, torch.arange(t).split([q for q, _ in example.lens]), strict=True
-    ):  # a sequence has no keys past its end, and a query none after itself
+    ):  # a query sees no keys after itself
         position = torch.arange(length - len(rows), length)
         scores[rows] = scores[rows].masked_fill(torch.arange(s) > position[:, None], -torch.inf)
     return dict(scores=scores, topk=example.options.get("topk", 8))

@@ -16,18 +16,18 @@ OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 def prepare(
     path: ModuleType, *tensors_and_batch: Any, function: str = "attention", **arguments: Any
 ) -> Callable[..., Any]:
-    """Plan a step, and return the call that attends in one layer of it.
+    """Plan a step, and return a function that attends in one of its layers.
 
     Args:
         path: a module with `plan` and `attention`, of any package.
-        tensors_and_batch: what `attention` takes before its plan, and the batch in the plan's place; or none, and all
-            of them by name.
-        function: what attends, if it is not `attention`.
+        tensors_and_batch: the arguments of `attention` before its plan, then the batch; or none, and all of them by
+            name.
+        function: the name of the function, if it is not `attention`.
         arguments: those of `plan` (`causal`, `chunk_size`, ...), of `AttentionOptions` (`softcap`, ...) and of
-            `attention` (`return_lse`, ...), in any order. Without a block size, that of the cache is taken.
+            `attention` (`return_lse`, ...), in any order. The block size defaults to that of the cache.
 
     Returns:
-        The call; it takes more keyword arguments of `attention`.
+        The function; it takes more keyword arguments of `attention`.
     """
     attention = getattr(path, function)
     if not tensors_and_batch:

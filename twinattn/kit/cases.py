@@ -1,4 +1,4 @@
-"""The batches for the proof of a path: ragged, with shuffled blocks, and poisoned where nothing may be read."""
+"""Test batches of a path: ragged, with shuffled blocks, and poisoned where nothing may be read."""
 
 import random
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from torch import Tensor
 from refattn.batch import Batch
 from twinattn.kit.workload import Workload
 
-STALE = 1e4  # a large number moves an answer a little
-POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # what memory that no query may see holds, in turn
-FINITE_POISON = (STALE, -STALE)  # what stays out of an answer even where it is multiplied by 0
-HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with those over poison
-GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
+STALE = 1e4  # a large number changes an output without making it NaN
+POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # values of memory that no query may see, in turn
+FINITE_POISON = (STALE, -STALE)  # disappears where it is multiplied by 0
+HARMLESS = (0.5,)  # the value instead, for outputs to compare bit for bit with those over poison
+GARBAGE = (-1, 1_000_000)  # entries of a block table past a sequence's last block
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Case(Workload):
-    """A ragged batch for any path that reads keys and values of numbers, by its name, which is its test id.
+    """A ragged batch for any path over unquantized keys and values.
 
     Attributes:
-        name: of the batch.
+        name: of the batch; the test id.
     """
 
     name: str = ""
@@ -41,7 +41,7 @@ class Case(Workload):
         padding_rows: int = 0,
         **more: Any,
     ) -> None:
-        """Take what differs from case to case; `layout` is that of the pool."""
+        """Set the fields that differ between cases; `layout` is that of the pool."""
         object.__setattr__(self, "name", name)
         sizes = (heads, head_size, value_head_size, block_size, padding_rows)
         super().__init__(more.pop("path", "chunked_prefill"), lens, *sizes, **{"pool": layout, **more})
@@ -77,7 +77,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Paged:
-    """A case as tensors: the pool with its poison, and the same keys and values in plain rows."""
+    """The tensors of a case: a poisoned pool, and the same keys and values as plain rows."""
 
     query: Tensor  # [t, h, d]
     key_cache: Tensor  # [n, p, hk, d]
@@ -110,10 +110,10 @@ def build(
     values: list[Tensor] | None = None,
     poison: Sequence[float] = POISON,
 ) -> Paged:
-    """Lay a case out in a shuffled pool, with poison in all memory that no query may see.
+    """Make the tensors of a case: a shuffled pool, with poison in all memory that no query may see.
 
-    That is free blocks, slots past each sequence's end, and rows past the last sequence. The numbers are
-    drawn on the CPU, so that every device tests the same ones; they do not depend on the poison.
+    That is free blocks, slots past each sequence's end, and rows past the last sequence. The values are drawn on the
+    CPU, so that they are the same on every device; they do not depend on the poison.
     """
     generator, shuffle = torch.Generator().manual_seed(seed), random.Random(seed)
     h, hk = case.heads
@@ -173,7 +173,7 @@ def build(
 
 
 def poisoned(rows: int, heads: int, size: int, poison: Sequence[float] = POISON, *, first: int = 0) -> Tensor:
-    """Fill rows with poison, another kind for each head and for the next row: `[rows, heads, size]`."""
+    """Return rows of poison `[rows, heads, size]`, of another kind in each head and in each next row."""
     if len(poison) == 1:
         return torch.full((rows, heads, size), poison[0], dtype=torch.float32)
     turn = torch.arange(rows)[:, None] + torch.arange(heads) + first
