@@ -392,7 +392,7 @@ PROPERTIES = (
     ),
     Property(
         "more queries than keys",
-        "A query has its position below 0, too: each option, with a causal mask and without one.",
+        "Queries may have positions below 0: with each option, with a causal mask and without one.",
         plain,
         everything,
         examples=0,

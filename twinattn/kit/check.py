@@ -1,4 +1,4 @@
-"""Check a kernel: every property that it claims, on drawn batches; shrink a failure and find its probable cause."""
+"""Check every property that a kernel claims on drawn batches, shrink a failure, and find its probable cause."""
 
 import ast
 import functools
@@ -42,10 +42,10 @@ SEED = 3  # the seed of the batches
 ENDS = {
     "call": "it cannot be called",
     "writes": "it changes its inputs",
-}  # properties without which no other means anything
+}  # if one of these fails, no other property is checked
 EVIDENCE = 6  # more batches, to tell mistakes apart
-SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
-AGAIN = 0.2  # times SHRINKING, once another property has shown the mistake
+SHRINKING = 10.0  # seconds, at most; 0: failures are not shrunk
+AGAIN = 0.2  # times SHRINKING, once another property has found a mistake
 PROBABLE = 0.75  # the share of failures, and of passes, that a mistake has to explain
 REPEATS, REPEATING = 40, 2.0  # most repeats of a failed call, and seconds for them
 RACE = (
@@ -71,22 +71,22 @@ def check(
 ) -> Report:
     """Check a kernel against the contract of its path.
 
-    A log-sum-exp that is wrong is one finding, that of the property `lse`: the others then compare outputs alone. If
-    `lse` is not asked for, it is looked at once another property fails.
+    A wrong log-sum-exp is one finding, that of the property `lse`: the others then compare outputs alone. If `lse` is
+    not in `only`, it is checked once another property fails.
 
     Args:
         target: the kernel, as `twinattn.kit.kernel.find` takes it.
         path: which path it computes.
         device: where the tensors are: any that torch has, "cpu", "cuda:1", "mps", "xpu".
         dtypes: of them; those that the kernel claims if None.
-        examples: batches per property and type.
+        examples: batches per property in the first type, and a quarter of them in each other type.
         only: names of properties; all if None.
-        seconds: after which no other property is begun.
+        seconds: time after which no further property is started.
         stop_at_first: end with the first failure.
         repeat: how often each batch is tried: a race shows in some calls.
-        limits: claims that go before those of the kernel, by name: `dict(heads=((32, 2),))`.
+        limits: claims that replace those of the kernel, by name: `dict(heads=((32, 2),))`.
         on_finding: called with every finding, as it is made.
-        on_example: called with the property and the batch before the kernel is.
+        on_example: called before the kernel, with the name of the property and the batch.
 
     Returns:
         The report.
@@ -121,11 +121,11 @@ def check(
     drawn.dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in kinds)
     blamed: list[str] = []
     look = partial(_look, kinds, device, examples, blamed, repeat)
-    ended = ""  # why nothing else is asked
+    ended = ""  # why no further property is checked
     lse = next((x for x in properties.of_path(kernel.path) if x.name == "lse"), None)
     if "lse" in kernel.claims.not_claimed:
         kernel = replace(kernel, without_lse=True)
-    is_lse_known = kernel.without_lse  # it is asked in its turn, or once something fails that compares it
+    is_lse_known = kernel.without_lse  # `lse` is checked in its turn, or once a property that compares it fails
     for prop in chosen:
         why = prop.not_asked(kernel, device)
         if why is not None:
@@ -162,7 +162,7 @@ def reproduce(
     device: str = "cpu",
     times: int = 1,
 ) -> None:
-    """Check one property of a kernel on one batch; of a kernel with a race, many times.
+    """Check one property of a kernel on one batch, `times` times: for a kernel with a race.
 
     Raises:
         Broken: if it does not hold.
@@ -181,7 +181,7 @@ def reproduce(
 
 
 def claims_as_words(kernel: Kernel) -> dict[str, Any]:
-    """Return the claims of a kernel as JSON has them."""
+    """Return the claims of a kernel as values for JSON."""
     values = {of.name: getattr(kernel.claims, of.name) for of in fields(kernel.claims)}
     values["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in kernel.claims.dtypes]
     return values | dict(not_claimed=dict(kernel.claims.not_claimed), takes=list(kernel.parameters))
@@ -206,7 +206,7 @@ def _look(
     prop: Property,
     on_example: Callable[[str, Example], None] | None,
 ) -> Finding:
-    """Search batches on which a property does not hold, one type after the other."""
+    """Search for a batch on which a property does not hold, one type after the other."""
     if isinstance(prop, OperationProperty):
         return Finding(prop.name, prop.promise, **prop.look(kernel, dtypes, device, examples, on_example))
     tried, refused, reason = 0, 0, ""
@@ -216,7 +216,7 @@ def _look(
         search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1), repeat)
         marks = prop.in_type(kernel, i) if prop.in_type is not None else prop.landmarks(kernel)
         marks = marks[: min(2 * examples, kernel.claims.max_examples or 2 * examples)]
-        if i and prop.in_type is None:  # each in the first type, and some in each other one
+        if i and prop.in_type is None:  # all landmarks in the first type, and some in each other one
             marks = [mark for mark in marks[i % len(marks) :: len(dtypes)] if not is_huge(mark)] if marks else []
         failure = search.run(most if i == 0 else -(-most // 4)) or search.visit(marks)
         if search.not_claimed:
@@ -254,7 +254,7 @@ class _Search:
         self.batches = _batches(prop, kernel)
 
     def visit(self, marks: Sequence[Example]) -> Broken | None:
-        """Try the landmarks until one fails, and make that one smaller as long as it does."""
+        """Try the landmarks until one fails, and shrink that one."""
         drawn = self.prop
         self.prop = replace(drawn, check=drawn.check_landmark or drawn.check)
         for mark in marks:
@@ -266,7 +266,7 @@ class _Search:
         return None
 
     def _smaller(self, failing: Example) -> Example:
-        """Leave out sequences, queries and keys as long as a batch fails, and time is left."""
+        """Leave out sequences, queries and keys as long as the batch still fails and time is left."""
         ends, before = time.monotonic() + self.shrinking, None
         while failing is not before:
             before = failing
@@ -297,7 +297,7 @@ class _Search:
             report_multiple_bugs=False,
             print_blob=False,
             verbosity=Verbosity.quiet,
-        )(seed(SEED)(given(self.batches)(test)))  # any one, but always the same batches
+        )(seed(SEED)(given(self.batches)(test)))  # the same batches in every run
         try:
             run()
         except (Broken, Flaky):
@@ -306,7 +306,7 @@ class _Search:
         return None
 
     def _try_and_raise(self, example: Example) -> None:
-        if time.monotonic() > self.ends:  # long enough: only the smallest so far fails still
+        if time.monotonic() > self.ends:  # stop shrinking: from here on only the smallest batch so far fails
             if example == self.smallest:
                 raise self.failures[repr(example)]
             return
@@ -318,7 +318,7 @@ class _Search:
             raise self.failures[repr(example)]
 
     def _try(self, example: Example) -> None:
-        """Check the property on a batch, and keep what the kernel was asked and answered."""
+        """Check the property on a batch, and record its calls and a failure."""
         self.tried += 1
         if self.on_example is not None:
             self.on_example(self.prop.name, example)
@@ -343,7 +343,7 @@ class _Search:
             self.trials.append(_Trial(example, list(self.kernel.calls), failed))
 
     def finding(self, failure: Broken, blamed: Sequence[str]) -> Finding:
-        """Describe a failure: its masks, and what is probably wrong; of equals first what was blamed before."""
+        """Describe a failure with its masks and probable mistakes; of equal ones, those in `blamed` come first."""
         example = self.smallest
         assert example is not None
         is_race = self._differs_from_call_to_call(example)
@@ -372,7 +372,7 @@ class _Search:
         )
 
     def _differs_from_call_to_call(self, example: Example) -> bool:
-        """Return whether the kernel is right at times, or wrong each time in another way, on the same numbers."""
+        """Return whether the kernel is sometimes right, or wrong in different ways, on the same inputs."""
         ends, failed, first = time.monotonic() + REPEATING, 0, None
         for count in range(1, REPEATS + 1):
             self.kernel.calls.clear()
@@ -391,7 +391,7 @@ class _Search:
         return False
 
     def _gather(self) -> None:
-        """Try some more batches as evidence, large ones too, and each with random numbers in ordinary memory."""
+        """Try some more batches as evidence, each also with random numbers in ordinary memory."""
         run = settings(
             max_examples=EVIDENCE,
             deadline=None,
@@ -412,7 +412,7 @@ class _Search:
                     self._keep(trial.example, checks.everything)
 
     def _masks(self, example: Example) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
-        """Return the masks of a batch and those that the kernel shows, where they can be read out and differ."""
+        """Return the expected masks of a batch and those of the kernel, if they can be read out and differ."""
         if example.path not in READ_OUT or max((s for _, s in example.lens), default=0) > 64:
             return (), ()
         try:
@@ -428,14 +428,14 @@ class _Search:
         return ((), ()) if wrong is None else (_rows(want), _rows(wrong))
 
 
-@st.composite  # once, as hypothesis reads the source of what it makes a strategy of
+@st.composite  # at module level: hypothesis reads the source of each function that it decorates
 def _batches(draw: Draw, prop: Property, kernel: Kernel) -> Example:
     """Draw the batches of a property."""
     return prop.draw(draw, kernel)
 
 
 def _nearly_alike(one: Answers, other: Answers) -> bool:
-    """Return whether two answers differ by no more than sums in another order do."""
+    """Return whether two answers differ by no more than sums in different orders would."""
     return all(
         torch.allclose(one[name].float(), x.float(), rtol=0.05, atol=0.05, equal_nan=True)
         for name, x in other.items()
@@ -453,16 +453,16 @@ def _rows(drawn: Sequence[Tensor]) -> tuple[tuple[str, ...], ...]:
 def probable(
     smallest: Example, trials: Sequence[_Trial], blamed: Sequence[str] = (), *, most: int = 3
 ) -> list[mistakes.Mistake]:
-    """Find the known mistakes that give the answers of a kernel, on the same inputs.
+    """Find the known mistakes that give the same outputs as a kernel, on the same inputs.
 
     Args:
         smallest: the smallest batch that fails.
-        trials: batches, with what the kernel was asked and answered.
-        blamed: names of mistakes that other properties of the kernel have shown.
-        most: how many are named.
+        trials: batches, with the calls of the kernel.
+        blamed: names of mistakes that other properties of this kernel have shown.
+        most: the number of mistakes to return.
 
     Returns:
-        Those that explain most, one of a name; none if none explains most of the failures.
+        The mistakes that explain the most batches, one per name; none if no mistake explains most of the failures.
     """
     newest = [trial for trial in reversed(trials) if trial.calls]
     ordered = sorted(newest, key=lambda trial: (not trial.failed, trial.example != smallest))
@@ -474,10 +474,10 @@ def probable(
             trials.append(trial)
     wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
     right = [trial for trial in trials if not trial.failed]
-    if any(len(trial.example.options) > 2 for trial in trials):  # those with most of the options show which one is lost
+    if any(len(trial.example.options) > 2 for trial in trials):  # passing batches with most of these options
         right.sort(key=lambda trial: -_in_common(trial, smallest))
         count = max(EVIDENCE // 2, len(smallest.options))
-        right = right[:count] + right[count:][-(EVIDENCE // 2) :]  # and passing cases without these options
+        right = right[:count] + right[count:][-(EVIDENCE // 2) :]  # and some with few of them
     else:
         right = right[: EVIDENCE // 2]
     nothing_wrong = mistakes.without_mistake(smallest.path)
@@ -489,12 +489,12 @@ def probable(
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     best = 0.0
     of_path = [x for x in mistakes.of_path(smallest.path) if mistakes.shows_in(x, is_large(smallest))]
-    for is_of_forward in (False, True):  # a mistake of the backward alone goes before one that comes from the forward
+    for is_of_forward in (False, True):  # a mistake in the backward alone goes before one in the forward
         known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
         explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
         for explains in (True, False):
             if best == len(failing) + len(passing):
-                break  # who misses the first failure explains less
+                break  # a mistake that misses the first failure explains less
             for mistake, does in zip(known, explains_first, strict=True):
                 missed = 0 if does else 1
                 for evidence in failing[1:] if does == explains else ():
@@ -512,7 +512,7 @@ def probable(
 
 
 def _in_common(trial: _Trial, example: Example) -> int:
-    """Return how many options of an example a batch has."""
+    """Return how many options of an example the batch of a trial has, too."""
     return sum(trial.example.options.get(name) == value for name, value in example.options.items())
 
 
@@ -521,7 +521,7 @@ def _cost(trial: _Trial) -> int:
 
 
 class _Evidence:
-    """A call of the kernel: what it answered, and how far an answer may be from a right one."""
+    """A call of the kernel, with its outputs and the distance that rounding allows."""
 
     def __init__(self, example: Example, arguments: Arguments, answers: Answers) -> None:
         self.example, self.arguments = example, on_cpu(arguments)
@@ -529,16 +529,16 @@ class _Evidence:
         without_out = {name: x for name, x in self.arguments.items() if name not in ("out", "first_block")}
         self.wide, self.low = expected(example, without_out)
         is_gradient = PATHS[example.path].differentiates
-        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # before terms cancel
+        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # of the terms, before they cancel
         self.errors: dict[str, Distance] = {}  # by name
 
     @functools.cached_property
     def is_right(self) -> bool:
-        """Whether the answers are those without a mistake."""
+        """Whether the outputs are right."""
         return self.agrees(mistakes.without_mistake(self.example.path))
 
     def agrees(self, mistake: mistakes.Mistake) -> bool:
-        """Return whether a mistake gives these answers."""
+        """Return whether a mistake gives these outputs."""
         if not mistake.may_show(self.example, self.arguments):
             return self.is_right
         try:
@@ -562,7 +562,7 @@ class _Evidence:
         return not off.numel() or float(off.max()) <= 4 * bound(self._error(name), size, self.answers[name].dtype).max
 
     def _error(self, name: str) -> Distance:
-        """Return how far the reference in the type of the answer is from the wide one, where both are numbers."""
+        """Return how far the reference in the type of the output is from the wide one, where both are finite."""
         if name == "lse" and not self.arguments.get("query", torch.ones(1)).any():
             return Distance(0.0, 0.0)  # the products are 0 in any type
         if name not in self.errors:
@@ -572,7 +572,7 @@ class _Evidence:
 
 
 class _Numbers(ast.NodeTransformer):
-    """Make numbers of `nan` and `inf`, which print so and are no literals."""
+    """Replace the names `nan` and `inf`, as Python prints these numbers, by constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Replace the two names."""
@@ -580,10 +580,10 @@ class _Numbers(ast.NodeTransformer):
 
 
 def parse_example(text: str) -> Example | Case:
-    """Read an example as it prints: `Example('local', lens=((1, 5),), options={'chunk_size': 16})`, or a `Case`.
+    """Parse the `repr` of an `Example`, as `Example('local', lens=((1, 5),), options={'chunk_size': 16})`, or a `Case`.
 
     Raises:
-        ValueError: if it is something else.
+        ValueError: if the text is anything else.
     """
     node = _Numbers().visit(ast.parse(text.strip(), mode="eval")).body
     name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""

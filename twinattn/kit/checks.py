@@ -1,4 +1,4 @@
-"""How properties are checked: what a kernel is called with, and what of its output is compared."""
+"""The checks of properties: each calls a kernel, and compares some of its outputs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,17 +25,17 @@ from twinattn.kit.readout import one_hot_values
 from twinattn.kit.tolerance import assert_close
 
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
-MOST_COMPARED = 500  # sequences of a batch; of more the masks have to do, or some of the sequences
-FEW_DECODES = 100  # all are compared, in a batch of options
+MOST_COMPARED = 500  # sequences of a batch; in a larger one only the masks, or some sequences, are compared
+FEW_DECODES = 100  # the same for a batch with options
 EVERY, LAST = 7, 24  # the decodes compared in a larger batch: every seventh, and the last ones
 FLOAT32_EPS = torch.finfo(torch.float32).eps
-FAR_BOUND = 4096  # keys: an upper bound as of a server, which gives that of the model
-LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
+FAR_BOUND = 4096  # keys: a server may pass the longest sequence of its model as the upper bound
+LOW = 60.0  # added to keys and subtracted from queries: all scores are then far below -10,000
 
 
 @outputs_alone
 def alone(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Select for each query by itself, for all in another order, and for all again: the same keys."""
+    """Compare the selection of each query alone, with the queries in reverse order, and in a second call."""
     arguments = example.tensors(dtype, device)
     scores = arguments["scores"]
     whole = ask(kernel, example, arguments)["out"]
@@ -50,7 +50,7 @@ def alone(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
 
 @outputs_alone
 def call(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Call the kernel, and look at what it returns."""
+    """Call the kernel: `ask` checks the type and shape of its output."""
     ask(kernel, example, example.tensors(dtype, device))
 
 
@@ -76,9 +76,9 @@ def lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
 
 
 def counted(kernel: Kernel, example: Example, arguments: Arguments) -> None:
-    """Compare the log-sum-exp of queries of 0 with that of float32, in any type: all products are 0, and exact.
+    """Compare the log-sum-exp of zero queries in float32 precision, whatever their type: all products are exactly 0.
 
-    Without options it is the logarithm of how many keys a query sees.
+    Without options it is the logarithm of the number of visible keys.
     """
     arguments = arguments | dict(query=torch.zeros_like(arguments["query"]))
     came = ask(kernel, example, arguments)["lse"].detach().cpu().double()
@@ -126,7 +126,7 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
     seen = seen_masks(kernel, example, dtype, device)
     row = 0
     for i, (want, share, weights) in enumerate(zip(example.masks(), example.shares(), seen, strict=True)):
-        got = weights != 0  # NaN is
+        got = weights != 0  # true for NaN
         for head in range(weights.shape[1]):
             wrong = (got[:, head, : want.shape[1]] != want).nonzero()
             if len(wrong):
@@ -142,7 +142,7 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
 
 
 def without_queries(arguments: Arguments) -> Arguments:
-    """Return arguments whose queries are 0: all scores are."""
+    """Return the arguments with zero queries, so that all scores are 0."""
     return arguments | dict(query=torch.zeros_like(arguments["query"]))
 
 
@@ -154,10 +154,10 @@ def glance(
     alike: Callable[[Arguments], Arguments] = without_queries,
     off: float = 16 * FLOAT32_EPS,
 ) -> None:
-    """Look whether each query sees its keys, all at once: if all scores are alike, it returns the mean of their values.
+    """Check the masks in one call: with equal scores, a query returns the mean of the values that it sees.
 
-    Those are 1 and -1, so that a key more or less among n moves every element by about 1/n. `alike` makes scores so,
-    and `off` is how far the mean may be off for their rounding.
+    Values are 1 and -1, so that one key more or less among n changes every element by about 1/n. `alike` makes the
+    scores equal, and `off` is the rounding error of the mean that this allows.
     """
     generator = torch.Generator().manual_seed(example.seed)
     values = [
@@ -184,7 +184,7 @@ def glance(
 
 
 def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Look at the mask where the output shows it and no option changes weights, and compare everything."""
+    """Check the mask where the output shows it and no option changes the weights, and compare everything."""
     if example.path in READ_OUT and not {"alibi_slopes", "sinks"} & set(example.options):
         glance(kernel, example, dtype, device)
         if len(example.lens) > MOST_COMPARED:
@@ -196,9 +196,9 @@ def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
 def hold_some(
     example: Example, arguments: Arguments, answers: Answers, *, most: int, only: tuple[str, ...] = ()
 ) -> None:
-    """Compare a batch of more decodes than `most` with the reference at some of them: the first, the last, and between.
+    """Compare with the reference; of a batch with more decodes than `most`, compare every seventh and the last ones.
 
-    Its sequences have no part in each other's answers, and the reference takes them one by one.
+    Sequences are independent, and the reference computes them one at a time, so some of them can stand for all.
     """
     n = len(example.lens)
     of_each_row = {"positions", "first_visible", "last_visible", "prefixes", "trees"} & arguments.keys()
@@ -223,13 +223,13 @@ def hold_some(
 
 @outputs_alone
 def outputs_at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Do so without the log-sum-exp."""
+    """Check the mask, and compare the outputs without the log-sum-exp."""
     glance(kernel, example, dtype, device)
     answer(kernel, example, dtype, device)
 
 
 def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Read out of the output which weights each query of each sequence gave to the keys, `[t, h, columns]`."""
+    """Read the attention weights of each sequence out of the output, `[t, h, columns]`."""
     width = example.value_size
     rows, pieces = example.num_tokens, []
     for first in range(0, max(1, max(s for _, s in example.lens)), width):
@@ -239,13 +239,13 @@ def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 def one_hot(example: Example, dtype: torch.dtype, device: str, first: int = 0) -> Arguments:
-    """Make the arguments with zero queries, and values that name their keys, from some key on."""
+    """Return the arguments with zero queries and one-hot values, beginning with the key `first`."""
     arguments = example.tensors(dtype, device, values=one_hot_values(example, first))
     return arguments | dict(query=torch.zeros_like(arguments["query"]))
 
 
 def every_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Look whether each of many parts counts: of alike log-sum-exps and outputs of 1 and -1 the merge is the mean."""
+    """Check that each of many parts counts: with equal log-sum-exps and outputs of 1 and -1 the merge is the mean."""
     arguments, generator = example.tensors(dtype, device), torch.Generator().manual_seed(example.seed)
     shape = arguments["outs"][0].shape
     signs = [torch.randint(0, 2, shape, generator=generator) * 2 - 1 for _ in arguments["outs"]]
@@ -258,7 +258,7 @@ def every_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare everything that is returned, of a call as the options of the example say."""
+    """Compare everything that is returned by a call with the options of the example."""
     said = example.options.get
     arguments = example.tensors(dtype, device)
     region = said("poison")
@@ -276,13 +276,13 @@ def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
 
 @outputs_alone
 def without_lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare an output that comes alone with the reference."""
+    """Compare the output of a call with return_lse=False with the reference."""
     arguments = example.tensors(dtype, device)
     hold(example, arguments, ask(kernel, example, arguments, return_lse=False), only=("out",))
 
 
 def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare with a longest query and a longest sequence that are longer than any of the batch."""
+    """Compare with `max_query_len` and `max_seq_len` above the longest of the batch."""
     arguments = example.tensors(dtype, device)
     batch = arguments["batch"]
     more = 0 if kernel.claims.max_query_len == 1 else 3
@@ -293,7 +293,7 @@ def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
 
 
 def far_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare with upper bounds, and a block table, of a server that gives those of its model."""
+    """Compare with the upper bounds and the wide block table of a server that passes those of its model."""
     arguments = example.tensors(dtype, device)
     batch, most = arguments["batch"], FAR_BOUND
     if batch.block_table is not None:
@@ -322,7 +322,7 @@ def decode_is_prefill(kernel: Kernel, example: Example, dtype: torch.dtype, devi
 def last_queries(
     example: Example, arguments: Arguments, dtype: torch.dtype, device: str
 ) -> tuple[Example, Arguments, Tensor]:
-    """Return a batch of the last query of each sequence, over the same keys, and which rows those are."""
+    """Return a batch of the last query of each sequence, over the same keys, and the rows of these queries."""
     last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
     alone = replace(example, lens=tuple((1, s) for _, s in example.lens))
     batch = alone.tensors(dtype, device)["batch"]
@@ -332,7 +332,7 @@ def last_queries(
 
 
 def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare each sequence alone with the same one among others, to the bit."""
+    """Compare each sequence alone with the same one among others, bit for bit."""
     example = replace(example, options={**example.options, "batch_invariant": True})
     arguments = example.tensors(dtype, device)
     whole = ask(kernel, example, arguments)
@@ -354,7 +354,7 @@ def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 def token_invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the last query of each sequence, alone, with the same query among the others, to the bit."""
+    """Compare the last query of each sequence, alone, with the same query among the others, bit for bit."""
     example = replace(example, options={**example.options, "batch_invariant": True})
     arguments = example.tensors(dtype, device)
     whole = ask(kernel, example, arguments)
@@ -365,7 +365,10 @@ def token_invariance(kernel: Kernel, example: Example, dtype: torch.dtype, devic
 
 
 def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare a second call, after one over other and more sequences, with the reference."""
+    """Compare a repeated call with the reference, after a call over other and more sequences.
+
+    Later calls must not write into outputs that were returned before.
+    """
     other = replace(example, lens=(*example.lens, *((q, s + 7) for q, s in example.lens)), seed=example.seed + 1)
     arguments = example.tensors(dtype, device)
     ask(kernel, example, arguments)
@@ -385,7 +388,7 @@ def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
 
 
 def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -> None:
-    """Compare a call whose tensors have other numbers in the memory of the call before, as those of a server have."""
+    """Compare a call over new values in the same memory, as in a server's next step."""
     for word in ("query", "key", "value", *(pool for pool, _ in PATHS[example.path].pools)):
         if word in arguments and arguments[word].itemsize > 1:
             arguments[word].neg_().add_(0.25)
@@ -402,7 +405,7 @@ def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -
 
 
 def again_with(arguments: Arguments) -> Arguments:
-    """Return other numbers for a call of the same sizes."""
+    """Return other values for a call of the same sizes."""
     if "query" in arguments:
         return {"query": -arguments["query"]}
     if "scores" in arguments:
@@ -413,9 +416,9 @@ def again_with(arguments: Arguments) -> Arguments:
 
 @outputs_alone
 def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN where queries may see it: into a key or a value of the first sequence, perhaps of one head; or a query.
+    """Put NaN into a key, a value or a query of the first sequence: it must reach all queries that see it.
 
-    Queries of the same sequence that do not see it may answer anything: it is in their tile.
+    Queries of the same sequence that do not see it may return anything: it is in their tile.
     """
     arguments = example.tensors(dtype, device)
     i = next((i for i, (q, s) in enumerate(example.lens) if q and s), None)
@@ -439,7 +442,7 @@ def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
         blocks = arguments["batch"].block_table[:, key // example.block_size].tolist()
         row = x[blocks[i], key % example.block_size]
         if x.dtype == torch.uint8 and example.seed % 2:
-            row[0] = packed.NAN_CODE  # alone: its scale is a number
+            row[0] = packed.NAN_CODE  # one NaN element under a finite scale
         else:
             row[of_heads] = torch.full_like(row[of_heads].float(), not_a_number).to(x.dtype)
         owners = {n for n, (_, s) in enumerate(example.lens) if blocks[n] == blocks[i] and key < s}
@@ -465,7 +468,7 @@ def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
 
 
 def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Capture a CUDA graph with one key per query, and replay it with as many as the batch has."""
+    """Capture a CUDA graph over as many keys as queries, and replay it over all keys of the batch."""
     arguments = example.tensors(dtype, device)
     batch = arguments["batch"]
     long = batch.seq_lens.clone()
@@ -482,7 +485,7 @@ def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
             answers = kernel.named(kernel.function(**kernel.asked(example, arguments)))
     except NotImplementedError as error:
         raise RefusedError(str(error)) from error
-    except Exception as error:  # a stranger's kernel raises what it likes
+    except Exception as error:  # another author's kernel may raise anything
         raise CrashedError(f"cannot be captured: {(str(error).splitlines() or [''])[0]}") from error
     arguments["batch"].seq_lens.copy_(long)
     recording.replay()

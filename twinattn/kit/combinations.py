@@ -1,8 +1,8 @@
-"""Batches in which choices meet: any two options of a kernel, and how it is called, stand together in one of them.
+"""Pairwise combinations: batches that together contain every pair of values of any two options, or ways to call.
 
-A kernel that is right with a window, and right with sinks, may lose the sinks under a window: it has another code path
-there. Drawn one at a time, options do not show this. `covering` chooses a few dozen batches in which each value of each
-choice meets each value of every other one.
+A kernel that is right with a window, and right with sinks, may lose the sinks under a window, where it takes another
+code path. Options drawn one at a time do not show this. `covering` chooses a few dozen batches in which each value of
+each choice occurs with each value of every other one.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from twinattn.kit.kernel import Kernel, Shape
 
 CAUSAL_WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, 0))
 WINDOWS = ((-1, -1), (4, 0), (0, 0), (70, -1), (4, 2), (-1, 2))  # the right side counts only without a causal mask
-LAYOUTS = (0, 2, 3, 4)  # layouts of `memory.laid_out` that come first
-LENS: dict[str, landmarks.Lens] = {  # lengths of sequences, by what is particular about them
+LAYOUTS = (0, 2, 3, 4)  # layouts of `memory.laid_out`
+LENS: dict[str, landmarks.Lens] = {  # lengths of sequences, by kind
     "decodes": ((1, 33), (1, 20), (1, 64)),
     "chunks": ((5, 5), (1, 17), (9, 40), (1, 33)),
     "odd": ((5, 2), (0, 7), (2, 0), (3, 30)),
@@ -27,9 +27,9 @@ LENS: dict[str, landmarks.Lens] = {  # lengths of sequences, by what is particul
 
 
 def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
-    """Return what a kernel lets a caller choose, and the values of each choice, the plain one first.
+    """Return the choices of a kernel's caller, with the values of each, the plain one first.
 
-    Options have their names. The others are `shape` (0 or 1, of the `few_shapes` that the kernel claims),
+    Options have their names. The others are `shape` (0 or 1, an index into the `few_shapes` that the kernel claims),
     `padding_rows`, and how the kernel is called: `return_lse`, `out`, `layout` and `poison` of an `Example`.
     """
     path, claimed = kernel.path, lambda name: name not in kernel.claims.not_claimed
@@ -45,7 +45,7 @@ def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
         "return_lse": (True, False),
         "out": (False, True),
     }
-    if path in (*SELECTED, "interval"):  # who sees whom is said for each query
+    if path in (*SELECTED, "interval"):  # each query has its own list or interval of keys
         known.pop("causal"), known.pop("window_size")
     of = {name: values for name, values in known.items() if kernel.takes(name)}
     if "scales" in PATHS[path].words:
@@ -70,7 +70,7 @@ def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
 
 
 def said(kernel: Kernel, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], Shape, int]:
-    """Return what choices mean for a batch: its options that are not plain, its shape and its rows of padding."""
+    """Translate choices into the options of a batch that are not plain, its shape and its rows of padding."""
     plain = {name: values[0] for name, values in choices(kernel).items()}
     options = {name: value for name, value in chosen.items() if value != plain[name]}
     if kernel.path == "sliding_window":
@@ -80,7 +80,7 @@ def said(kernel: Kernel, chosen: Mapping[str, Any]) -> tuple[dict[str, Any], Sha
 
 
 def every_pair(kernel: Kernel) -> list[Example]:
-    """Return batches in which any two choices stand together, those with most new pairs first."""
+    """Return batches that together have every pair of two choices, those with most new pairs first."""
     kinds = {name: lens for name, lens in LENS.items() if name != "odd" or landmarks.sees_nothing(kernel)}
     if kernel.claims.max_query_len == 1:
         kinds = {name: lens for name, lens in kinds.items() if name in ("decodes", "split")}
@@ -93,10 +93,10 @@ def every_pair(kernel: Kernel) -> list[Example]:
 
 
 def covering(of: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Choose cases with a value of each choice, so that any two values of two choices are in some case together.
+    """Choose cases with one value per choice, so that each pair of values of two choices occurs in some case.
 
-    Each case begins with the first pair that none has had yet; every other choice then takes the value that has the
-    most such pairs with those already taken.
+    Each case begins with the first pair that is not covered yet; every other choice then takes the value that covers
+    the most new pairs with those already taken.
     """
     left = {
         frozenset(((one, x), (other, y))): None  # a dict, as it keeps its order

@@ -1,11 +1,11 @@
-"""Which property asks which convention: each row of docs/proof/conventions.md, and where it is drawn.
+"""The properties that test each convention, by row of docs/proof/conventions.md.
 
-A sentence of that page that no property draws is one that a wrong kernel passes.
+A kernel may break a convention that no property tests, and still pass.
 """
 
 PREFILL, STATES = "chunked_prefill", "recurrent"
 
-STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row: by path, the properties
+STATED: dict[str, dict[str, tuple[str, ...]]] = {  # question of the row -> path -> properties
     "Where is query $i$?": {PREFILL: ("mask", "many queries", "upper bounds", "more queries than keys")},
     "What does a window mean?": {
         PREFILL: ("window", "far windows", "more queries than keys"),
@@ -72,7 +72,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # by the question of the row:
     "`batch_invariant=True`?": {PREFILL: ("batch invariance", "invariant tokens")},
 }
 
-NOT_ASKED = {  # and why
+NOT_ASKED = {  # conventions that no property tests, and why
     "A quantized latent?": "no path of the kit has latents of fp8 under one scale",
     "Tables of a plan?": "a strided table is refused when a plan is made, before there is a kernel",
     "Keys of a sequence on several ranks?": "no path of the kit has ranks",

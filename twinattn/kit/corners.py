@@ -1,6 +1,6 @@
-"""Where rare things meet: more queries than keys with each option, sizes of models, weights of 0 over a NaN.
+"""Corner cases: more queries than keys with each option, unusual sizes of models, NaN under a weight of 0.
 
-And what a call may do beside its output: overlap its query, change the process.
+And side effects of a call: an output that overlaps the query, changes to the process.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from twinattn.kit.property import ATTENDS, Broken, Check, NotClaimedError, Prope
 from twinattn.kit.sizes import CALLS
 
 OVER_ROWS = tuple(name for name in ATTENDS if "latent_rank" not in PATHS[name].words)
-IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # keys, and the values beside them
-HIGH = 40.0  # an element of a key beside zeros: its weight is then 1, and all others are exactly 0
-MODEL_SIZES = ((192, 128), (64, 96), (512, 512), (112, 112), (32, 32))  # head sizes beyond the claims that are usual
+IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # names of keys and of their values
+HIGH = 40.0  # an element of a key among zero keys: its weight is then 1, and all others are rounded to 0
+MODEL_SIZES = ((192, 128), (64, 96), (512, 512), (112, 112), (32, 32))  # head sizes that are not in the default claims
 MODEL_HEADS = ((128, 8), (71, 1), (64, 64))
 MODEL_BLOCK = 784  # tokens: a page of a hybrid model
 SIZES_OF_WRITES = ((1, 2), (2, 1), (64, 192), (128, 64))
@@ -53,7 +53,7 @@ def before_the_first(kernel: Kernel) -> list[Example]:
 
 
 def of_models(kernel: Kernel) -> list[Example]:
-    """Return one small batch of each size that models have beyond what is usual, if a kernel claims none itself."""
+    """Return a small batch of each size of models that is not in the default claims, unless a kernel claims its own."""
     claims, usual = kernel.claims, kernel.usual
     heads, sizes, block_size = claims.shapes[0]
     shapes = []
@@ -71,7 +71,7 @@ def of_models(kernel: Kernel) -> list[Example]:
 
 
 def of_model_sizes(kernel: Kernel, type_number: int) -> list[Example]:
-    """Return all of them in each type: each may have an instance of its own."""
+    """Return `of_models` for every type: a kernel may have an instance per type."""
     return of_models(kernel)
 
 
@@ -84,21 +84,21 @@ def of_writes(kernel: Kernel) -> list[Example]:
 
 
 def far_from_the_first(kernel: Kernel) -> list[Example]:
-    """Return sequences of several tiles, some of which kernels split."""
+    """Return sequences of several tiles, some of them long enough to be split."""
     return [example(kernel, lens) for lens in (((1, 200), (2, 150)), ((1, landmarks.SPLIT[1]), (1, 70)), ((70, 330),))]
 
 
 def of_layers(kernel: Kernel) -> list[Example]:
-    """Return batches with other numbers of a layer of differential attention, one at a time."""
+    """Return batches that change one number of a differential attention layer at a time."""
     numbers = dict(NUMBERS_OF_A_LAYER)
     parameter = kernel.parameters.get("norm_weight")
     if not kernel.claims.conventions and (parameter is None or parameter.default is not None):
-        numbers["norm_weight"] = ("signs",)  # it has to be given
+        numbers["norm_weight"] = ("signs",)  # it is required
     return landmarks.each(**numbers)(kernel)
 
 
 def of_mixed_scales(kernel: Kernel) -> list[Example]:
-    """Return scales of keys in one form, and scales of values in another."""
+    """Return batches with scales of different shapes for keys and for values."""
     unclaimed = kernel.claims.not_claimed
     by_head, by_sequence = (f"scales per {x}" not in unclaimed for x in ("head", "sequence"))
     kinds = [x for x in MIXED if by_head and (by_sequence or x != MIXED[2])]
@@ -108,12 +108,12 @@ def of_mixed_scales(kernel: Kernel) -> list[Example]:
 
 
 def of_one_sequence(kernel: Kernel) -> list[Example]:
-    """Return a few queries of one sequence: of several, a right kernel may write one before it reads the next."""
+    """Return batches of one sequence: of several, a right kernel may write one before it reads the next."""
     return [example(kernel, (pair,)) for pair in ((3, 20), (5, 40), (1, 9))]
 
 
 def repeated(kernel: Kernel) -> list[Example]:
-    """Return long lists in which keys are twice, or more often."""
+    """Return long lists that contain some keys twice or more often."""
     return [example(kernel, ((1, 300), (3, 90)), topk=topk, twice=True) for topk in (65, 130, 700)]
 
 
@@ -121,7 +121,7 @@ def repeated(kernel: Kernel) -> list[Example]:
 
 
 def unless_refused(check: Check) -> Check:
-    """Return a check of what is beyond the claims that are usual: it may be refused in any words, but not be wrong."""
+    """Return a check for batches outside the default claims: a kernel may raise anything, but not be wrong."""
 
     def checked(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
         try:
@@ -136,7 +136,7 @@ def unless_refused(check: Check) -> Check:
 
 @outputs_alone
 def process(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Look at what else a process has, before a call and after it."""
+    """Compare the state of the process before and after a call."""
     arguments = example.tensors(dtype, device)
     with restored():  # the first call may import, and compile
         ask(kernel, example, arguments)
@@ -146,9 +146,9 @@ def process(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 
 @outputs_alone
 def nan_without_weight(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into the first value that a sequence's last query sees, and all weight on the last: the NaN shows.
+    """Put NaN into the first value that a sequence's last query sees, and all weight on the last: the output is NaN.
 
-    Many kernels leave out parts of no weight, so it is asked of those that claim it.
+    Many kernels skip parts whose weight is 0, so only those that claim the conventions are checked.
     """
     if not kernel.claims.conventions:
         raise NotClaimedError("claims nothing about NaN whose weight is 0 by rounding: @claims(conventions=True)")
@@ -178,7 +178,7 @@ def nan_without_weight(kernel: Kernel, example: Example, dtype: torch.dtype, dev
 
 @outputs_alone
 def out_beside_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Give memory for the output that begins a row before that of the query: a row may go where one was read."""
+    """Pass memory for the output that begins one row before the query: each row overwrites one that was read."""
     if example.output_size != example.head_size:
         raise NotClaimedError("has outputs of another size than queries")
     arguments = example.tensors(dtype, device)
@@ -202,7 +202,7 @@ PROPERTIES = (
     ),
     Property(
         "more queries than keys",
-        "A query has its position below 0, too: each option, with a causal mask and without one.",
+        "Queries may have positions below 0: with each option, with a causal mask and without one.",
         plain,
         everything,
         paths=tuple(x for x in OVER_ROWS if x not in (*SELECTED, "cascade", "speculative", "interval")),
@@ -239,7 +239,7 @@ PROPERTIES = (
     ),
     Property(
         "out beside the query",
-        "out= may overlap the query of a sequence partly: it is written once that has been read.",
+        "out= may overlap the query of a sequence partly: a row is written after the query there has been read.",
         plain,
         out_beside_query,
         ("out",),
@@ -249,7 +249,7 @@ PROPERTIES = (
     ),
     Property(
         "numbers of a layer",
-        "lambda, lambda_init and norm_eps may be any numbers, and weights of the norm too, or there are none.",
+        "lambda, lambda_init, norm_eps and the weights of the norm may be any numbers; there may be no weights.",
         plain,
         everything,
         paths=("differential",),

@@ -1,4 +1,4 @@
-"""What a check has drawn, and what it has not: a report says both, as a kernel may be wrong where nothing was asked."""
+"""The sizes that a check has drawn, and the usual ones that it has not: there a kernel may still be wrong."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ WITHOUT_HEADS = ("select",)
 
 @dataclass
 class Drawn:
-    """The batches of a check, in short.
+    """A summary of the batches of a check.
 
     Attributes:
-        path: of all of them.
+        path: the path of all batches.
         dtypes: names of types.
         heads: numbers of query heads and KV heads.
         head_sizes: of keys and values.
         block_sizes: tokens in a block.
         longest: keys of the longest sequence.
         most_queries: query rows of the largest batch.
-        most_sequences: of a batch.
-        batches: how many there were.
-        largest: of an operation beside attention, the largest of each size by name.
-        choices: of an operation, the values of each size and option by name, as they print.
+        most_sequences: sequences of the batch that has the most.
+        batches: the number of batches.
+        largest: for an operation other than attention, the largest value of each size, by name.
+        choices: for such an operation, the values of each size and option, by name, as they print.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Drawn:
         self.most_sequences = max(self.most_sequences, len(example.lens))
 
     def line(self) -> str:
-        """Say what was drawn."""
+        """Describe in a line what was drawn."""
         if not self.batches:
             return "drawn: nothing"
         of = [", ".join(self.dtypes)]
@@ -77,7 +77,7 @@ class Drawn:
         return f"drawn: {'; '.join(of)}"
 
     def missing(self) -> str:
-        """Say what is usual and was not drawn; "" if all of it was."""
+        """List the usual sizes that were not drawn; "" if all of them were."""
         if self.path not in PATHS:
             return self._missing_choices()
         if not PATHS[self.path].attends or "latent_rank" in PATHS[self.path].words:
@@ -95,7 +95,7 @@ class Drawn:
         return f"not drawn: {'; '.join(left)}: claim them, or say --heads, --head-size, --block-size" if left else ""
 
     def _missing_choices(self) -> str:
-        """Say which sizes and options of an operation were not drawn."""
+        """List the sizes and options of an operation that were not drawn."""
         left = []
         for name, values in OPERATIONS[self.path].sizes.items():
             lacks = [repr(x) for x in values if name != "lens" and repr(x) not in self.choices.get(name, set())]
@@ -103,7 +103,7 @@ class Drawn:
         return f"not drawn: {'; '.join(left)}" if left else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the summary as values for JSON."""
         sets = dict(heads=sorted(self.heads), head_sizes=sorted(self.head_sizes), block_sizes=sorted(self.block_sizes))
         numbers: dict[str, Any] = dict(
             longest=self.longest, most_queries=self.most_queries, most_sequences=self.most_sequences

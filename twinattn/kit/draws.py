@@ -1,4 +1,4 @@
-"""How batches are drawn for a property: of what a kernel claims, with the options that the property is about."""
+"""Random batches for properties: within the claims of a kernel, with the options that the property is about."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from twinattn.kit.kernel import Kernel, Shape
 from twinattn.kit.property import OTHER_LENGTHS, Draw
 
 SCALES, CAPS = (0.3, 1.0, 0.0, -0.3, 0.0437), (1.0, 5.3, 30.0)
-FAR_BLOCK, MOST_ELEMENTS = 2**16, 2**26  # where the blocks of a large pool begin, if it is no larger than this
+FAR_BLOCK, MOST_ELEMENTS = 2**16, 2**26  # the first block of a batch in a large pool, and the most elements of a pool
 
 
 def draw_example(
@@ -25,7 +25,7 @@ def draw_example(
     shapes: list[Shape] | None = None,
     **more: Any,
 ) -> Example:
-    """Draw a batch that a kernel claims, of a few shapes or of those given, with options that its path must have."""
+    """Draw a batch that a kernel claims, of its few shapes or of those given, with the required options of its path."""
     claims, path = kernel.claims, kernel.path
     heads, (head_size, value_head_size), block_size = draw(st.sampled_from(shapes or claims.few_shapes))
     options = dict(options or {})
@@ -64,7 +64,7 @@ def draw_example(
 
 
 def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[int, int, int], ...]:
-    """Draw how many blocks all sequences share; of a kernel that takes prefixes those of some, one inside another."""
+    """Draw how many blocks all sequences share; for a kernel that takes prefixes, also nested prefixes of some."""
     if count < 2 or not kernel.takes("prefixes") or draw(st.booleans()):
         return draw(st.integers(0, 2))
     first = draw(st.integers(0, count - 2))
@@ -76,7 +76,7 @@ def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[i
 
 
 def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
-    """Return a strategy for lengths: decodes, whole prompts, and chunks of them; as often of several as of one."""
+    """Return a strategy for lengths: decodes, whole prompts and chunks; each number of sequences is equally likely."""
     queries = min(8 if kernel.path == "speculative" else 12, kernel.claims.max_query_len or 12)
     short = kernel.claims.max_query_len is not None or kernel.path == "speculative"
     return _sequences(queries, max(1, kernel.claims.min_seq_len), longest, most, short)
@@ -84,7 +84,7 @@ def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
 
 @functools.cache  # making the strategy takes longer than drawing from it
 def _sequences(queries: int, least: int, longest: int, most: int, short: bool) -> Any:
-    """Return the strategy, of prompts too if it is not for `short` queries alone."""
+    """Return the strategy of `sequences`; with `short`, without whole prompts."""
     decodes = st.tuples(st.just(1), st.integers(least, longest))
     chunks = st.tuples(st.integers(1, queries), st.integers(0, longest - queries)).map(
         lambda pair: (pair[0], max(least, pair[0] + pair[1]))
@@ -105,7 +105,7 @@ def of_any_shape(draw: Draw, kernel: Kernel) -> Example:
 
 
 def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
-    """Return what draws batches with these options, each with a number that changes the answer."""
+    """Return a function that draws batches with these options, each with a value that changes the output."""
 
     def drawn(draw: Draw, kernel: Kernel) -> Example:
         numbers = {
@@ -118,7 +118,7 @@ def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
             "scales": st.sampled_from(((0.4871, 0.2617), (2.0, 1.0), (1.0, 0.53))),
         }
         chosen = {name: draw(numbers[name]) for name in names if name == "scales" or kernel.takes(name)}
-        if len(names) > 1:  # a mixture: the cap and the scale at numbers at which a wrong order shows
+        if len(names) > 1:  # with several: a scale and a cap that show a wrong order
             chosen = {name: value for name, value in chosen.items() if name != "softmax_scale"} | (
                 {"softmax_scale": 0.3} if "softmax_scale" in chosen else {}
             )
@@ -128,7 +128,7 @@ def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
 
 
 def of_rows(kind: str) -> Callable[[Draw, Kernel], Example]:
-    """Return what draws packed latents of a kind."""
+    """Return a function that draws packed latents of a kind."""
     return lambda draw, kernel: draw_example(draw, kernel, options={"rows": kind})
 
 
@@ -148,13 +148,13 @@ def windowed(draw: Draw, kernel: Kernel) -> Example:
 
 
 def of_several_sequences(draw: Draw, kernel: Kernel) -> Example:
-    """Draw three or four sequences, of which some share a prefix."""
+    """Draw three or four sequences, some of which share a prefix."""
     one = sequences(kernel, most=1).map(lambda pairs: pairs[0])
     return draw_example(draw, kernel, st.lists(one, min_size=3, max_size=4))
 
 
 def scales_of(several: str) -> Callable[[Draw, Kernel], Example]:
-    """Return what draws a scale for each of the "heads", or for each of them and of the "sequences"."""
+    """Return a function that draws scales per head ("heads"), or per sequence and head ("sequences")."""
 
     def drawn(draw: Draw, kernel: Kernel) -> Example:
         shapes = [shape for shape in kernel.claims.shapes if shape[0][1] > 1] if several == "heads" else None
@@ -164,7 +164,7 @@ def scales_of(several: str) -> Callable[[Draw, Kernel], Example]:
 
 
 def with_option(name: str, *values: Any) -> Callable[[Draw, Kernel], Example]:
-    """Return what draws batches with an option of the path that is no parameter of a kernel."""
+    """Return a function that draws batches with an option of the path that is not a parameter of the kernel."""
     return lambda draw, kernel: draw_example(draw, kernel, options={name: draw(st.sampled_from(values))})
 
 
@@ -176,7 +176,7 @@ def of_two_sizes(draw: Draw, kernel: Kernel) -> Example:
 
 
 def listed_twice(draw: Draw, kernel: Kernel) -> Example:
-    """Draw lists in which some keys are twice, or more often."""
+    """Draw lists that contain some keys twice or more often."""
     return draw_example(draw, kernel, options={"topk": draw(st.sampled_from((8, 3, 16))), "twice": True})
 
 
@@ -187,7 +187,7 @@ def large_trees(draw: Draw, kernel: Kernel) -> Example:
 
 
 def growing_trees(draw: Draw, kernel: Kernel) -> Example:
-    """Draw trees of which the query rows are the last nodes alone."""
+    """Draw trees with only their last nodes as query rows."""
     growing = draw(st.sampled_from((4, 9, 1)))
     lens = st.tuples(st.integers(1, 6), st.integers(growing, growing + 20)).map(lambda x: (x[0], sum(x)))
     return draw_example(draw, kernel, st.lists(lens, min_size=1, max_size=3), options={"growing": growing})
@@ -207,7 +207,7 @@ def odd_lengths(draw: Draw, kernel: Kernel) -> Example:
     odd = draw(st.sampled_from(((0, 3), (2, 0), (3, 1))))
     most = kernel.claims.max_query_len or 6
 
-    least = 0 if kernel.knows_query_lens else 1  # where each sequence has one query, none has no query
+    least = 0 if kernel.knows_query_lens else 1  # otherwise every sequence has one query
 
     def insert(drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
         return [(max(least, min(q, most)), s) for q, s in [*drawn[:1], odd, *drawn[1:]]]
@@ -216,7 +216,7 @@ def odd_lengths(draw: Draw, kernel: Kernel) -> Example:
 
 
 def many_keys(draw: Draw, kernel: Kernel) -> Example:
-    """Draw decodes over many keys, which kernels split, with sinks where there are some."""
+    """Draw decodes over many keys, which kernels split."""
     pairs = st.lists(st.tuples(st.just(1), st.sampled_from((300, 513, 1100))), min_size=1, max_size=2)
     options: Arguments = {"window_size": (700, 0)} if kernel.path == "sliding_window" else {}
     if kernel.path in SELECTED:
@@ -245,7 +245,7 @@ def padded(draw: Draw, kernel: Kernel) -> Example:
 
 
 def loudly(draw: Draw, kernel: Kernel) -> Example:
-    """Draw sinks, too, which may be far above and below all scores; a cap, and a negative scale."""
+    """Draw sinks, which may be far above and below all scores, softcaps and negative scales."""
     numbers = dict(sinks=(None, True, "large"), softcap=(None, 1.0, 30.0), softmax_scale=(None, -0.3))
     options = {name: draw(st.sampled_from(x)) for name, x in numbers.items() if kernel.takes(name)}
     return draw_example(draw, kernel, options={name: x for name, x in options.items() if x is not None})
@@ -261,7 +261,7 @@ def forked(draw: Draw, kernel: Kernel) -> Example:
 
 
 def in_far_blocks(draw: Draw, kernel: Kernel) -> Example:
-    """Draw a batch whose blocks have large numbers, in a pool of as many as a test can have."""
+    """Draw a batch in the last blocks of a pool as large as a test can have."""
     drawn = draw_example(draw, kernel, options={"first_block": FAR_BLOCK})
     of_block = drawn.block_size * drawn.heads[1] * max(drawn.head_size, drawn.value_size)
     first = min(FAR_BLOCK, MOST_ELEMENTS // of_block)
@@ -269,13 +269,13 @@ def in_far_blocks(draw: Draw, kernel: Kernel) -> Example:
 
 
 def empty_parts(draw: Draw, kernel: Kernel) -> Example:
-    """Draw parts in which some queries saw nothing, with garbage in the place of an output."""
+    """Draw parts in which some queries see no key, with garbage as their output."""
     garbage = draw(st.sampled_from((0.0, 1e4, float("nan"))))
     return draw_example(draw, kernel, options={"empty": True, "garbage": garbage})
 
 
 def of_equal_scores(draw: Draw, kernel: Kernel) -> Example:
-    """Draw scores that are all equal, or on a plateau: which are taken is up to the rule alone."""
+    """Draw scores that are all or mostly equal, so that only the rule for ties decides."""
     kind = draw(st.sampled_from(("zeros", "plateau", "negative")))
     return draw_example(draw, kernel, options={"kind": kind})
 
@@ -286,7 +286,7 @@ def fewer_than_asked_for(draw: Draw, kernel: Kernel) -> Example:
 
 
 def over_states(**options: Any) -> Callable[[Draw, Kernel], Example]:
-    """Return what draws a step with these options; a list is a choice."""
+    """Return a function that draws a step with these options; a list is a choice."""
 
     def drawn(draw: Draw, kernel: Kernel) -> Example:
         chosen = {name: draw(st.sampled_from(x)) if isinstance(x, list) else x for name, x in options.items()}
@@ -296,15 +296,15 @@ def over_states(**options: Any) -> Callable[[Draw, Kernel], Example]:
 
 
 def per_channel(draw: Draw, kernel: Kernel) -> Example:
-    """Draw decays per key channel, weak and strong ones, and such that forget everything if that is claimed."""
+    """Draw decays per key channel: weak ones, strong ones, and if claimed, decays that forget everything."""
     kinds = ("weak", "strong", *(() if "forgets" in kernel.claims.not_claimed else ("forget",)))
     return draw_example(draw, kernel, options={"layer": "kda", "decays": draw(st.sampled_from(kinds))})
 
 
 def without_tokens(draw: Draw, kernel: Kernel) -> Example:
-    """Draw sequences without new tokens among others: decodes, and some that kernels compute by chunks.
+    """Draw sequences without new tokens among decodes and short prompts.
 
-    The next token of one with 9 before it would be in the middle of a chunk.
+    One of them has 9 tokens before it, so that its next token would be in the middle of a chunk.
     """
     pairs = st.lists(st.tuples(st.sampled_from((1, 37, 5, 0)), st.integers(40, 50)), min_size=1, max_size=3)
     idle = draw(st.sampled_from((((0, 9), (0, 0)), ((0, 0),), ((0, 9),))))  # with a state, and without one
@@ -315,14 +315,14 @@ def without_tokens(draw: Draw, kernel: Kernel) -> Example:
 
 
 def of_entries_unused(draw: Draw, kernel: Kernel) -> Example:
-    """Draw such sequences with entries that are no slots, and with drafts, counts that are no columns."""
+    """Draw sequences without new tokens with invalid slots, and in batches with drafts also invalid counts."""
     example = without_tokens(draw, kernel)
     drafts = {"drafts": True} if kernel.takes("num_accepted") and draw(st.booleans()) else {}
     return replace(example, options={**example.options, "stale": "anything", **drafts})
 
 
 def of_several_chunks(draw: Draw, kernel: Kernel) -> Example:
-    """Draw lengths that fill chunks of 64 tokens, one less and one more, with and without a state before."""
+    """Draw lengths of exactly a chunk of 64 tokens, one less and one more, with and without an initial state."""
     return draw_example(
         draw, kernel, st.sampled_from((((64, 64), (65, 130)), ((63, 70), (1, 9), (128, 128)), ((150, 200),)))
     )
