@@ -1,8 +1,8 @@
-"""An example: one batch of a path in plain numbers. It prints as a line of code, shrinks, and becomes tensors.
+"""An example: one batch of a path as plain numbers, which print as a line of code, shrink, and define all tensors.
 
     Example("chunked_prefill", lens=((1, 5), (3, 20)), heads=(4, 2), options={"window_size": (3, 0)})
 
-The tensors are a dict with the names that the path's `plan`, `AttentionOptions` and `attention` give them.
+The tensors are a dict by the names of the parameters of the path's `plan`, `AttentionOptions` and `attention`.
 """
 
 import ctypes
@@ -37,25 +37,25 @@ IN_MODULE = {
     "packed_latents": "sparse",
     "packed_mla": "mla",
     "varlen_backward": "varlen",
-}  # paths of the reference that have another name
+}  # paths in a module of another name
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
 SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
-MOST_EXPECTED = 256  # answers that are kept
+MOST_EXPECTED = 256  # expected outputs that are cached
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
 SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
 PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
 LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # differential attention: neither 0, nor alike
 ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
-GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
+GAP = 16  # elements after each row, so that rows stay aligned to 16 bytes
 SCALES = (1.7123, 0.2611)  # for fp8 keys and values: neither 1, nor alike, nor exact in 16 bits
 CHAINS = 5  # the seed of trees that are chains
 OF_A_LAYER = ("norm_eps", "lambda_init", "lambda_full", "norm_weight")  # numbers of differential attention
 SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
-HOLES = ("first", "middle", "last")  # entries of a list that are no keys
-FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # with which keys count that are tens of thousands of tokens away
-SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; over thousands of keys small ones count
-QUERY_SCALE = 0.0213  # with which a query of about 1 has quantized values of about 50
+HOLES = ("first", "middle", "last")  # where the entries of a list are -1
+FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # keys tens of thousands of tokens away still have weight
+SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; with the small ones thousands of keys have weight
+QUERY_SCALE = 0.0213  # the quantized values of a query of about 1 are then about 50
 CALLED = (
     "return_lse",
     "out",
@@ -64,37 +64,36 @@ CALLED = (
     "forked",
     "first_block",
     "nan_at",
-)  # options that say how a kernel is called
+)  # options of the call, not of the path
 
 
 @dataclass(frozen=True, repr=False)
 class Example(Workload):
-    """A workload that says in `options` how its path is called.
+    """A workload with the arguments of its path as `options`.
 
     Attributes:
-        options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
-            `cascade`, `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
-            first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values,
-            `scales_of`: "heads" or "sequences", if there are several, `format`: "e5m2" in the place of e4m3, `bytes`:
-            whether the pools are those of their quantized values, and `query_scale`: whether there is one. Of
-            `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query,
-            at most, `twice`: whether a key may be listed several times, `full`: whether no list is shorter, and
-            `holes`: which entries are no keys, one of `HOLES`. Of `select`, `topk` and `kind` of the scores. Of
-            `kv_cache`, `holes`: whether some slots are -1, and `slots`: "run", "backwards" or "anywhere". Of
-            `speculative`, `growing`: nodes of each tree before those of the query rows. Of `recurrent`, `padding`,
-            `drafts`, `stale`, `scale` and `delta`. Of `packed_latents`, as of `sparse_latents`; of it and of
-            `packed_mla` also `rows`, one of `packed.KINDS`. Of `varlen_backward`, `grad_lse`: whether there is a
-            gradient of the log-sum-exp. "large" sinks are those of some heads alone, those of "bfloat16" have that
-            type, as slopes may; slopes by the "root" are for `alibi_sqrt`, and "far" ones are so small that keys count
-            that are far away. And what `CALLED` names, how a check calls a kernel: `return_lse`, `out`, `layout`,
-            `poison`; `first_block`, from which the blocks of a large pool are numbered; `forked`: whether sequences
-            begin with blocks of others; `nan_at`: where the NaN of a sequence is, of its keys, from 0 to 1.
+        options: by name. All paths: those of the plan and of `AttentionOptions`. `sinks`: True, "large" (in some heads
+            alone) or the name of their type; `alibi_slopes`: True, "far" (so small that keys far away have weight),
+            "root" (for `alibi_sqrt`) or the name of their type; the numbers are then made.
+            `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
+            first. `merge`: `parts`; `empty`: whether some rows are. `quantized`: `scales` of keys and values;
+            `scales_of`: "heads", "sequences" or one of `corners.MIXED`; `format`: "e5m2" instead of e4m3; `bytes`:
+            whether the pools are uint8; `query_scale`: whether there is one. `interval`: `seen`: "spans", "prefix" or
+            "drawn". `sparse`, `sparse_latents`, `packed_latents`: `topk`: the most keys of a query; `twice`: whether a
+            key may be listed several times; `full`: whether all lists have as many keys as possible; `holes`: where
+            the entries are -1, one of `HOLES`. `packed_latents`, `packed_mla`: `rows`, one of `packed.KINDS`.
+            `select`: `topk`, and the `kind` of the scores. `kv_cache`: `holes`: whether some slots are -1; `slots`:
+            "run", "backwards" or "anywhere". `speculative`: `growing`: nodes of each tree before those of the query
+            rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a gradient of
+            the log-sum-exp. `CALLED`, how a check calls a kernel: `return_lse`, `out`, `layout`, `poison`;
+            `first_block`: the first block of the batch in a large pool; `forked`: whether sequences begin with blocks
+            of others; `nan_at`: where among the keys of a sequence the NaN is, from 0 to 1.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Take the mask from the options."""
+        """Set the fields of the mask from the options."""
         said = self.options.get
         mask = dict(causal=said("causal", True), window=tuple(said("window_size", (-1, -1))))
         mask |= dict(chunk_blocks=said("chunk_size", 0) // self.block_size, trees="drawn", growing=said("growing", 0))
@@ -107,7 +106,7 @@ class Example(Workload):
         return f"Example({', '.join([repr(self.path), *shown])})"
 
     def masks(self) -> list[Tensor]:
-        """Draw which keys each query of each sequence should see, `[t, s]`."""
+        """Return the mask of each sequence, `[t, s]`."""
         if self.path in SELECTED:
             return [
                 torch.stack([torch.isin(torch.arange(s), row) for row in rows]) if q else torch.zeros(0, s).bool()
@@ -116,7 +115,7 @@ class Example(Workload):
         return [sight(self, i).visible for i in range(len(self.lens))]
 
     def shares(self) -> list[Tensor]:
-        """Return the weight of each key for each query where all scores are alike, `[t, s]`."""
+        """Return the weights of each sequence if all scores are equal, `[t, s]`."""
         counts = [mask.double() for mask in self.masks()]
         if self.path in SELECTED:
             for count, rows in zip(counts, self.selected(), strict=True):
@@ -125,7 +124,7 @@ class Example(Workload):
         return [count / count.sum(-1, keepdim=True).clamp(min=1) for count in counts]
 
     def shared_prefixes(self) -> list[Prefix]:
-        """Return the prefixes that sequences of `cascade` share, as far as there are keys before their queries."""
+        """Return the shared prefixes of `cascade`, cut to the keys before the queries of their sequences."""
         shared, found = self.options.get("shared", 0), list[Prefix]()
         for first, last, blocks in ((0, len(self.lens), shared),) if isinstance(shared, int) else shared:
             members = self.lens[first:last]
@@ -137,7 +136,7 @@ class Example(Workload):
         return found
 
     def span(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return the first and the last key that each query of a sequence may see; of `interval` by `seen`."""
+        """Return the first and the last key that each query of a sequence may see; for `interval` by `seen`."""
         if self.path != "interval":
             return super().span(i)
         q, s = self.lens[i]
@@ -153,12 +152,12 @@ class Example(Workload):
             return (at - 9).clamp(min=0), torch.where(inside, end, at)
         first = torch.tensor([drawn.randint(-2, s + 1) for _ in range(q)], dtype=torch.int64)
         last = torch.tensor([drawn.randint(x - 2, max(x - 2, s - 1)) for x in first.tolist()], dtype=torch.int64)
-        first[3::4] = -LARGEST - 1  # no first key at all
-        last[5::8] = -LARGEST - 1  # and no last one
+        first[3::4] = -LARGEST - 1  # no lower bound
+        last[5::8] = -LARGEST - 1  # an empty interval
         return first, last.clamp(max=s - 1)
 
     def selected(self) -> list[Tensor]:
-        """Draw the positions that each query of each sequence sees that has a list, with -1 anywhere, `[t, k]`."""
+        """Draw the list of positions of each query, with -1 anywhere: `[t, k]` per sequence."""
         drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
         twice, full = self.options.get("twice", False), self.options.get("full", False)
         holes = self.options.get("holes")
@@ -179,9 +178,10 @@ class Example(Workload):
         return lists
 
     def parents(self, i: int) -> list[int]:
-        """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed.
+        """Return the parent of each node in the tree of a sequence; it depends on the number of nodes and the seed.
 
-        Of odd seeds most nodes follow the one before: those trees are deep, the others are bushy. Of `CHAINS` all do.
+        With an odd seed most nodes follow the one before, which makes deep trees; with an even seed trees are bushy,
+        and with the seed `CHAINS` they are chains.
         """
         if self.seed == CHAINS:
             return list(range(-1, self.nodes(i) - 1))
@@ -192,30 +192,30 @@ class Example(Workload):
         return [node - 1 if deep and chosen.random() < 0.9 else parent for node, parent in enumerate(drawn)]
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Arguments:
-        """Make the arguments of the path; memory that no query may see holds harmless numbers.
+        """Return the arguments of the path; memory that no query may see holds harmless numbers.
 
         Args:
             dtype: of queries, keys and values.
-            device: where they are.
-            changed: `values`, a list of tensors `[s, hk, dv]`, and `query`, in the place of random numbers.
+            device: of all tensors.
+            changed: `values`, a list of tensors `[s, hk, dv]`, and `query`, instead of random numbers.
         """
         return moved(PATHS[self.path].build(self, dtype, changed), device)
 
 
 @dataclass(frozen=True)
 class Path:
-    """What the kit has to know of a path.
+    """The interface of a path.
 
     Attributes:
-        name: its file in both packages.
-        function: what is called.
+        name: of its file in both packages, except for those in `IN_MODULE`.
+        function: the name of its function.
         words: the tensors that it takes, by name.
-        planned: the arguments of its plan, beside the batch and the block size.
-        pools: those of its tensors that are paged, and the number of dimensions before the blocks.
+        planned: the arguments of its plan, except the batch and the block size.
+        pools: its paged tensors, each with the number of dimensions before the blocks.
         build: makes the arguments of an example.
-        options: of `AttentionOptions`, that it may take; of `RecurrentOptions` where it changes states.
-        in_place: those of its tensors that a call changes, which are answers, too.
-        differentiates: whether its answers are gradients.
+        options: fields of `AttentionOptions` that it takes, or of `RecurrentOptions` if it changes states.
+        in_place: tensors that a call changes; they are outputs, too.
+        differentiates: whether its outputs are gradients.
     """
 
     name: str
@@ -235,15 +235,15 @@ class Path:
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention, and no merge, write, selection, step of a state or gradient."""
+        """Whether it is attention, not a merge, write, selection, recurrent step or gradient."""
         return self.function in ("attention", "latent_attention") and not self.in_place and not self.differentiates
 
 
 def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
-    """Return the answers of the reference in a wider type, and those of its formula in the type of the arguments.
+    """Return the outputs of the reference in a wider type, and those of its formula in the type of the arguments.
 
-    It computes on the CPU, whatever the device of the arguments is. A write has one answer, to the bit: the pools.
-    Many properties ask the same batch: the answers to the last arguments are kept, by their bits. Do not change them.
+    It computes on the CPU, whatever the device of the arguments is. A write has one exact result, the pools. Many
+    properties use the same batch, so the latest results are cached by the bits of the arguments. Do not modify them.
     """
     path, arguments = PATHS[example.path], on_cpu(arguments)
     asked = hashlib.blake2b()
@@ -256,12 +256,12 @@ def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
 
 
 def forget_expected() -> None:
-    """Let go of the answers that `expected` has kept: each of a large batch is asked once."""
+    """Clear the cache of `expected`, where each large batch is used once."""
     _EXPECTED.clear()
 
 
 def _note(x: Any, update: Callable[[Any], None]) -> None:
-    """Pass on every bit of some arguments: of their tensors the type, the shape and the numbers, wherever they lie."""
+    """Pass every bit of some arguments to `update`: of tensors the type, shape and values, but not the strides."""
     if isinstance(x, Tensor):
         update(f"{x.dtype}{list(x.shape)}".encode())
         rows = x.detach().clone(memory_format=torch.contiguous_format)
@@ -316,12 +316,12 @@ def moved(arguments: Arguments, device: str) -> Arguments:
 
 
 def region(example: Example, name: str, arguments: Arguments) -> Tensor:
-    """Return a mask over the slots of the pool `[n, p]`, of what no query may see.
+    """Return a mask `[n, p]` of slots of the pool that no query may see.
 
     Args:
-        example: whose batch it is.
-        name: "blocks", that no sequence has; "tail", past a sequence's end in its last block; "window", the keys of a
-            sequence that none of its queries may see.
+        example: the batch.
+        name: "blocks": those of no sequence; "tail": slots past a sequence's end in its last block; "window": keys of
+            a sequence that none of its queries may see.
         arguments: with the batch and the pools.
     """
     pool, before = PATHS[example.path].pools[0]
@@ -342,11 +342,11 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
     """Return the arguments with NaN, infinities and huge numbers in a part of the memory that no query may see.
 
     Args:
-        example: whose arguments they are.
-        arguments: what they are; left alone.
-        name: of a `region`; "table" for the entries past a sequence's last block; "padding" for query rows after the
-            last sequence, of rows of keys those, too, and of outputs their gradients; "gaps" for what lies between the
-            rows of a tensor, and in a row of latents after its key.
+        example: the batch.
+        arguments: of its path; not modified.
+        name: of a `region`; "table": entries past a sequence's last block; "padding": rows of queries, keys, values
+            and output gradients after the last sequence; "gaps": memory between the rows of a tensor, and the unused
+            end of a row of latents.
     """
     changed = dict(arguments)
     if name == "gaps":
@@ -380,7 +380,7 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
 
 
 def _with_gaps(x: Tensor) -> Tensor:
-    """Lay the rows of a tensor out with NaN after each."""
+    """Return a view of the same values with NaN after each row."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + GAP), torch.nan, device=x.device).to(x.dtype)
     wide[..., :-GAP] = x
     return wide[..., :-GAP]
@@ -398,7 +398,7 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
         options["trees"] = make_trees(list(map(example.parents, range(len(example.lens)))))
     if example.path == "interval":
         spans = [example.span(i) for i in range(len(example.lens))]
-        padding = torch.zeros(example.padding_rows)  # those rows may hold anything
+        padding = torch.zeros(example.padding_rows)  # any value would do
         options.pop("seen", None)
         for name, ends in zip(("first_visible", "last_visible"), zip(*spans, strict=True), strict=True):
             options[name] = torch.cat([*ends, padding]).int()
@@ -438,7 +438,7 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
     rank = example.value_size
     case = replace(example, heads=(example.heads[0], 1), value_head_size=0)
     keys = changed.get("values")
-    if keys is not None:  # a latent is key and value at once
+    if keys is not None:  # a latent is both key and value
         keys = [torch.nn.functional.pad(x[:, :1].float(), (0, example.head_size - rank)) for x in keys]
     drawn = build(case, dtype=dtype, seed=example.seed, poison=HARMLESS, keys=keys)
     cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
@@ -471,7 +471,7 @@ def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 
 def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Quantize the pools under a scale of keys and one of values, or under as many as there are heads or sequences."""
+    """Quantize the pools, with one scale for keys and one for values, or with one per head or per sequence and head."""
     arguments = _paged(example, dtype, changed)
     key, value = arguments.pop("scales", SCALES)
     kind = torch.float8_e5m2 if arguments.pop("format", "") == "e5m2" else torch.float8_e4m3fn
@@ -482,7 +482,7 @@ def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Ar
         arguments[name] = arguments[name].view(torch.uint8) if as_bytes else arguments[name]
     several = {"heads": example.heads[1:], "sequences": (len(example.lens), example.heads[1])}
     of = arguments.pop("scales_of", "")
-    if of in ("values", "keys", "keys by sequence"):  # each in a form of its own
+    if of in ("values", "keys", "keys by sequence"):  # scales of keys and values have different shapes
         by_head = 0.7371 + 0.2713 * torch.arange(example.heads[1], dtype=torch.float32)
         by_sequence = 0.6113 + 0.1931 * torch.arange(len(example.lens) * example.heads[1], dtype=torch.float32)
         by_sequence = by_sequence.view(-1, example.heads[1])
@@ -503,7 +503,7 @@ def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
 
 
 def _options(example: Example) -> Arguments:
-    """Fill in the options that have one number per head."""
+    """Return the options, with tensors for those that have one number per head."""
     h = example.heads[0]
     options = {name: value for name, value in example.options.items() if name not in (*CALLED, *OF_A_LAYER)}
     slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
@@ -525,7 +525,7 @@ def _options(example: Example) -> Arguments:
 
 
 def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch, Arguments]:
-    """Give the sequences of each prefix the first blocks of its first one."""
+    """Replace the first blocks of the sequences of each prefix by those of the first sequence."""
     options.pop("shared", None)
     assert batch.block_table is not None
     table, prefixes = batch.block_table.clone(), example.shared_prefixes()
@@ -535,7 +535,7 @@ def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch,
 
 
 def _forked(example: Example, batch: Batch) -> Batch:
-    """Make sequences begin with full blocks of earlier ones, as after a fork: some, or as many as both have."""
+    """Replace the first full blocks of sequences, some or all, by those of earlier ones, as after a fork."""
     if not example.options.get("forked"):
         return batch
     assert batch.block_table is not None

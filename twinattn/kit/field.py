@@ -1,4 +1,4 @@
-"""Write the results of many kernels on one machine to a file, and make tables of what each honours from it."""
+"""Store the results of many kernels on one machine in a file, and make tables from it."""
 
 import importlib
 import platform
@@ -22,16 +22,16 @@ NOTES = "✓ honoured · ✗ broken · ! crashed, or did not answer · – refus
 def results(
     reports: Sequence[Report], missing: dict[str, str], device: str, earlier: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Gather what was found, with when, on which machine and with which versions.
+    """Collect reports, with the date, the machine and the versions.
 
     Args:
         reports: of the kernels that were checked.
         missing: the others, and why they cannot run.
         device: where they were checked.
-        earlier: results of this machine. Its kernels that were not checked now stay, with the date of their run.
+        earlier: results of this machine; kernels that were not checked now keep theirs, with the date of their run.
 
     Returns:
-        What the file of a machine holds.
+        The content of the machine's file.
 
     Raises:
         ValueError: if the earlier results are of another machine.
@@ -58,7 +58,7 @@ def results(
 
 
 def _compact(report: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is empty, what the contract says itself, and the rows of masks that no report shows."""
+    """Leave out empty fields, the promises, and the rows of masks that no report shows."""
     for name in ("about", "asked", "claims", "drawn"):  # the same for all kernels, or in their code
         report.pop(name, None)
     report["findings"] = [
@@ -73,7 +73,7 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Write a table per path, a row per property and a column per kernel; one for all paths that have one kernel."""
+    """Write a table per path, with a row per property and a column per kernel; paths with one kernel share a table."""
     parts = [f"{found['machine']}, {_when(found)}; {_versions(found)}.", NOTES]
     earlier: dict[tuple[str, str], list[str]] = {}
     for report in found["reports"]:
@@ -110,7 +110,7 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def failures(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the reports and findings where a kernel breaks the contract."""
+    """Yield each failed finding, after its report."""
     for report in found["reports"]:
         for finding in report["findings"]:
             if finding["outcome"] in FAILED:
@@ -118,7 +118,7 @@ def failures(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, 
 
 
 def list_failures(found: dict[str, Any]) -> str:
-    """Write each break of the contract with its smallest batch."""
+    """Write a list of failures, each with its smallest batch."""
     parts = []
     for report, finding in failures(found):
         batch = f" `{finding['example']}`" if "example" in finding else ""
@@ -130,7 +130,7 @@ def list_failures(found: dict[str, Any]) -> str:
 
 
 def list_not_claimed(found: dict[str, Any]) -> str:
-    """Write what each kernel was not asked, with the reasons."""
+    """Write a list of the properties that each kernel does not claim, with the reasons."""
     lines = []
     for report in found["reports"]:
         by_reason: dict[str, list[str]] = {}
@@ -160,7 +160,7 @@ def _cell(report: dict[str, Any], name: str) -> str:
 
 
 def _version(distribution: str, package: str | None) -> str | None:
-    """Return the version of a distribution, or what its package says of itself where it lies without one."""
+    """Return the version of a distribution; if it is not installed, the `__version__` of its package, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -190,7 +190,7 @@ def _machine(device: str) -> str:
 
 
 def processor() -> str:
-    """Name the processor of this machine, without its marks of ownership."""
+    """Return the name of this machine's processor, without (R) and (TM)."""
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     name = names[0].partition(":")[2] if names else platform.processor() or platform.machine()

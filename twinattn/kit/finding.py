@@ -1,4 +1,4 @@
-"""What came of a check: a finding for each property, and the report of a kernel."""
+"""The result of a check: a finding for each property, and the report of a kernel."""
 
 import platform
 from collections.abc import Mapping
@@ -15,22 +15,22 @@ FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contr
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one property.
+    """The result of one property.
 
     Attributes:
         property: its name.
-        promise: what it says.
+        promise: its sentence.
         outcome: "honoured"; "wrong", "raises", "crashed", "hung"; "refused", "not claimed", "not reached".
-        detail: what is wrong, or why it was not asked.
+        detail: what is wrong, or why it was not checked.
         examples: how many batches were tried.
         refused: how many of them the kernel refused.
         example: the smallest batch that fails, as code.
         dtype: in which it fails.
-        mistakes: what is probably wrong: names and sentences, the most probable first.
+        mistakes: names and sentences of probable mistakes, the most probable first.
         expected: the masks of the batch's sequences, as rows of 0 and 1.
-        seen: those read out of the kernel's answers.
+        seen: the masks read out of the kernel's output.
         code: a line that reproduces it.
-        without_lse: whether it would compare the log-sum-exp, too, and did not, as that is wrong or not claimed.
+        without_lse: whether the log-sum-exp was left out of the comparison, because it is wrong or not claimed.
     """
 
     property: str
@@ -50,19 +50,19 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a kernel honours, property by property.
+    """The results of a kernel.
 
     Attributes:
         kernel: its name.
-        path: what it computes.
+        path: the path that it computes.
         device: where the tensors were.
         findings: one for each property.
-        seconds: that it took.
+        seconds: the time that the check took.
         claims: of the kernel, by name.
-        drawn: what it was asked.
+        drawn: a summary of the batches.
         asked: how it was checked: the number of batches, the seed, and how often each was tried.
-        notes: what its author should know, such as a parameter that has no meaning.
-        times: of a kernel that was timed, by workload.
+        notes: for its author, such as a parameter that this path does not have.
+        times: by workload, if the kernel was timed.
     """
 
     kernel: str
@@ -83,22 +83,22 @@ class Report:
 
     @property
     def failures(self) -> list[Finding]:
-        """Where the contract is broken."""
+        """The findings of properties that failed."""
         return [finding for finding in self.findings if finding.outcome in FAILED]
 
     @property
     def not_reached(self) -> list[Finding]:
-        """What was not asked, as the time was over, or the kernel cannot be called."""
+        """The findings of properties that were not checked because the time was over, or a call failed."""
         return [finding for finding in self.findings if finding.outcome == "not reached"]
 
     @property
     def lapses(self) -> list[Finding]:
-        """What is claimed and hardly checked: the kernel refused all batches, or more than half of them."""
+        """The findings of properties that were hardly checked: the kernel refused more than half of the batches."""
         asked = [x for x in self.findings if x.outcome in ("honoured", "refused")]
         return [x for x in asked if x.outcome == "refused" or 2 * x.refused > x.examples]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON has it, with what two reports are told apart by."""
+        """Return the report as values for JSON, with versions and the name of the device."""
         values = dict(kernel=self.kernel, path=self.path, device=self.device, seconds=self.seconds)
         values |= dict(findings=[asdict(finding) for finding in self.findings], claims=dict(self.claims))
         values |= dict(drawn=self.drawn.as_dict() if self.drawn else {}, asked=dict(self.asked), notes=list(self.notes))
@@ -107,7 +107,7 @@ class Report:
 
 
 def about(device: str) -> dict[str, Any]:
-    """Return the versions and the name of the device that a report is of."""
+    """Return the versions and the name of the device for a report."""
     try:
         ours = version("twinattn")
     except PackageNotFoundError:  # it is not installed, but on the path

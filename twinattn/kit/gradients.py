@@ -1,7 +1,7 @@
-"""Gradients of attention over rows, as the kit asks for them: of the loss `sum(out * grad_out) + sum(lse * grad_lse)`.
+"""Gradients of the loss `sum(out * grad_out) + sum(lse * grad_lse)` of `varlen` attention.
 
-A kernel is differentiated by autograd; or, if it has a parameter `grad_out`, it is the backward itself. Either answers
-with `dq`, `dk`, `dv`, and `dsinks` where there are sinks.
+A kernel is differentiated by autograd; or, if it has a parameter `grad_out`, it is the backward itself. Either way the
+result is `dq`, `dk`, `dv`, and `dsinks` if there are sinks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ from twinattn.kit.tolerance import WIDER, bound, distance
 from twinattn.kit.workload import Workload
 
 OF = {"query": "dq", "key": "dk", "value": "dv", "sinks": "dsinks"}  # the gradient of each, by its name in an answer
-OURS = ("grad_out", "grad_lse", "deterministic")  # what the forward of the reference does not take
+OURS = ("grad_out", "grad_lse", "deterministic")  # not parameters of the reference's forward
 
 
 class NoGradientError(NotImplementedError):
-    """A kernel returns nothing that could be differentiated: it does not claim this."""
+    """The kernel returns no log-sum-exp that can be differentiated."""
 
 
 def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
 
 
 def leaves_of(arguments: Mapping[str, Any], wanted: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Return what is differentiated by: views of the tensors, with their strides; all of them, or those wanted."""
+    """Return the inputs to differentiate with respect to, with their strides: all of them, or those wanted."""
     chosen = wanted or tuple(OF)
     return {
         name: arguments[name].detach().requires_grad_()
@@ -58,10 +58,10 @@ def differentiate(
         wanted: names of tensors; all if empty.
 
     Returns:
-        The gradients by name. What the output does not depend on has zeros, as in mathematics.
+        The gradients by name; zeros for an input that the output does not depend on.
 
     Raises:
-        NoGradientError: if the log-sum-exp is to be differentiated, and cannot be.
+        NoGradientError: if there is a `grad_lse`, and the log-sum-exp has no gradient.
     """
     leaves = leaves_of(arguments, wanted)
     with torch.enable_grad():
@@ -105,7 +105,7 @@ def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def sizes(example: Workload, arguments: Mapping[str, Any]) -> dict[str, float]:
-    """Return the largest sum of absolute terms in each gradient: what a rounding is of, whatever cancels."""
+    """Return the largest sum of absolute terms in each gradient, in which nothing cancels: roundings scale with it."""
     scale = arguments.get("softmax_scale")
     scale = example.head_size**-0.5 if scale is None else scale
     lse = arguments.get("grad_lse")
@@ -137,13 +137,13 @@ def assert_close(
     *,
     largest_score: float = 1.0,
 ) -> None:
-    """Hold a gradient to the one tolerance, with a rounding that is one of the terms it is a sum of.
+    """Compare a gradient within the one tolerance, with roundings relative to the size of its terms.
 
-    Where a query sees one key, `grad_out . v` and `delta` cancel: the gradient is 0, and a right kernel is off by the
-    rounding of either.
+    For a query that sees one key, `grad_out . v` and `delta` cancel: the gradient is 0, and a right kernel is off by
+    the rounding of either.
 
     Raises:
-        AssertionError: saying what is off, and how much is allowed.
+        AssertionError: with the error and its limit.
     """
     if came.shape != wide.shape:
         raise AssertionError(f"{name}: shape {list(came.shape)}, expected {list(wide.shape)}")

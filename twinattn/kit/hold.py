@@ -1,4 +1,4 @@
-"""Call a kernel, and hold what it returns to the reference, by the one tolerance."""
+"""Call a kernel, and compare what it returns with the reference, within the one tolerance."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,12 +16,18 @@ from twinattn.kit.kernel import Kernel, device_of
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, assert_close, on_cpu
 
-MOST_COMPARED = 2**22  # elements of a tensor that is looked at after a call
+MOST_COMPARED = 2**22  # elements: larger inputs are not compared with their values before the call
 LOUD = 100.0  # factor on the queries, at which exp(score) overflows
 
 
 def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> Answers:
-    """Call the kernel, and turn what it raises into what it means; look at what came in, and at what it returns."""
+    """Call the kernel, and return its outputs, after a check that inputs are unchanged and shapes are right.
+
+    Raises:
+        RefusedError: if the kernel does not compute this.
+        CrashedError: if its device no longer works.
+        Broken: if it raises anything else, changes an input, or returns another shape.
+    """
     before = {name: (x, _bits(x)) for name, x in inputs_of(example, arguments, more) if x.numel() <= MOST_COMPARED}
     with raised(kernel, arguments):
         answers = kernel(example, arguments, **more)
@@ -36,18 +42,18 @@ def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> 
 
 @contextmanager
 def raised(kernel: Kernel, arguments: Arguments) -> Iterator[None]:
-    """Turn what a kernel raises into what it means.
+    """Translate what a kernel raises.
 
     Raises:
-        RefusedError: if it says that it does not compute this.
-        CrashedError: if its device does not answer any more.
-        Broken: if it is something else.
+        RefusedError: for NotImplementedError, and for errors that the kernel claims as refusals.
+        CrashedError: if its device no longer works.
+        Broken: for any other error.
     """
     try:
         yield
     except NotImplementedError as error:
         raise RefusedError(str(error)) from error
-    except (Exception, SystemExit) as error:  # a stranger's kernel raises what it likes
+    except (Exception, SystemExit) as error:  # another author's kernel may raise anything
         says = (str(error).strip().splitlines() or [""])[0]
         if any(text in str(error) for text in kernel.claims.refusals):
             raise RefusedError(says) from error
@@ -57,7 +63,7 @@ def raised(kernel: Kernel, arguments: Arguments) -> Iterator[None]:
 
 
 def inputs_of(example: Example, arguments: Arguments, more: Arguments) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a call may not change, each with its name: all but those that it is to write."""
+    """Yield the name and tensor of each input that a call may not change: all but those that it writes."""
     path, memory = PATHS[example.path], more.get("out")
     written = path.in_place or (() if path.attends else tuple(name for name, _ in path.pools))
     for name, x in named_tensors({name: x for name, x in arguments.items() if name not in written}):
@@ -66,7 +72,7 @@ def inputs_of(example: Example, arguments: Arguments, more: Arguments) -> Iterat
 
 
 def named_tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in what a call gets, each with its name."""
+    """Yield the name of each tensor in an argument, and the tensor."""
     if isinstance(x, Tensor):
         yield name, x
     elif is_dataclass(x) and not isinstance(x, type):
@@ -80,7 +86,7 @@ def named_tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Copy the bytes of a tensor, in which NaN is equal to itself."""
+    """Return a copy of the bytes of a tensor: there NaN is equal to itself."""
     return x.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
@@ -103,20 +109,23 @@ def check_shape(example: Example, arguments: Arguments, answers: Answers) -> Non
 
 
 def _answers_still(arguments: Arguments) -> bool:
-    """Return whether the device of a call still computes: some errors of CUDA spoil a process, others only a call."""
+    """Return whether the device still computes: after some CUDA errors no later call of the process works."""
     try:
         return float(torch.ones(2, device=device_of(arguments)).sum()) == 2.0
-    except Exception:  # noqa: BLE001  whatever it is, the device did not answer
+    except Exception:  # noqa: BLE001  any error means that the device does not work
         return False
 
 
 def hold(
     example: Example, arguments: Arguments, answers: Answers, *, only: Iterable[str] = (), is_loud: bool = False
 ) -> None:
-    """Hold the answers of a kernel to those of the reference, by the one tolerance; a write to the bit.
+    """Compare the outputs of a kernel with the reference, within the one tolerance; those of a write bit for bit.
 
-    A query whose scores are in the hundreds has an LSE of that size, and each weight is off by the rounding of a score.
-    In float32 a score of more than 256 products, as over latents, has more roundings than the tolerance counts.
+    With scores in the hundreds (`is_loud`), the error of a weight grows by the rounding of its score. In float32, a
+    score of more than 256 products, as over latents, has more roundings than the tolerance counts.
+
+    Raises:
+        Broken: naming the output that is off.
     """
     wide, low = expected(example, arguments)
     more_roundings = max(1.0, example.head_size**0.5 / FLOAT32_ROUNDINGS)
@@ -134,7 +143,7 @@ def hold(
                 raise Broken(f"lse: shape {list(came.shape)}, expected {list(want.shape)}: one per query row and head")
             if came.dtype not in (torch.float32, torch.float64):
                 raise Broken(f"lse: expected float32, got {str(came.dtype).removeprefix('torch.')}")
-            came = came.float()  # in float64 it is no more exact: the numbers that it is of were rounded
+            came = came.float()  # one in float64 is no more exact: its scores were rounded
         if example.path == "kv_cache":
             different = (bits_of(came) != bits_of(want)).flatten(2).any(-1).nonzero()
             if len(different):
@@ -156,10 +165,10 @@ def hold(
 
 
 def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor, low: Tensor) -> None:
-    """Hold a log-sum-exp to the tolerance; over packed latents, from them or from latents rounded as the queries are.
+    """Compare a log-sum-exp within the tolerance; over packed latents also with that of latents rounded to 16 bits.
 
-    A quantized value times its scale has more bits than 16. So has the reference formula rounded it, but then the
-    products, too, and where a query sees one key the second error may undo the first.
+    A dequantized value has more than 16 bits. The reference formula in 16 bits rounds it, and the products, too, and
+    for a query that sees one key the second error may cancel the first.
     """
     rounded = score_size(example, arguments)
     try:
@@ -174,11 +183,10 @@ def hold_lse(example: Example, arguments: Arguments, came: Tensor, want: Tensor,
 
 
 def score_size(example: Example, arguments: Arguments) -> float:
-    """Return how large a score can be: what is rounded on the way to a log-sum-exp, which may itself be near 0.
+    """Return a bound on the scores: the error of a log-sum-exp scales with them, even where it is near 0 itself.
 
-    No product of a query with a key is larger than that of their lengths. Quantized values of keys are rounded to 16
-    bits by some
-    kernels: that is counted as so many roundings of float32.
+    No product of a query with a key is larger than that of their norms. Some kernels round dequantized keys to 16 bits,
+    which counts as so many roundings of float32.
     """
     if "lses" in arguments:
         finite = [x.nan_to_num(0.0, 0.0, 0.0).abs().max() for x in arguments["lses"] if x.numel()]
@@ -208,7 +216,7 @@ def score_size(example: Example, arguments: Arguments) -> float:
 
 
 def hold_gradients(example: Example, arguments: Arguments, answers: Answers, *, is_loud: bool = False) -> None:
-    """Hold gradients to those of the reference, each in the type of what it is of."""
+    """Compare gradients with those of the reference; each has the type of its input."""
     wide, low = expected(example, arguments)
     arguments = on_cpu(arguments)
     sizes, dtype = gradients.sizes(example, arguments), arguments["query"].dtype
@@ -232,17 +240,16 @@ def hold_gradients(example: Example, arguments: Arguments, answers: Answers, *, 
 
 
 def lse_roundings(arguments: Arguments) -> float:
-    """Return how many roundings of a weight come from its log-sum-exp, as a part of those that are allowed anyway.
+    """Return the roundings that the weights of a backward have from the LSE, in units of `FLOAT32_ROUNDINGS`.
 
-    A weight of a backward is `exp(score - lse)`. An LSE of float32 is off by a rounding of its own size, and the weight
-    by as much of itself.
+    Such a weight is `exp(score - lse)`: the absolute rounding error of the LSE is a relative error of the weight.
     """
     _, lse = gradients.forward(arguments)
     return float(lse.abs().nan_to_num(0.0, 0.0, 0.0).amax()) / FLOAT32_ROUNDINGS if lse.numel() else 0.0
 
 
 def hold_selection(arguments: Arguments, came: Tensor, want: Tensor) -> None:
-    """Hold selected positions to those of the rule, in any order: the best scores, of equal ones the first."""
+    """Compare selected positions, in any order, with the rule: the highest scores, and among equal ones the first."""
     if came.shape != want.shape or came.is_floating_point():
         raise Broken(f"out: expected integers {list(want.shape)}, got {came.dtype} {list(came.shape)}")
     scores = arguments["scores"].cpu()

@@ -1,8 +1,8 @@
 """Check kernels in separate processes: one that crashes, hangs or corrupts its device does not affect the others.
 
-A process logs what it does to a file, line by line: each batch before the kernel gets it, and each finding. If it dies,
-or writes nothing for too long, the file names the property and the batch; the process is ended, and another one
-continues with the remaining properties.
+A process logs to a file, line by line, each batch before the kernel is called, and each finding. If it dies, or writes
+nothing for too long, the file names the property and the batch; the process is killed, and another one continues with
+the remaining properties.
 """
 
 import json
@@ -31,7 +31,7 @@ from twinattn.kit.property import CrashedError
 STARTS = 60.0  # seconds that a process may take to import what it needs
 LOOK = 0.1  # seconds between two looks at a process
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # several kernels may be checked at a time
-CANNOT_GO_ON = 70  # exit status of a process whose device does not answer any more
+CANNOT_GO_ON = 70  # exit status of a process that can no longer use its device
 
 
 def check_apart(
@@ -55,12 +55,12 @@ def check_apart(
         path: which path it computes.
         device: where the tensors are.
         dtypes: their names; those that the kernel claims if none.
-        examples: batches per property and type.
+        examples: batches per property in the first type, and a quarter of them in each other type.
         only: names of properties.
-        seconds: for all properties; what is not reached then is reported so.
-        patience: seconds without a sign of life, after which the process is ended.
+        seconds: for all properties; those after that are reported as not reached.
+        patience: seconds without a new line in the log after which the process is killed.
         repeat: how often each batch is tried.
-        limits: claims that go before those of the kernel.
+        limits: claims that replace those of the kernel.
         on_finding: called with every finding.
 
     Raises:
@@ -137,7 +137,7 @@ def watch(
     module: str = "twinattn.kit.isolate",
     environment: Mapping[str, str] = ONE_THREAD,
 ) -> tuple[str, str]:
-    """Run a task in a process, and return how it ended, in words too: "" if well, "crashed", "hung", "not reached"."""
+    """Run a task in a process, and return its outcome ("" if well, "crashed", "hung", "not reached") and a reason."""
     said = log.with_name("stderr")
     with said.open("w") as errors:
         process = subprocess.Popen(
@@ -173,17 +173,17 @@ def watch(
 
 
 def finding_of(values: dict[str, Any]) -> Finding:
-    """Make a finding of what JSON says of it."""
+    """Make a finding from its values in JSON."""
     return Finding(**{name: tuples(value) for name, value in values.items()})
 
 
 def tuples(x: Any) -> Any:
-    """Make tuples of lists, of which JSON has no other."""
+    """Turn lists into tuples, which JSON does not have."""
     return tuple(map(tuples, x)) if isinstance(x, list) else x
 
 
 def main() -> None:
-    """Do the task that is the second argument, and write what happens to the file that the first one names."""
+    """Run the task in the second argument, and log to the file that the first argument names."""
     with Path(sys.argv[1]).open("w", buffering=1) as log:
         sys.exit(_do(json.loads(sys.argv[2]), log))
 
