@@ -1,4 +1,4 @@
-"""Any kernel: it is called with what its parameters name, and claims no more than that.
+"""Kernels to check: a function is called with the arguments that its parameters name, and claims no more than these.
 
     def my_attention(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, softmax_scale=None): ...
 
@@ -27,8 +27,8 @@ from twinattn.kit import gradients
 from twinattn.kit.example import PATHS, Answers, Arguments, Example
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
-QUERY_LENS = {"cu_seqlens_q", "query_lens", "context_lens", "batch", "plan"}  # what says where queries are
-BEGINNINGS = {"has_initial_state", "seq_lens", "context_lens", "batch", "plan"}  # what says who has no state yet
+QUERY_LENS = {"cu_seqlens_q", "query_lens", "context_lens", "batch", "plan"}  # each implies the query lengths
+BEGINNINGS = {"has_initial_state", "seq_lens", "context_lens", "batch", "plan"}  # each implies which states are new
 NEUTRAL = {
     "causal": True,
     "window_size": (-1, -1),
@@ -45,7 +45,7 @@ NEUTRAL = {
     "delta": True,
     "grad_lse": None,
     "deterministic": False,
-}  # what an option is where nothing is asked of it
+}  # the value of an option that a batch does not set
 LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
@@ -53,7 +53,7 @@ Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block
 
 @dataclass(frozen=True)
 class Claims:
-    """What a kernel claims beside its parameters; `claims` puts it on a function.
+    """The claims of a kernel in addition to its parameters; `claims` attaches them to a function.
 
     The properties `mask` and `answer` draw every combination of heads, head sizes and block sizes. The others draw two:
     the first of each, and the last of each.
@@ -66,15 +66,15 @@ class Claims:
         max_query_len: the most queries of a sequence; 1 for a decode kernel.
         min_seq_len: the fewest keys of a sequence.
         parts: numbers of parts that a merge takes.
-        layers: kinds of layers that keep a state, of `states.LAYERS`; the first is what most properties draw.
+        layers: kinds of layers that keep a state, of `states.LAYERS`; most properties draw the first.
         not_claimed: names of properties, each with the reason, in the words of its documentation.
-        refusals: parts of the messages by which it says what it does not compute, where it raises something else than
+        refusals: substrings of error messages that mean a refusal, for a kernel that does not raise
             NotImplementedError.
         max_examples: the most batches per property, for a kernel that compiles for every shape.
-        conventions: whether it claims what the conventions say of our twins alone: the same under autocast and whatever
-            the default type of the process is, the same bits for any number of tokens if batch_invariant, slopes and
-            sinks of any type, selected positions that rise, fewer slots than rows. Without a claim it is taken to, if
-            it has the path's own signature.
+        conventions: whether it claims the conventions that only our twins promise: no effect of autocast or of the
+            default type of the process, the same bits for any number of tokens with batch_invariant, slopes and sinks
+            of any type, selected positions in ascending order, fewer slots than rows. The default is True for a
+            function with the path's own signature.
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
@@ -103,7 +103,7 @@ class Claims:
 
     @property
     def few_shapes(self) -> list[Shape]:
-        """The first combination and the last: many kernels are compiled again for each, with each option."""
+        """The first combination and the last; few, as many kernels compile for each, with each option."""
         return list(dict.fromkeys((self.shapes[0], self.shapes[-1])))
 
 
@@ -135,11 +135,11 @@ OF_PATH = {
         head_sizes=((64, 64), (256, 256), (72, 40), (128, 64)),
         block_sizes=(16,),
     ),
-}  # what a function without claims is taken to claim
+}  # default claims
 
 
 def claims(**limits: Any) -> Callable[[Callable], Callable]:
-    """Declare what a kernel claims, where that is less or more than a path asks: `@claims(block_sizes=(256,))`."""
+    """Declare claims of a kernel that differ from the defaults of its path: `@claims(block_sizes=(256,))`."""
 
     def decorate(function: Callable) -> Callable:
         function.__claims__ = limits  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ class BadKernelError(Exception):
 
 
 def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[str]) -> dict[str, str]:
-    """Return the parameters that a path has no argument for, each with the word that is probably meant, or ""."""
+    """Return the parameters that a path has no argument for, each with a suggestion, or ""."""
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     unknown = [name for name, parameter in parameters.items() if name not in words and parameter.kind not in variable]
     close = {
@@ -164,7 +164,7 @@ def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[s
 
 
 def notes_on(kernel: Any) -> tuple[str, ...]:
-    """Return a sentence on each optional parameter that a path has no argument for: it keeps its default."""
+    """Return a sentence for each optional parameter that a path has no argument for, which keeps its default."""
     unknown = unknown_words(kernel.parameters, kernel.words())
     return tuple(f"the parameter {name} is none of this path's{hint}" for name, hint in unknown.items())
 
@@ -176,11 +176,11 @@ class Kernel:
     Attributes:
         name: for the report, and for `twinattn prove`.
         path: which path it computes.
-        function: what is called, with the arguments that its parameters name.
+        function: is called with the arguments that its parameters name.
         plan: the plan of the same package, for functions that take `plan`; that of the reference if None.
-        without_lse: whether its log-sum-exp is left out of its answers: it is known to be wrong, or not claimed.
-        limits: claims that go before those of the function.
-        calls: the calls of the current example, each with its answer: what a mistake is found by.
+        without_lse: whether its log-sum-exp is ignored, because it is known to be wrong, or not claimed.
+        limits: claims that replace those of the function.
+        calls: the calls of the current example, each with its outputs, for the search for a mistake.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Kernel:
     calls: list[tuple[Arguments, Answers]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        """Check that the path is known, and that every required parameter is a word of it."""
+        """Check that the path is known, and that it has an argument for every required parameter."""
         if self.path not in PATHS:
             raise BadKernelError(f"path: expected one of {', '.join(PATHS)}, got {self.path!r}")
         self.parameters = inspect.signature(self.function).parameters
@@ -207,7 +207,7 @@ class Kernel:
         limits = getattr(self.function, "__claims__", {})
         is_step = PATHS[self.path].attends or PATHS[self.path].in_place
         if is_step and not QUERY_LENS & set(self.parameters):
-            limits = {"max_query_len": 1} | limits  # nothing says how many queries a sequence has: this is a decode
+            limits = {"max_query_len": 1} | limits  # without query lengths this is a decode
         if "plan" in self.parameters:
             limits = {"layers": ("gdn", "kda"), "conventions": True} | limits  # it has the path's own signature
         self.claims = Claims(
@@ -216,7 +216,7 @@ class Kernel:
 
     @property
     def usual(self) -> Claims:
-        """What a function without claims of its path is taken to claim."""
+        """The default claims of its path."""
         return OF_PATH.get(self.path, Claims())
 
     def words(self) -> list[str]:
@@ -233,7 +233,7 @@ class Kernel:
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 
     def takes(self, option: str) -> bool:
-        """Return whether something can be asked of the kernel: an option, a window, the LSE, memory for its output."""
+        """Return whether the kernel takes an argument: an option, `window_size`, `return_lse`, `out`."""
         path = PATHS[self.path]
         by_plan = option in path.planned and "plan" in self.parameters
         by_options = option in path.options and "options" in self.parameters
@@ -241,21 +241,21 @@ class Kernel:
 
     @property
     def knows_query_lens(self) -> bool:
-        """Return whether a parameter says how many queries each sequence has; else each has one, as in a decode."""
+        """Whether a parameter implies the query lengths; otherwise each sequence has one query, as in a decode."""
         return bool(QUERY_LENS & set(self.parameters))
 
     @property
     def knows_beginnings(self) -> bool:
-        """Return whether a parameter says which sequences begin; else each has a state, as in a decode."""
+        """Whether a parameter implies which sequences are new; otherwise each has a state, as in a decode."""
         return bool(BEGINNINGS & set(self.parameters))
 
     def __call__(self, example: Example, arguments: Arguments, **more: Any) -> Answers:
-        """Call the function with the words that it names, and return its answers by name.
+        """Call the function with the arguments that it names, and return its outputs by name.
 
         Args:
-            example: what the arguments are of.
+            example: the batch.
             arguments: of the path.
-            more: `out`, `return_lse`; of gradients `wanted`, what is differentiated by.
+            more: `out`, `return_lse`; for gradients `wanted`, the inputs to differentiate with respect to.
         """
         path = PATHS[self.path]
         if path.differentiates:
@@ -281,7 +281,7 @@ class Kernel:
 
     @property
     def is_backward(self) -> bool:
-        """Return whether it computes gradients itself, where others are differentiated by autograd."""
+        """Whether it computes gradients itself; others are differentiated by autograd."""
         return "grad_out" in self.parameters
 
     def _differentiated(self, example: Example, arguments: Arguments, wanted: tuple[str, ...] = ()) -> Answers:
@@ -318,7 +318,7 @@ class Kernel:
         raise TypeError(f"expected an output, or an output and its log-sum-exp, got {type(came).__name__}")
 
     def asked(self, example: Example, arguments: Arguments) -> Arguments:
-        """Make what the parameters name out of the arguments of a path; an option that is not asked for is neutral."""
+        """Return an argument for each parameter, made from those of the path; options that a batch lacks are off."""
         path, words, asked = PATHS[self.path], self.words(), dict[str, Any]()
         for name, parameter in self.parameters.items():
             if name in arguments:
@@ -344,7 +344,7 @@ class Kernel:
             elif name in NEUTRAL and name in words and (parameter.default is not None or name == "causal"):
                 asked[name] = NEUTRAL[
                     name
-                ]  # said, though nothing is asked: defaults differ; None asks for nothing, too
+                ]  # passed explicitly, as the defaults of kernels differ; a default of None is neutral, too
             elif name == "softmax_scale" and parameter.default is not None:
                 asked[name] = example.head_size**-0.5
         return asked
@@ -359,29 +359,29 @@ class Kernel:
 
 
 def device_of(arguments: Arguments) -> torch.device:
-    """Return where the tensors of a call are; a merge has its tensors in lists."""
+    """Return the device of a call; a merge has its tensors in lists."""
     firsts = (x[0] if isinstance(x, list) and x else x for x in arguments.values())
     return next(x.device for x in firsts if isinstance(x, Tensor))
 
 
 def synchronize(arguments: Arguments) -> None:
-    """Wait until the device of a call has computed it: an error of the kernel then is one of this call."""
+    """Wait for the device of a call, so that an asynchronous error is raised in this call."""
     device, accelerator = device_of(arguments), torch.accelerator.current_accelerator()
     if accelerator is not None and device.type == accelerator.type:
         torch.accelerator.synchronize(device)
 
 
 def check_device(device: str) -> None:
-    """Check that a device computes: that torch knows its name, and that it is there.
+    """Check that a device is available and computes.
 
     Raises:
-        BadKernelError: if not, with those that are there.
+        BadKernelError: if not, with the available devices.
     """
     if device == "cpu":
         return
     try:
         torch.ones(2, device=device).sum().item()
-    except Exception as error:  # a backend raises what it likes
+    except Exception as error:  # a backend may raise anything
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         count = torch.accelerator.device_count() if accelerator is not None else 0
         there = ["cpu", *(f"{accelerator.type}:{i}" if i else accelerator.type for i in range(count) if accelerator)]
@@ -393,9 +393,9 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """Fill `torch.empty` with NaN, so that what is returned before it is written shows."""
+    """Fill the memory of `torch.empty` with NaN, so that elements that a kernel does not write are NaN."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does so, and imports Inductor: seconds
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import Inductor, for seconds
     try:
         yield
     finally:
@@ -403,16 +403,16 @@ def filled_memory() -> Iterator[None]:
 
 
 def preserving_clone(x: Tensor) -> Tensor:
-    """Clone a tensor with its strides, whatever they are."""
+    """Clone a tensor with its strides, also where it has gaps."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    if span > LARGE:  # and is hardly touched
+    if span > LARGE:  # most of this memory is never written
         return untouched(span, x.dtype, str(x.device)).as_strided(x.shape, x.stride()).copy_(x)
     memory = x.as_strided((span,), (1,)).clone()
     return memory.as_strided(x.shape, x.stride())
 
 
 def untouched(elements: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Allocate memory that is not written, so that on a CPU it takes no room until it is."""
+    """Allocate memory without writing it: on a CPU the pages that are never written take no RAM."""
     if device != "cpu":
         return torch.zeros(elements, dtype=dtype, device=device)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -420,10 +420,10 @@ def untouched(elements: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None) -> Kernel:
-    """Find a kernel: a function, a module of a path, or where one is, `package.module:function` or `package.module`.
+    """Find a kernel: a function, a module of a path, or a name, `package.module:function` or `package.module`.
 
     Args:
-        target: what it is, or where.
+        target: the function or module, or its name.
         path: which path it computes; may be left out for a module that has a path's name.
 
     Raises:
@@ -445,7 +445,7 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
 
 
 def _which_path() -> str:
-    """Ask for a path, and list those that there are."""
+    """Return the message that asks for a path, and lists them all."""
     from twinattn.kit.operations import OPERATIONS  # its kernels import this file
 
     listed = f"one of {', '.join(PATHS)}; or, beside attention, {', '.join(OPERATIONS)}"
@@ -453,7 +453,7 @@ def _which_path() -> str:
 
 
 def resolve(target: str | Callable[..., Any] | ModuleType) -> tuple[str, Any]:
-    """Return the name of a function or a module, and what it names: `package.module:function`, `file.py:function`.
+    """Return the name of a target, `package.module:function` or `file.py:function`, and its function or module.
 
     Raises:
         BadKernelError: if there is none, or it is neither.
@@ -480,7 +480,7 @@ def resolve(target: str | Callable[..., Any] | ModuleType) -> tuple[str, Any]:
 
 
 def _module_of(file: Path) -> ModuleType:
-    """Import a file, whose neighbours it can import, too, as when Python runs it."""
+    """Import a file; it can import files beside it, as when Python runs it."""
     if not file.is_file():
         raise FileNotFoundError("there is no such file")
     folder, name = str(file.resolve().parent), file.stem

@@ -1,7 +1,7 @@
-"""Landmarks: batches that are always tried, at the places where kernels change their way of computing.
+"""Landmarks: batches that are always tried, because kernels change their code path there.
 
-A batch drawn at random is small, and seldom meets such a place: the second tile of queries, the length that fills a
-tile or a block exactly, the ninth sequence, a group of seven heads, an option in a decode whose keys are split.
+A random batch is small, and seldom has such a size: a second tile of queries, a length that fills a tile or a block
+exactly, more than eight sequences, a group of seven heads, an option in a decode over split keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ Lens = tuple[tuple[int, int], ...]
 Landmarks = Callable[[Kernel], list[Example]]
 
 ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
-CROWDED = (*ATTENDS, "merge", "kv_cache", "recurrent")  # asked for many sequences
+CROWDED = (*ATTENDS, "merge", "kv_cache", "recurrent")  # paths with the landmark of many sequences
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # nodes per tree
 LAYOUTS = (1, 2, 3, 4, 5)  # layouts of tensors in memory, by their number in `memory.laid_out`
 OPTIONAL = (*CALLED, *PATHS["varlen"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 PAST_A_MODEL = 2**18 + 77  # keys: more than the longest sequences of most models
-FAR = 2**12  # keys: over as many windows and chunks are long, too
+FAR = 2**12  # keys: for longer sequences windows and chunks are long, too
 LONG_STEP = 577  # tokens of a step
 LONG_LIST = 2048  # selected keys
 WIDE_WINDOW = 4095
 TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # sizes of a state's keys and values
 PAST_2048 = 2**11 + 5  # sequences of a batch
-SPLIT = (1500, 2500, 4200)  # keys that kernels split, among which no power of two is
-FARTHEST = 2**31 - 1  # the largest side of a window: what some callers give for no limit
+SPLIT = (1500, 2500, 4200)  # numbers of keys that kernels split; no powers of two
+FARTHEST = 2**31 - 1  # the largest side of a window: some callers pass it for no limit
 
 
 def none(kernel: Kernel) -> list[Example]:
@@ -38,7 +38,7 @@ def none(kernel: Kernel) -> list[Example]:
 
 
 def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: Any) -> Example:
-    """Make a batch of what a kernel claims, as near to the given lengths as its path and its claims allow."""
+    """Make a batch that a kernel claims, with lengths as near to the given ones as its path and claims allow."""
     claims, path = kernel.claims, kernel.path
     heads, (head_size, value_head_size), block_size = shape or claims.shapes[0]
     most = min(claims.max_query_len or max(q for q, _ in lens), MOST_NODES if path == "speculative" else 10**6)
@@ -62,14 +62,14 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
 
 
 def every_shape(kernel: Kernel) -> list[Example]:
-    """Return batches that have every number of heads, every head size and every block size that a kernel claims."""
+    """Return batches that together have every number of heads, head size and block size that a kernel claims."""
     return [example(kernel, ((3, 20), (1, 2 * shape[2] + 1)), shape) for shape in different_shapes(kernel)]
 
 
 def different_shapes(kernel: Kernel) -> list[Shape]:
-    """Return shapes in which every number of heads is there, every head size and every block size, none very large.
+    """Return shapes that together have every number of heads, head size and block size, none of them very large.
 
-    Most heads stand beside the smallest blocks, and once beside the largest head size.
+    The most heads come with small blocks, and once with the largest head size.
     """
     claims = kernel.claims
     heads = sorted(claims.heads, key=lambda x: -x[1])
@@ -81,9 +81,9 @@ def different_shapes(kernel: Kernel) -> list[Shape]:
 
 
 def edges(kernel: Kernel) -> list[Example]:
-    """Return decodes over as many keys as fill tiles and blocks, one less and one more; of some block sizes.
+    """Return decodes over keys that fill tiles and blocks exactly, one less and one more, for some block sizes.
 
-    And a few queries each, of which some are before the end of a tile and some after it.
+    The last batch has sequences of a few queries on both sides of the end of a tile.
     """
     batches = []
     for block_size in dict.fromkeys((kernel.claims.block_sizes[0], kernel.claims.block_sizes[-1])):
@@ -96,31 +96,32 @@ def edges(kernel: Kernel) -> list[Example]:
 
 
 def without_queries(kernel: Kernel) -> list[Example]:
-    """Return sequences without queries beside decodes, and sequences without keys.
+    """Return sequences without queries among decodes, and sequences without keys.
 
-    And such with as many queries as keys in all, and at most, but not each: a kernel may take them for one another.
+    One batch has as many queries as keys in total, and the same maximum of both, but not in each sequence: a kernel may
+    confuse them.
     """
     least = 0 if kernel.knows_query_lens else 1
     batches = ((0, 7), (1, 9), (0, 3), (1, 40)), ((5, 2), (0, 0), (2, 0), (3, 30)), ((3, 7), (7, 3), (5, 5))
     found = [example(kernel, tuple((max(least, q), s) for q, s in lens)) for lens in batches]
-    if kernel.knows_query_lens and "padding" not in kernel.claims.not_claimed:  # decodes of a graph: row b is not of b
+    if kernel.knows_query_lens and "padding" not in kernel.claims.not_claimed:  # as in a CUDA graph of decodes
         found.append(replace(example(kernel, ((1, 9), (0, 3), (1, 40), (0, 0), (1, 21))), padding_rows=3))
     return found
 
 
 def very_long(kernel: Kernel) -> list[Example]:
-    """Return decodes that are split, one of them over more keys than 64 splits of 64 have."""
+    """Return decodes over split keys, one over more keys than 64 splits of 64, and a few queries over as many."""
     return [*long()(kernel), example(kernel, ((1, SPLIT[2]),), most_heads(kernel)), example(kernel, ((3, SPLIT[2]),))]
 
 
 def some(kernel: Kernel) -> list[Example]:
-    """Return three sequences, with each of two seeds."""
+    """Return a batch of three sequences, with each of two seeds."""
     batch = example(kernel, ((3, 20), (1, 33), (2, 40)))
     return [batch, replace(batch, seed=1)]
 
 
 def each(**choices: tuple[Any, ...]) -> Landmarks:
-    """Return what makes three sequences with each value of each option: at random it may never be drawn."""
+    """Return landmarks of three sequences with each value of each option: random batches may miss one."""
     return lambda kernel: [
         example(kernel, ((3, 20), (1, 33), (2, 40)), **{name: value})
         for name, values in choices.items()
@@ -130,7 +131,7 @@ def each(**choices: tuple[Any, ...]) -> Landmarks:
 
 
 def both(*several: Landmarks) -> Landmarks:
-    """Return what makes the landmarks of several."""
+    """Return the landmarks of several functions as one."""
     return lambda kernel: [mark for landmarks in several for mark in landmarks(kernel)]
 
 
@@ -140,9 +141,10 @@ def of_layouts(kernel: Kernel) -> list[Example]:
 
 
 def many_sequences(kernel: Kernel) -> list[Example]:
-    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
+    """Return batches of many sequences of different lengths: decodes, and some chunks.
 
-    There are more decodes than 8 bits can count, over each number of keys up to theirs, and more than 2048.
+    One batch has more decodes than 8 bits can count, over each number of keys up to their number; another more than
+    2048 decodes.
     """
     decodes = tuple((1, 1 + (7 * i) % PAST_8_BITS) for i in range(PAST_8_BITS))
     crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_2048))
@@ -158,18 +160,18 @@ def many_slots(kernel: Kernel) -> list[Example]:
 
 
 def many_queries(kernel: Kernel) -> list[Example]:
-    """Return prompts and chunks of several tiles of queries, such that fill them exactly, and of each small number."""
+    """Return prompts and chunks of several tiles of queries, some that fill them exactly, and of each small number."""
     batches = ((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150))
     each_number = tuple((n, n + n % 3) for n in range(1, 50))
     return [example(kernel, lens) for lens in (*batches, each_number)]
 
 
 def of_large_trees(kernel: Kernel) -> list[Example]:
-    """Return trees with as many nodes as words of 32 and 64 bits have, one more, and more than two or four of them."""
+    """Return trees with as many nodes as a word of 32 or 64 bits, one more, and more than two or four such words."""
     batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((140, 155), (20, 29)), ((300, 340),)
     seeds = (1, 0, 1, CHAINS)
     trees = [replace(example(kernel, lens), lens=lens, seed=seed) for lens, seed in zip(batches, seeds, strict=True)]
-    counted: dict[str, Any] = dict(window_size=(40, 0), alibi_slopes=True)  # along a branch
+    counted: dict[str, Any] = dict(window_size=(40, 0), alibi_slopes=True)  # distances are along a branch
     return trees + [
         replace(trees[-1], options={**trees[-1].options, name: x}) for name, x in counted.items() if kernel.takes(name)
     ]
@@ -182,14 +184,14 @@ def of_two_sizes(kernel: Kernel) -> list[Example]:
 
 
 def of_chunks(kernel: Kernel) -> list[Example]:
-    """Return chunks of some blocks, and one that no sequence fills, over short sequences and long ones."""
+    """Return chunks of a few blocks, and one longer than all sequences, over short and long sequences."""
     p = kernel.claims.shapes[0][2]
     lens = ((3, 20), (1, 7 * p + 1), (1, 1100))
     return [example(kernel, lens, chunk_size=n * p) for n in (1, 5, 7, 2**20)]
 
 
 def of_far_windows(kernel: Kernel) -> list[Example]:
-    """Return a window of thousands of keys, and such with sides that no sequence reaches, given for no limit."""
+    """Return a window of thousands of keys, and windows wider than all sequences, as callers pass for no limit."""
     windows: list[dict[str, Any]] = [dict(window_size=(FARTHEST, 0)), dict(window_size=(2**20, 0))]
     if kernel.takes("causal"):
         far = ((FARTHEST, FARTHEST), (5, FARTHEST), (FARTHEST, 2), (-1, 3), (3, -1))
@@ -199,7 +201,7 @@ def of_far_windows(kernel: Kernel) -> list[Example]:
 
 
 def long_lists(kernel: Kernel) -> list[Example]:
-    """Return queries that select more keys than 2048, and exactly as many, and one more."""
+    """Return queries with lists of more than 2048 keys, of exactly 2048, and of 2049."""
     shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
     n = LONG_LIST
     lists = ((1, n + 952), n + 452), ((1, n + 52), n), ((2, n + 4), n + 1)
@@ -207,7 +209,7 @@ def long_lists(kernel: Kernel) -> list[Example]:
 
 
 def empty_tiles(kernel: Kernel) -> list[Example]:
-    """Return lists whose first entries, several tiles of them, are no keys; or those in the middle, or the last."""
+    """Return lists with several tiles of -1 at their beginning, in the middle, or at their end."""
     lens = ((1, 300), (2, 90))
     batches = [example(kernel, lens, topk=LONG_LIST // 4, holes=where) for where in HOLES]
     more: dict[str, Any] = dict(sinks=True, softcap=2.0, softmax_scale=0.3)
@@ -216,7 +218,7 @@ def empty_tiles(kernel: Kernel) -> list[Example]:
 
 
 def invariant(kernel: Kernel) -> list[Example]:
-    """Return sequences that kernels split, and such that they need not, in one batch; and prompts of several tiles."""
+    """Return batches of short sequences and sequences that kernels split, and prompts of several tiles."""
     short = kernel.claims.max_query_len == 1
     prompts = ((70, 130), (1, 9), (200, 333)) if not short else ((1, 130), (1, 9), (1, 333))
     return [
@@ -237,7 +239,7 @@ def with_nan(kernel: Kernel) -> list[Example]:
 
 
 def long_steps(kernel: Kernel) -> list[Example]:
-    """Return prompts of many chunks, whose lengths no chunk divides, and of as many tokens as fill one, or nearly."""
+    """Return prompts of many chunks and a rest, and prompts that fill one chunk or nearly."""
     filled = [*range(1, 34), *(n + more for n in (64, 128, 256) for more in (-1, 0, 1))]
     each_number = tuple((n, n + i % 2) for i, n in enumerate(filled))
     return [example(kernel, lens) for lens in (((LONG_STEP, LONG_STEP + 7), (67, 67)), each_number)]
@@ -260,7 +262,7 @@ def most_heads(kernel: Kernel) -> Shape:
 
 
 def of_prefixes(kernel: Kernel) -> list[Example]:
-    """Return prefixes in three levels, one of them of many blocks; and two side by side, with a sequence in between."""
+    """Return prefixes on three levels, one of many blocks; and two prefixes with another sequence in between."""
     p = kernel.claims.shapes[0][2]
     nested, apart = ((0, 6, 1), (0, 4, 2), (0, 2, 640 // p), (4, 6, 3)), ((0, 2, 2), (3, 5, 1))
     lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
@@ -269,7 +271,7 @@ def of_prefixes(kernel: Kernel) -> list[Example]:
 
 
 def one_part(kernel: Kernel) -> list[Example]:
-    """Return a merge of one part, in which some queries saw nothing, if a kernel takes any number of parts."""
+    """Return merges of one part, without and with empty rows, if a kernel takes more than two parts."""
     if max(kernel.claims.parts) == 2:
         return []
     nothing: dict[str, Any] = dict(empty=True, garbage=float("nan"))
@@ -282,7 +284,7 @@ def many_parts(kernel: Kernel) -> list[Example]:
 
 
 def many_scores(kernel: Kernel) -> list[Example]:
-    """Return a query with more than 2^16 scores, queries of which many keys are selected, and scores nearly alike."""
+    """Return queries with more than 2^16 scores, queries that select many keys, and nearly equal scores."""
     return [
         example(kernel, ((1, 70_000),)),
         example(kernel, ((3, 900),), topk=300),
@@ -298,7 +300,7 @@ def many_scores(kernel: Kernel) -> list[Example]:
 
 
 def kinds_of_scores(kernel: Kernel) -> list[Example]:
-    """Return scores of each kind: with NaN, of any size, and nearly alike."""
+    """Return scores with NaN, of any size, and nearly equal ones."""
     return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in ("nan", "apart", "crowded", "near")]
 
 
@@ -308,19 +310,19 @@ def padded(kernel: Kernel) -> list[Example]:
 
 
 def past_16_bits(kernel: Kernel) -> list[Example]:
-    """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
+    """Return more keys than 16 bits can count, and more query rows, most of them fully masked to cost little."""
     rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) and kernel.path not in SELECTED else ()
     return [example(kernel, lens) for lens in (((1, PAST_A_MODEL), (1, 20)), rows) if lens]
 
 
 def sees_nothing(kernel: Kernel) -> bool:
-    """Return whether a kernel can be asked for queries that see no key."""
+    """Return whether a kernel can be tested with fully masked queries."""
     cannot = kernel.path in ("cascade", "speculative") or kernel.claims.max_query_len is not None
     return not cannot and kernel.knows_query_lens and "empty rows" not in kernel.claims.not_claimed
 
 
 def long(**options: Any) -> Landmarks:
-    """Return what makes decodes over keys that kernels split, and a chunk of several tiles, with these options."""
+    """Return landmarks with these options: decodes over keys that kernels split, and a chunk of several tiles."""
 
     def batches(kernel: Kernel) -> list[Example]:
         claims = kernel.claims
@@ -337,25 +339,25 @@ def long(**options: Any) -> Landmarks:
 
 
 def of_sinks(kernel: Kernel) -> list[Example]:
-    """Return sinks over keys that kernels split, and beside no keys: the LSE of such a row is its sink."""
+    """Return sinks over keys that kernels split, and without visible keys, where the LSE of a row is its sink."""
     beside_nothing = ((2, 0), (3, 30)) if kernel.path not in ("cascade", "speculative") else ((3, 30),)
     return [*long(sinks=True)(kernel), example(kernel, beside_nothing, sinks=True)]
 
 
 def is_large(example: Example) -> str:
-    """Return of what a batch has so much that this is what it is there for, "sequences" or "rows"; else nothing."""
+    """Return "sequences" or "rows" if a batch has very many of them, else ""."""
     if len(example.lens) > 100:
         return "sequences"
     return "rows" if max((max(pair) for pair in example.lens), default=0) >= 2**12 else ""
 
 
 def is_huge(example: Example) -> bool:
-    """Return whether a batch takes so long that one type has to do."""
+    """Return whether a batch takes so long that it is tried in one type only."""
     return is_large(example) == "sequences" or max((max(pair) for pair in example.lens), default=0) >= 2**14
 
 
 def without_an_option(example: Example) -> Iterator[Example]:
-    """Yield batches with one option less each."""
+    """Yield the batch without each of its options in turn."""
     needed = ("first_block",) if example.path != "sliding_window" else ("first_block", "window_size")
     for name in OPTIONAL:
         if name in example.options and name not in needed:
@@ -379,6 +381,6 @@ def smaller(example: Example) -> Iterator[Example]:
                 yield replace(example, lens=rest, options=options)
     for i, (q, s) in enumerate(lens if len(lens) < MOST_NODES else ()):
         for pair in ((1, s), (q // 2, s), (q, s // 2), (q, s - s // 4), (q - 1, s - 1), (q - 1, s), (q, s - 1)):
-            before = max(least, int(example.path == "recurrent" and q < s))  # who has a state keeps it
+            before = max(least, int(example.path == "recurrent" and q < s))  # a sequence with a state keeps it
             if pair != (q, s) and 1 <= pair[0] <= pair[1] - before:
                 yield replace(example, lens=(*lens[:i], pair, *lens[i + 1 :]))

@@ -1,4 +1,4 @@
-"""Where tensors lie: strides, offsets, memory for the output, and what may not be read or written."""
+"""Properties of memory: strides, offsets, `out=`, and memory that may not be read or written."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from twinattn.kit.property import ATTENDS, Broken, Check, Draw, NotClaimedError,
 
 
 def poisoned(name: str) -> Check:
-    """Return a check of answers over poison in a part of the hidden memory: they are those without it."""
+    """Return a check that poison in a part of the hidden memory does not change the outputs."""
 
     def check(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
         arguments = example.tensors(dtype, device)
@@ -27,17 +27,17 @@ def poisoned(name: str) -> Check:
 
 
 def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over views: one of the layouts, and a block table that is a part of a larger one."""
+    """Compare with tensors in one of the layouts, and a block table that is a view of a larger one."""
     arguments = laid_out(example.tensors(dtype, device), example.options.get("layout", 1))
     if "states" in arguments:
         arguments["states"] = with_gap(arguments["states"]) if example.seed % 2 else outside_in(arguments["states"])
         for word in ("log_decay", "beta"):  # [t, hv], as they come from a projection of all heads
             arguments[word] = arguments[word].transpose(0, 1).contiguous().transpose(0, 1)
     table = arguments["batch"].block_table if "batch" in arguments else None
-    if table is not None:  # the beginning of each row of a larger one, as servers have it
+    if table is not None:  # the first columns of a larger table, as in a server
         table = torch.cat([table, torch.full_like(table, -1)], dim=1)[:, : table.shape[1]]
         arguments["batch"] = replace(arguments["batch"], block_table=table)
-    if "lses" in arguments:  # each part in another way, and in some batches the first as it is
+    if "lses" in arguments:  # each part has another layout, in some batches the first has none
         ways, first = (with_gap, outside_in, torch.clone), example.seed
         arguments["lses"] = [x.T.contiguous().T if (i + first) % 2 == 0 else x for i, x in enumerate(arguments["lses"])]
         arguments["outs"] = [ways[(i + first) % 3](x) for i, x in enumerate(arguments["outs"])]
@@ -45,13 +45,13 @@ def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 
 
 def laid_out(arguments: Arguments, layout: int) -> Arguments:
-    """Return arguments whose tensors lie in memory in another way, one of `landmarks.LAYOUTS`.
+    """Return the arguments with another memory layout, one of `landmarks.LAYOUTS`.
 
     Args:
         arguments: of a call.
-        layout: 0: as they are; 1: heads outside tokens; 2: a gap after each row or page, and each head; 3: keys and
-            queries have heads outside tokens, and values not; 4: values have, and queries are cut out of a fused
-            projection; 5: pages of keys and of values lie in turn in one pool.
+        layout: 0: unchanged; 1: heads outside tokens; 2: a gap after each row, or page of latents; 3: heads outside
+            tokens for queries and keys only; 4: heads outside tokens for values only, queries are a view of a fused
+            projection; 5: pages of keys and of values alternate in one pool.
     """
     ways: dict[str, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
         "query": (outside_in, with_gap, outside_in, with_gap, None),
@@ -74,19 +74,19 @@ def laid_out(arguments: Arguments, layout: int) -> Arguments:
 
 
 def outside_in(x: Tensor) -> Tensor:
-    """Lay a tensor out with heads outside tokens, seen through a view of the same shape."""
+    """Return a view of the same shape with heads outside tokens in memory."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def with_gap(x: Tensor) -> Tensor:
-    """Lay a tensor out with a gap after each of its rows or pages, and after each head."""
+    """Return a view with a gap after each group of the last two dimensions: a row, a page of latents, a state."""
     return torch.cat([x, torch.full_like(x, 0.5)], dim=-2 if x.ndim != 3 else 1).narrow(
         -2 if x.ndim != 3 else 1, 0, x.shape[-2]
     )
 
 
 def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over tensors whose elements do not lie side by side; those of the block table, too."""
+    """Compare with tensors, the block table included, that are not contiguous in their last dimension."""
     arguments = example.tensors(dtype, device)
     words = ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out", "slot_mapping")
     for word in (*words, "log_decay", "beta", "outs", "lses"):
@@ -100,12 +100,12 @@ def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
 
 
 def every_other(x: Tensor) -> Tensor:
-    """Lay a tensor out with something else after each element; the bytes of a packed row lie side by side."""
+    """Return a view with a gap after each element; packed rows stay contiguous."""
     return x if x.dtype == torch.uint8 else torch.stack([x, torch.ones_like(x)], dim=-1)[..., 0]
 
 
 def option_strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where the numbers of heads are views: every other of a larger tensor; one number for all; a transpose."""
+    """Compare with per-head options that are views: every other element of a larger tensor; one number expanded."""
     for lay_out in (every_other, _one_for_all):
         arguments = example.tensors(dtype, device)
         for name in ("alibi_slopes", "sinks", "norm_weight", "scale"):
@@ -119,12 +119,12 @@ def option_strides(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 
 
 def _one_for_all(x: Tensor) -> Tensor:
-    """Expand the first number to all heads."""
+    """Return the first number expanded to all heads."""
     return x.flatten()[:1].expand(x.numel()).view(x.shape) if x.ndim == 1 else x[:1, :1].expand_as(x)
 
 
 def far_rows(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over rows of tokens that lie more than 2^31 elements apart, in memory that is hardly touched."""
+    """Compare with rows of tokens that span more than 2^31 elements, in memory that is mostly never written."""
     arguments = example.tensors(dtype, device)
     for word in ("query", "key", "value", "scores", "grad_out"):
         if word in arguments:
@@ -137,7 +137,7 @@ def far_rows(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
 
 
 def far_blocks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over a large pool, in memory that is hardly touched: the blocks of the batch are its last ones."""
+    """Compare over the last blocks of a large pool, in memory that is mostly never written."""
     arguments = example.tensors(dtype, device)
     first, given = example.options["first_block"], dict(arguments)
     for word, before in PATHS[example.path].pools:
@@ -148,24 +148,24 @@ def far_blocks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
     batch = arguments["batch"]
     given["batch"] = replace(batch, block_table=batch.block_table + first)
     answers = ask(kernel, example, given)
-    kernel.calls[-1] = arguments | {"first_block": first}, answers  # a known mistake need not read all of that memory
+    kernel.calls[-1] = arguments | {"first_block": first}, answers  # known mistakes are tried on the small pool
     hold(example, arguments, answers)
 
 
 def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare over pages that lie more than 2^31 elements apart, in memory that is hardly touched."""
+    """Compare over a pool of more than 2^31 elements, in memory that is mostly never written."""
     arguments = example.tensors(dtype, device)
     if device != "cpu" and not PATHS[example.path].attends:
         raise NotClaimedError("is asked on a CPU only, as a pool that is written is copied before")
     (first, before), *_ = pools = PATHS[example.path].pools or (("states", 0),)
     n = max(2, arguments[first].shape[before])
-    stride = (LARGE // (n - 1) // 4096 + 2) * 4096  # pages begin where a kernel may load 16 bytes at once
+    stride = (LARGE // (n - 1) // 4096 + 2) * 4096  # keeps pages aligned
     memory = untouched(stride * n, arguments[first].dtype, device)
     begin = 0
     for word, _ in pools:
         pool = arguments[word]
         shape, page = pool.shape[before + 1 :], math.prod(pool.shape[before + 1 :])
-        outside = [size * page for size in _strides_of(pool.shape[:before])]  # halves, keys and values: side by side
+        outside = [size * page for size in _strides_of(pool.shape[:before])]  # contiguous
         view = memory[begin:].as_strided(pool.shape, (*outside, stride, *_strides_of(shape)))
         view.copy_(pool)
         arguments[word] = view
@@ -175,19 +175,19 @@ def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 
 
 def _strides_of(shape: torch.Size) -> list[int]:
-    """Return the strides of a tensor that lies side by side."""
+    """Return the strides of a contiguous tensor."""
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
 
 
 @outputs_alone
 def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Call the kernel: `ask` compares what came in before and after, tables and options, too."""
+    """Call the kernel: `ask` compares its inputs, tables and options included, before and after."""
     ask(kernel, example, example.tensors(dtype, device))
 
 
 @outputs_alone
 def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Give memory for the output, in the middle of a larger piece: it is written, and nothing around it."""
+    """Pass a slice of a larger tensor for the output: it is written, and nothing around it."""
     arguments = example.tensors(dtype, device)
     t, (h, _), dv = example.num_tokens, example.heads, example.value_size
     memory = torch.full((t + 2, h, dv), 7.0, dtype=dtype, device=device)
@@ -201,7 +201,7 @@ def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 @outputs_alone
 def strided_out(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Ask for the output in memory with strides: heads outside tokens, or a gap after each row."""
+    """Pass a strided view for the output: heads outside tokens, or a gap after each row, or after each element."""
     arguments = example.tensors(dtype, device)
     t, (h, _), dv = example.num_tokens, example.heads, example.output_size
     memory = torch.full((h, t, dv) if example.seed % 2 else (t, 2 * h, dv), 7.0, dtype=dtype, device=device)
@@ -220,7 +220,7 @@ def strided_out(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
 
 @outputs_alone
 def out_over_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Give the memory of the query for the output: it is written once the query has been read."""
+    """Pass the query as memory for the output: it is overwritten after it has been read."""
     if example.output_size != example.head_size:
         raise NotClaimedError("has outputs of another size than queries")
     arguments = example.tensors(dtype, device)
@@ -234,7 +234,7 @@ def out_over_query(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 
 
 def of_heads(draw: Draw, kernel: Kernel) -> Example:
-    """Draw all options that have a number for each head."""
+    """Draw a batch with all options that have one number per head."""
     options: Arguments = {name: True for name in ("alibi_slopes", "sinks") if kernel.takes(name)}
     if kernel.path == "quantized":
         options["scales_of"] = draw(st.sampled_from(("heads", "sequences")))

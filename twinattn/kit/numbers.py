@@ -1,6 +1,6 @@
-"""Numbers as a model has them: of any size, infinite, NaN; and types that do not hold an option.
+"""Properties of extreme numbers, large, subnormal, infinite or NaN, and of the types of options and of the process.
 
-Random numbers of about 1 show no product that is too large for 16 bits, and no value that is nearly 0.
+Random numbers of about 1 have no product that overflows 16 bits, and no value that is nearly 0.
 """
 
 import functools
@@ -31,20 +31,20 @@ from twinattn.kit.property import (
 )
 from twinattn.kit.tolerance import assert_close
 
-LARGE_PRODUCT = 40.0  # a query times a key: the sum of 64 squares is beyond 65504, the largest number of fp16
+LARGE_PRODUCT = 40.0  # elements of a query and a key: 64 products are beyond 65504, the largest number of fp16
 SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # magnitudes
 LARGEST_SQUARED = 1e15
 LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # log-sum-exps of parts
 LSE_ROUNDINGS = 16  # ulps of float32 that a log-sum-exp may be off
 FAR_SLOT = 2**24
-BELOW = 200.0  # the log-sum-exp of a part below that of another: its weight is then 0 in float32
+BELOW = 200.0  # difference of two log-sum-exps: the weight of the lower part is then 0 in float32
 OF_16_BITS = ("bfloat16", "float16")  # types of slopes
-ROTARY = 300.0  # the size of rotary parts: they alone are no values
+ROTARY = 300.0  # elements of the rotary part, which is not in the values
 
 
 @outputs_alone
 def large_products(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where products of queries and keys are large before they are scaled, and alike: each row is a mean."""
+    """Compare where all products are equal, and overflow fp16 before they are scaled: each row is a mean."""
 
     def alike(arguments: Arguments) -> Arguments:
         signs = torch.arange(example.head_size, device=device) % 3 - 1.0
@@ -68,7 +68,7 @@ def large_products(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 
 
 def of_any_size(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where values are small, in fp16 below its normal numbers, and where they are large, or of one sign."""
+    """Compare with small values (subnormal in fp16) and large ones, in some batches all of one sign."""
     for size in SIZES[dtype]:
         arguments = example.tensors(dtype, device)
         for word in ("value", "value_cache", "outs"):
@@ -84,16 +84,14 @@ def of_any_size(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
 
 @outputs_alone
 def normalised(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where values are large: outputs are as of others, and as exact, as squares are computed in float32."""
+    """Compare with large values: the norm cancels their size, and is as exact as before if squares are in float32."""
     arguments = example.tensors(dtype, device)
     before = expected(example, arguments)
     size = min(SIZES[dtype][1], LARGEST_SQUARED)
     arguments["cache"] = arguments["cache"].clone()
     arguments["cache"][:, 1] *= size
     out, want = ask(kernel, example, arguments)["out"].detach().cpu(), expected(example, arguments)[0]["out"]
-    off = (
-        before[1]["out"].to(want) - before[0]["out"]
-    )  # what the formula in its type loses, where no square is infinite
+    off = before[1]["out"].to(want) - before[0]["out"]  # the rounding error of the formula without overflow
     try:
         assert_close(out, want, want + off)
     except AssertionError as error:
@@ -113,9 +111,9 @@ def infinite_key(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
 
 
 def bias_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the log-sum-exp of biases alone, which is that of float32 in any type; and everything.
+    """Compare everything, and the log-sum-exp of biases alone in float32 precision, whatever the types are.
 
-    Slopes of 16 bits may be refused in any words, but not be read or used as what they are not.
+    A kernel may raise anything for slopes of 16 bits, but not use wrong ones.
     """
     arguments = example.tensors(dtype, device)
     try:
@@ -130,7 +128,7 @@ def bias_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype, d
 
 
 def query_scale(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare with queries that are rounded to fp8 under a scale of their own, if a kernel looks at it."""
+    """Compare with queries that are rounded to fp8 under their own scale, if the kernel reads that scale."""
     arguments = example.tensors(dtype, device)
     scales = arguments["scales"]
     watched = Watched(scales.key, scales.value, scales.query, scales.format)
@@ -142,21 +140,21 @@ def query_scale(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
     hold(example, arguments, answers)
 
 
-READ: list[str] = []  # whether a kernel has looked at the scale of queries
+READ: list[str] = []  # not empty once a kernel has read the scale of queries
 
 
 class Watched(Fp8Scales):
-    """Scales that note when that of the queries is looked at."""
+    """Scales that record reads of `query`."""
 
     def __getattribute__(self, name: str) -> Any:
-        """Note it."""
+        """Record a read of `query`."""
         if name == "query":
             READ.append(name)
         return super().__getattribute__(name)
 
 
 def codes_as_bytes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare with pools of bytes, in both formats, if a kernel takes them in the first."""
+    """Compare with uint8 pools in both formats, if a kernel takes those of e4m3."""
     for format_of_values in ("e4m3", "e5m2"):
         given = replace(example, options={**example.options, "format": format_of_values, "bytes": True})
         arguments = given.tensors(dtype, device)
@@ -169,7 +167,7 @@ def codes_as_bytes(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 
 
 def ambient(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare under autocast, and where the default type of the process is another."""
+    """Compare under autocast, and with float64 as the default type of the process."""
     if not kernel.claims.conventions:
         raise NotClaimedError("claims nothing about autocast: @claims(conventions=True)")
     arguments = example.tensors(dtype, device)
@@ -187,9 +185,10 @@ def ambient(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
 
 @outputs_alone
 def nan_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into a row of one part: its output, or its log-sum-exp; that row is NaN, and no other.
+    """Put NaN into a row of one part, in its output or its log-sum-exp: that row is NaN, and no other.
 
-    So it is where the weight of the part is 0 by rounding, if that is claimed: many merges leave such parts out.
+    If the conventions are claimed, this holds even where the weight of the part is 0 by rounding; many merges skip such
+    parts.
     """
     rounds = [("outs", None), ("lses", None), *([("outs", BELOW)] if kernel.claims.conventions else [])]
     for word, below in rounds:
@@ -210,7 +209,7 @@ def nan_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
 
 
 def at_levels(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where all log-sum-exps of a row lie far below 0, or above; that of the merge is one of float32."""
+    """Compare where all log-sum-exps of a row are far below 0, or above; that of the merge has float32 precision."""
     for level in LEVELS:
         arguments = example.tensors(dtype, device)
         arguments["lses"] = [x + level for x in arguments["lses"]]
@@ -231,7 +230,7 @@ def at_levels(kernel: Kernel, example: Example, dtype: torch.dtype, device: str)
 
 @outputs_alone
 def rising(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Look whether positions rise, with -1 past the last."""
+    """Check that positions are ascending, with -1 after the last."""
     if not kernel.claims.conventions:
         raise NotClaimedError("claims no order of positions: @claims(conventions=True)")
     out = ask(kernel, example, example.tensors(dtype, device))["out"].detach().cpu().long()
@@ -251,7 +250,7 @@ def fewer_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
 
 
 def far_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where the slots are the last ones of a large pool, in memory that is hardly touched."""
+    """Compare writes to the last slots of a large pool, in memory that is mostly never written."""
     if device != "cpu":
         raise NotClaimedError("is asked on a CPU only, where memory that is not touched takes no room")
     first = FAR_SLOT // example.block_size + 1
@@ -275,7 +274,7 @@ def far_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str)
 
 
 def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
-    """Return what draws a batch with these options; a tuple is a choice."""
+    """Return a function that draws a batch with these options; a tuple is a choice."""
 
     def draw_one(draw: Draw, kernel: Kernel) -> Example:
         chosen = {name: draw(st.sampled_from(x)) if isinstance(x, tuple) else x for name, x in options.items()}
@@ -285,7 +284,7 @@ def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
 
 
 def with_biases(draw: Draw, kernel: Kernel) -> Example:
-    """Draw slopes of float32 and of 16 bits, and biases by the root of the distance if it is taken."""
+    """Draw slopes of float32 and of 16 bits, and of `alibi_sqrt` if the kernel takes it."""
     kinds = (True, *OF_16_BITS, *(("root",) if kernel.takes("alibi_sqrt") else ()))
     return draw_example(draw, kernel, options={"alibi_slopes": draw(st.sampled_from(kinds))})
 
@@ -296,7 +295,7 @@ def of_short_slopes(kernel: Kernel) -> list[Example]:
 
 
 def summed(kernel: Kernel, type_number: int) -> list[Example]:
-    """Return a few batches, and such of many values of one sign, whose sum is beyond 65504; in each type."""
+    """Return a few batches, and in each type one of many values of one sign, which add up to more than 65504."""
     many = replace(landmarks.example(kernel, ((1, 700), (1, 2500), (3, 300))), seed=1)
     return [*landmarks.some(kernel), many]
 

@@ -1,6 +1,6 @@
-"""A property: one thing that a kernel promises, how batches are drawn for it, and how it is checked.
+"""A property: one guarantee of a kernel, how batches are drawn for it, and how it is checked.
 
-A check calls the kernel on a batch. It returns nothing, or raises `Broken` with what was seen and expected.
+A check calls the kernel on a batch, and raises `Broken` with what was seen and expected.
 """
 
 from collections.abc import Callable
@@ -21,50 +21,50 @@ ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
 LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # its norm magnifies rounding
 READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # their output is the mask
 PAGED = tuple(path.name for path in PATHS.values() if path.pools and path.attends)
-OF_VIEWS = ("gaps", "far rows", "strides of options")  # what is asked of who takes strides
+OF_VIEWS = ("gaps", "far rows", "strides of options")  # properties of kernels that claim strides
 OUTPUTS_ALONE = set[Check]()  # checks that compare no log-sum-exp
-OTHER_LENGTHS = set[Drawing | Check]()  # where a sequence has no new token, or several, whatever a kernel claims
+OTHER_LENGTHS = set[Drawing | Check]()  # sequences have no new token, or several, whatever a kernel claims
 
 
 def outputs_alone(check: Check) -> Check:
-    """Note that a check compares no log-sum-exp."""
+    """Register a check that compares no log-sum-exp."""
     OUTPUTS_ALONE.add(check)
     return check
 
 
 class Broken(AssertionError):
-    """A property that does not hold: what was seen, and where."""
+    """A property does not hold; the message says what was seen, and where."""
 
 
 class RefusedError(Exception):
-    """The kernel raised NotImplementedError: it says itself that it does not compute this."""
+    """The kernel refused a batch: it raised NotImplementedError, or an error that it claims as a refusal."""
 
 
 class NotClaimedError(RefusedError):
-    """The kernel returns nothing that this could be asked of."""
+    """The property does not apply to the kernel, as a call has shown."""
 
 
 class CrashedError(BaseException):
-    """The device does not answer any more: nothing else can be tried in this process."""
+    """The device no longer works: nothing else can be tried in this process."""
 
 
 @dataclass(frozen=True)
 class Property:
-    """One thing that a kernel promises.
+    """One guarantee of a kernel.
 
     Attributes:
-        name: in a word or two.
-        promise: in a sentence.
+        name: a word or two.
+        promise: the guarantee in a sentence.
         draw: draws a batch for a kernel.
         check: calls the kernel on it, and raises `Broken`.
-        needs: what the kernel must take, for this to be asked.
-        paths: where it is asked; everywhere if empty.
-        examples: the most batches that are drawn; as many as are asked for if None.
-        cuda: whether it is asked of CUDA only.
-        landmarks: batches that are tried after those that are drawn, which are smaller.
-        check_landmark: the check of these, if it is another.
-        layer: of those that keep a state, the one that it is about.
-        in_type: makes the landmarks of a type by its number, where each type has its own.
+        needs: arguments that the kernel has to take.
+        paths: the paths that have it; all if empty.
+        examples: the most batches that are drawn; no limit if None.
+        cuda: whether it is checked on CUDA only.
+        landmarks: batches that are tried after the drawn ones, which are smaller.
+        check_landmark: the check of the landmarks, if it is another.
+        layer: the kind of layer with a state that has it; any if empty.
+        in_type: makes the landmarks of a type by its index, where each type has its own.
     """
 
     name: str
@@ -82,16 +82,16 @@ class Property:
 
     @property
     def compares_lse(self) -> bool:
-        """Whether it compares the log-sum-exp too, where there is one."""
+        """Whether its check compares the log-sum-exp, too."""
         return self.check not in OUTPUTS_ALONE
 
     @property
     def draws_other_lengths(self) -> bool:
-        """Whether a sequence has no new token in it, or several, whatever a kernel claims."""
+        """Whether its batches have sequences with no new token, or several, whatever a kernel claims."""
         return self.draw in OTHER_LENGTHS or self.check in OTHER_LENGTHS
 
     def not_asked(self, kernel: Kernel, device: str) -> str | None:
-        """Return why this is not asked of a kernel, or None if it is."""
+        """Return why this does not apply to a kernel, or None if it does."""
         if self.name in kernel.claims.not_claimed:
             return kernel.claims.not_claimed[self.name]
         if self.name in OF_VIEWS and "strides" in kernel.claims.not_claimed:
