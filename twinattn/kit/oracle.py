@@ -1,7 +1,6 @@
-"""The right answer of a workload: softmax in float64 under a dense mask, from the positions of queries and keys alone.
+"""The oracle: attention of one sequence in float64, with a dense mask from the positions of queries and keys.
 
-It reads numbers by slot, one sequence at a time, and shares no code with the reference: neither the formula, nor the
-masks, nor gathering, nor merging.
+It shares no code with the reference: neither the formula, nor the masks, nor gathering, nor merging.
 """
 
 from typing import Any, NamedTuple
@@ -13,14 +12,14 @@ from twinattn.kit.workload import Workload
 
 
 class Sight(NamedTuple):
-    """Who may see whom in a sequence, and how far apart they are."""
+    """The mask of a sequence, and the distance of each query and key."""
 
     visible: Tensor  # [t, s]
     distance: Tensor  # [t, s], in tokens
 
 
 class Slopes(NamedTuple):
-    """The gradients of a sequence, and how large the terms are of which they are sums, both in float64.
+    """The gradients of a sequence, or the sizes of their terms, in float64.
 
     Attributes:
         dq: `[t, h, d]`.
@@ -41,7 +40,7 @@ class Answer(NamedTuple):
     Attributes:
         out: the outputs `[t, h, dv]`.
         lse: the log-sum-exps `[t, h]`.
-        free: rows `[t]` about which nothing is said, as a NaN lies in another row's sight; empty for none.
+        free: rows `[t]` that may hold anything, because another query of the sequence sees a NaN.
     """
 
     out: Tensor
@@ -50,7 +49,7 @@ class Answer(NamedTuple):
 
 
 def sight(work: Workload, i: int, rows: Tensor | None = None) -> Sight:
-    """Return the mask of a sequence by the rules that its path states; of some queries, if `rows` says."""
+    """Return the mask of a sequence by the rules of its path, for all queries or those in `rows`."""
     q, s = work.lens[i]
     rows = torch.arange(q) if rows is None else rows
     if work.has_trees:
@@ -61,7 +60,7 @@ def sight(work: Workload, i: int, rows: Tensor | None = None) -> Sight:
 
 
 def _sight_in_tree(work: Workload, i: int) -> Sight:
-    """Nodes see every key before their tree, and in it their ancestors and themselves; siblings stand side by side."""
+    """Nodes see every key before their tree, their ancestors and themselves; siblings have the same position."""
     (q, s), parents, left = work.lens[i], work.parents(i), work.window[0]
     first = s - len(parents)
     depth: list[int] = []
@@ -98,11 +97,11 @@ def attend(
         query: `[t, h, d]`.
         key: `[s, hk, d]`.
         value: `[s, hk, dv]`.
-        seen: who may see whom.
+        seen: the mask and the distances.
         scale: factor on the products.
         softcap: bound on the scores; 0 for none.
         slopes: of ALiBi `[h]`.
-        by_root: ALiBi by the root of the distance.
+        by_root: whether ALiBi uses the square root of the distance.
         sinks: `[h]`.
     """
     (t, h, _), (s, hk, dv) = query.shape, value.shape
@@ -161,7 +160,7 @@ def differentiate(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Slopes, Slopes]:
-    """Differentiate `attend` in one sequence by hand: no graph is recorded.
+    """Differentiate `attend` in one sequence by hand, without autograd.
 
     With `p` the weights and `delta` the product of a row's gradient with its output:
 
@@ -172,7 +171,7 @@ def differentiate(
         query: `[t, h, d]`.
         key: `[s, hk, d]`.
         value: `[s, hk, dv]`.
-        seen: who may see whom.
+        seen: the mask and the distances.
         grad_out: of the outputs `[t, h, dv]`.
         grad_lse: of the log-sum-exps `[t, h]`.
         scale: factor on the products.
@@ -181,9 +180,9 @@ def differentiate(
         sinks: `[h]`.
 
     Returns:
-        The gradients; and the same sums of the sizes of their terms, before anything cancels: of a product over the
-        head size the root of the sum of squares, as roundings walk at random, of all else absolute values. An answer of
-        some type may be off by a rounding of these, however small the gradient itself is.
+        The gradients; and the same sums over the sizes of their terms, in which nothing cancels: the root of the sum of
+        squares for a product over the head size, as roundings walk at random, and absolute values elsewhere. A gradient
+        may be off by a rounding of these, however small it is itself.
     """
     group = query.shape[1] // max(key.shape[1], 1)
     options: dict[str, Any] = dict(scale=scale, softcap=softcap, slopes=slopes, sinks=sinks)
@@ -203,7 +202,7 @@ def differentiate(
     p_sink = torch.zeros_like(norm) if sinks is None else (sinks.double()[:, None, None] - norm).exp()
 
     def sums(of_scores: Tensor, of_sinks: Tensor, go: Tensor, q: Tensor, k: Tensor, scale: float) -> Slopes:
-        """Add up what each score, and each sink, changes by."""
+        """Add up the gradients of scores and sinks."""
         ds, rows = p * slope * of_scores, (p_sink * of_sinks).sum((1, 2))
         of_keys = scale * (ds.mT @ q), p.mT @ go
         dk, dv = (x.unflatten(0, (-1, group)).sum(1).transpose(0, 1) for x in of_keys)

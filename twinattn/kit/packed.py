@@ -1,10 +1,10 @@
-"""Packed latents for the kit: rows of bytes that show each part of the format, and bytes that no query may see.
+"""Packed latents: rows of bytes that test each part of the format, and poison for bytes that no query may see.
 
     fp8 (e4m3)         scales                    rotary key
-    -448 .. 448        one per 128              16 bits, as they are
+    -448 .. 448        one per 128               bfloat16, not quantized
 
-A row is drawn by its parts, not written by the reference: any quantized value under any scale is a row that a kernel
-may find.
+The parts of a row are drawn directly, not written by the reference: a kernel may find any quantized value under any
+scale.
 """
 
 import torch
@@ -14,9 +14,9 @@ from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, 
 
 KINDS = ("mixed", "apart", "largest", "rotary")
 LARGEST = torch.finfo(PACKED_FORMAT).max
-NAN = 0xFF  # a byte that is NaN as a quantized value, and of which a scale and a number of 16 bits are NaN
-NAN_CODE = 0x7F  # a byte that is NaN as a quantized value
-POISON = (NAN, 0x7E, 0x44)  # NaN; huge: 448 under 8e37; and 3 under 785, which moves an answer a little
+NAN = 0xFF  # a byte that is NaN in fp8, and repeated also as a float32 scale and in bfloat16
+NAN_CODE = 0x7F  # a byte that is NaN in fp8 alone
+POISON = (NAN, 0x7E, 0x44)  # NaN; huge: 448 times a scale of 8e37; finite: 3 times a scale of 785
 SPARE = 8  # unused bytes after each row, in some pools: their strides stay multiples of 4
 SIZES = {"apart": (1.0, 2.0**-100, 0.0, 2.0**-9), "rotary": (2.0**-6, 2.0**-5, 2.0**-8, 2.0**-7)}  # groups in turn
 
@@ -27,11 +27,10 @@ def pool(latents: Tensor, latent_rank: int, kind: str, seed: int) -> Tensor:
     Args:
         latents: numbers of about 1, `[n, p, r + rope]`.
         latent_rank: elements of a latent.
-        kind: "mixed": scales differ between the groups of a token and between tokens, and no byte is NaN whatever it
-            is read as, so that what comes of a wrong reading is a number that can be told from others; "apart":
-            quantized values up to 448, and groups that vanish beside others, or are all zeros; "largest": every
-            quantized value is 448, -448, or a zero of either sign; "rotary": scores follow from the rotary keys;
-            "exact": numbers that are exact in the format already, under a scale of 1.
+        kind: "mixed": scales differ between the groups of a token and between tokens, and no byte is NaN in any
+            type, so that a misread row gives a finite output; "apart": quantized values up to 448, and groups that
+            are tiny beside others, or all zeros; "largest": every quantized value is 448, -448, or a zero of either
+            sign; "rotary": the rotary keys decide the scores; "exact": the latents are exact in fp8, with a scale of 1.
         seed: of the scales.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -61,18 +60,18 @@ def pool(latents: Tensor, latent_rank: int, kind: str, seed: int) -> Tensor:
 
 
 def poisoned(rows: Tensor) -> Tensor:
-    """Return bytes in the place of rows `[slots, c]`: another kind of poison in each."""
+    """Return poison in the shape of rows `[slots, c]`, another kind in each."""
     turn = torch.arange(len(rows)) % len(POISON)
     return torch.tensor(POISON, dtype=torch.uint8)[turn][:, None].expand(rows.shape).to(rows.device)
 
 
 def wider(cache: Tensor, spare: int) -> Tensor:
-    """Return a pool whose rows have so many unused bytes at their end, as a row of latents may."""
+    """Return a pool with `spare` unused bytes at the end of each row."""
     return torch.nn.functional.pad(cache, (0, spare), value=NAN)
 
 
 def with_gaps(cache: Tensor, spare: int) -> Tensor:
-    """Lay a pool out with so many unused bytes after each row, and unused rows after each page."""
+    """Return a view of a pool with `spare` unused bytes after each row, and unused rows after each page."""
     n, p, c = cache.shape
     memory = torch.full((n, 2 * p, c + spare), NAN, dtype=torch.uint8, device=cache.device)
     view = memory[:, :p, :c]

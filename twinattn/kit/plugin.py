@@ -1,12 +1,12 @@
-"""A plugin of pytest: fixtures with which any repository proves its kernel, or its own test, in two lines.
+"""A pytest plugin with fixtures to check a kernel, or a test of your own.
 
     def test_my_kernel(prove):
         prove(my_kernel, "chunked_prefill")
 
-    def test_my_own_check_can_fail(vacuous):         # and says which known mistakes a test of yours lets pass
+    def test_my_own_check_can_fail(vacuous):         # fails with the known mistakes that your test lets pass
         vacuous(check, "chunked_prefill", like=my_kernel)
 
-pytest finds it by the entry point `pytest11` where this package is installed with the extra `conformance`.
+pytest finds it by the entry point `pytest11` where this package is installed with the extra `kit`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def prove() -> Callable[..., None]:
     """
 
     def prove(target: str | Callable[..., Any] | ModuleType, path: str | None = None, **options: Any) -> None:
-        from twinattn.kit.check import check  # torch is imported for those who use it
+        from twinattn.kit.check import check  # here, so that other test suites do not import torch
         from twinattn.kit.report import as_text
 
         report = check(target, path, **options)
@@ -41,11 +41,11 @@ def prove() -> Callable[..., None]:
 def vacuous() -> Callable[..., None]:
     """Return a function that runs a check against known mistakes, and fails the test with those that pass.
 
-    It takes what `twinattn.kit.vacuous` does, and `allowed`: names of mistakes that may pass.
+    It takes the arguments of `twinattn.kit.vacuous`, and `allowed`: names of mistakes that may pass.
     """
 
     def vacuous(check: Callable[..., object], path: str, *, allowed: Sequence[str] = (), **options: Any) -> None:
-        from twinattn.kit import vacuous  # torch is imported for those who use it
+        from twinattn.kit import vacuous  # here, so that other test suites do not import torch
 
         found = vacuous(check, path, **options)
         if any(x.name not in allowed for x in found.missed):

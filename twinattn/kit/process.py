@@ -1,7 +1,7 @@
-"""What a process has beside memory: a call that changes any of it changes what comes after, without a word.
+"""Global state of a process: a call that changes any of it silently changes later computations.
 
-A check puts all of it into a state of its own, calls, looks, and puts it back: what an earlier call had changed
-already would not change again.
+A check first sets all of it to unusual values, and restores it afterwards: a change that an earlier call had made
+already would otherwise go unnoticed.
 """
 
 import random
@@ -13,16 +13,16 @@ import torch
 
 from twinattn.kit.property import Broken
 
-SEED = 90_517  # such as no kernel sets
+SEED = 90_517  # unlikely to be set by a kernel
 TINY = 1e-40  # a subnormal number of float32
 
 
 def flushes() -> bool:
-    """Return whether results near 0 become 0."""
+    """Return whether subnormal results are flushed to 0."""
     return not float(torch.tensor(TINY) * torch.tensor(1.0))
 
 
-KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {  # how it is read, how set, and to what
+KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {  # getter, setter, unusual value
     "the random numbers of torch": (
         torch.get_rng_state,
         torch.set_rng_state,
@@ -48,7 +48,7 @@ KNOWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {  # how
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Put the process back into its state, whatever is done."""
+    """Restore the state of the process on exit."""
     before = {name: get() for name, (get, _, _) in KNOWN.items()}
     try:
         yield
@@ -59,7 +59,7 @@ def restored() -> Iterator[None]:
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """Put the process into unusual states of its own, and check that a call leaves all of them as they are.
+    """Set unusual values for the state of the process, and check on exit that none has changed.
 
     Raises:
         Broken: naming what was changed.

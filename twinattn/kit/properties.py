@@ -1,4 +1,4 @@
-"""The contract of a kernel, property by property: what it promises, and on which batches that is checked."""
+"""The contract of a kernel: the table of its properties, with the batches and checks of each."""
 
 from twinattn.kit import combinations, corners, landmarks, memory, numbers, sizes, state_checks
 from twinattn.kit.checks import (
@@ -68,7 +68,7 @@ from twinattn.kit.property import ATTENDS, LOUDLY, PAGED, READ_OUT, Property
 
 
 def all_together(kernel: Kernel) -> list[Example]:
-    """Return the landmarks of all options that a kernel takes, and batches in which any two choices meet."""
+    """Return landmarks with all options that a kernel takes at once, and batches that cover all pairs of choices."""
     numbers = dict(softmax_scale=0.3, softcap=5.0, alibi_slopes=True, sinks=True)
     at_once = landmarks.long(**{name: x for name, x in numbers.items() if kernel.takes(name)})(kernel)
     return at_once + combinations.every_pair(kernel)
@@ -88,7 +88,7 @@ PROPERTIES = (
     Property("writes", "Inputs are not modified, nor tables, nor options.", plain, writes),
     Property(
         "mask",
-        "Each query sees exactly the keys that it may see, all alike.",
+        "Each query sees exactly the keys that it may see, with equal weights for equal scores.",
         of_any_shape,
         mask,
         paths=READ_OUT,
@@ -148,7 +148,7 @@ PROPERTIES = (
     ),
     Property(
         "prefixes",
-        "A prefix may be that of some sequences only, and another may lie inside it.",
+        "A prefix may be shared by some sequences only, and may contain another one.",
         of_several_sequences,
         everything,
         ("prefixes",),
@@ -182,7 +182,7 @@ PROPERTIES = (
     ),
     Property(
         "long lists",
-        "A query may have more keys than 2048 in its list.",
+        "A query may have more than 2048 keys in its list.",
         plain,
         everything,
         paths=SELECTED,
@@ -263,7 +263,7 @@ PROPERTIES = (
     ),
     Property(
         "empty parts",
-        "A part in which a query sees no key has no weight, and if there is one part alone it returns 0.",
+        "A part in which a query sees no key has no weight; if it is the only part, the output is 0.",
         empty_parts,
         everything,
         paths=("merge",),
@@ -280,7 +280,7 @@ PROPERTIES = (
     ),
     Property(
         "many keys",
-        "Partial answers over split keys merge correctly.",
+        "Partial outputs over split keys merge correctly.",
         many_keys,
         everything,
         paths=ATTENDS,
@@ -367,7 +367,7 @@ PROPERTIES = (
     Property("table", "Entries past a sequence's last block are never used.", plain, poisoned("table"), paths=PAGED),
     Property(
         "padding",
-        "Rows after the last sequence are 0 and change no other row, be they a few or several tiles.",
+        "Rows after the last sequence are 0 and change no other row, also several tiles of them.",
         padded,
         poisoned("padding"),
         paths=ATTENDS,
@@ -394,7 +394,7 @@ PROPERTIES = (
     ),
     Property(
         "gaps",
-        "Between the rows of a tensor there may be anything, and so there may in a row of latents after its key.",
+        "Memory between the rows of a tensor, and in a row of latents after its key, may hold anything.",
         plain,
         poisoned("gaps"),
         paths=(*ATTENDS, "kv_cache", "recurrent"),
@@ -416,7 +416,7 @@ PROPERTIES = (
     ),
     Property(
         "far blocks",
-        "Blocks may have any number, and slots: 16 bits are not enough.",
+        "Block and slot numbers may be larger than 16 bits count.",
         in_far_blocks,
         far_blocks,
         paths=PAGED,
@@ -424,7 +424,7 @@ PROPERTIES = (
     ),
     Property(
         "shared blocks",
-        "Sequences may have their first blocks in common, few of them or all, and go on in others.",
+        "Sequences may share their first blocks, few of them or all, and continue in others.",
         forked,
         everything,
         paths=tuple(name for name in PAGED if name != "cascade"),
@@ -579,20 +579,20 @@ PROPERTIES = (
 )
 
 
-LAST = (  # what takes longest: of a slow kernel all else is asked before its time is over
+LAST = (  # these take longest, so a slow kernel is checked for all others before its time is over
     *("many keys", "together", "again", "many sequences", "options at shapes", "batch invariance", "invariant tokens"),
     *("far rows", "offsets", "far blocks", "far slots", "many slots", "options past tiles", "16 bits"),
 )
 
 
 def of_path(path: str) -> list[Property]:
-    """List the properties of a path, in the order in which they are asked."""
+    """List the properties of a path, in the order in which they are checked."""
     if path not in PATHS:
-        from twinattn.kit import operations  # its checks raise what is here
+        from twinattn.kit import operations  # its checks import errors of this package
 
-        return operations.of_operation(operations.OPERATIONS[path])  # type: ignore[return-value]  # they have what a search asks of a property
+        return operations.of_operation(operations.OPERATIONS[path])  # type: ignore[return-value]  # same interface
     if PATHS[path].differentiates:
-        from twinattn.kit import backward  # its properties are made of what is here
+        from twinattn.kit import backward  # it imports this file
 
         return list(backward.PROPERTIES)
     chosen = [x for x in PROPERTIES if not x.paths or path in x.paths]

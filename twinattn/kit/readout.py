@@ -1,4 +1,4 @@
-"""Recover the mask of a kernel from its answers: exactly, so that no wrong key can hide in a tolerance."""
+"""Recover the mask of a kernel exactly from its output, so that no wrong key can hide in a tolerance."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,24 +19,24 @@ def read_masks(
     device: str = "cpu",
     **options: Any,
 ) -> list[Bool[Tensor, "t s"]]:
-    """Read out which keys each query saw: zero queries weigh all visible keys alike, and one-hot values name them.
+    """Read out which keys each query sees: zero queries weigh all visible keys equally, and one-hot values name them.
 
     The output is then the mask divided by its row count, exactly; the LSE is the log of that count, which is checked
-    here. Values name 64 keys at a time, so that head size 64 is enough for any length.
+    here. Each call names as many keys as a value has elements, so that any head size is enough for any length.
 
     Args:
         attention: called as `attention(query, key_cache, value_cache, batch, return_lse=True, **options)`; with `key`
-            and `value` in the place of the caches where it reads rows.
+            and `value` instead of the caches if not `paged`.
         case: the batch.
-        paged: whether it reads pages, else rows.
-        device: where it computes.
-        options: what else it takes.
+        paged: whether keys are in pages, or in rows.
+        device: of the tensors.
+        options: further arguments of `attention`.
 
     Returns:
         `[t, s]` of each sequence, the same for every head.
 
     Raises:
-        AssertionError: if some weight is not that of a mask, or an LSE not that of its row.
+        AssertionError: if the weights of a row are not all equal to 1 / count or 0, or its LSE is wrong.
     """
     width = case.value_size
     longest = max(s for _, s in case.lens)
@@ -68,13 +68,13 @@ def read_masks(
 
 
 def one_hot_values(work: Workload, first: int) -> list[Float[Tensor, "s hk dv"]]:
-    """Return values of each sequence that name as many of its keys as there are elements, from the key `first` on."""
+    """Return one-hot values of each sequence: element `j` is 1 in key `first + j`."""
     named = torch.arange(first, first + work.value_size)
     return [(torch.arange(s)[:, None] == named).float()[:, None].repeat(1, work.heads[1], 1) for _, s in work.lens]
 
 
 def masks_by_hand(case: Case, sees: Callable[[int, int], bool]) -> list[Bool[Tensor, "t s"]]:
-    """Draw the masks of a case from a rule `sees(i, j)` on positions, one pair at a time."""
+    """Return the masks of a case by a rule `sees(i, j)` on positions, one pair at a time."""
     return [
         torch.tensor([[sees(s - q + i, j) for j in range(s)] for i in range(q)], dtype=torch.bool).reshape(q, s)
         for q, s in case.lens

@@ -1,4 +1,4 @@
-"""A readable report: which property failed, on which batch, what was seen, and what is probably wrong."""
+"""Write reports as text, HTML and JUnit XML: the failed properties, their batches and masks, and probable mistakes."""
 
 import html
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 
 from twinattn.kit.finding import FAILED, Finding, Report
 
-MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # the others failed
+MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # all other outcomes are failures
 STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
 MOST_ROWS = 12  # rows of a mask
 
 
 def mark(outcome: str) -> str:
-    """Return the sign of an outcome."""
+    """Return the mark of an outcome."""
     return MARKS.get(outcome, "✗")
 
 
@@ -49,7 +49,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def of_drawn(report: Report) -> list[str]:
-    """Say what was drawn, what is usual and was not, and what the kernel refused."""
+    """Return lines about the batches: what was drawn, usual sizes that were not, and how many were refused."""
     if report.drawn is None:
         return []
     refused, tried = (sum(getattr(x, name) for x in report.findings) for name in ("refused", "examples"))
@@ -58,7 +58,7 @@ def of_drawn(report: Report) -> list[str]:
 
 
 def by_cause(failures: Sequence[Finding]) -> list[list[Finding]]:
-    """Put failures together that say the same."""
+    """Group failures with the same outcome and detail."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in failures:
         groups.setdefault((finding.outcome, finding.detail), []).append(finding)
@@ -85,7 +85,7 @@ def as_junit(report: Report, *, is_strict: bool = False) -> str:
 
 
 def _says(finding: Finding) -> str:
-    """Return what a property promises, or why it was not checked."""
+    """Return the promise of a property, or the reason why it was not checked."""
     if mark(finding.outcome) not in "✓✗":
         return f"{finding.outcome}: {finding.detail}"
     says = f"{finding.promise} Checked without the LSE." if finding.without_lse else finding.promise
@@ -115,7 +115,7 @@ def of_failure(finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def side_by_side(want: Sequence[str], got: Sequence[str]) -> Iterator[str]:
-    """Yield the rows of two masks, what is expected beside what is seen."""
+    """Yield the rows of two masks side by side, the expected one on the left."""
     width = max(len("expected"), 2 * max(map(len, want), default=0))
     yield f"{'expected':{width}}   seen"
     for row, (expected, seen) in enumerate(zip_longest(want, got, fillvalue="")):
@@ -160,7 +160,7 @@ LEGEND = (
 
 
 def as_html(reports: Sequence[Report], about: dict[str, Any] | None = None) -> str:
-    """Write reports as one page that needs nothing else."""
+    """Write reports as one self-contained HTML page."""
     parts = []
     for report in reports:
         honoured, unclaimed = (sum(x.outcome == kind for x in report.findings) for kind in ("honoured", "not claimed"))

@@ -1,7 +1,7 @@
-"""Options at every shape that is claimed, and past the sizes that tiles are made of.
+"""Options at every claimed shape, and beyond the sizes of tiles.
 
-A kernel has an instance for each head size, block size and group of heads, and another way for long sequences: one of
-them may have lost an option that all others have. Pairs of options (`combinations`) are drawn of two shapes alone.
+A kernel has an instance per head size, block size and group of heads, and another code path for long sequences: one of
+them may lack an option that all others have. Pairs of options (`combinations`) are drawn for two shapes only.
 """
 
 from dataclasses import replace
@@ -15,8 +15,8 @@ from twinattn.kit.example import PATHS, SELECTED, Example
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.property import ATTENDS, Property
 
-CALLS = ("shape", "padding_rows", "layout", "poison", "return_lse", "out")  # choices that are no options
-PAST_TILES: tuple[landmarks.Lens, ...] = (  # with sequences, queries and keys past the sizes that tiles are made of
+CALLS = ("shape", "padding_rows", "layout", "poison", "return_lse", "out")  # choices that are not options
+PAST_TILES: tuple[landmarks.Lens, ...] = (  # more sequences, queries and keys than tiles have
     ((1, 8270), (3, 2100)),
     ((1030, 1100),),
     tuple((1, 1 + (7 * i) % 19) for i in range(landmarks.PAST_8_BITS)),
@@ -27,10 +27,10 @@ FEWER_PAST_TILES: tuple[landmarks.Lens, ...] = (PAST_TILES[0], ((130, 140),), PA
 
 
 def at_every_shape(kernel: Kernel, type_number: int) -> list[Example]:
-    """Return two batches of each head size and each block size: one half of the options is in each.
+    """Return two batches for each head size and each block size, with one half of the options in each.
 
-    So each size meets each option, in every type: one instance of a kernel may be wrong alone. Block sizes and numbers
-    of heads stand beside other head sizes in each type; every number of heads is in one of them.
+    So each size occurs with each option, in every type, as a single instance of a kernel may be wrong. Each type
+    combines block sizes and numbers of heads with other head sizes; every number of heads occurs in some type.
     """
     claims, lens = kernel.claims, ((1, 300), (5, 40), (2, 67))
     heads = sorted(claims.heads, key=lambda x: -x[1])
@@ -51,9 +51,9 @@ def at_every_shape(kernel: Kernel, type_number: int) -> list[Example]:
 
 
 def past_tiles(kernel: Kernel) -> list[Example]:
-    """Return batches with more of everything than the tiles of kernels have, each with one half of the options.
+    """Return batches with more sequences, queries and keys than tiles have, each with one half of the options.
 
-    Windows are nearly as wide as the sequences, and biases and sinks such that far keys count.
+    Windows are nearly as wide as the sequences, and biases are small, so that far keys have weight.
     """
     heads = next((x for x in kernel.claims.heads if x[0] > 1), kernel.claims.heads[0])
     shape = heads, kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
@@ -67,7 +67,7 @@ def past_tiles(kernel: Kernel) -> list[Example]:
 
 
 def _halves(kernel: Kernel, i: int) -> list[dict[str, Any]]:
-    """Return options for batch `i`, and those that it has not: each is in one of the two, beside others every time."""
+    """Return two halves of the options for batch `i`: each option is in one of them, with others in each batch."""
     of = {name: values for name, values in choices(kernel).items() if name not in CALLS}
     halves = []
     for half in (0, 1):

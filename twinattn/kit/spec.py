@@ -1,11 +1,11 @@
-"""What a path promises, and the five kinds of proof that follow from it.
+"""The specification of a path, and the five kinds of proof that follow from it.
 
-A `PathSpec` states in a few lines what a path computes: its name, its arguments, and who may see whom, as a rule on two
+A `PathSpec` states in a few lines what a path computes: its name, its arguments, and its mask, as a rule on two
 positions. From that follow
 
     mask          the mask, recovered from the output, equals the rule
     poison        no bit of the output depends on memory that no query may see
-    formula       the reference equals the oracle, softmax in float64 written once more
+    formula       the reference equals the oracle, an independent softmax in float64
     twins         the fast twin equals the reference, within the one tolerance
     bad input     an error that names the argument, and nothing is written
 """
@@ -31,14 +31,14 @@ from twinattn.kit.tolerance import assert_matches_reference
 
 @dataclass(frozen=True)
 class PathSpec:
-    """What a path promises.
+    """The specification of a path.
 
     Attributes:
         name: its file in both packages.
         sees: whether a query at position `i` may see the key at position `j`.
-        arguments: of its plan, beside the batch and the block size.
-        paged: whether it reads pages, else rows.
-        bad_arguments: arguments that it must refuse, each with what the error must say.
+        arguments: of its plan, except the batch and the block size.
+        paged: whether keys are in pages, or in rows.
+        bad_arguments: arguments that it must refuse, by a part of the error message.
     """
 
     name: str
@@ -48,7 +48,7 @@ class PathSpec:
     bad_arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Name the path and its arguments, as a test id."""
+        """Return the path and its arguments, as a test id."""
         return "-".join([self.name, *(f"{name}={value}" for name, value in self.arguments.items())]).replace(" ", "")
 
     def module(self, package: str) -> ModuleType:
@@ -80,15 +80,15 @@ class PathSpec:
         dtype: torch.dtype = torch.float32,
         recomputed: bool = False,
     ) -> None:
-        """Change what lies in memory that no query may see, and expect the same bits.
+        """Change memory that no query may see, and expect the same bits.
 
         Args:
-            package: the one whose path is called.
+            package: "refattn" or "fastattn".
             case: the batch.
             device: where the tensors are.
             dtype: their type.
-            recomputed: a kernel multiplies such memory by 0, and what NaN or infinity has spoilt is computed again by
-                another: the same bits for finite numbers, and the reference's answer, by the one tolerance, for all.
+            recomputed: whether the kernel multiplies such memory by 0, and another one recomputes the rows that are NaN
+                then: finite poison has to give the same bits, and other poison an output within the one tolerance.
 
         Raises:
             AssertionError: if an output or an LSE changed.
@@ -121,7 +121,7 @@ class PathSpec:
         row, scale = 0, case.head_size**-0.5
         for key, value, mask in zip(inputs.keys, inputs.values, masks_by_hand(case, self.sees), strict=True):
             rows = slice(row, row + len(mask))
-            seen = Sight(mask, torch.zeros_like(mask))  # without slopes no distances are needed
+            seen = Sight(mask, torch.zeros_like(mask))  # only slopes need distances
             expected = oracle.attend(inputs.query[rows], key, value, seen, scale=scale)
             torch.testing.assert_close(out[rows], expected.out, rtol=1e-11, atol=1e-12)
             torch.testing.assert_close(lse[rows], expected.lse, rtol=1e-11, atol=1e-12)
@@ -130,10 +130,10 @@ class PathSpec:
     def check_twins(
         self, case: Case, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
     ) -> None:
-        """Hold the fast twin to the reference, output and LSE, by the one tolerance; the same with `out=` and alone.
+        """Compare output and LSE of the fast twin with the reference; and the output with `out=` and without the LSE.
 
         Raises:
-            AssertionError: if an answer is off.
+            AssertionError: if one of them is off.
         """
         inputs = build(case, device=device, dtype=dtype)
         tensors = self._tensors(inputs)
@@ -150,10 +150,10 @@ class PathSpec:
             raise AssertionError("out: the answer in memory that was given is another one")
 
     def check_bad_arguments(self, package: str) -> None:
-        """Expect a `ValueError` for every bad argument, with what it must say, and caches as they were.
+        """Expect a `ValueError` with the right message for every bad argument, and unchanged tensors.
 
         Raises:
-            AssertionError: if one passes, or the message is another.
+            AssertionError: if a bad argument passes, the message is another, or a tensor has changed.
         """
         inputs = build(Case("small", ((2, 5), (1, 20))), poison=HARMLESS)
         tensors = self._tensors(inputs)

@@ -1,4 +1,4 @@
-"""How properties of layers that keep a state are checked."""
+"""The properties of layers that keep a state, and their checks."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ LONGEST_TILE = 256  # tokens that a kernel takes at a time
 
 
 def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into slots that no sequence may read: free ones, and those of sequences that begin."""
+    """Put NaN into slots that no sequence may read: free ones, and those of new sequences."""
     arguments = example.tensors(dtype, device)
     used = {slot for (q, _), slot in zip(example.lens, arguments["state_indices"].tolist(), strict=True) if q}
     known = arguments["has_initial_state"].tolist()
@@ -48,7 +48,7 @@ def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the last token of each sequence, in a step of its own, with the same token among the others."""
+    """Compare two steps, the second over the last token of each sequence, with one step over all tokens."""
     arguments = example.tensors(dtype, device)
     rows = [range(q) for q, _ in example.lens]
     starts = arguments["batch"].cu_seqlens_q.tolist()
@@ -73,11 +73,10 @@ def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
 
 
 def nan_before(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Put NaN into the last value of the first sequence: other sequences are numbers, and so are tokens long before.
+    """Put NaN into the last value of the first sequence: it reaches no other sequence, and no token long before.
 
-    The token itself is NaN, also where it is written with a factor of 0.
-
-    Tokens of the same tile may be NaN, too: a kernel by chunks multiplies their values by weights of 0.
+    The token itself has to be NaN, even if `beta` is 0. Tokens of the same tile may be NaN, too: a chunked kernel
+    multiplies the NaN by weights of 0.
     """
     arguments = example.tensors(dtype, device)
     lengths = [q for q, _ in example.lens]
@@ -106,7 +105,7 @@ OTHER_LENGTHS.add(cut)
 PROPERTIES = (
     Property(
         "free slots",
-        "Unused slots, and those of sequences that begin, may hold anything; the first are not written.",
+        "Unused slots, and those of new sequences, may hold anything; unused slots are not written.",
         plain,
         free_slots,
         paths=("recurrent",),

@@ -1,6 +1,6 @@
-"""Layers that keep a state, as the kit draws them: tokens, a pool of states, slots, and the answers of the reference.
+"""Inputs and expected outputs of layers that keep a state: tokens, a pool of states, and slots.
 
-A call changes the states in place, so they are an answer, too.
+A call changes the states in place, so they are outputs, too.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from twinattn.kit.workload import Workload
 
 TOKENS = ("query", "key", "value", "log_decay", "beta", "states")
 TABLES = ("state_indices", "has_initial_state", "num_accepted")
-NOWHERE = 2**31 - 1  # an index into no table and no pool
+NOWHERE = 2**31 - 1  # an index beyond every table and pool
 NEGATIVE = (-1, -2, -(2**31))  # slots of padding
 LAYERS = {
     "gdn": "a decay per head, and the delta rule",
@@ -31,10 +31,10 @@ LAYERS = {
 def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Draw the tokens of a step, states in shuffled slots, and the tables.
 
-    Of the options, `layer` is one of `LAYERS`; `padding` makes every second sequence padding, beginning with the
-    second; `drafts` gives each a slot per token, and a state after some token of a step before; `stale` gives sequences
-    without new tokens the slots of one that has some, or if it is "anything", entries that are no slots; `decays` are
-    "weak", or some of them "strong", down to e^-60, or such that they "forget" everything.
+    Options: `layer`: one of `LAYERS`. `padding`: every second sequence is padding, beginning with the second. `drafts`:
+    each sequence has a slot per token, and begins after some token of the step before. `stale`: sequences without new
+    tokens have the slots of one that has some; "anything": invalid slots. `decays`: "weak"; "strong": some of them,
+    down to e^-60; "forget": some are 0. `scale` of the queries, and `delta`: those of `RecurrentOptions`.
     """
     generator = torch.Generator().manual_seed(example.seed)
 
@@ -64,8 +64,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
         key=normalize(normal(t, h, dk), dim=-1).to(dtype),
         value=normal(t, hv, dv).to(dtype),
         log_decay=log_decay,
-        beta=1.5
-        * torch.rand(t, hv, generator=generator, dtype=torch.float32),  # above 1, keys are written the other way
+        beta=1.5 * torch.rand(t, hv, generator=generator, dtype=torch.float32),  # above 1 the delta rule overshoots
         states=normal(b * columns + 3, hv, dv, dk),
         batch=Batch(ends, seq_lens, None, max([0, *queries.tolist()]), max([0, *seq_lens.tolist()])),
         state_indices=slots if options.get("drafts") else slots[:, 0].contiguous(),
@@ -91,7 +90,7 @@ def fold(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the answers of the reference in a wider type, and those of its formula in the type of the query."""
+    """Return the outputs of the reference in a wider type, and those of its formula in the type of the query."""
     dtype = arguments["query"].dtype
     wide = fold({**arguments, **{name: arguments[name].to(WIDER[dtype]) for name in TOKENS}})
     with computing_in(dtype):

@@ -1,9 +1,9 @@
 """Time a kernel so that what was timed is what was checked: `twinattn prove my_package:my_attention --path mla --time`.
 
-Every timed call has inputs of its own, drawn just before it from a seed that did not exist when the kernel was
-imported, and its sequences in an order of their own. What it returns is copied before the clock stops, into memory
-that held NaN. All copies are held to the reference after the last call, in random order, in a process that never
-imports the kernel. A kernel that is right in some calls only is found wrong, and then no time is reported.
+Every timed call has its own inputs, drawn just before it from a seed that did not exist when the kernel was imported,
+and its own order of sequences. Its outputs are copied before the clock stops, into memory that held NaN. All copies are
+compared with the reference after the last call, in random order, in a process that never imports the kernel. If any of
+them is wrong, no time is reported.
 """
 
 import json
@@ -33,17 +33,17 @@ from twinattn.kit.landmarks import Lens, example
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 
 WARM_UPS = 3  # calls before the clock, after the one that compiles
-CALLS = 20  # that are timed
-FEWEST = 5  # outputs that are held to the reference, however long it takes
+CALLS = 20  # timed calls
+FEWEST = 5  # outputs that are compared with the reference, however long it takes
 TOPK = 256  # selected keys of a query
-FLUSHED = 2**28  # bytes that are written between two calls on a GPU: more than its caches hold
-USUAL = ((32, 8), (128, 1), (32, 2), (128, 128), (576, 512), 16, 64)  # sizes that are timed if they are claimed
+FLUSHED = 2**28  # bytes written between two calls on a GPU, to flush its caches
+USUAL = ((32, 8), (128, 1), (32, 2), (128, 128), (576, 512), 16, 64)  # preferred heads, head sizes and block sizes
 LENS: dict[str, Lens] = {
     "decode": ((1, 197), (1, 513), (1, 78), (1, 350)),
     "prompt": ((128, 128), (61, 61), (97, 97)),
     "mixed": ((1, 300), (64, 201), (1, 90), (40, 40)),
 }
-ON_GPU = {"decode": (8, 4), "prompt": (16, 1), "mixed": (8, 4)}  # keys there, and sequences, as factors
+ON_GPU = {"decode": (8, 4), "prompt": (16, 1), "mixed": (8, 4)}  # factors on a GPU: of lengths, of sequences
 
 # Taken before any kernel is imported, which might replace them.
 _DRAWN = SystemRandom()
@@ -53,7 +53,7 @@ _SYNCHRONIZE = torch.accelerator.synchronize
 
 @dataclass
 class Measured:
-    """What was timed: a batch for each call, the seconds of each, and copies of what each returned."""
+    """The timed calls: the batch of each, its seconds, and copies of its outputs."""
 
     examples: list[Example]
     seconds: list[float]
@@ -61,10 +61,10 @@ class Measured:
 
 
 def workloads(kernel: Kernel, device: str) -> dict[str, Example]:
-    """Return the batches that are timed, by name: those of several queries only if the kernel claims them.
+    """Return the batches to time, by name: those with several queries per sequence only if the kernel claims them.
 
     Raises:
-        BadKernelError: if its path is no attention.
+        BadKernelError: if its path is not attention.
     """
     if kernel.path not in PATHS or not PATHS[kernel.path].attends:
         attends = ", ".join(path.name for path in PATHS.values() if path.attends)
@@ -84,7 +84,7 @@ def workloads(kernel: Kernel, device: str) -> dict[str, Example]:
 
 
 def _usual(claimed: Sequence[Any]) -> Any:
-    """Return a size that is claimed, one of `USUAL` if there is one."""
+    """Return a claimed size, one of `USUAL` if possible."""
     return next((x for x in USUAL if x in claimed), claimed[0])
 
 
@@ -92,7 +92,7 @@ def replayed(kernel: Kernel, file: Path) -> tuple[dict[str, Example], torch.dtyp
     """Return the batches of a file of FlashInfer-Bench, by name, and the type of their queries.
 
     Raises:
-        BadKernelError: if they are none of the kernel's path, or the kernel does not take their scale.
+        BadKernelError: if they are not of the kernel's path, or the kernel does not take their scale.
     """
     try:
         batches, dtype = traces.read(file, kernel.path)
@@ -115,20 +115,20 @@ def time_kernel(
     trace: Path | None = None,
     seconds: float = 600.0,
 ) -> Report:
-    """Time a kernel in this process, and hold all that it returned to the reference; `time_apart` does so in two.
+    """Time a kernel in this process, and compare its outputs with the reference; `time_apart` uses two processes.
 
     Args:
         target: as in `check`.
         path: which path it computes.
         device: where the tensors are.
         dtype: of the queries; if None bfloat16 on a GPU, if the kernel claims it, else the first that it claims.
-        calls: that are timed of each workload.
+        calls: timed calls of each workload.
         only: names of workloads.
-        trace: a file of FlashInfer-Bench, whose workloads are taken, and their type if none is said.
-        seconds: for holding the outputs of a workload to the reference; at least five are, however long it takes.
+        trace: a file of FlashInfer-Bench, to time its workloads, by default in their type.
+        seconds: for comparing the outputs of a workload; at least five are compared, however long it takes.
 
     Raises:
-        BadKernelError: if the kernel cannot be called, or its path is no attention.
+        BadKernelError: if the kernel cannot be called, or its path is not attention.
     """
     kernel = kernel_of(target, path)
     began = monotonic()
@@ -155,17 +155,18 @@ def measure(
     calls: int,
     on_call: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Time calls of a kernel, each on inputs of its own, and keep what each returned; `on_call` is called before each.
+    """Time calls of a kernel, each on its own inputs, and keep their outputs; `on_call` is called before each.
 
     Raises:
-        Broken: if it raises, or returns what is no output, or memory that it has returned before or still writes.
+        Broken: if it raises, returns no valid output, or returns memory that an earlier call returned or that it is
+            still writing.
         RefusedError: if it refuses.
     """
     one = anew(batch)
     ask(kernel, one, one.tensors(dtype, device), return_lse=False)
     kernel.calls.clear()
     measured = Measured([], [], [])
-    returned: list[Answers] = []  # held, so that no allocator hands this memory out again
+    returned: list[Answers] = []  # kept alive, so that the allocator does not reuse this memory
     room: dict[str, tuple[torch.Size, torch.dtype]] = {}
     seats: Arguments = {}
     for turn in range(WARM_UPS + calls):
@@ -190,23 +191,23 @@ def measure(
 
 
 def _clocked(kernel: Kernel, given: Arguments, copies: Answers, device: str) -> tuple[Answers, float]:
-    """Call a kernel, copy what it returns, wait for the whole device, and return the seconds of all that."""
+    """Call a kernel, copy its outputs, wait for the whole device, and return the outputs and the seconds."""
     _wait(device)
     start = perf_counter()
     answers = kernel.named(kernel.function(**given))
-    for name, x in copies.items():  # what is not ready now is not copied, whatever computes it
+    for name, x in copies.items():  # an output that is not ready now is not in the copy
         _COPY(x, answers[name])
     _wait(device)
     return answers, perf_counter() - start
 
 
 def anew(batch: Example) -> Example:
-    """Return a batch of the same size with other numbers, blocks, and another order of its sequences."""
+    """Return the same batch with a new seed, and its sequences in another order."""
     return replace(batch, seed=_DRAWN.randrange(2**31), lens=tuple(_DRAWN.sample(batch.lens, len(batch.lens))))
 
 
 def _seated(arguments: Arguments, seats: Arguments) -> Arguments:
-    """Put the tensors of a call where those of the call before were: an address says nothing of what is there."""
+    """Put the tensors of a call at the addresses of the call before, so that an address cannot identify an input."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.is_contiguous()}
     for name, x in tensors.items():
         seat = seats.setdefault(name, x)
@@ -222,7 +223,7 @@ def _wait(device: str) -> None:
 
 
 def _spoil(like: Sequence[Tensor]) -> None:
-    """Put NaN into memory that the next `torch.empty` may get, and write over what a GPU's caches hold."""
+    """Put NaN into memory that the next `torch.empty` may get, and flush the caches of a GPU."""
     for x in [_FULL(y.shape, torch.nan, dtype=y.dtype, device=y.device) for y in like for _ in range(2)]:
         del x
     if like[0].device.type != "cpu":
@@ -230,7 +231,7 @@ def _spoil(like: Sequence[Tensor]) -> None:
 
 
 def _look(answers: Answers, room: dict[str, tuple[torch.Size, torch.dtype]], turn: int) -> None:
-    """Look at what a call returned: plain tensors of the shapes and types of the call before."""
+    """Check that a call returned plain tensors with the shapes and types of the first call."""
     for name, x in answers.items():
         if type(x) is not Tensor:
             raise Broken(f"{name}: expected a plain tensor, got {type(x).__name__}")
@@ -244,7 +245,7 @@ def _says(room: dict[str, tuple[torch.Size, torch.dtype]]) -> str:
 
 
 def _hold_still(returned: Sequence[Answers], copies: Sequence[Answers]) -> None:
-    """Look whether outputs lie in memory of their own, and are what they were when the clock stopped."""
+    """Check that outputs do not share memory, and have not changed since the clock stopped."""
     owners: dict[int, int] = {}
     for i, answers in enumerate(returned):
         for x in answers.values():
@@ -261,7 +262,7 @@ def _hold_still(returned: Sequence[Answers], copies: Sequence[Answers]) -> None:
 
 
 def judge(report: Report, name: str, measured: Measured, dtype: torch.dtype, seconds: float) -> None:
-    """Hold what was timed to the reference, in random order, time the reference, and put both into a report."""
+    """Compare the timed outputs with the reference, in random order, time the reference, and add both to a report."""
     reference = find(PATHS[report.path].module, report.path)
     order, ends, times, held = list(range(len(measured.examples))), monotonic() + seconds, list[float](), 0
     _DRAWN.shuffle(order)
@@ -281,7 +282,7 @@ def judge(report: Report, name: str, measured: Measured, dtype: torch.dtype, sec
         given = reference.asked(batch, batch.tensors(dtype, report.device) | dict(return_lse=False))
         copies = {"out": torch.empty(measured.answers[i]["out"].shape, dtype=dtype, device=report.device)}
         times.append(_clocked(reference, given, copies, report.device)[1])
-    ours, its = _summary(measured.seconds), _summary(times[1:] or times)  # its first call is one that plans
+    ours, its = _summary(measured.seconds), _summary(times[1:] or times)  # without the first call, a warm-up
     report.times[name] = dict(
         seconds=ours,
         reference=its,
@@ -296,7 +297,7 @@ def judge(report: Report, name: str, measured: Measured, dtype: torch.dtype, sec
 
 
 def _finding(name: str, batch: Example, dtype: torch.dtype, error: Exception, examples: int = 1) -> Finding:
-    """Return what came of a workload that has no time."""
+    """Return the finding of a workload that failed or was refused."""
     outcome = "refused" if isinstance(error, RefusedError) else "raises" if "raised " in str(error) else "wrong"
     promise = "What is timed is right, in every call."
     refused = examples if outcome == "refused" else 0
@@ -304,7 +305,7 @@ def _finding(name: str, batch: Example, dtype: torch.dtype, error: Exception, ex
 
 
 def _summary(samples: Sequence[float]) -> dict[str, float]:
-    """Return the median of some seconds, and between what three fifths of them lie."""
+    """Return the median of some times, and their 20th and 80th percentiles."""
     if len(samples) < 2:
         return dict.fromkeys(("median", "low", "high"), samples[0])
     fifths = statistics.quantiles(samples, n=5, method="inclusive")
@@ -342,22 +343,22 @@ def time_apart(
     trace: Path | None = None,
     write_trace: Path | None = None,
 ) -> Report:
-    """Time a kernel in a process of its own, and hold what it returned to the reference in this one.
+    """Time a kernel in its own process, and compare its outputs with the reference in this one.
 
     Args:
         target: as in `check_apart`.
         path: which path it computes.
         device: where the tensors are.
-        dtypes: names of types, of which the first is taken; as in `time_kernel` if none.
-        calls: that are timed of each workload.
-        seconds: for all calls, and once more for holding their outputs.
-        patience: seconds without a sign of life, after which the process is ended.
-        limits: claims that go before those of the kernel.
-        trace: a file of FlashInfer-Bench, whose workloads are taken.
+        dtypes: names of types, only the first of which is used; as in `time_kernel` if empty.
+        calls: timed calls of each workload.
+        seconds: for all calls, and as long again for comparing their outputs.
+        patience: seconds without a new line in the log after which the process is killed.
+        limits: claims that replace those of the kernel.
+        trace: a file of FlashInfer-Bench, to time its workloads.
         write_trace: a folder for the workloads as a data set of FlashInfer-Bench.
 
     Raises:
-        BadKernelError: if the kernel cannot be called, or its path is no attention.
+        BadKernelError: if the kernel cannot be called, or its path is not attention.
         ValueError: if a workload cannot be written.
     """
     began = monotonic()
@@ -400,7 +401,7 @@ def time_apart(
 
 
 def main() -> None:
-    """Time the kernel of the task that is the second argument; the first names the file for what comes of it."""
+    """Time the kernel of the task in the second argument, and log to the file that the first argument names."""
     log = Path(sys.argv[1])
     with log.open("w", buffering=1) as file:
         sys.exit(_do(json.loads(sys.argv[2]), file, log.parent))

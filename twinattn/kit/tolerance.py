@@ -1,13 +1,13 @@
-"""The one tolerance: how far an answer may be from the reference.
+"""The one tolerance: how far an output may be from the reference.
 
 `ref` is the reference on copies in a wider type (float32; float64 for float32 input), `low` the reference formula run
 in the input's own type, and `ulp` one unit in the last place at the size of `ref`:
 
     max|out - ref| <= 2 * max|low - ref| + ulp        and        rms(out - ref) <= 2 * rms(low - ref) + ulp
 
-The LSE is checked by the same rule, separately. An answer in float32 may differ by `FLOAT32_ROUNDINGS` ulp instead of
-one: two float32 answers differ by the rounding errors of their dot products, a random walk, and on a batch of a few
-numbers the larger of two such walks can be any multiple of the smaller.
+The LSE is checked by the same rule, separately. A float32 output may differ by `FLOAT32_ROUNDINGS` ulp instead of one:
+two float32 results differ by the rounding errors of their dot products, a random walk, and on a batch of a few numbers
+the larger of two such walks can be any multiple of the smaller.
 """
 
 import dataclasses
@@ -24,34 +24,34 @@ WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.floa
 
 
 class Distance(NamedTuple):
-    """How far two tensors are apart: at most, and as a root mean square."""
+    """The difference of two tensors: its maximum, and its root mean square."""
 
     max: float
     rms: float
 
 
 def distance(out: Tensor, ref: Tensor) -> Distance:
-    """Return how far two tensors of finite numbers are apart."""
+    """Return the difference of two tensors of finite numbers."""
     off = out.double() - ref.double()
     return Distance(float(off.abs().max()), float(off.square().mean().sqrt())) if off.numel() else Distance(0.0, 0.0)
 
 
 def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype, largest_score: float = 1.0, rounded: float = 0.0) -> Distance:
-    """Return how far an answer of some type may be from `ref`.
+    """Return how far an output of some type may be from `ref`.
 
     Args:
         ref: the reference in a wider type.
-        low: the reference formula in the type of the answer.
+        low: the reference formula in the type of the output.
         dtype: that type.
-        largest_score: where scores are large, as a weight is off by the rounding of its score.
-        rounded: the size of what is rounded on the way, where that is larger than the answer.
+        largest_score: the largest score, if it is large: the relative error of a weight is the rounding of its score.
+        rounded: the size of intermediate values, if they are larger than the output.
     """
     size = float(ref.abs().max()) if ref.numel() else 0.0
     return bound(distance(low, ref), max(size * max(1.0, largest_score), rounded), dtype)
 
 
 def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
-    """Return how far an answer may be off, given the error of the reference in its type and the largest number."""
+    """Return the allowed error, given that of the reference formula in the same type, and the largest number."""
     roundings = FLOAT32_ROUNDINGS if dtype == torch.float32 else 1
     ulp = roundings * torch.finfo(dtype).eps * max(size, torch.finfo(torch.float32).tiny)
     return Distance(2 * error_of_low.max + ulp, 2 * error_of_low.rms + ulp)
@@ -60,12 +60,12 @@ def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
 def assert_close(
     out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out", largest_score: float = 1.0, rounded: float = 0.0
 ) -> None:
-    """Hold one tensor to the rule; infinities must stand at the same places, and nothing may be NaN.
+    """Compare one tensor within the tolerance; infinities must be at the same places, and nothing may be NaN.
 
     `largest_score` and `rounded` are those of `allowed`.
 
     Raises:
-        AssertionError: saying by how much the tensor is off, and how much is allowed.
+        AssertionError: with the error and its limit.
     """
     if out.shape != ref.shape:
         raise AssertionError(f"{name}: shape {list(out.shape)}, expected {list(ref.shape)}")
@@ -87,9 +87,9 @@ def assert_close(
 def assert_matches_reference(
     out: Tensor, lse: Tensor, reference: Callable[..., tuple[Tensor, Tensor]], *arguments: Any, **options: Any
 ) -> None:
-    """Hold an output and its LSE to the rule, given the reference and its arguments.
+    """Compare an output and its LSE with the reference within the tolerance.
 
-    The reference computes on the CPU, whatever the device of the twin is.
+    The reference computes on the CPU, whatever the device of the output is.
 
     Args:
         out: the output, in the type of the query.
@@ -99,7 +99,7 @@ def assert_matches_reference(
         options: numbers and tensors.
 
     Raises:
-        AssertionError: saying what is off.
+        AssertionError: naming the tensor that is off.
     """
     dtype = out.dtype
     arguments, options = on_cpu(arguments), on_cpu(options)
@@ -117,7 +117,7 @@ def assert_matches_reference(
 
 
 def on_cpu(x: Any, device: str = "cpu") -> Any:
-    """Move a tensor, and what tuples, lists, dicts and dataclasses hold of them, to the CPU, or to another device."""
+    """Move a tensor, or all tensors in tuples, lists, dicts and dataclasses, to the CPU or another device."""
     if isinstance(x, Tensor):
         return x.to(device)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):

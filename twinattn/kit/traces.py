@@ -1,8 +1,8 @@
-"""Shapes of real servers, as FlashInfer-Bench records them, as batches of the kit.
+"""Read and write data sets of FlashInfer-Bench, shapes of calls recorded from servers, as batches of the kit.
 
 A data set has `definitions/<op_type>/<name>.json`, the constant axes and the inputs of an operation, and
-`workloads/<op_type>/<name>.jsonl`, a line per call. A line names its definition; its lengths are tensors in files of
-safetensors, whose paths begin at the folder of the data set. Numbers of queries, keys and values are drawn anew here.
+`workloads/<op_type>/<name>.jsonl`, a line per call. A line names its definition; its lengths are tensors in safetensors
+files, with paths relative to the folder of the data set. The elements of queries, keys and values are drawn anew.
 """
 
 import json
@@ -19,10 +19,10 @@ import torch
 from twinattn.kit.cases import build
 from twinattn.kit.example import Example
 
-HEADER = 8  # bytes of a file of safetensors that say how long its description is
+HEADER = 8  # bytes of a safetensors file that hold the length of its JSON header
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-PATH_OF = {"ckv_cache": "mla", "k_cache": "chunked_prefill", "k": "varlen"}  # by an input that only it has
+PATH_OF = {"ckv_cache": "mla", "k_cache": "chunked_prefill", "k": "varlen"}  # by an input that only this path has
 Values = Mapping[str, Any]
 REFERENCE = """import torch
 
@@ -78,13 +78,13 @@ def read(file: Path, path: str) -> tuple[dict[str, Example], torch.dtype]:
 
     Args:
         file: one line of JSON per workload or trace, in the folder of a data set, beside `definitions`.
-        path: which path is to compute them.
+        path: which path computes them.
 
     Returns:
         The batches by uuid, and the type of their queries.
 
     Raises:
-        ValueError: naming the line, and what is missing or is no attention of this path.
+        ValueError: naming the line, and what is missing or does not belong to this path.
     """
     if not file.is_file():
         raise ValueError(f"--trace: expected a file, got {str(file)!r}")
@@ -146,19 +146,19 @@ def _batch(root: Path, definition: Values, workload: Values, path: str) -> Examp
         page = sizes["block_size"] = const["page_size"]
         last = [1] * len(pages)
         if page > 1:
-            last = _tensor(root, workload, "kv_last_page_len")[: len(pages)]  # some are as long as the ends
+            last = _tensor(root, workload, "kv_last_page_len")[: len(pages)]  # some have one entry more
         keys = [(n - 1) * page + rest if n else 0 for n, rest in zip(pages, last, strict=True)]
     queries = _lengths(root, workload, "qo_indptr") if "qo_indptr" in inputs else [1] * len(keys)
     lens = tuple(zip(queries, keys, strict=True))
     scale = workload["inputs"].get("sm_scale", {"type": "random"})
-    usual = None if path == "mla" else sizes["head_size"] ** -0.5  # over latents none is
+    usual = None if path == "mla" else sizes["head_size"] ** -0.5  # latents have no usual scale
     if scale["type"] == "scalar" and (usual is None or not math.isclose(scale["value"], usual, rel_tol=1e-6)):
         return Example(path, lens, **sizes, options={"softmax_scale": scale["value"]})
     return Example(path, lens, **sizes)
 
 
 def _lengths(root: Path, workload: Values, name: str) -> list[int]:
-    """Return what lies between the ends of each sequence and the one before."""
+    """Return the lengths of all sequences from their cumulative ends."""
     ends = _tensor(root, workload, name)
     lengths = [after - before for before, after in pairwise(ends)]
     if not ends or ends[0] != 0 or min(lengths, default=0) < 0:
@@ -197,7 +197,7 @@ def write(folder: Path, batches: Mapping[str, Example], dtype: torch.dtype) -> l
         The files of workloads.
 
     Raises:
-        ValueError: if the format has no words for a batch; nothing is written then.
+        ValueError: if the format cannot express a batch; nothing is written then.
     """
     for batch in batches.values():
         other = [name for name in batch.options if name != "softmax_scale"]
@@ -219,7 +219,7 @@ def write(folder: Path, batches: Mapping[str, Example], dtype: torch.dtype) -> l
         _save(folder / blob, tables)
         inputs: dict[str, Any] = {word: {"type": "random"} for word in SHAPES[batch.path]}
         inputs |= {word: {"type": "safetensors", "path": blob, "tensor_key": word} for word in tables}
-        usual = 0.1 if batch.path == "mla" else batch.head_size**-0.5  # as the kit asks where nothing is said
+        usual = 0.1 if batch.path == "mla" else batch.head_size**-0.5  # the kit's default
         inputs["sm_scale"] = {"type": "scalar", "value": batch.options.get("softmax_scale", usual)}
         axes = {"total_q": batch.num_tokens, "len_indptr": len(batch.lens) + 1}
         if batch.path == "varlen":

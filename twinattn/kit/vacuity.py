@@ -1,4 +1,4 @@
-"""Is a test vacuous? Run a user's own comparison against the mistakes that the kit knows, and see which it lets pass.
+"""Find vacuous tests: run a user's own check against kernels with known mistakes, and list those that it lets pass.
 
     def check(attention):                            # your test: takes a kernel, and fails if it is wrong
         q, k, v, cu_seqlens = ...
@@ -6,8 +6,8 @@
 
     print(vacuous(check, "varlen"))                   # the mistakes that it lets pass, each with a batch that shows it
 
-The kernels with mistakes are those by which the kit names a failure (`mistakes`). They compute in float64, and round
-once. Those of `varlen_backward` have right outputs, and gradients with a mistake.
+The kernels have the mistakes by which the kit names a failure (`mistakes`). They compute in float64, and round once.
+Those of `varlen_backward` have right outputs, and gradients with a mistake.
 """
 
 import importlib.util
@@ -28,9 +28,9 @@ from twinattn.kit.example import PATHS, Answers, Arguments, Example, poison
 from twinattn.kit.kernel import BadKernelError, Kernel
 from twinattn.kit.tolerance import on_cpu
 
-ORDER = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table")  # what a call gives by position, after tensors
+ORDER = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table")  # positional arguments after the tensors
 PLANTED = ("varlen", "varlen_backward", "chunked_prefill", "sliding_window", "local", "quantized")  # paths
-CANNOT_BE_MADE = (IndexError, RuntimeError, ValueError, KeyError, TypeError, AssertionError)  # a mistake, on a batch
+CANNOT_BE_MADE = (IndexError, RuntimeError, ValueError, KeyError, TypeError, AssertionError)
 ALONE: Arguments = {"softmax_scale": 0.3, "softcap": 2.0, "alibi_slopes": True, "sinks": True}
 OPTIONS: tuple[Arguments, ...] = (
     {},
@@ -66,9 +66,9 @@ class Missed:
     Attributes:
         name: of the mistake.
         says: what is wrong, in a sentence.
-        forms: how many of its forms pass (it may depend on a number, as that of keys in a tile).
-        of: how many there are.
-        shown_by: a batch on which the kernel with the mistake answers wrongly.
+        forms: how many of its forms pass (a mistake may have a parameter, such as the size of a tile).
+        of: how many forms it has.
+        shown_by: a batch on which the kernel with the mistake is wrong.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Missed:
 
 @dataclass(frozen=True)
 class Vacuity:
-    """What came of running a check against known mistakes.
+    """The result of running a check against known mistakes.
 
     Attributes:
-        path: what the kernels compute.
-        caught: names of the mistakes that fail the check, in all their forms.
-        missed: those that pass it.
+        path: the path that the kernels compute.
+        caught: names of the mistakes that fail the check in all their forms.
+        missed: the mistakes that pass it.
     """
 
     path: str
@@ -94,7 +94,7 @@ class Vacuity:
 
     @property
     def title(self) -> str:
-        """How many pass, in a sentence."""
+        """A sentence with the number of mistakes that pass."""
         return f"{len(self.missed)} of {len(self.caught) + len(self.missed)} mistakes in {self.path} pass this check"
 
     def __str__(self) -> str:
@@ -110,13 +110,14 @@ def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) 
     """Run a check against kernels with known mistakes, each of which it should fail.
 
     Args:
-        check: takes a kernel, and raises or returns False if its answers are wrong.
-        path: what the kernel computes, one of `PLANTED`.
-        like: your kernel. Those with mistakes take its parameters, and a mistake that needs another one, as `softcap`,
-            is not counted. If None, they take all words of the path by name, and by position the tensors and `ORDER`.
+        check: takes a kernel, and raises or returns False if its outputs are wrong.
+        path: the path that the kernel computes, one of `PLANTED`.
+        like: your kernel. The kernels with mistakes take its parameters; a mistake in another parameter, such as
+            `softcap`, is not counted. If None, they take all arguments of the path by name, and the tensors and
+            `ORDER` also by position.
 
     Returns:
-        What was caught, and what was not.
+        The mistakes that were caught, and those that were missed.
 
     Raises:
         ValueError: if the check fails for a right kernel, too; or for an unknown path.
@@ -133,19 +134,19 @@ def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) 
         raise ValueError("check: it returns False for a right kernel, too")
     batches = [(*batch, right.answers(*batch)) for batch in _batches(kernel)]
     forms: dict[str, list[tuple[mistakes.Mistake, str]]] = {}  # per name: the mistakes that pass, and the others as ""
-    invisible: set[str] = set()  # names of mistakes in what such a kernel does not take, or return
+    invisible: set[str] = set()  # names of mistakes in parameters or outputs that such a kernel does not have
     for mistake in mistakes.of_path(path):
         if mistake.is_of_forward or mistake.name in invisible:  # a test of outputs finds those of the forward pass
             continue
         passed = False
-        with suppress(Exception):  # it fails as it likes
+        with suppress(Exception):  # a failing check may raise anything
             passed = _passes(check, _planted(kernel, mistake))
         known = forms.get(mistake.name, [(mistake, "")])[-1][1]  # a batch that shows another form of it
         ordered = sorted(batches, key=lambda batch: repr(batch[0]) != known) if known else batches
         shown_by = _shown_by(mistake, ordered, kernel) if passed else ""
         if shown_by or not passed:
             forms.setdefault(mistake.name, []).append((mistake, shown_by))
-        elif mistake.name not in forms:  # the first form of a mistake is that which most batches show
+        elif mistake.name not in forms:  # the first form of a mistake shows on most batches
             invisible.add(mistake.name)
     missed = []
     for name, tried in forms.items():
@@ -162,7 +163,7 @@ def _passes(check: Check, kernel: Callable[..., Any]) -> bool:
 
 
 def _shown_by(mistake: mistakes.Mistake, batches: list[tuple[Example, Arguments, Answers]], kernel: Kernel) -> str:
-    """Return the first batch on which a mistake gives another answer that can be seen; nothing if none does."""
+    """Return the first batch on which a mistake changes an output that the kernel returns; "" if there is none."""
     for example, arguments, right in batches:
         if not mistakes.shows_in(mistake, landmarks.is_large(example)) or not mistake.may_show(example, arguments):
             continue
@@ -177,7 +178,7 @@ def _shown_by(mistake: mistakes.Mistake, batches: list[tuple[Example, Arguments,
 
 
 def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
-    """Yield batches that a kernel can be asked: plain ones first, then those with options, and with poison."""
+    """Yield batches for a kernel: plain ones first, then those with options, and with poison."""
     claims, path = kernel.claims, PATHS[kernel.path]
     shape = claims.heads[-1], claims.head_sizes[0], claims.block_sizes[0]
     taken = [x for x in OPTIONS if all(kernel.takes(name) for name in x if name not in ALONE)]
@@ -221,17 +222,17 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
 
 
 def _every_other(x: Tensor) -> Tensor:
-    """Lay a tensor out with a gap after each element."""
+    """Return a view with a gap after each element."""
     return torch.stack([x, x + 1], dim=-1)[..., 0]
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """Lay a tensor out with heads outside tokens."""
+    """Return a view with heads outside tokens in memory."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _of_all_words(path: str) -> Callable[..., Any]:
-    """Return a kernel that takes all words of a path, of which it says the names alone."""
+    """Return a function with all arguments of a path as parameters; it is never called."""
     path = "varlen" if path == "varlen_backward" else path  # its gradients come from autograd
     words = Kernel("any", path, lambda: None).words()
     first = [*PATHS[path].words, *(word for word in ORDER if word in words)]
@@ -239,7 +240,7 @@ def _of_all_words(path: str) -> Callable[..., Any]:
     positional, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
     def any_kernel(**named: Any) -> Any:
-        raise NotImplementedError("says its parameters alone")
+        raise NotImplementedError("has a signature only")
 
     any_kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what `inspect` reads of a function
         [inspect.Parameter(name, positional, default=None) for name in first]
@@ -249,7 +250,7 @@ def _of_all_words(path: str) -> Callable[..., Any]:
 
 
 def _planted(kernel: Kernel, mistake: mistakes.Mistake) -> Callable[..., Any]:
-    """Return a kernel with a mistake, which takes the parameters of another one."""
+    """Return a kernel with a mistake and the parameters of another kernel."""
     signature = inspect.signature(kernel.function)
 
     def planted(*args: Any, **named: Any) -> Any:
@@ -268,7 +269,7 @@ def _planted(kernel: Kernel, mistake: mistakes.Mistake) -> Callable[..., Any]:
 
 
 def _answers(example: Example, arguments: Arguments, mistake: mistakes.Mistake) -> Answers:
-    """Return what a kernel with a mistake answers; the right answer where the mistake cannot be made."""
+    """Return the outputs with a mistake, or the right ones where the mistake does not apply."""
     arguments = on_cpu(arguments)
     with suppress(*CANNOT_BE_MADE):
         return mistake.answers(example, arguments)
@@ -276,7 +277,7 @@ def _answers(example: Example, arguments: Arguments, mistake: mistakes.Mistake) 
 
 
 def _with_gradients(example: Example, arguments: Arguments, mistake: mistakes.Mistake) -> tuple[Tensor, Tensor]:
-    """Return the right output and log-sum-exp, whose gradients have a mistake."""
+    """Return the right output and log-sum-exp, with a mistake in their gradients."""
     names = [name for name in gradients.OF if isinstance(arguments.get(name), Tensor)]
 
     class Planted(torch.autograd.Function):
@@ -296,10 +297,10 @@ def _with_gradients(example: Example, arguments: Arguments, mistake: mistakes.Mi
 
 
 def _read(path: str, given: Arguments) -> tuple[Example, Arguments]:
-    """Return the batch and the arguments of a call, as the kit has them.
+    """Turn the arguments of a call into an example and the arguments of its path.
 
     Raises:
-        BadKernelError: if they do not say the lengths.
+        BadKernelError: if they do not contain the lengths.
     """
     words = PATHS[path]
     batch = given.get("batch") or _batch(given)
@@ -318,7 +319,7 @@ def _read(path: str, given: Arguments) -> tuple[Example, Arguments]:
 
 
 def _batch(given: Arguments) -> Batch:
-    """Make a batch of what a call says of it."""
+    """Make a batch from the arguments of a call."""
     lengths: dict[str, Tensor] = {name: given[name].detach().cpu() for name in ORDER if name in given}
     seq_lens = lengths.get("seq_lens")
     if seq_lens is None and "cu_seqlens_k" in lengths:

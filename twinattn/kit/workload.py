@@ -1,9 +1,9 @@
-"""A workload: one call of a path as plain numbers, from which its tensors follow, and its right answer (`oracle`).
+"""A workload: one call of a path as plain numbers, which define its tensors and its expected output (`oracle`).
 
     {"path": "chunked_prefill", "lens": [[1, 5], [3, 70]], "window": [4, 0], "table": "every-other"}
 
-is a batch of a decode and a chunk under a window, whose block table is every other column of a larger one. What a line
-does not say is as in `Workload`. The search draws such values, the rows of the benchmark are some.
+is a batch of a decode and a chunk under a window, with every other column of a larger table as block table. Missing
+fields have the defaults of `Workload`. The search draws such values, and the rows of the benchmark are workloads, too.
 """
 
 import json
@@ -32,7 +32,7 @@ ATTENTION = (
     "sparse",
     "recurrent",
 )
-MOVES = ("kv_cache", "metadata", "state_cache")  # what moves data, and what makes tables: right to the bit
+MOVES = ("kv_cache", "metadata", "state_cache")  # paths that move data or make tables: compared bit for bit
 PATHS = (*ATTENTION, "merge", *MOVES)
 
 PLANS = {  # the plans that a path's attention takes
@@ -55,7 +55,7 @@ OPERATIONS = {
     "recurrent": ("attention", "attention", "convolve"),
     "state_cache": ("copy", "accepted_slots"),
 }
-EXACT = ("select", "slots", "write_index")  # what moves data or makes tables on a path of attention
+EXACT = ("select", "slots", "write_index")  # operations of `sparse` that are compared bit for bit
 STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
 POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
 ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
@@ -69,45 +69,45 @@ SLOTS = ("one", "drafts", "checkpoints", "both")
 
 @dataclass(frozen=True, repr=False)
 class Workload:
-    """One call of a path, as plain numbers from which all tensors follow.
+    """One call of a path, as plain numbers that define all tensors.
 
     Attributes:
         path: one of `PATHS`.
         lens: `(query_len, seq_len)` of each sequence.
-        heads: query heads and KV heads; of differential attention pairs count twice.
-        head_size: elements of a query and a key; over latents those of the latent's key, the rotary part included.
-        value_head_size: elements of a value; over latents the rank. 0: as `head_size`.
+        heads: query heads and KV heads; in differential attention a pair of heads counts as two.
+        head_size: elements of a query and a key; for latents the rank plus the rotary part.
+        value_head_size: elements of a value; for latents the rank. 0: as `head_size`.
         block_size: tokens in a block.
         padding_rows: query rows after the last sequence.
         seed: of all numbers, and of the order of the blocks.
         dtype: of queries.
-        operation: what is called, where a path has several (`OPERATIONS`).
+        operation: the function to call, where a path has several (`OPERATIONS`).
         pool: how the pools lie in memory, one of `POOLS`.
         rows: how queries lie in memory, one of `ROWS`.
         table: how the block table lies in memory, one of `TABLES`.
         out: where the output goes, one of `OUTS`.
-        poison: what memory holds that no query may see, one of `POISON`.
+        poison: the kind of values in memory that no query may see, one of `POISON`.
         nan_at: a NaN that queries do see, in a key or in a value.
-        says_num_tokens: whether the batch says how many query rows it has.
-        says_num_keys: whether it says how many keys it has.
+        says_num_tokens: whether the batch contains the number of its query rows.
+        says_num_keys: whether it contains the number of its keys.
         more_queries: how much larger than necessary its `max_query_len` is.
         more_keys: how much larger than necessary its `max_seq_len` is.
         causal: of the plan.
         window: of the plan.
         chunk_blocks: blocks in a chunk of local attention.
         prefixes: `(first, last, blocks)` that sequences share, outer ones first.
-        trees: of drafts: "" for chains; else "bushy", "star", "deep", or "rooted", which no seed changes.
+        trees: of drafts: "" for chains; else "bushy", "star", "deep", or "rooted", which does not depend on the seed.
         growing: nodes of each tree before those of the query rows.
-        plan_of: which path's plan it is, where a path takes several (`PLANS`).
-        stored: what the pools hold, one of `STORED`.
+        plan_of: the path of the plan, where a path takes several kinds (`PLANS`).
+        stored: the format of the pools, one of `STORED`.
         scales: of fp8: "number", "heads" or "sequences".
         query_scale: whether queries are rounded to fp8, too.
         cache_scale: of quantized latents.
         workspace: tokens of context at a time, for each sequence.
         ranks: that share each sequence.
         interleave: tokens of a run on one rank.
-        parts: how many answers are merged.
-        intervals: of keys that queries see: any, those of images, those of a prefix; one of `INTERVALS`.
+        parts: the number of partial outputs to merge.
+        intervals: the keys that queries see: any intervals, spans as of images, or a prefix; one of `INTERVALS`.
         topk: keys that are selected for a query, at most.
         slots: of states: one per sequence, one per draft, one per block that ends, or both; one of `SLOTS`.
         state_dtype: of the states.
@@ -116,7 +116,7 @@ class Workload:
         softmax_scale: None for the default.
         softcap: 0 for none.
         alibi: type of the slopes; "" for none.
-        alibi_sqrt: by the root of the distance.
+        alibi_sqrt: whether ALiBi uses the square root of the distance.
         sinks: "" for none, "small", "large" (above all scores) or "mixed".
         batch_invariant: the same bits whatever else is in the batch.
     """
@@ -173,7 +173,7 @@ class Workload:
         return self._as_code(self.path, "path")
 
     def _as_code(self, first: str, *left_out: str) -> str:
-        """Write it as code: one argument, the lengths, and what differs from the defaults, but for some fields."""
+        """Write it as code: one argument, the lengths, and fields that differ from their defaults, except some."""
         said = {of.name: getattr(self, of.name) for of in fields(self) if of.name not in left_out}
         default = {of.name: of.default for of in fields(self)}
         shown = [f"{name}={value!r}" for name, value in said.items() if name == "lens" or value != default[name]]
@@ -181,7 +181,7 @@ class Workload:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it moves data or makes tables, and is right to the bit or wrong."""
+        """Whether it moves data or makes tables, and is compared bit for bit."""
         return self.path in MOVES or (self.path == "sparse" and self.operation in EXACT)
 
     @property
@@ -196,7 +196,7 @@ class Workload:
 
     @property
     def made_sizes(self) -> tuple[int, int]:
-        """Elements of a key and of a value that are made of a latent, the rotary part left out."""
+        """Elements of a key, without its rotary part, and of a value that are expanded from a latent."""
         return (128, 128) if self.value_size == 512 else (16, 24)
 
     @property
@@ -226,7 +226,7 @@ class Workload:
 
     @property
     def sizes(self) -> str:
-        """The sizes and types of its numbers, for which nearly every kernel is compiled."""
+        """The head sizes and types: most kernels are compiled once for each."""
         return f"{self.head_size}/{self.value_size} {self.dtype} {self.stored}"
 
     @property
@@ -260,7 +260,7 @@ class Workload:
     def span(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the first and the last key that each query of a sequence may see, `[t]` each, by position.
 
-        A query sees all keys in between, and none where the first is after the last. Of trees it is that of a chain.
+        A query sees all keys in between, and none if the first is after the last. Trees are treated as chains.
         """
         q, s = self.lens[i]
         if self.plan_path == "interval":
@@ -278,7 +278,7 @@ class Workload:
         return first.clamp(min=0), last.clamp(max=s - 1)
 
     def interval_rows(self, i: int) -> list[tuple[int, int]]:
-        """Return the first and the last key that each query of a sequence sees, as they are written."""
+        """Return the first and the last key that each query of a sequence sees, before they are clamped."""
         (q, s), chosen = self.lens[i], Random(f"{self.seed}/intervals/{i}")
         if self.intervals == "any":
             return [
@@ -299,7 +299,7 @@ class Workload:
         return rows
 
     def as_line(self) -> str:
-        """Write it as one line of JSON: what differs from the defaults."""
+        """Write the fields that differ from their defaults as one line of JSON."""
         return json.dumps({name: value for name, value in asdict(self).items() if value != DEFAULTS.get(name)})
 
 
@@ -307,10 +307,10 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Worklo
 
 
 def workload_of(line: str) -> Workload:
-    """Read a workload from a line that `Workload.as_line` wrote.
+    """Parse a line that `Workload.as_line` wrote.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not a workload.
     """
     try:
         values = json.loads(line)
