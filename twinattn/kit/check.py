@@ -529,7 +529,7 @@ class _Evidence:
         without_out = {name: x for name, x in self.arguments.items() if name not in ("out", "first_block")}
         self.wide, self.low = expected(example, without_out)
         is_gradient = PATHS[example.path].differentiates
-        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # of the terms, before they cancel
+        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # sizes of terms, before they cancel
         self.errors: dict[str, Distance] = {}  # by name
 
     @functools.cached_property

@@ -1,20 +1,20 @@
-"""Known mistakes: the formula once more, in steps, and classes that get one step wrong.
+"""Known mistakes: an independent formula in steps, and subclasses that get one step wrong.
 
-A kernel that gives the same answer as one of them, on the same inputs, has probably made the same mistake. The report
-then shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
+A kernel with the same outputs as one of them, on the same inputs, has probably made the same mistake. The report then
+shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
 
-    formula       the steps, and who is entered into the list of the known
-    where         conditions on a call, without which a mistake does not show
-    masks         who may see whom          splits, cascade     partial outputs
-    pages         where the keys are        hidden              memory that no query may see
+    formula       the steps, and the list of all mistakes
+    where         conditions on a call without which a mistake does not show
+    masks         visible keys, lengths     splits, cascade     partial outputs
+    pages         tables, slots, strides    hidden              memory that no query may see
     scores        scale, cap, ALiBi         trees, latents, quantized, packed, differential, merge, writes
     softmax       sum, sinks, LSE           empty               fully masked rows
-    intervals     one for each query        selection           the best keys, and no others
-    tiles         what shows past the size of a tile, of a batch, of a group, of a split
-    limits        what shows past a number that is too large for its type
-    beside        an option that is lost where another one is
+    intervals     one for each query        selection           top-k selection, and its lists
+    tiles         mistakes beyond the size of a tile, a batch, a group or a split
+    limits        numbers too large for their type, or for a buffer
+    beside        an option that is lost in combination with another one
     states        layers that keep a state
-    backward      gradients: mistakes of the backward alone; those of the forward have gradients, too
+    backward      gradients; mistakes of the forward have wrong gradients, too
 """
 
 import re
@@ -55,7 +55,7 @@ from twinattn.kit.mistakes.selection import Selection
 from twinattn.kit.mistakes.states import State
 from twinattn.kit.mistakes.writes import Write
 
-# If mistakes explain an output equally well, the first is named: the plainest come first.
+# If several mistakes explain an output equally well, the first is named, so the simplest come first.
 ORDER = (
     *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, limits, hidden, cascade, trees),
     *(latents, quantized, packed, differential, merge, writes, states, beside),
@@ -69,9 +69,9 @@ class Mistake:
     Attributes:
         name: in lower case, with hyphens.
         says: what is wrong, in a sentence.
-        formula: what computes it.
-        variant: of the numbers that the formula depends on.
-        is_of_forward: whether it is one of gradients that are right for a forward that is not.
+        formula: the class that computes it.
+        variant: the value of its parameter, one of `Formula.variants`.
+        is_of_forward: whether the gradients are wrong because of a mistake in the forward.
     """
 
     name: str
@@ -85,13 +85,13 @@ class Mistake:
         return self.formula.may_show(example, arguments, self.variant)
 
     def answers(self, example: Example, arguments: Arguments) -> Answers:
-        """Return what a kernel with this mistake answers."""
+        """Return the outputs of a kernel with this mistake."""
         return self.formula(example, arguments, self.variant).answers()
 
 
 def of_path(path: str) -> Iterator[Mistake]:
     """Yield the known mistakes of a path."""
-    for module in (backward, *ORDER) if path == "varlen_backward" else ORDER:  # its own come first
+    for module in (backward, *ORDER) if path == "varlen_backward" else ORDER:  # mistakes of the backward come first
         for kind in KNOWN:
             if kind.__module__ != module.__name__:
                 continue
@@ -104,7 +104,7 @@ def of_path(path: str) -> Iterator[Mistake]:
 
 
 def _of_pairs(kind: type[Attention]) -> type[Formula]:
-    """Return differential attention whose two attentions have a mistake."""
+    """Return differential attention with a mistake in both of its softmaxes."""
 
     class OfPairs(Differential, is_base=True):
         attention = kind
@@ -114,12 +114,12 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
 
 
 def shows_in(mistake: Mistake, size: str) -> bool:
-    """Return whether a mistake is one to look for in a batch that `is_large`: all others show in small ones, too."""
+    """Return whether to look for a mistake in a batch of this `is_large`; most show in small batches, too."""
     return not size or size in mistake.formula.past
 
 
 def without_mistake(path: str) -> Mistake:
-    """Return the right formula of a path, as if it were a mistake."""
+    """Return the right formula of a path as a `Mistake`."""
     formula = next(
         kind for kind in (Attention, Differential, Merge, Write, Selection, State, Backward) if path in kind.paths
     )

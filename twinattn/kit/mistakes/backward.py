@@ -1,4 +1,4 @@
-"""The gradients of attention once more, in steps, and mistakes in them."""
+"""Gradients of attention in steps, and mistakes in them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ TILES = (16, 32, 64, 128)  # rows that a kernel may take at a time
 
 
 class Rows(NamedTuple):
-    """What belongs to a sequence, heads first: queries and gradients `[h, t, ...]`, keys and values `[h, s, ...]`."""
+    """The tensors of a sequence, heads first: queries and gradients `[h, t, ...]`, keys and values `[h, s, ...]`."""
 
     query: Tensor
     key: Tensor
@@ -69,11 +69,11 @@ class Backward(Formula, is_base=True):
         return grad_out
 
     def _keys(self, row: int, first: int, s: int, most: int) -> slice:
-        """Return where the keys of a sequence lie."""
+        """Return the rows of the keys of a sequence."""
         return slice(first, first + s)
 
     def _of_group(self, x: Tensor) -> Tensor:
-        """Return the gradient of the keys of each group `[hk, s, ...]`, of those of each head."""
+        """Add up the gradients of each query head `[h, s, ...]` to those of KV heads `[hk, s, ...]`."""
         return x.unflatten(0, (-1, self.group)).sum(1)
 
     def _finish(self, found: Answers) -> Answers:
@@ -95,7 +95,7 @@ class Backward(Formula, is_base=True):
         return dq, dk, dv, self._of_sinks(p_sink, delta, of.grad_lse)
 
     def _forward(self, of: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log-sum-exp, the output and the weight of the sink: the forward has no mistake."""
+        """Return the log-sum-exp, the output and the weight of the sink, all right."""
         visible = self.mask.visible(of.pos, of.j, of.j.shape[1])
         score = self._with_bias(self._cap(self.scale * (of.query @ of.key.mT)), of).masked_fill(~visible, -INFINITY)
         lse = score.logsumexp(-1, keepdim=True)
@@ -111,7 +111,7 @@ class Backward(Formula, is_base=True):
         return self.softcap * torch.tanh(score / self.softcap) if self.softcap else score
 
     def _capped(self, of: Rows) -> Tensor:
-        """Return the scores, computed again."""
+        """Return the scores after the softcap."""
         return self._cap(self.scale * (of.query @ of.key.mT))
 
     def _with_bias(self, score: Tensor, of: Rows) -> Tensor:
@@ -123,7 +123,7 @@ class Backward(Formula, is_base=True):
         return self._with_bias(score, of)
 
     def _base(self, lse: Tensor) -> Tensor:
-        """Return what is subtracted from the scores, to have the weights again."""
+        """Return the number that is subtracted from the scores before exp."""
         return lse
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
@@ -150,7 +150,7 @@ class Backward(Formula, is_base=True):
         return (p_sink * (grad_lse - delta)).sum((1, 2))
 
 
-# --- what each score changes by ---
+# --- gradients of the scores ---
 
 
 class NoGradient(Backward):
@@ -168,14 +168,14 @@ class DeltaLeftOut(Backward):
 
 
 class DeltaOfGradient(Backward):
-    """Delta is the sum of the gradient alone, and not of its product with the output."""
+    """Delta is the sum of the gradient alone, not of its product with the output."""
 
     def _delta(self, grad_out: Tensor, out: Tensor) -> Tensor:
         return grad_out.sum(-1, keepdim=True)
 
 
 class DeltaAdded(Backward):
-    """Delta is added, and not subtracted."""
+    """Delta is added, not subtracted."""
 
     def _delta(self, grad_out: Tensor, out: Tensor) -> Tensor:
         return -super()._delta(grad_out, out)
@@ -247,7 +247,7 @@ class LseGradientNotOfSinks(Backward):
 
 
 class WeightsNotDifferentiated(Backward):
-    """What each score changes by is not multiplied by its weight: the derivative of the softmax is left out."""
+    """The gradient of each score is not multiplied by its weight: the derivative of the softmax is left out."""
 
     def _of_scores(self, p: Tensor, of_weights: Tensor, delta: Tensor, grad_lse: Tensor) -> Tensor:
         return (p > 0) * (of_weights - delta + grad_lse)
@@ -264,7 +264,7 @@ class CapNotDifferentiated(Backward):
 
 
 class CapDerivedOfCapped(Backward):
-    """The derivative of the cap squares the capped score itself, and not its share of the cap."""
+    """The derivative of the cap squares the capped score, not the capped score divided by the cap."""
 
     def _of_cap(self, capped: Tensor) -> Tensor:
         return 1 - capped**2
@@ -278,14 +278,14 @@ class CapDerivedTwice(Backward):
 
 
 class CapForgotten(Backward):
-    """The weights are computed again without the cap."""
+    """The weights are recomputed without the cap."""
 
     def _biased(self, score: Tensor, of: Rows) -> Tensor:
         return self._with_bias(self.scale * (of.query @ of.key.mT), of)
 
 
 class CapOverflowed(Backward):
-    """The derivative of the cap is taken at the scaled score, and not at what the cap returned."""
+    """The derivative of the cap takes tanh of the capped score, not of the score before the cap."""
 
     def _of_cap(self, capped: Tensor) -> Tensor:
         return 1 - torch.tanh(capped / self.softcap) ** 2
@@ -326,7 +326,7 @@ class ScaleOfHeadSize(Backward):
 
 
 class BaseMixedUp(Backward):
-    """The weights are computed again from a log-sum-exp that is taken for one to another base."""
+    """The weights are recomputed from a log-sum-exp of the wrong base."""
 
     variants: Sequence[Any] = (1.4426950408889634, 0.6931471805599453)
 
@@ -335,7 +335,7 @@ class BaseMixedUp(Backward):
 
 
 class BiasForgotten(Backward):
-    """The weights are computed again without their ALiBi biases."""
+    """The weights are recomputed without their ALiBi biases."""
 
     def _biased(self, score: Tensor, of: Rows) -> Tensor:
         return score
@@ -354,31 +354,31 @@ class OneHeadOfGroup(Backward):
 
 
 class MeanOfGroup(Backward):
-    """The gradients of keys and values are the mean over a group of heads, and not its sum."""
+    """The gradients of keys and values are the mean over a group of heads, not the sum."""
 
     def _of_group(self, x: Tensor) -> Tensor:
         return super()._of_group(x) / self.group
 
 
 class GroupInTurns(Backward):
-    """The gradients of keys and values are added up over heads in turns, and not over neighbours."""
+    """The gradients of keys and values are added up over every hk-th head, not over adjacent heads."""
 
     def _of_group(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.group, -1)).sum(0)
 
 
-# --- who sees whom, in the backward alone ---
+# --- masks of the backward alone ---
 
 
 class BackwardTopLeft(Backward):
-    """The backward aligns its causal mask top-left: it is another mask than that of the forward."""
+    """The backward aligns its causal mask top-left, unlike the forward."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return self.mask.visible(pos - (s - q), j, s)
 
 
 class BackwardSeesNext(Backward):
-    """The backward shows each query one key too many, that after its own."""
+    """The backward shows each query one key too many, the one after its own."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return self.mask.visible(pos + 1, j, s)
@@ -424,7 +424,7 @@ class BackwardWindowOneSided(Backward):
 
 
 class BackwardKeysOfQueries(Backward):
-    """The backward takes the offsets of queries for those of keys."""
+    """The backward uses the offsets of queries for keys."""
 
     def _keys(self, row: int, first: int, s: int, most: int) -> slice:
         row = min(row, most - s)
@@ -435,7 +435,7 @@ class BackwardKeysOfQueries(Backward):
 
 
 class LastTileAlone(Backward):
-    """Tiles overwrite a gradient that they should add to: what is left is that of the last one."""
+    """Tiles overwrite a gradient instead of adding to it: only the last tile counts."""
 
     variants: Sequence[Any] = tuple((name, tile) for tile in TILES for name in ("dq", "dk"))
 
@@ -451,7 +451,7 @@ class LastTileAlone(Backward):
 
 
 class LastTileLost(Backward):
-    """What the last, partial tile of keys, or of queries, adds to the gradients is lost."""
+    """The last, partial tile of keys, or of queries, is missing in the gradients."""
 
     variants: Sequence[Any] = tuple((name, tile) for tile in TILES for name in ("keys", "queries", "dq", "dk"))
 
@@ -493,14 +493,14 @@ class SinkGradientNotWeighted(Backward):
 
 
 class SinkGradientOfLastRow(Backward):
-    """The gradient of sinks is that of the last query of a sequence, and not the sum over all."""
+    """The gradient of sinks is that of the last query of a sequence, not the sum over all."""
 
     def _of_sinks(self, p_sink: Tensor, delta: Tensor, grad_lse: Tensor) -> Tensor:
         return super()._of_sinks(*(x[:, -1:] for x in (p_sink, delta, grad_lse)))
 
 
 class BackwardWithoutSink(Backward):
-    """The weights are computed again without the sink in their sum; perhaps that of the sink, too."""
+    """The weights are recomputed without the sink in their sum; perhaps also the weight of the sink."""
 
     variants: Sequence[Any] = ("weights", "sink, too")
 
@@ -528,7 +528,7 @@ class GradientTakenForContiguous(Backward):
 
 
 class GradientTakenForDense(Backward):
-    """The gradient of the output is read with the last stride of 1, or with the rows of its first head for all."""
+    """The gradient of the output is read as if its last stride were 1, or its rows had no gaps."""
 
     variants: Sequence[Any] = ("last", "rows")
 
@@ -539,12 +539,12 @@ class GradientTakenForDense(Backward):
 
 
 class EmptyGradientIsNan(Backward):
-    """A query that sees no key has NaN for a gradient, 0 * inf; with it, perhaps, the keys of its sequence."""
+    """The gradient of a query that sees no key is NaN, 0 * inf; perhaps also those of the keys of its sequence."""
 
     variants: Sequence[Any] = ("rows", "keys", "all")
 
     def _of_empty(self, dq: Tensor, dk: Tensor, dv: Tensor, empty: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not dk.shape[1]:  # without keys there is nothing that is multiplied
+        if not dk.shape[1]:  # without keys nothing is multiplied
             return dq, dk, dv
         spoilt = empty.any(1, keepdim=True)
         if self.variant != "keys":
@@ -567,7 +567,7 @@ class PaddingGradientUnwritten(Backward):
 
 
 class PaddingReachesGradients(Backward):
-    """What lies in rows after the last sequence reaches the gradients of the last one: NaN there is multiplied by 0."""
+    """Rows after the last sequence reach the gradients of the last one: NaN there is multiplied by 0."""
 
     variants: Sequence[Any] = (("dk", "dv"), ("dq",), ("dq", "dk", "dv"), ("dv",), ("dk",))
 
@@ -580,14 +580,14 @@ class PaddingReachesGradients(Backward):
 
 
 class KeysAndValuesSwapped(Backward):
-    """The gradients of keys and of values are returned in each other's place."""
+    """The gradients of keys and of values are swapped."""
 
     def _finish(self, found: Answers) -> Answers:
         return found | {"dk": found["dv"], "dv": found["dk"]}
 
 
 def by_autograd(kind: type[Attention]) -> type[Formula]:
-    """Return the gradients of attention that has a mistake already in its forward."""
+    """Return the gradients of attention with a mistake in its forward."""
 
     class OfForward(Formula, is_base=True):
         may_show = kind.may_show

@@ -1,6 +1,6 @@
-"""Mistakes with two options at once: one of them is lost where the other one is.
+"""Mistakes with two options at once: one of them is lost if the other one is used.
 
-A kernel that has another code path for windows, or without a causal mask, may have forgotten an option there.
+A kernel with its own code path for windows, or for masks that are not causal, may lack an option there.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def _lose_window(of: Attention) -> None:
     of.mask = of.mask._replace(left=-1, right=-1)
 
 
-# An option: what is wrong, in words, and how it is lost.
+# Option -> its loss in words, and the function that loses it.
 LOST: dict[str, tuple[str, Callable[[Attention], None]]] = {
     "Alibi": ("ALiBi is left out", _lose_alibi),
     "Sinks": ("The sinks are left out", _lose_sinks),
@@ -39,7 +39,7 @@ LOST: dict[str, tuple[str, Callable[[Attention], None]]] = {
     "Scale": ("The given scale is ignored", _lose_scale),
     "Window": ("The window is ignored", _lose_window),
 }
-# Where: the option that is there, or none; in words; and whether a call has it.
+# Condition -> the option that it needs, or ""; the condition in words; and whether a call meets it.
 WHERE: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "UnderAWindow": ("Window", "where there is a window", lambda of: of.mask.left >= 0 or of.mask.right >= 0),
     "WithoutCausal": ("", "where the mask is not causal", lambda of: not of.mask.causal),
@@ -58,7 +58,7 @@ OPTIONS = {
 
 
 class Beside(Attention, is_base=True):
-    """A base: an option is lost where another one is."""
+    """A base: an option is lost if another one is used."""
 
     lose: Callable[[Attention], None]
     is_there: Callable[[Any], bool]

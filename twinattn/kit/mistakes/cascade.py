@@ -1,4 +1,4 @@
-"""Mistakes in a cascade: shared keys and own keys."""
+"""Mistakes in a cascade: in shared keys, own keys, and their merge."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from twinattn.kit.mistakes.where import given, with_prefixes
 
 
 class OverPrefixes(Attention, is_base=True):
-    """A base: it knows the prefixes of each sequence."""
+    """A base with the prefixes of each sequence."""
 
     where = with_prefixes
 
@@ -26,11 +26,11 @@ class OverPrefixes(Attention, is_base=True):
         return sorted(self.arguments.get("prefixes") or [], key=lambda prefix: prefix.end)
 
     def _ends(self, i: int) -> list[int]:
-        """Return where the prefixes of a sequence end, that of the outer ones first."""
+        """Return the ends of the prefixes of a sequence, outer ones first."""
         return [prefix.end for prefix in self.prefixes if prefix.first <= i < prefix.last]
 
     def _shared(self, i: int) -> int:
-        """Return how many keys a sequence shares with some other."""
+        """Return how many keys a sequence shares with any other."""
         return max(self._ends(i), default=0)
 
 
@@ -56,7 +56,7 @@ class OwnKeysDropped(OverPrefixes):
 
 
 class PrefixOfEveryone(OverPrefixes):
-    """A prefix is taken to be that of all sequences, also of those before its first and after its last one."""
+    """A prefix is used for all sequences, also for those before its first and after its last one."""
 
     def _slots(self, i: int, j: Tensor) -> Tensor:
         slots = super()._slots(i, j)
@@ -89,7 +89,7 @@ class WindowIgnoredInSharedLevel(OverPrefixes):
 
 
 class SinksOfEveryLevel(OverPrefixes):
-    """The sink is counted in the level of shared keys, and again in that of the sequence's own."""
+    """The sink is counted twice, in the level of shared keys and in that of the sequence's own keys."""
 
     where = with_prefixes & given("sinks")
 
@@ -115,14 +115,14 @@ class Levels(OverPrefixes, Split, is_base=True):
 
 
 class LevelsAveraged(Levels):
-    """The answers over shared and own keys are averaged, not weighted by their log-sum-exp."""
+    """The outputs over shared and own keys are averaged, not weighted by their log-sum-exp."""
 
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return outs.mean(0), lses.logsumexp(0)
 
 
 class LevelsMergedBaseTwo(Levels):
-    """The answers over shared and own keys are merged with a log-sum-exp of the wrong base."""
+    """The outputs over shared and own keys are merged with a log-sum-exp of the wrong base."""
 
     variants: Sequence[Any] = (math.log(2), 1 / math.log(2))
 

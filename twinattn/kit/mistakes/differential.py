@@ -1,4 +1,4 @@
-"""Differential attention once more, in steps, and mistakes in it."""
+"""Differential attention in steps, and mistakes in it."""
 
 import torch
 from torch import Tensor
@@ -47,18 +47,18 @@ class Differential(Formula, is_base=True):
         return first - self.arguments["lambda_full"].double() * second
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Norm over both halves of the value."""
+        """Normalize over both halves of the value."""
         a = self.arguments
         factor = self._weight() * (1 - a["lambda_init"])
         return factor * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a["norm_eps"])
 
     def _weight(self) -> Tensor:
-        """Return the weight of the norm, which may have none."""
+        """Return the weight of the norm; ones if there is none."""
         weight = self.arguments["norm_weight"]
         return torch.ones(1, dtype=torch.float64) if weight is None else weight.double()
 
     def _joined(self, x: Tensor) -> Tensor:
-        """Cut a pair's output into its two heads."""
+        """Return the output of each pair, to be split into its two heads."""
         return x
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in the rows of queries that see no key."""
+"""Mistakes in fully masked rows."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention once more, in steps that share no code with the reference: a mistake gets one of them wrong."""
+"""Attention in steps that share no code with the reference: a mistake overrides one of them."""
 
 import itertools
 import math
@@ -16,11 +16,11 @@ INFINITY = math.inf
 GROUP = 128  # elements of a packed latent under one scale
 
 
-KNOWN: list[type["Formula"]] = []  # every mistake, in the order in which the modules define them
+KNOWN: list[type["Formula"]] = []  # all mistakes, in the order of their definition
 
 
 class Mask(NamedTuple):
-    """Which keys a query may see, in numbers; a mistake replaces one of them.
+    """The parameters of a mask; a mistake replaces one of them.
 
     Attributes:
         causal: later keys are hidden.
@@ -51,19 +51,19 @@ class Mask(NamedTuple):
 class Formula:
     """The base of all mistakes.
 
-    `variants` are unknown numbers that a mistake depends on; all of them are tried. `past` says what there must be many
-    of, for it to show: "sequences", "rows" of queries or keys. `where` is a condition on a call, without which it does
-    not show.
+    `variants` are the values of a mistake's parameter, such as a tile size; all of them are tried. `past` lists the
+    kinds of large batches in which it shows: those of many "sequences", or many "rows" of queries or keys. A mistake
+    shows only in calls with the option `option`, and for which `where` holds.
     """
 
     variants: Sequence[Any] = (None,)
     past: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
-    option: str = ""  # without which the mistake does not show
+    option: str = ""
     where: Where = anywhere
 
     def __init_subclass__(cls, is_base: bool = False) -> None:
-        """Enter a mistake into `KNOWN`; a base is none."""
+        """Add a mistake, but not a base, to `KNOWN`."""
         super().__init_subclass__()
         if not is_base:
             KNOWN.append(cls)
@@ -74,7 +74,7 @@ class Formula:
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return False if the answers of a call are surely right in spite of the mistake: they need not be computed."""
+        """Return False if the mistake certainly does not change the outputs of a call, so they need not be computed."""
         return (not cls.option or has(arguments, cls.option)) and cls.where(example, arguments)
 
     def answers(self) -> Answers:
@@ -99,7 +99,7 @@ class Attention(Formula, is_base=True):
         self.lens = example.lens
         self.first_rows = tuple(itertools.accumulate((q for q, _ in self.lens), initial=0))
         left, right = a.get("window_size", (-1, -1))
-        if "trees" in a:  # its window counts along a branch, and is in the mask of the tree
+        if "trees" in a:  # the window counts along a branch, so it is in the mask of the tree
             self.window_of_tree, left = left, -1
         self.mask = Mask(causal(example, a), left, right, a.get("chunk_size", 0))
         scale = a.get("softmax_scale")
@@ -108,7 +108,7 @@ class Attention(Formula, is_base=True):
         self.key_pool, self.value_pool = self._pools()
 
     def _pools(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values as rows of all slots `[slots, hk, d]`, in the type that they are stored in."""
+        """Return all keys and values by slot, `[slots, hk, d]`, in the type of the pools."""
         a = self.arguments
         if "cache" in a:  # latents
             rows = a["cache"].flatten(0, 1)
@@ -121,7 +121,7 @@ class Attention(Formula, is_base=True):
         return key, value
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply quantized values of the sequence that is computed with their scales."""
+        """Multiply quantized keys and values of the current sequence by their scales."""
         return key * self._scale("key"), value * self._scale("value")
 
     def _scale(self, name: str) -> Tensor | float:
@@ -135,7 +135,7 @@ class Attention(Formula, is_base=True):
         """Return packed latents dequantized: each value times the scale of its group, and rotary keys after them."""
         scales = self._group_scales(rows, rank)[:, self._group_of(rank)]
         numbers = torch.cat([self._quantized_latents(rows, rank) * scales, self._rotary_keys(rows, rank)], 1)
-        return numbers.float().double()  # what float32 does not have is infinite
+        return numbers.float().double()  # overflows as in float32
 
     def _quantized_latents(self, rows: Tensor, rank: int) -> Tensor:
         return self._as_type(rows, 0, rank, torch.float8_e4m3fn)
@@ -144,7 +144,7 @@ class Attention(Formula, is_base=True):
         return self._as_type(rows, rank, rank + rank // GROUP * 4, torch.float32)
 
     def _group_of(self, rank: int) -> Tensor:
-        """Return whose scale each element of a latent has."""
+        """Return the group of each element of a latent."""
         return torch.arange(rank) // GROUP
 
     def _rotary_keys(self, rows: Tensor, rank: int) -> Tensor:
@@ -155,7 +155,7 @@ class Attention(Formula, is_base=True):
         return self.example.head_size - rank
 
     def _as_type(self, rows: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Read some bytes of each row as numbers of a type."""
+        """Read some bytes of each row in a type."""
         return rows[:, begin:end].contiguous().view(dtype).double()
 
     def answers(self) -> Answers:
@@ -194,26 +194,26 @@ class Attention(Formula, is_base=True):
         return self._softmax(scores, visible, self._grouped(value))
 
     def _in_interval(self, first: Tensor, last: Tensor, j: Tensor) -> Tensor:
-        """Return which keys `[1, n]` are in the intervals of the queries, `[t, 1]` each end."""
+        """Return whether keys `j` `[1, n]` are in the intervals of the queries, `first` and `last` `[t, 1]`."""
         return (j >= first) & (j <= last)
 
     def _counts(self, positions: Tensor, s: int) -> Tensor:
-        """Return how often each of `s` keys was selected for each query, `[t, s]`."""
+        """Return how often each of `s` keys is in the list of each query, `[t, s]`."""
         counts = torch.zeros(len(positions), s + 1, dtype=torch.float64)
         at = torch.where(positions < 0, s, positions).long()
         return counts.scatter_add_(1, at, torch.ones_like(at, dtype=torch.float64))[:, :s]
 
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
-        """Return who may see whom where the queries are nodes of a tree; more keys may be loaded than there are."""
+        """Restrict a mask to the mask of a tree; `visible` may have more columns, if too many keys were loaded."""
         s = mask.shape[1]
         return torch.cat([visible[:, :s] & mask, visible[:, s:]], dim=-1)
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
-        """Return where the queries stand."""
+        """Return the positions of the queries."""
         return torch.arange(s - q, s)
 
     def _keys(self, i: int) -> Tensor:
-        """Return which keys are loaded."""
+        """Return the positions of the keys to load."""
         return torch.arange(self.lens[i][1])
 
     def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,14 +222,14 @@ class Attention(Formula, is_base=True):
         return self.key_pool[slots].double(), self.value_pool[slots].double()
 
     def _slots(self, i: int, j: Tensor) -> Tensor:
-        """Return where the keys lie."""
+        """Return the slots of keys."""
         if self.batch.block_table is None:
             return sum(s for _, s in self.lens[:i]) + j
         p = self.example.block_size
         return self._blocks(i, j // p) * p + j % p
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
-        """Look blocks up."""
+        """Look up columns of the block table."""
         return self.batch.block_table[i].long()[column.clamp(max=self.batch.block_table.shape[1] - 1)]
 
     def _grouped(self, x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class Attention(Formula, is_base=True):
         return x if group == 1 else x.repeat_interleave(group, dim=1)
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        """Return who may see whom, `[t, n]`."""
+        """Return the mask, `[t, n]`."""
         return self.mask.visible(pos, j, s)
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ class Attention(Formula, is_base=True):
         return query.transpose(0, 1) @ key.permute(1, 2, 0)
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
-        """Return how far a key is from a query; of a tree, by depth."""
+        """Return the distance of keys and queries; in a tree, by depth."""
         if "trees" not in self.arguments:
             return (pos - j).abs()
         depths: list[int] = []
@@ -281,11 +281,11 @@ class Attention(Formula, is_base=True):
         return self._of_empty(out, self._log(lse, total, peak)[..., 0].T, visible, value)
 
     def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
-        """Hide scores."""
+        """Set hidden scores to -inf."""
         return scores.masked_fill(~visible, -INFINITY)
 
     def _peak(self, masked: Tensor) -> Tensor:
-        """Return what is subtracted before the exponential."""
+        """Return the row maximum, which is subtracted before the exponential."""
         top = masked.amax(-1, keepdim=True) if masked.shape[-1] else masked.new_full((*masked.shape[:2], 1), -INFINITY)
         if self.sinks is not None:
             top = torch.maximum(top, self.sinks.double()[:, None, None])
@@ -296,11 +296,11 @@ class Attention(Formula, is_base=True):
         return x.exp()
 
     def _of_sinks(self, peak: Tensor) -> Tensor | float:
-        """Return what the sinks add to the sum."""
+        """Return the term of the sinks in the sum."""
         return 0.0 if self.sinks is None else (self.sinks.double()[:, None, None] - peak).exp()
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        """Return the weighted sum of values; those that no query sees stay out."""
+        """Return the weighted sum of values, without those that no query sees."""
         value = value.masked_fill(~visible.any(0)[:, None, None], 0.0)
         return self._weighted(weights, value)
 
@@ -309,7 +309,7 @@ class Attention(Formula, is_base=True):
         return (weights @ value.transpose(0, 1)).transpose(0, 1)
 
     def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
-        """Return what the sum is divided by."""
+        """Return the divisor of the weighted sum."""
         return total
 
     def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
@@ -317,11 +317,11 @@ class Attention(Formula, is_base=True):
         return lse
 
     def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and LSE with those of fully masked rows."""
+        """Fill in the output and LSE of fully masked rows."""
         return out, lse
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs of all sequences as they are returned to the caller."""
+        """Finish the output and LSE of the whole batch."""
         return out, lse
 
 
@@ -334,7 +334,7 @@ def as_contiguous(x: Tensor) -> Tensor:
 
 
 def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """Read the memory of a tensor with other strides; it ends where it ends."""
+    """Read the memory of a tensor with other strides, or return the tensor if its memory is too small for them."""
     room = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     if 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) > room:
         return x

@@ -1,4 +1,4 @@
-"""Mistakes with memory that no query may see, and with NaN that one may."""
+"""Mistakes with memory that no query may see, and with visible NaN."""
 
 from collections.abc import Sequence
 from typing import Any

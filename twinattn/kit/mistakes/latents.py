@@ -1,4 +1,4 @@
-"""Mistakes over latents, keys and values in one row."""
+"""Mistakes in reading latents."""
 
 import math
 
@@ -29,7 +29,7 @@ class RotaryOnly(Attention):
 
 
 class RankFixed(Attention):
-    """Values have as many elements as they mostly have, whatever the rank is: the others are 0, or are not written."""
+    """The size of values is fixed, whatever the rank is: further elements are 0, or not written."""
 
     paths: tuple[str, ...] = ("mla", "sparse_latents")
     variants = ((64, 0.0), (64, math.nan))

@@ -1,4 +1,4 @@
-"""Mistakes that show past a number that is too large for its type, or for a buffer: of keys, rows, slots, blocks."""
+"""Mistakes with more keys, rows, slots or blocks than an integer type or a buffer can hold."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ WORDS = (2**15, 2**16)  # numbers in 16 bits, with and without a sign
 
 
 class SlotsWrap(Attention):
-    """The number of a slot is kept in too few bits: from some slot on, another one is read."""
+    """Slot numbers have too few bits: from some slot on, another one is read."""
 
     paths: tuple[str, ...] = tuple(name for name in Attention.paths if name != "varlen")
     past = ("sequences", "rows")
@@ -30,7 +30,7 @@ class SlotsWrap(Attention):
 
     def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
         p = self.example.block_size
-        before = self.arguments.get("first_block", 0) * p  # slots in front of those that there are here
+        before = self.arguments.get("first_block", 0) * p  # slots of the large pool that are not in this one
         most = before + len(self.key_pool)
         slots = self._wrapped(self._slots(i, j) + before, most) - before
         inside = ((slots >= 0) & (slots < len(self.key_pool)))[:, None, None]
@@ -49,7 +49,7 @@ class SlotsWrap(Attention):
 
 
 class BlocksWrap(SlotsWrap):
-    """The number of a block is kept in too few bits: from some block on, another one is read."""
+    """Block numbers have too few bits: from some block on, another one is read."""
 
     variants: Sequence[Any] = tuple((size, is_signed) for size in (2**8, *WORDS) for is_signed in (False, True))
 
@@ -65,7 +65,7 @@ class BlocksWrap(SlotsWrap):
 
 
 class PositionsWrap(Attention):
-    """The position of a key is kept in too few bits: from some key on, the first ones are read again."""
+    """Positions of keys have too few bits: from some key on, the first ones are read again."""
 
     past = ("rows",)
     variants: Sequence[Any] = WORDS
@@ -80,7 +80,7 @@ class PositionsWrap(Attention):
 
 
 class KeysPastACount(Attention):
-    """Later keys than a buffer has room for are dropped."""
+    """Keys beyond the size of a buffer are dropped."""
 
     past = ("rows",)
     variants: Sequence[Any] = tuple(2**n for n in range(9, 17))
@@ -95,7 +95,7 @@ class KeysPastACount(Attention):
 
 
 class RowsWrap(Attention):
-    """The number of a query row is kept in too few bits: from some row on, the first queries are read again."""
+    """Row numbers of queries have too few bits: from some row on, the first queries are read again."""
 
     past = ("rows",)
     variants: Sequence[Any] = WORDS
@@ -112,7 +112,7 @@ class RowsWrap(Attention):
 
 
 class PaddingPastATile(Attention):
-    """Of the rows after the last sequence only the first ones, a tile of them, are written."""
+    """Only the first tile of the rows after the last sequence is written."""
 
     variants: Sequence[Any] = SIZES
 

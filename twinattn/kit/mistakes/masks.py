@@ -1,4 +1,4 @@
-"""Mistakes in the mask: who may see whom, which keys there are, which lengths count."""
+"""Mistakes in the mask and in lengths."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -133,7 +133,7 @@ class WindowOfFirstQuery(Attention):
 
 
 class WindowTopLeft(Attention):
-    """The window is aligned top-left: it lies around row i, not around position seq_len - query_len + i."""
+    """The window is aligned top-left: it is around row i, not around position seq_len - query_len + i."""
 
     option = "window_size"
 

@@ -1,4 +1,4 @@
-"""The merge of partial outputs once more, in steps, and mistakes in it."""
+"""The merge of partial outputs, and mistakes in it."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from twinattn.kit.mistakes.formula import INFINITY, Formula, as_contiguous
 
 
 class Merge(Formula, is_base=True):
-    """The merge of partial answers."""
+    """The merge of partial outputs."""
 
     paths: tuple[str, ...] = ("merge",)
 
@@ -101,7 +101,7 @@ class MergeLseIsMaximum(Merge):
 
 
 class MergeLseAdds(Merge):
-    """The LSE of the merge is the sum of those of the parts."""
+    """The LSE of the merge is the sum of the LSEs of the parts."""
 
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return super()._merged(outs, lses)[0], lses.sum(0)
@@ -124,7 +124,7 @@ class MergeTwoParts(Merge):
 
 
 class MergePartsPastACount(Merge):
-    """Parts past a count are left out: the list of them is longer than was thought of."""
+    """Parts past a count are left out."""
 
     variants: Sequence[Any] = (4, 8, 16, 32, 64)
 
@@ -133,7 +133,7 @@ class MergePartsPastACount(Merge):
 
 
 class MergeRowsPastACount(Merge):
-    """From some row on, nothing is merged: it is that of the first part, 0, or not written."""
+    """From some row on, nothing is merged: the output is that of the first part, 0, or not written."""
 
     past = ("sequences", "rows")
     variants: Sequence[Any] = tuple(

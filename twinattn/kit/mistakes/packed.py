@@ -43,7 +43,7 @@ class ScalesOfFirstRow(Attention):
 
 
 class ScalesOfSixteenBits(Attention):
-    """Scales are read with 16 bits: rounded to bfloat16, cut to it, or taken for numbers of 2 bytes."""
+    """Scales have 16 bits: rounded or truncated to bfloat16, or read as numbers of 2 bytes."""
 
     paths: tuple[str, ...] = PATHS
     variants: Sequence[Any] = ("rounded", "cut", "halves")
@@ -57,7 +57,7 @@ class ScalesOfSixteenBits(Attention):
 
 
 class GroupScalesIgnored(Attention):
-    """Quantized values are taken for the numbers: no scale is used."""
+    """The scales of quantized values are ignored."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -105,7 +105,7 @@ class GroupsOfAnotherSize(Attention):
 
 
 class ScalesInterleaved(Attention):
-    """Element i has scale i % groups, where it is i // 128."""
+    """Element i has scale i % groups instead of i // 128."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -114,7 +114,7 @@ class ScalesInterleaved(Attention):
 
 
 class CodesOfAnotherFormat(Attention):
-    """Latents are read in another format: e5m2, older AMD cards' e4m3, whose numbers are half as large, or int8."""
+    """Latents are read in another format: e5m2, the e4m3 of older AMD GPUs (half as large), or int8."""
 
     paths: tuple[str, ...] = PATHS
     variants: Sequence[Any] = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8)
@@ -124,7 +124,7 @@ class CodesOfAnotherFormat(Attention):
 
 
 class LargestCodesClipped(Attention):
-    """Quantized values end at 240, the largest number of the e4m3 of older AMD cards, and not at 448."""
+    """Quantized values are clipped to 240, the largest number of the e4m3 of older AMD GPUs, not to 448."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -143,7 +143,7 @@ class RotaryScaled(Attention):
 
 
 class RotaryRounded(Attention):
-    """The rotary key is rounded to fp8, as it is or under a scale of its own."""
+    """The rotary key is rounded to fp8, with or without a scale."""
 
     paths: tuple[str, ...] = PATHS
     variants: Sequence[Any] = (False, True)
@@ -156,7 +156,7 @@ class RotaryRounded(Attention):
 
 
 class RotaryAsFloat16(Attention):
-    """The bits of a rotary key are read as float16, where they are bfloat16."""
+    """The bits of a rotary key are read as float16 instead of bfloat16."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -166,7 +166,7 @@ class RotaryAsFloat16(Attention):
 
 
 class Misread(Attention, is_base=True):
-    """Bytes are read as what they are not: scores may be past the largest number of float32, and are infinite then."""
+    """A base: other bytes are read in the place of each row; scores may overflow float32."""
 
     paths: tuple[str, ...] = PATHS
 
@@ -174,7 +174,7 @@ class Misread(Attention, is_base=True):
         return super()._unpacked(self._bytes(rows, rank), rank)
 
     def _bytes(self, rows: Tensor, rank: int) -> Tensor:
-        """Return the bytes that are read in the place of each row."""
+        """Return the bytes that are read for each row."""
         raise NotImplementedError
 
     def _products(self, query: Tensor, key: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class Misread(Attention, is_base=True):
 
 
 class RowsTooShort(Misread):
-    """Rows are taken for shorter ones: a byte for each element (576 of 656), or without room for the scales."""
+    """Rows are read as shorter ones: one byte per element (576 of 656), or without scales."""
 
     variants: Sequence[Any] = (1, ROPE)  # bytes of an element of a rotary key
 
@@ -193,7 +193,7 @@ class RowsTooShort(Misread):
 
 
 class ScaleBesideItsGroup(Misread):
-    """A row is read as groups of 128 values, each with its scale after it, where all scales follow all values."""
+    """A row is read as groups of 128 values, each followed by its scale, instead of all values, then all scales."""
 
     def _bytes(self, rows: Tensor, rank: int) -> Tensor:
         groups = rank // GROUP
@@ -203,7 +203,7 @@ class ScaleBesideItsGroup(Misread):
 
 
 class PartsInAnotherOrder(Misread):
-    """The parts of a row are read in another order: the rotary key before the scales, or those before the values."""
+    """The parts of a row are read in another order: the rotary key before the scales, or scales before values."""
 
     variants: Sequence[Any] = ("rotary key first", "scales first")
 

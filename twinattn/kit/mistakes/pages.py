@@ -1,4 +1,4 @@
-"""Mistakes in where keys and values are read: tables, slots, strides, heads."""
+"""Mistakes in addressing keys and values: tables, slots, strides, heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from twinattn.kit.mistakes.where import (
 
 
 class TableIgnored(Attention):
-    """The block table is ignored: blocks are read in the order in which they lie in the pool."""
+    """The block table is ignored: blocks are read in the order of the pool."""
 
     where = in_pages
 
@@ -97,7 +97,7 @@ class ValuesAreKeys(Attention):
 
 
 class ValuesByStridesOfKeys(Attention):
-    """Values are read by the strides of the keys, which may lie in memory in another way."""
+    """Values are read with the strides of the keys, which may have another layout."""
 
     where = in_unlike_layouts
 
@@ -108,7 +108,7 @@ class ValuesByStridesOfKeys(Attention):
 
 
 class PrefixTakenTooLong(Attention):
-    """A sequence that has the first block of an earlier one is taken to share more with it: its context, or all."""
+    """A sequence with the same first block as an earlier one is treated as sharing more: its context, or all."""
 
     where = after_a_fork
 
@@ -131,7 +131,7 @@ class ValuesInOrder(Attention):
 
 
 class HeadsBeforeTokens(Attention):
-    """Pages are read as [n, hk, p, d], where they are [n, p, hk, d]."""
+    """Pages are read as [n, hk, p, d] instead of [n, p, hk, d]."""
 
     where = of_several_kv_heads
 
@@ -145,7 +145,7 @@ class HeadsBeforeTokens(Attention):
 
 
 class RowPadded(Attention):
-    """A row of keys is read as one of a rounder size, whose last elements are multiplied by 0: NaN there is not."""
+    """A row of keys is padded to a larger size with the memory after it times 0: NaN there reaches the scores."""
 
     where = with_gaps_between_rows
 
@@ -153,7 +153,7 @@ class RowPadded(Attention):
         return super()._products(query, key) + 0 * self._past_the_row().sum()
 
     def _past_the_row(self) -> Tensor:
-        """Return what follows a row of keys in memory, up to the next one."""
+        """Return the memory between a row of keys and the next one."""
         x = next(self.arguments[word] for word in ("cache", "key", "key_cache") if word in self.arguments)
         d = self.example.head_size
         return x.as_strided((max(0, x.stride(-2) - d),), (1,), x.storage_offset() + d).double()
@@ -199,7 +199,7 @@ class LastStrideAssumed(Attention):
 
 
 class GroupsInterleaved(Attention):
-    """Query head h reads KV head h % hk, where it is h // (heads / KV heads)."""
+    """Query head h reads KV head h % hk instead of h // (heads / KV heads)."""
 
     where = in_groups
 

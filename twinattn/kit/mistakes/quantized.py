@@ -64,7 +64,7 @@ class FormatIgnored(Attention):
 
 
 class ScaleOfFirstHead(Attention):
-    """Of scales per head, or per sequence and head, the first number is taken for all."""
+    """The first of several scales, per head or per sequence and head, is used for all heads."""
 
     paths: tuple[str, ...] = ("quantized",)
     variants = ("of all", "of the sequence")
@@ -78,7 +78,7 @@ class ScaleOfFirstHead(Attention):
 
 
 class ScaleOfFirstSequence(Attention):
-    """Of scales per sequence, those of the first sequence are taken for all."""
+    """The scales of the first sequence are used for all."""
 
     paths: tuple[str, ...] = ("quantized",)
 
@@ -88,7 +88,7 @@ class ScaleOfFirstSequence(Attention):
 
 
 class ScaleOfQueryHead(Attention):
-    """Scales per KV head are looked up by the query head."""
+    """Scales per KV head are indexed by the query head."""
 
     paths: tuple[str, ...] = ("quantized",)
 
@@ -104,7 +104,7 @@ class ScaleOfQueryHead(Attention):
 
 
 class KeyScaleAfterSoftcap(Attention):
-    """The scale of the keys is multiplied in after the softcap, which bounds products of quantized values."""
+    """The scale of the keys is applied after the softcap, not before it."""
 
     paths: tuple[str, ...] = ("quantized",)
 

@@ -149,7 +149,7 @@ class AlibiAdded(Attention):
 
 
 class AlibiSigned(Attention):
-    """The ALiBi distance has a sign: later keys, seen where the mask is not causal, get a bonus."""
+    """The ALiBi distance has a sign: without a causal mask later keys get a bonus."""
 
     where = given("alibi_slopes") & not_causal
 

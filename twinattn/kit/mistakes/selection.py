@@ -1,4 +1,4 @@
-"""The selection of keys once more, and mistakes in it and in following what was selected."""
+"""The selection of keys, and mistakes in it and in reading lists of selected keys."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from twinattn.kit.mistakes.formula import Attention, Formula
 
 
 class MinusOneFollowed(Attention):
-    """-1 is followed: it is taken for the sequence's first key, to which it is clamped."""
+    """-1 is clamped to 0: the sequence's first key is seen."""
 
     paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
     variants = (False, True)  # counted each time, or once
@@ -30,7 +30,7 @@ class MinusOneFromTheEnd(Attention):
 
 
 class MinusOneEnds(Attention):
-    """The list ends at its first -1: what comes after it is not seen."""
+    """The list ends at its first -1: later entries are ignored."""
 
     paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
 
@@ -40,7 +40,7 @@ class MinusOneEnds(Attention):
 
 
 class ListPastACount(Attention):
-    """A list is read up to a count: what was selected after it is not seen."""
+    """A list is read up to a count: later entries are ignored."""
 
     paths: tuple[str, ...] = ("sparse", "sparse_latents")
     variants = (16, 32, 64, 128, 256)
@@ -55,7 +55,7 @@ class ListPastACount(Attention):
 
 
 class ListedTwiceCountsOnce(Attention):
-    """A position that is listed twice is one key: the list becomes a mask."""
+    """A position that is listed twice counts once, as in a mask."""
 
     paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
 
@@ -64,7 +64,7 @@ class ListedTwiceCountsOnce(Attention):
 
 
 class SelectionOfFirstQuery(Attention):
-    """All queries of a sequence see what was selected for its first one."""
+    """All queries of a sequence use the list of its first one."""
 
     paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
 
@@ -83,7 +83,7 @@ class SelectionIgnored(Attention):
 
 
 class Selection(Formula, is_base=True):
-    """The selection: the best scores, of equal ones the first."""
+    """The selection: the highest scores, and among equal ones the first."""
 
     paths: tuple[str, ...] = ("select",)
 
@@ -103,7 +103,7 @@ class Selection(Formula, is_base=True):
         return score > -float("inf")
 
     def _tie(self, j: int) -> int:
-        """Return what goes first among equal scores: the lowest."""
+        """Return the rank of a position among equal scores."""
         return j
 
 
@@ -115,7 +115,7 @@ class TiesToHigher(Selection):
 
 
 class NoKeySelected(Selection):
-    """Where fewer keys are visible than are asked for, positions without a key fill up the list."""
+    """If fewer keys are visible than requested, positions without a key fill up the list."""
 
     def _is_key(self, score: float) -> bool:
         return True
@@ -129,7 +129,7 @@ class ZeroIsNoKey(Selection):
 
 
 class NegativeZeroBelow(Selection):
-    """-0 is ranked below 0, as their bits are: of equal scores the sign of a zero decides."""
+    """-0 is ranked below 0, by its bits."""
 
     def _best(self, scores: list[float], topk: int) -> list[int]:
         signs = torch.tensor(scores, dtype=torch.float64).signbit().tolist()
@@ -138,7 +138,7 @@ class NegativeZeroBelow(Selection):
 
 
 class PositionOfSixteenBits(Selection):
-    """Positions are kept in 16 bits: those beyond are others, or below 0."""
+    """Positions have 16 bits: larger ones wrap around, or become negative."""
 
     past = ("rows",)
     variants = (-(2**15), 0)  # the lowest number

@@ -47,7 +47,7 @@ class NotNormalizedByTile(Attention):
 
 
 class NotRescaled(Attention):
-    """The accumulator is not rescaled when a later tile brings a larger maximum."""
+    """The accumulator is not rescaled when a later tile has a larger maximum."""
 
     variants: Sequence[Any] = tuple((size, is_sum) for size in SPLITS for is_sum in (False, True))
 
@@ -190,7 +190,7 @@ class LseOfBaseTwoScores(Attention):
 
 
 class LseTransposed(Attention):
-    """The log-sum-exp lies in memory as [h, t] where [t, h] is expected."""
+    """The log-sum-exp is [h, t] in memory instead of [t, h]."""
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse.T.reshape(lse.shape)

@@ -1,4 +1,4 @@
-"""Mistakes in how partial outputs over splits of the keys are merged."""
+"""Mistakes in the merge of partial outputs over splits of the keys."""
 
 import math
 from collections.abc import Sequence
@@ -43,14 +43,14 @@ class Split(Attention, is_base=True):
 
 
 class SplitsAveraged(Split):
-    """The answers of the splits of the keys are averaged, not weighted by their log-sum-exp."""
+    """The outputs of the splits of the keys are averaged, not weighted by their log-sum-exp."""
 
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return outs.mean(0), lses.logsumexp(0)
 
 
 class SplitsAdded(Split):
-    """The answers of the splits of the keys are added up, not weighted."""
+    """The outputs of the splits of the keys are added up, not weighted."""
 
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return outs.sum(0), lses.logsumexp(0)

@@ -1,4 +1,4 @@
-"""A layer that keeps a state once more, token by token, and mistakes in it."""
+"""A layer that keeps a state, token by token, and mistakes in it."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ class State(Formula, is_base=True):
         return slots
 
     def _prepare(self, i: int, slots: list[int]) -> None:
-        """Do what comes before the step."""
+        """Prepare the slots of a sequence before the step."""
 
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
         state = self.read[slots[accepted - 1]].clone()
@@ -52,11 +52,11 @@ class State(Formula, is_base=True):
             self.states[slot] = state
 
     def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
-        """Return the head of queries and keys of each head of values."""
+        """Return the query and key head of each value head."""
         return torch.arange(num_value_heads) * num_heads // num_value_heads
 
     def _fold(self, state: Tensor, row: int) -> Tensor:
-        """Change the states of all heads `[hv, dv, dk]` by one token, and read them."""
+        """Update the states of all heads `[hv, dv, dk]` with one token, and read them."""
         a = self.arguments
         heads = self._heads(a["query"].shape[1], a["value"].shape[1])
         query, key = (a[name][row].double()[heads] for name in ("query", "key"))
@@ -85,14 +85,14 @@ class State(Formula, is_base=True):
 
 
 class StateOfTheOneBefore(State):
-    """A sequence that begins goes on from what its slot held: has_initial_state is ignored."""
+    """has_initial_state is ignored: a new sequence continues from the old state in its slot."""
 
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
         return super()._begin(slots, accepted, True)
 
 
 class StatesClearedFirst(State):
-    """The slots of sequences that begin are cleared before the step, also that of one without new tokens."""
+    """The slots of new sequences are cleared before the step, also of those without new tokens."""
 
     def _prepare(self, i: int, slots: list[int]) -> None:
         if slots[0] >= 0 and not self.arguments["has_initial_state"][i]:
@@ -115,7 +115,7 @@ class StatesStridesAssumed(State):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: None) -> bool:
-        """Return whether it has gaps, and they are not so large that it cannot be copied."""
+        """Return whether the pool has gaps, and is small enough to copy."""
         pool = arguments["states"]
         return not pool.is_contiguous() and pool.untyped_storage().nbytes() < 2**30
 
@@ -145,7 +145,7 @@ class StateNotKept(State):
 
 
 class PaddingHasASlot(State, is_base=True):
-    """Padding goes on from a slot; where a live sequence has it, too, it counts who reads and who writes first."""
+    """A base: padding uses a slot. If a live sequence has the same slot, the result depends on the order of both."""
 
     variants = ("one after the other", "all at once")
 
@@ -170,7 +170,7 @@ class PaddingIsTheLastSlot(PaddingHasASlot):
 
 
 class SlotZeroIsPadding(State):
-    """Slot 0 is taken for padding: the sequence that has it returns 0."""
+    """Slot 0 is treated as padding: the sequence that has it returns 0."""
 
     def _slots(self, slots: list[int]) -> list[int]:
         return [slot if slot > 0 else -1 for slot in slots]
@@ -184,7 +184,7 @@ class DraftsNotRolledBack(State):
 
 
 class ScaleOfValue(State):
-    """The scale is that of the size of the values, and not of the keys."""
+    """The scale is computed from the size of the values, not of the keys."""
 
     def _fold(self, state: Tensor, row: int) -> Tensor:
         dk, dv = self.example.head_size, self.example.value_size
@@ -201,7 +201,7 @@ class BetaAtMostOne(State):
 
 
 class ReadBeforeWritten(State):
-    """A token reads the state before it is written, so it does not see itself."""
+    """A token reads the state before its own key and value are written, so it does not see itself."""
 
     def _read(self, faded: Tensor, after: Tensor) -> Tensor:
         return faded
@@ -215,28 +215,28 @@ class NeverFades(State):
 
 
 class LogarithmOfTwo(State):
-    """The logarithms of decays are taken to the base 2."""
+    """The logarithms of decays are treated as base 2."""
 
     def _decay(self, log_decay: Tensor) -> Tensor:
         return log_decay.exp2()
 
 
 class ValueAddedWhole(State):
-    """The value is added, and not its difference to what the state answers: the delta rule is left out."""
+    """The value itself is written, not its difference to the value that the state holds: the delta rule is missing."""
 
     def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
         return torch.zeros_like(faded)
 
 
 class AnswersBeforeItFades(State):
-    """The state answers to a key before it fades, and is corrected by too much."""
+    """The delta rule reads the state before its decay, and subtracts too much."""
 
     def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
         return before
 
 
 class KeysBeforeValues(State):
-    """States are taken as [dk, dv]: keys and values have changed places in the pool."""
+    """States are read and written as [dk, dv] instead of [dv, dk]."""
 
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
         return super()._begin(slots, accepted, has_state).mT
@@ -246,7 +246,7 @@ class KeysBeforeValues(State):
 
 
 class HeadsInterleaved(State):
-    """Value heads share queries and keys in turns, and not with their neighbours."""
+    """Value head h uses query and key head h % heads, instead of sharing one with adjacent heads."""
 
     def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
         return torch.arange(num_value_heads) % num_heads
@@ -261,7 +261,7 @@ class ValuesFade(State):
 
 
 class ChannelsFadeAlike(State):
-    """A decay per key channel is taken from one channel, or averaged, for all of a head."""
+    """Decays per key channel are replaced by one per head: that of the first channel, or their mean."""
 
     variants = ("first", "mean")
 

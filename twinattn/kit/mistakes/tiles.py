@@ -1,4 +1,4 @@
-"""Mistakes that show past a size: of a tile, a batch, a group, of keys that are split; and in memory for the output."""
+"""Mistakes beyond the size of a tile, a batch, a group or a split; and mistakes with memory for the output."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from twinattn.kit.mistakes.where import given, in_odd_groups, written_into_a_vie
 
 SIZES = (16, 32, 64, 128, 256)
 COUNTS = (4, 8, 16, 32, 64, 128, 256)
-THRESHOLDS = (64, 128, 256, 512, 1024)  # keys from which on a kernel may split them
+THRESHOLDS = (64, 128, 256, 512, 1024)  # a kernel may split more keys than these
 
 # --- tiles ---
 
 
 class FullTileLosesLastKey(Attention):
-    """The last key is lost where the keys of a sequence fill the last tile, or block, exactly."""
+    """The last key is lost if the keys of a sequence fill the last tile, or block, exactly."""
 
     variants: Sequence[Any] = SIZES
 
@@ -34,7 +34,7 @@ class FullTileLosesLastKey(Attention):
 
 
 class FullTileDropped(Attention):
-    """The last tile of keys, or block, is dropped where the keys of a sequence fill it exactly."""
+    """The last tile of keys, or block, is dropped if the keys of a sequence fill it exactly."""
 
     variants: Sequence[Any] = SIZES
 
@@ -49,7 +49,7 @@ class FullTileDropped(Attention):
 
 
 class PartOfTileDropped(Attention):
-    """The last tile of keys is dropped where it is not full."""
+    """The last tile of keys is dropped if it is not full."""
 
     variants: Sequence[Any] = SIZES
 
@@ -113,7 +113,7 @@ class LaterQueriesFromTheirTile(Attention):
 
 
 class PastACount(Attention, is_base=True):
-    """A base: something is wrong from some sequence on. A batch of many is there for those past the first dozens."""
+    """A base: something is wrong from some sequence on; large batches are tried for large counts only."""
 
     past = ("sequences",)
 
@@ -125,7 +125,7 @@ class PastACount(Attention, is_base=True):
 
 
 class LengthsPastACount(PastACount):
-    """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
+    """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at one fixed entry."""
 
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last", "first"))
 
@@ -181,13 +181,13 @@ class GroupsOfPowersOfTwo(Attention):
 
 
 class InSplits(Attention, is_base=True):
-    """A base: something is left out where keys are split, in decodes over many of them."""
+    """A base: an option is left out in decodes over many keys, which are split."""
 
     variants: Sequence[Any] = THRESHOLDS
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there is a decode over so many keys, and what is left out."""
+        """Return whether there is a decode over so many keys, and the option."""
         return any(q == 1 and s > variant for q, s in example.lens) and super().may_show(example, arguments, variant)
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ class OutStridesAssumed(Attention):
     where = written_into_a_view
 
     def answers(self) -> Answers:
-        """Compute the answers, and write them side by side."""
+        """Compute the outputs, and write them contiguously."""
         answers, given = super().answers(), self.arguments.get("out")
         if given is not None and not given.is_contiguous():
             memory = torch.full((given.untyped_storage().nbytes() // given.itemsize,), 7.0, dtype=torch.float64)

@@ -20,7 +20,7 @@ class TreeIgnored(Attention):
 
 
 class BranchHidden(Attention):
-    """A node sees no ancestor but those before the tree: its own branch is hidden, but for itself."""
+    """A node sees the keys before the tree and itself, but not its ancestors in the tree."""
 
     paths: tuple[str, ...] = ("speculative",)
 
@@ -30,7 +30,7 @@ class BranchHidden(Attention):
 
 
 class WindowOverTree(Attention, is_base=True):
-    """A base: it knows the mask of a tree without a window."""
+    """A base with the mask of a tree without a window."""
 
     paths: tuple[str, ...] = ("speculative",)
 
@@ -41,7 +41,7 @@ class WindowOverTree(Attention, is_base=True):
 
 
 class WindowBySlot(WindowOverTree):
-    """The window counts slots, and not positions along a branch: siblings push the keys before them out."""
+    """The window counts slots, not positions along a branch: siblings push earlier keys out of it."""
 
     where = given("window_size")
 
@@ -61,7 +61,7 @@ class WindowIgnored(WindowOverTree):
 
 
 class AncestorsInOneWord(WindowOverTree):
-    """The ancestors of a node are bits of one word: nodes past its end are taken for others, or are lost."""
+    """The ancestors of a node are bits of one word: nodes past its end wrap around, or are lost."""
 
     variants = tuple((bits, how) for bits in (32, 64) for how in ("wrap", "wrap, and later nodes too", "are lost"))
 
@@ -88,7 +88,7 @@ class AncestorsInOneWord(WindowOverTree):
 
 
 class BranchPastACount(WindowOverTree):
-    """A node looks for its ancestors up to a count of steps: those before them are lost."""
+    """The search for ancestors stops after a number of steps: earlier ones are lost."""
 
     variants = (4, 8, 16, 32, 64)
 
@@ -108,7 +108,7 @@ class BranchPastACount(WindowOverTree):
 
 
 class TreeOfTheQueries(WindowOverTree):
-    """The tree is taken to begin with the first query row: nodes before it are seen by all."""
+    """The tree is assumed to begin with the first query row: all queries see the nodes before it."""
 
     where = of_growing_trees
 
@@ -119,7 +119,7 @@ class TreeOfTheQueries(WindowOverTree):
 
 
 class AlibiBySlot(Attention):
-    """ALiBi counts slots, and not positions along a branch."""
+    """ALiBi counts slots, not positions along a branch."""
 
     where = given("alibi_slopes")
 

@@ -1,4 +1,4 @@
-"""Where a mistake shows: conditions on a call, without which its answers are surely right, and need not be computed."""
+"""Conditions on a call without which a mistake certainly does not show, so its outputs need not be computed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from twinattn.kit.example import Arguments, Example
 
-MASKED = ("first_visible", "positions")  # arguments that say who may see whom
+MASKED = ("first_visible", "positions")  # arguments that define the mask
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Where:
     holds: Callable[[Example, Arguments], bool]
 
     def __call__(self, example: Example, arguments: Arguments) -> bool:
-        """Return whether a call is such a one."""
+        """Return whether the condition holds for a call."""
         return self.holds(example, arguments)
 
     def __and__(self, other: "Where") -> "Where":
@@ -36,7 +36,7 @@ def anywhere(example: Example, arguments: Arguments) -> bool:
 
 
 def has(arguments: Arguments, option: str) -> bool:
-    """Return whether an option is there, and does something."""
+    """Return whether an option is given, and not neutral."""
     given = arguments.get(option)
     if isinstance(given, Tensor):
         return True
@@ -44,7 +44,7 @@ def has(arguments: Arguments, option: str) -> bool:
 
 
 def given(option: str) -> Where:
-    """Return the condition that an option is there."""
+    """Return the condition that an option is given."""
     return Where(lambda example, arguments: has(arguments, option))
 
 
@@ -83,25 +83,25 @@ def several_queries(example: Example, arguments: Arguments) -> bool:
 
 @Where
 def with_context(example: Example, arguments: Arguments) -> bool:
-    """Return whether a sequence has another number of keys than of queries."""
+    """Return whether a sequence has different numbers of keys and queries."""
     return any(q and q != s for q, s in example.lens)
 
 
 @Where
 def of_unlike_queries(example: Example, arguments: Arguments) -> bool:
-    """Return whether sequences have unlike numbers of queries."""
+    """Return whether sequences have different numbers of queries."""
     return len({q for q, _ in example.lens}) > 1
 
 
 @Where
 def of_unlike_lengths(example: Example, arguments: Arguments) -> bool:
-    """Return whether sequences have unlike numbers of keys."""
+    """Return whether sequences have different numbers of keys."""
     return len({s for _, s in example.lens}) > 1
 
 
 @Where
 def with_blind_queries(example: Example, arguments: Arguments) -> bool:
-    """Return False if every query sees a key: itself."""
+    """Return False if every query certainly sees a key."""
     return any(q > s for q, s in example.lens) or any(name in arguments for name in MASKED)
 
 
@@ -122,7 +122,7 @@ def in_groups(example: Example, arguments: Arguments) -> bool:
 
 @Where
 def in_odd_groups(example: Example, arguments: Arguments) -> bool:
-    """Return whether a group has a number of heads that is no power of two; over latents all heads are one group."""
+    """Return whether the heads of a group are not a power of two; over latents all heads are one group."""
     h, hk = example.heads
     return any(group & (group - 1) for group in (h, h // max(hk, 1)))
 
@@ -138,7 +138,7 @@ def of_several_kv_heads(example: Example, arguments: Arguments) -> bool:
 
 @Where
 def in_pages(example: Example, arguments: Arguments) -> bool:
-    """Return whether keys are found by a table."""
+    """Return whether keys are in pages."""
     return arguments["batch"].block_table is not None
 
 
@@ -150,7 +150,7 @@ def in_several_blocks(example: Example, arguments: Arguments) -> bool:
 
 @Where
 def by_several_tables(example: Example, arguments: Arguments) -> bool:
-    """Return whether there is a second table."""
+    """Return whether the block table has a second row."""
     return in_pages(example, arguments) and len(example.lens) > 1
 
 
@@ -165,14 +165,14 @@ def after_a_fork(example: Example, arguments: Arguments) -> bool:
 
 
 def _rows(arguments: Arguments) -> list[Tensor]:
-    """Return queries, keys and values."""
+    """Return the tensors of queries, keys and values."""
     words = ("query", "key", "value", "key_cache", "value_cache", "cache")
     return [arguments[word] for word in words if word in arguments]
 
 
 @Where
 def with_gaps(example: Example, arguments: Arguments) -> bool:
-    """Return whether a tensor is not contiguous; of a pair of heads no query is."""
+    """Return whether a tensor is not contiguous; in differential attention the queries of half of the heads are not."""
     return example.path == "differential" or any(not x.is_contiguous() for x in _rows(arguments))
 
 
@@ -184,13 +184,13 @@ def with_gaps_in_rows(example: Example, arguments: Arguments) -> bool:
 
 @Where
 def with_gaps_between_rows(example: Example, arguments: Arguments) -> bool:
-    """Return whether something lies between two rows of keys."""
+    """Return whether there is a gap between rows of keys."""
     return any(x.stride(-2) > example.head_size for x in _rows(arguments)[1:])
 
 
 @Where
 def in_unlike_layouts(example: Example, arguments: Arguments) -> bool:
-    """Return whether keys and values have unlike strides."""
+    """Return whether keys and values have different strides."""
     words = ("key", "value") if "key" in arguments else ("key_cache", "value_cache")
     return not all(word in arguments for word in words) or len({arguments[word].stride() for word in words}) > 1
 
@@ -203,13 +203,13 @@ def with_nan(example: Example, arguments: Arguments) -> bool:
 
 @Where
 def rounded(example: Example, arguments: Arguments) -> bool:
-    """Return whether queries have another type than a log-sum-exp."""
+    """Return whether queries are not float32, the type of a log-sum-exp."""
     return bool(arguments["query"].itemsize != 4)
 
 
 @Where
 def written_into_a_view(example: Example, arguments: Arguments) -> bool:
-    """Return whether there is memory for the output, with gaps."""
+    """Return whether `out` is given, and not contiguous."""
     out: Any = arguments.get("out")
     return out is not None and not out.is_contiguous()
 

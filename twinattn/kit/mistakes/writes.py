@@ -1,4 +1,4 @@
-"""The write into pages once more, in steps, and mistakes in it."""
+"""The write into pages in steps, and mistakes in it."""
 
 from twinattn.kit.example import Answers
 from twinattn.kit.mistakes.formula import Formula
@@ -90,7 +90,7 @@ class PaddingEnds(Write):
 
 
 class TokensBySlot(Write):
-    """Tokens are counted over the slots that are not -1: after one, each slot has the token before its own."""
+    """Tokens are counted over slots other than -1: after a -1 each slot gets an earlier token."""
 
     def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         super()._store(pools, int((self.arguments["slot_mapping"][:token] >= 0).sum()), block, row)
@@ -108,7 +108,7 @@ class TokensPastACount(Write):
 
 
 class SlotOfSixteenBits(Write):
-    """A slot is kept in 16 bits: beyond them tokens are written elsewhere, or counted from the end."""
+    """Slots have 16 bits: larger ones wrap around, or count from the end."""
 
     variants = (-(2**15), 0)  # the lowest number
 
