@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="may be repeated; default: all types that the kernel claims",
     )
     parser.add_argument(
-        "--examples", type=int, default=20, help="batches per property, a quarter in each further type (%(default)s)"
+        "--examples", type=int, default=20, help="batches per property, fewer in each further type (%(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one call (%(default)s)")

@@ -79,7 +79,7 @@ def check(
         path: which path it computes.
         device: where the tensors are: any that torch has, "cpu", "cuda:1", "mps", "xpu".
         dtypes: of them; those that the kernel claims if None.
-        examples: batches per property in the first type, and a quarter of them in each other type.
+        examples: batches per property in the first type, and fewer in each other type.
         only: names of properties; all if None.
         seconds: time after which no further property is started.
         stop_at_first: end with the first failure.
@@ -529,7 +529,7 @@ class _Evidence:
         without_out = {name: x for name, x in self.arguments.items() if name not in ("out", "first_block")}
         self.wide, self.low = expected(example, without_out)
         is_gradient = PATHS[example.path].differentiates
-        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # sizes of terms, before they cancel
+        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # before terms cancel
         self.errors: dict[str, Distance] = {}  # by name
 
     @functools.cached_property

@@ -55,7 +55,7 @@ def check_apart(
         path: which path it computes.
         device: where the tensors are.
         dtypes: their names; those that the kernel claims if none.
-        examples: batches per property in the first type, and a quarter of them in each other type.
+        examples: batches per property in the first type, and fewer in each other type.
         only: names of properties.
         seconds: for all properties; those after that are reported as not reached.
         patience: seconds without a new line in the log after which the process is killed.

@@ -1,8 +1,8 @@
-"""Operations beside attention that the kit checks: moves, writes, metadata, scores, states, drafts, ranks.
+"""Operations other than attention: moves, writes, metadata, scores, states, drafts, ranks.
 
-operation    what a row of the table says, and how a function is called
-inputs       what inputs are drawn from            memory     where they lie
-hold         the right output, or not              properties what is promised of every operation
+operation    a row of the table, and how a function is called
+inputs       random numbers, batches and pools     memory     strides, poison, offsets
+hold         comparison with the right output      properties the properties of every operation
 moves, ...   the rows
 """
 
@@ -31,7 +31,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def find_operation(target: str | Callable[..., Any] | ModuleType, path: str) -> OperationKernel:
-    """Find a function that computes an operation: itself, a module that has it, or where it is.
+    """Find a function that computes an operation, given the function, a module that has it, or a name.
 
     Raises:
         BadKernelError: if there is none, or it cannot be called; it says why.

@@ -1,4 +1,4 @@
-"""Metadata of a step: positions, slots, the next step in place, and the order and the split of decodes and prefills."""
+"""Metadata of a step: positions, slots, the next step in place, and sorting and splitting decodes and prefills."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -12,7 +12,7 @@ from twinattn.kit.operations.inputs import BATCH, LENS, ODD_LENS, Drawn, batch_o
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
 from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
 
-NUMBERS = (torch.float32,)  # there are none
+NUMBERS = (torch.float32,)  # one type is enough: no input is floating point
 FIELDS = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len")
 FAR = 2**28  # a block whose slots need more than 32 bits
 MANY = (tuple((1, 3) for _ in range(65600)),)
@@ -28,7 +28,7 @@ def draw_step(case: Case, dtype: torch.dtype) -> Inputs:
     drawn = Drawn(case, dtype)
     a, p = drawn.lengths(case["lens"]), case["block_size"]
     table, past, _ = drawn.table([s for _, s in case["lens"]], p, case["first_block"])
-    if not case["columns"]:  # as in the run that finds out how much memory is left for a cache
+    if not case["columns"]:  # as in a server's profile run, before it has a cache
         table, past = dict(block_table=table["block_table"][:, :0]), {}
     a |= table | dict(num_tokens=int(a["cu_seqlens_q"][-1]) + case["padding"], block_size=p, window=case["window"])
     return Inputs(a, past)
@@ -126,7 +126,7 @@ SLOT_MAPPING = Operation(
 
 
 def draw_requests(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw what a scheduler knows of some requests."""
+    """Draw the lengths and blocks of some requests, as a scheduler has them."""
     drawn, lens = Drawn(case, dtype), case["lens"]
     counts = [-(-s // case["block_size"]) + int(drawn.whole(0, 2, 1)) for _, s in lens]
     tables = [drawn.whole(0, case["blocks"], count).tolist() for count in counts]
@@ -170,23 +170,23 @@ MAKE_BATCH = Operation(
     seen=lambda came, a: {name: field_of(came, name) for name in FIELDS},
     dtypes=NUMBERS,
     mistakes=(
-        Mistake("table-filled-with-0", "Past a last block there is 0, which is a block.", lambda a, c: made(a, c, 0)),
+        Mistake("table-filled-with-0", "Unused entries of the table are 0, a valid block.", lambda a, c: made(a, c, 0)),
     ),
 )
 
 
 # --- the next step ---
 
-STEP = ("slots", "input_positions")  # those of the step before, which are overwritten
+STEP = ("slots", "input_positions")  # overwritten by the next step
 
 
 def draw_advance(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw a step whose block table has blocks for the next one, too, and the inputs of the model."""
+    """Draw a step with blocks for the next one, too, and the inputs of the model."""
     drawn, lens, p = Drawn(case, dtype), case["lens"], case["block_size"]
     lens = tuple((min(q, 1), s) for q, s in lens) if case["sampled_ids"] else lens
     a = drawn.lengths(lens)
     table, past, _ = drawn.table([s + 2 * q for q, s in lens], p)
-    a |= table | dict(max_seq_len=a["max_seq_len"] + 2 * a["max_query_len"])  # bounds, as of a batch that grows
+    a |= table | dict(max_seq_len=a["max_seq_len"] + 2 * a["max_query_len"])  # an upper bound, as the batch grows
     a |= dict(num_tokens=int(a["cu_seqlens_q"][-1]) + case["padding"], block_size=p, window=None)
     a["slots"] = slots_of_step(a, dtype)["out"]
     a["input_positions"] = positions_of(a, dtype)["out"] if case["input_positions"] else None
@@ -200,7 +200,7 @@ def draw_advance(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def advanced(a: Arguments, compute: torch.dtype, form: str = "right") -> dict[str, Any]:
-    """Return what the tensors of the step hold after it."""
+    """Return the tensors of the step after the call."""
     query_lens = a["cu_seqlens_q"].diff()
     grown = a["seq_lens"] + (torch.ones_like(query_lens) if form == "padding grows" else query_lens)
     longer = {**a, "seq_lens": grown}
@@ -264,13 +264,13 @@ ADVANCE = Operation(
 
 
 def draw_order(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw how many new tokens requests have."""
+    """Draw the numbers of new tokens of some requests."""
     lens = Drawn(case, dtype).whole(0, 5, case["requests"]).tolist()
     return Inputs(dict(query_lens=lens, decode_len=case["decode_len"]))
 
 
 def ordered(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
-    """Return decodes in their order, and then prefills in theirs."""
+    """Return the decodes, then the prefills, each in their order."""
     lens, most = list(enumerate(a["query_lens"])), a["decode_len"] - (form == "below")
     decodes, prefills = ([i for i, x in lens if (x <= most) == first] for first in (True, False))
     return dict(out=(*decodes, *(prefills[::-1] if form == "reversed" else prefills)))

@@ -1,4 +1,4 @@
-"""What becomes of drafted tokens: `accept`, `accept_sampled`, and `compact`, which moves accepted ones together."""
+"""Operations on drafted tokens: `accept`, `accept_sampled`, and `compact`, which moves accepted ones together."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ LARGE = Special(
     "large trees", "A tree may have more nodes than a word has bits.", dict(nodes=((140, 3),), tokens=(1,)), once=True
 )
 OUTPUTS = ("nodes", "lens", "next_tokens")
-CLOSE, FEW_DECISIONS = 1e-3, 2000  # decisions that are closer are up to rounding; of many some are
+CLOSE, FEW_DECISIONS = 1e-3, 2000  # smallest margin of a decision; with more decisions a smaller one is allowed
 PAST_TILES = dict(
     nodes=Dimension(lambda n: dict(nodes=(n, 3)), 257),
     sequences=Dimension(lambda n: dict(nodes=tuple(1 + i % 3 for i in range(n))), 2049),
@@ -30,7 +30,7 @@ PAST_TILES = dict(
 
 
 def draw_trees(case: Case, drawn: Drawn, shape: str) -> tuple[Arguments, dict[str, Tensor]]:
-    """Draw a tree for each sequence: a "chain", a random "tree", or a "star" of siblings; anything past a last node."""
+    """Draw a tree per sequence: a "chain", a random "tree", or a "star" of siblings; unused entries are random."""
     b, w = len(case["nodes"]), max(case["nodes"], default=0) + case["more"]
     parents = drawn.whole(-9, 50, b, w, dtype=torch.int32)
     for row, nodes in zip(parents, case["nodes"], strict=True):
@@ -53,7 +53,7 @@ DERIVED = {**BATCH, "trees": trees_of}
 
 
 def accepted_of(paths: list[list[int]], following: list[int], width: int) -> Answers:
-    """Return what was accepted: nodes, filled up with -1, their number, and the token that follows."""
+    """Return the accepted nodes, padded with -1, their number, and the next token of each sequence."""
     rows = [[*path, *[-1] * (width - len(path))] for path in paths]
     return dict(
         nodes=torch.tensor(rows, dtype=torch.int32).reshape(len(paths), width),
@@ -66,7 +66,7 @@ def accepted_of(paths: list[list[int]], following: list[int], width: int) -> Ans
 
 
 def draw_accept(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw tokens of few kinds, so that the model often chooses what was drafted; some alike in their last bits."""
+    """Draw few different tokens, so that many drafts are accepted; some tokens have the same last bits."""
     drawn = Drawn(case, dtype)
     a, past = draw_trees(case, drawn, case["shape"])
     t = int(a["cu_seqlens_q"][-1]) + case["padding"]
@@ -135,7 +135,7 @@ ACCEPT = Operation(
     mistakes=(
         Mistake(
             "compares-own-choice",
-            "Compares a draft with what the model chose after it, and not before.",
+            "Compares a draft with the model's choice after it, not with the choice after its parent.",
             lambda a, c: accept(a, c, "own"),
         ),
         Mistake(
@@ -156,7 +156,7 @@ ACCEPT = Operation(
 
 
 def draw_sampled(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw distributions and random numbers with which no decision is close, but where both sides are exact."""
+    """Draw distributions and random numbers with no close decisions, except where both sides are exact."""
     for again in range(200):
         drawn = Drawn(Case(case.path, case.sizes, case.seed + 1000 * again), dtype)
         a, past = draw_trees(case, drawn, case["shape"])
@@ -177,7 +177,7 @@ def draw_sampled(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def put_at_an_edge(a: Arguments, numbers: str, drawn: Drawn) -> None:
-    """Change distributions and random numbers, so that one or the other is at the edge of what it may be."""
+    """Change distributions and random numbers to extreme ones: zeros, ones, one-hot, or invalid distributions."""
     probs, (t, v) = a["target_probs"], a["target_probs"].shape
     roots, few = a["cu_seqlens_q"][:-1][a["tree_lens"] > 0].long(), max(1, v // 4)
     if numbers == "zeros":  # all drafts have the probability 0, and so have the first tokens
@@ -199,7 +199,7 @@ def put_at_an_edge(a: Arguments, numbers: str, drawn: Drawn) -> None:
 
 
 def sampled(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
-    """Accept by rejection sampling with numbers of Python; `margin` is how close the closest decision was."""
+    """Accept by rejection sampling in plain Python; `margin` is the distance of the closest decision."""
     paths: list[list[int]] = []
     following: list[int] = []
     margin = 1.0
@@ -217,7 +217,7 @@ def sampled(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
                 continue
             x, u = int(a["drafts"][first + node]), float(a["uniforms"][first + node])
             q = [float(token == x) for token in range(len(p))] if draft is None else draft[first + node]
-            if u * q[x] or p[x]:  # else both are exact, as is a number that is 0
+            if u * q[x] or p[x]:  # otherwise both are exactly 0
                 margin = min(margin, abs(u * q[x] - p[x]))
             if u * q[x] < p[x]:
                 path.append(node)
@@ -238,7 +238,7 @@ def sampled(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
 
 
 def without_margin(a: Arguments, compute: torch.dtype) -> Answers:
-    """Return what is to be accepted."""
+    """Return the outputs of `sampled`, without the margin."""
     return {name: x for name, x in sampled(a, compute).items() if name != "margin"}
 
 
@@ -300,7 +300,7 @@ ACCEPT_SAMPLED = Operation(
         ),
         Mistake(
             "draft-distribution-ignored",
-            "A draft is accepted with the probability of the model alone, whatever it was drawn from.",
+            "A draft is accepted with the probability of the target alone, whatever the draft distribution was.",
             lambda a, c: without_margin({**a, "draft_probs": None}, c),
         ),
     ),
@@ -311,7 +311,7 @@ ACCEPT_SAMPLED = Operation(
 
 
 def draw_compact(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw pools of several layers, trees, and accepted nodes that rise."""
+    """Draw pools of several layers, trees, and accepted nodes in ascending order."""
     drawn, p = Drawn(case, dtype), case["block_size"]
     a, past = draw_trees(case, drawn, "tree")
     lens: list[int] = a["seq_lens"].tolist()
@@ -331,7 +331,7 @@ def draw_compact(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def compacted(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
-    """Return the pools with each accepted node in the place of its rank among them."""
+    """Return the pools with the accepted nodes of each sequence moved to the front of its tree."""
     sources: list[int] = []
     destinations: list[int] = []
     for i, (s, nodes, count) in enumerate(

@@ -1,4 +1,4 @@
-"""Hold what an operation returned, and what it changed, to the right output: bit by bit, or by the one tolerance."""
+"""Compare the outputs of an operation, and the arguments that it changes, bit by bit or within the one tolerance."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,20 +12,20 @@ from twinattn.kit.operations.operation import Answers, Mistake, Operation, word_
 from twinattn.kit.property import Broken
 from twinattn.kit.tolerance import bound, distance
 
-LOOSER = 4.0  # how much further a mistake's output may be from what came
+LOOSER = 4.0  # factor of the tolerance when an output is compared with that of a mistake
 
 
 def hold(operation: Operation, arguments: Arguments, came: Answers, size: float) -> None:
-    """Compare what came with the right output.
+    """Compare outputs with the right ones.
 
     Args:
-        operation: what was computed.
+        operation: the operation that was computed.
         arguments: as they were before the call, on the CPU.
         came: outputs and changed arguments by name.
-        size: the size of the terms that an output is the sum of; 0 if none is larger than the output.
+        size: the size of the terms of an output, which is their sum; 0 if none is larger than the output.
 
     Raises:
-        Broken: saying which element differs.
+        Broken: naming an element that differs.
     """
     wide = operation.oracle(arguments, torch.float64)
     low = operation.oracle(arguments, _type_of(operation, arguments)) if wide.keys() - operation.exact else wide
@@ -53,7 +53,7 @@ def hold(operation: Operation, arguments: Arguments, came: Answers, size: float)
 
 
 def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: Answers, size: float) -> bool:
-    """Return whether a mistake gives what came."""
+    """Return whether a mistake gives these outputs."""
     try:
         wide = mistake.oracle(arguments, torch.float64)
         low = operation.oracle(arguments, _type_of(operation, arguments))
@@ -77,7 +77,7 @@ def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: A
 
 
 def _type_of(operation: Operation, arguments: Arguments) -> torch.dtype:
-    """Return the type of the numbers of a call: that of the output, or the narrowest floating type."""
+    """Return the type of a call: that of its output, or the narrowest floating-point type of its arguments."""
     if "out" in operation.types:
         arguments = {"like": arguments[operation.types["out"]]}
     kinds = [x.dtype for x in _flat(arguments) if x.is_floating_point() and x.element_size() > 1]
@@ -90,7 +90,7 @@ def _flat(arguments: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _check_type(operation: Operation, arguments: Arguments, name: str, got: Tensor, right: Tensor) -> None:
-    """Check the type of an output: that of an argument, that of the reference's whole numbers, or a kind of number."""
+    """Check the type of an output: that of an argument, that of an integer reference, or else at least float32."""
     said = {str(x): str(x).removeprefix("torch.") for x in (got.dtype, right.dtype)}
     if name in operation.types:
         like = arguments[operation.types[name]]
@@ -106,7 +106,7 @@ def _check_type(operation: Operation, arguments: Arguments, name: str, got: Tens
 
 
 def _hold_exactly(name: str, got: Tensor, rights: list[Tensor], moves: bool = False) -> None:
-    """Compare bit by bit with any of some tensors; a NaN is as good as another, if it did not move, and -0 is not 0."""
+    """Compare bit by bit with any of some tensors; -0 is not 0, and unless data only `moves`, all NaN are equal."""
     alike = torch.zeros(got.shape, dtype=torch.bool)
     for right in rights:
         if moves and got.dtype == right.dtype:
@@ -130,9 +130,9 @@ def _hold_exactly(name: str, got: Tensor, rights: list[Tensor], moves: bool = Fa
 def _hold_closely(
     name: str, got: Tensor, wide: Tensor, low: Tensor, size: float, factor: float, terms: int = 1
 ) -> None:
-    """Compare by the tolerance; infinities and NaN have to stand at the same places.
+    """Compare within the tolerance; infinities and NaN must be at the same places.
 
-    An output in float64 has been computed in no wider type: two orders of a sum differ by a rounding per term.
+    No reference is wider than an output in float64: sums in two orders then differ by a rounding per term.
     """
     came, wide = got.double(), wide.double()
     alike = (came == wide) | (came.isnan() & wide.isnan())

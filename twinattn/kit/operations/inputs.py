@@ -1,4 +1,4 @@
-"""What the inputs of operations are drawn from: numbers, ragged batches, pools with shuffled blocks, slots."""
+"""Random inputs of operations: numbers, ragged batches, block tables with shuffled blocks, slots."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -14,11 +14,11 @@ from twinattn.kit.operations.operation import Case
 
 LENS = (((2, 5), (1, 7)), ((1, 3),), ((3, 3), (0, 4), (1, 20)), ((1, 33), (5, 9), (2, 16)), ((7, 40),))
 ODD_LENS = (((0, 3), (2, 2), (4, 1)), (), ((5, 2), (3, 0), (1, 9)), ((0, 0),), ((1, 1), (0, 0), (1, 1)), ((2, 1),))
-FREE_BLOCKS = 3  # that no sequence has
+FREE_BLOCKS = 3  # blocks of no sequence
 
 
 class Drawn:
-    """Random numbers of a case: always the same ones."""
+    """Random numbers of a case, the same in every run."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case, self.dtype = case, dtype
@@ -29,19 +29,19 @@ class Drawn:
         return torch.randn(shape, generator=self.random).to(dtype or self.dtype)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Return numbers between two."""
+        """Return uniform numbers from `low` to `high`."""
         return (torch.rand(shape, generator=self.random) * (high - low) + low).to(dtype or self.dtype)
 
     def whole(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Return whole numbers from `low` to `high - 1`."""
+        """Return integers from `low` to `high - 1`."""
         return torch.randint(low, high, shape, generator=self.random).to(dtype)
 
     def order(self, count: int) -> list[int]:
-        """Return the numbers below `count` in another order."""
+        """Return a permutation of the numbers below `count`."""
         return torch.randperm(count, generator=self.random).tolist()
 
     def numbers(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return numbers of a type, with all that a move must not change; of that of the case if none is given."""
+        """Return numbers of a type, by default that of the case, with all bits that a copy must preserve."""
         dtype = dtype or self.dtype
         if dtype.itemsize == 1:
             return self.whole(0, 120, *shape).to(torch.uint8).view(dtype)
@@ -51,7 +51,7 @@ class Drawn:
         return with_odd_bits(x)
 
     def lengths(self, lens: tuple[tuple[int, int], ...]) -> Arguments:
-        """Return the tables of a batch of sequences with (new tokens, all tokens)."""
+        """Return the tables of a batch from the `(query_len, seq_len)` of its sequences."""
         ends = [0, *accumulate(q for q, _ in lens)]
         return dict(
             cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
@@ -63,7 +63,7 @@ class Drawn:
     def table(
         self, seq_lens: list[int], block_size: int, first_block: int = 0, spare: int = 2
     ) -> tuple[Arguments, dict[str, Tensor], int]:
-        """Return a block table with shuffled blocks, what of it is past a last block, and how many blocks there are."""
+        """Return a block table with shuffled blocks, a mask of its unused entries, and the number of blocks."""
         counts = [-(-s // block_size) for s in seq_lens]
         n, columns = sum(counts) + FREE_BLOCKS, max(counts, default=0) + spare
         blocks = iter(x + first_block for x in self.order(n))
@@ -74,7 +74,7 @@ class Drawn:
         return dict(block_table=table), dict(block_table=past), n + first_block
 
     def slots(self, tokens: int, room: int) -> Tensor:
-        """Return different slots for tokens, some of which are padding: in no order, in a run, or backwards."""
+        """Return distinct slots for tokens, shuffled, ascending or descending; some are -1 for padding."""
         first = int(self.whole(0, max(1, room - tokens), 1))
         kinds = self.order(room)[:tokens], range(first, first + tokens), range(first + tokens - 1, first - 1, -1)
         slots = torch.tensor([*kinds[self.case.seed % 3]], dtype=torch.int64)
@@ -83,7 +83,7 @@ class Drawn:
 
 
 def unused(table: Tensor, seq_lens: list[int], blocks: int, block_size: int) -> Tensor:
-    """Return which rows of a pool hold no token of any sequence, `[n, p]`."""
+    """Return a mask `[n, p]` of the slots of a pool that hold no token."""
     free = torch.ones(blocks, block_size, dtype=torch.bool)
     for row, seq_len in zip(table.tolist(), seq_lens, strict=True):
         for j in range(seq_len):
@@ -92,7 +92,7 @@ def unused(table: Tensor, seq_lens: list[int], blocks: int, block_size: int) -> 
 
 
 def padding_of(a: Arguments, x: Tensor) -> Tensor:
-    """Return which elements of rows of queries are padding."""
+    """Return a mask of the elements of `x` that are in rows of padding."""
     rows = torch.arange(len(x)) >= int(a["cu_seqlens_q"][-1])
     return rows.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape)
 
@@ -117,7 +117,7 @@ BATCH: dict[str, Callable[[Arguments], Any]] = {
 
 
 def rows_of(a: Arguments) -> list[tuple[int, int, int]]:
-    """List the first and the last query row of each sequence, and its tokens."""
+    """List the first query row of each sequence, the row after its last, and its number of tokens."""
     ends = a["cu_seqlens_q"].tolist()
     return [(ends[i], ends[i + 1], s) for i, s in enumerate(a["seq_lens"].tolist())]
 

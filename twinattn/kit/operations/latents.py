@@ -1,4 +1,4 @@
-"""Latents: a write of new ones, and a prompt over keys and values that are made of them."""
+"""Latents: a write of new ones, and a prefill over keys and values expanded from them."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ from twinattn.kit.operations.written import (
 
 
 def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw latents and rotary keys, and a pool of numbers or of fp8, with elements after them."""
+    """Draw latents and rotary keys, and a pool, unquantized or fp8, with unused elements at the end of rows."""
     drawn, t, p, r, rope = Drawn(case, dtype), case["tokens"], case["block_size"], case["rank"], case["rope"]
     n, rows = t // p + 3, t + case["padding"]
     latent, rope_key = drawn.normal(rows, r), drawn.normal(rows, rope)
@@ -59,7 +59,7 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def latents_written(a: Arguments, compute: torch.dtype, rope_scale: float | None = None) -> Answers:
-    """Return the pool after the write; of fp8 as numbers."""
+    """Return the pool after the write, an fp8 pool as float32."""
     cache, t = a["cache"], len(a["slot_mapping"])
     parts = [x[:t].double() for x in (a["latent"], a["rope_key"])]
     width = sum(x.shape[1] for x in parts)
@@ -105,7 +105,7 @@ MLA_WRITE = Operation(
         Special("many", MANY_TOKENS.promise, dict(tokens=(MANY,), rank=(5,)), once=True),
         Special(
             "saturates",
-            "What is too large for fp8 becomes its largest number, infinity too.",
+            "Numbers beyond fp8, infinity too, become its largest.",
             dict(values=("large",), stored=("e4m3", "e5m2")),
             ("cache_scale",),
         ),
@@ -129,11 +129,11 @@ MLA_WRITE = Operation(
     ),
 )
 
-# --- a prompt over latents ---
+# --- a prefill over latents ---
 
 
 def draw_prefill(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw new tokens, and the latents of their context alone: rows of new tokens in the pool are not read."""
+    """Draw new tokens, and a pool with the latents of their context: slots of new tokens may not be read."""
     drawn = Drawn(case, dtype)
     lens = case["lens"]
     a = drawn.lengths(lens)
@@ -161,7 +161,7 @@ def draw_prefill(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def prefilled(a: Arguments, compute: torch.dtype, *, context: bool = True, causal: bool = True) -> Answers:
-    """Make keys and values of all tokens of a sequence, and attend in one softmax."""
+    """Expand keys and values of all tokens of a sequence, and attend in one softmax."""
     rank, h = a["latent"].shape[1], a["query"].shape[1]
     query, rows = a["query"].to(compute), a["cache"].flatten(0, 1)[:, : rank + a["rope_key"].shape[1]].to(compute)
     new = torch.cat([a["latent"], a["rope_key"]], dim=1).to(compute)
@@ -179,7 +179,7 @@ def prefilled(a: Arguments, compute: torch.dtype, *, context: bool = True, causa
 
 
 def prefill_plan(a: Arguments) -> Any:
-    """Plan chunks of the context that fit into a workspace of some tokens for each sequence."""
+    """Plan chunks of context for a workspace of some tokens per sequence."""
     b = max(1, len(a["seq_lens"]))
     return mla.plan_prefill(batch_of(a), block_size=a["cache"].shape[1], workspace=a["workspace"] * b)
 
@@ -242,7 +242,7 @@ MLA_PREFILL = Operation(
     has_out=True,
     size=lambda a: 12.0,
     mistakes=(
-        Mistake("context-left-out", "New tokens see each other alone.", lambda a, c: prefilled(a, c, context=False)),
+        Mistake("context-left-out", "New tokens do not see the context.", lambda a, c: prefilled(a, c, context=False)),
         Mistake("new-tokens-not-causal", "New tokens see later ones.", lambda a, c: prefilled(a, c, causal=False)),
         Mistake(
             "rotary-part-left-out",

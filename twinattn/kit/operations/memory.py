@@ -1,4 +1,4 @@
-"""Where tensors lie in memory: with other strides, with poison around and between their elements, or far apart."""
+"""Memory layouts of tensors: other strides, poison around and between their elements, large offsets."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,21 @@ from twinattn.kit.kernel import LARGE, untouched
 from twinattn.kit.operations.operation import Operation, with_tensors, word_of
 
 MARGIN = 64  # elements before and after each tensor
-POISON = (torch.nan, torch.inf, 1e4)  # in tensors of numbers, one after the other
-NONSENSE = (-1, 2**30, -7)  # in tables
+POISON = (torch.nan, torch.inf, 1e4)  # one per case, in floating-point tensors
+NONSENSE = (-1, 2**30, -7)  # one per case, in tables
 LAYOUTS = ("reversed", "gaps", "apart")
 
 
 @dataclass
 class Placed:
-    """A tensor in the middle of a larger memory, and that memory as it was before the call."""
+    """A tensor in the middle of a larger memory, and a copy of that memory before the call."""
 
     view: Tensor
     memory: Tensor
     before: Tensor | None = None
 
     def keep(self) -> None:
-        """Remember what the memory holds."""
+        """Copy the memory, to compare it after the call."""
         self.before = self.memory.clone()
 
     def was_written_outside(self) -> bool:
@@ -37,7 +37,7 @@ class Placed:
         return not torch.equal(bits_of(now), bits_of(self.before))
 
     def was_written(self) -> bool:
-        """Return whether any of it has changed."""
+        """Return whether any of the memory has changed."""
         assert self.before is not None
         return not torch.equal(bits_of(self.memory), bits_of(self.before))
 
@@ -53,7 +53,7 @@ def place(x: Tensor, layout: str, device: str) -> Placed:
         strides = [stride * (2 if layout == "apart" else 1) for stride in _side_by_side(sizes)]
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if x.numel() else 0
     count = (span + 2 * MARGIN) * x.element_size()
-    fill = 0 if x.dtype == torch.bool else 255  # NaN in every floating type, -1 in whole numbers
+    fill = 0 if x.dtype == torch.bool else 255  # NaN in every floating-point type, -1 in signed integers
     memory = torch.full((count,), fill, dtype=torch.uint8, device=device).view(x.dtype)
     view = memory.as_strided(sizes, strides, MARGIN)
     bits_of(view).copy_(bits_of(x.contiguous()))
@@ -69,7 +69,7 @@ def _side_by_side(sizes: list[int]) -> list[int]:
 
 
 def layout_of(operation: Operation, name: str, layout: str, dense: frozenset[str]) -> str:
-    """Return the layout of a tensor where those that may have any strides get one."""
+    """Return the layout of a tensor: `layout` if it may have any strides, "gaps" for tables, else "dense"."""
     if name in dense or word_of(name) in dense:
         return "dense"
     if word_of(name) in operation.strided:
@@ -78,7 +78,7 @@ def layout_of(operation: Operation, name: str, layout: str, dense: frozenset[str
 
 
 def far_apart(operation: Operation, arguments: Arguments) -> Arguments:
-    """Return the arguments with the blocks of pools more than 2^31 elements apart, in memory that is hardly touched."""
+    """Return the arguments with pools that span more than 2^31 elements, in memory that is mostly never written."""
 
     def far(name: str, x: Tensor) -> Tensor:
         if word_of(name) not in operation.pools or len(x) < 2:
@@ -91,7 +91,7 @@ def far_apart(operation: Operation, arguments: Arguments) -> Arguments:
 
 
 def poisoned(operation: Operation, arguments: Arguments, unread: dict[str, Tensor], turn: int) -> Arguments:
-    """Return the arguments with NaN, infinity or a large number where nothing may be read, and nonsense in tables."""
+    """Return the arguments with NaN, infinity or a large number in unread elements, and invalid entries in tables."""
 
     def spoil(name: str, x: Tensor) -> Tensor:
         if name not in unread:

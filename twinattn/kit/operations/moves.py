@@ -1,4 +1,4 @@
-"""Whole blocks and tokens that move: `gather`, `copy_blocks`, `swap_blocks`. Nothing is computed: bits stay."""
+"""Copies of tokens and blocks, bit for bit: `gather`, `copy_blocks`, `swap_blocks`."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ MOVED = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn),
     *(torch.float64, torch.int32),
 )
-OTHERS = (torch.int8, torch.float32, torch.bfloat16)  # types of pools beside those of the type of a case
-MANY = 65600  # more than a grid of 16 bits has
+OTHERS = (torch.int8, torch.float32, torch.bfloat16)  # types of pools, in addition to that of the case
+MANY = 65600  # more than 16 bits count
 
 
 PAST_TILES = dict(
@@ -89,7 +89,7 @@ GATHER = Operation(
     mistakes=(
         Mistake(
             "blocks-in-order",
-            "Takes the first blocks of the pool, and not those of the table.",
+            "Takes the first blocks of the pool, not those of the table.",
             lambda a, compute: gathered({**a, "blocks": torch.arange(len(a["blocks"]))}, compute),
         ),
         Mistake(
@@ -109,7 +109,7 @@ GATHER = Operation(
 
 
 def layers(case: Case, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shape of a block in each pool: every second one is smaller, in some cases the first of them."""
+    """Return the shape of a block in each pool: every second one has one dimension less, in some cases the first."""
     first = case.seed // 2 % 2
     return [shape[(i + first) % 2 :] for i in range(case["caches"])]
 
@@ -123,7 +123,7 @@ def pools(case: Case, drawn: Drawn, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def draw_copy(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw pools, and pairs of which some sources are destinations of others."""
+    """Draw pools, and pairs in which some sources are destinations of other pairs."""
     drawn, k = Drawn(case, dtype), case["pairs"]
     n = case["blocks"] + k
     caches = pools(case, drawn, *((n, *shape) for shape in layers(case, case["block"])))
@@ -133,13 +133,13 @@ def draw_copy(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def _overwritten(name: str, pools: list[Tensor], blocks: set[int]) -> dict[str, Tensor]:
-    """Return which elements of pools are in blocks that are overwritten, and never read."""
+    """Return masks of the elements of pools in some blocks, which are overwritten, or never read."""
     lost = torch.tensor([i in blocks for i in range(len(pools[0]))] if pools else [], dtype=torch.bool)
     return {f"{name}[{i}]": lost.reshape(-1, *[1] * (x.ndim - 1)).expand(x.shape) for i, x in enumerate(pools)}
 
 
 def _pairs(drawn: Drawn, sources: int, to: list[int]) -> Tensor:
-    """Return pairs of any source and each destination; in every second case sources are destinations, too."""
+    """Return a pair of a random source and each destination; in every second case sources are destinations, too."""
     k = len(to)
     among = [to[i] for i in drawn.order(k)] if drawn.case.seed % 2 and max(to, default=0) < sources else []
     sources_of = among or drawn.whole(0, max(1, sources), k).tolist()
@@ -195,7 +195,7 @@ COPY = Operation(
     mistakes=(
         Mistake(
             "copied-one-after-another",
-            "A block that is the destination of one pair and the source of a later one is overwritten before.",
+            "Copies one pair after the other: a source that is the destination of an earlier pair is lost.",
             copied_in_order,
         ),
         Mistake(

@@ -1,9 +1,9 @@
-"""An operation beside attention: how its inputs are drawn, its right output by plain arithmetic, and what it changes.
+"""An operation other than attention: its random inputs, its right output by plain arithmetic, and what it changes.
 
-Case        sizes and options by name, and a seed: what a report prints and `reproduce` takes
-Inputs      arguments drawn for a case, and the elements of them on which nothing may depend
+Case        sizes and options by name, and a seed: printed in reports, and passed to `reproduce`
+Inputs      arguments drawn for a case, and their elements on which no output may depend
 Operation   a row of the table `OPERATIONS`
-OperationKernel    a function that computes one, called with what its parameters name
+OperationKernel    a function that computes one, called with the arguments that its parameters name
 """
 
 import inspect
@@ -19,13 +19,13 @@ from twinattn.kit.example import Arguments
 from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, unknown_words
 from twinattn.kit.operations.tiles import Dimension
 
-Answers = dict[str, Any]  # tensors, lists of tensors of which any is right, numbers
-Oracle = Callable[[Arguments, torch.dtype], Answers]  # the arguments, and the type to compute in
+Answers = dict[str, Any]  # tensors, lists of tensors that are all right, numbers
+Oracle = Callable[[Arguments, torch.dtype], Answers]  # takes the arguments, and the type to compute in
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call in plain numbers.
+    """A call as plain numbers.
 
     Attributes:
         path: name of the operation.
@@ -51,8 +51,8 @@ class Inputs:
 
     Attributes:
         arguments: tensors, lists of tensors, and numbers by name.
-        unread: for a tensor by name (`caches[0]` in a list) True at elements on which no output may depend.
-        dense: names of tensors whose elements have to lie side by side in this call.
+        unread: masks by the name of a tensor (`caches[0]` in a list), True at elements on which no output may depend.
+        dense: names of tensors that have to be contiguous in this call.
     """
 
     arguments: Arguments
@@ -62,7 +62,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known mistake: its name, a sentence, and the output that it gives."""
+    """A known mistake: its name, a sentence, and its output."""
 
     name: str
     says: str
@@ -74,11 +74,11 @@ class Special:
     """A property of one operation: the common check over some sizes, options or values.
 
     Attributes:
-        name: in a word or two.
-        promise: in a sentence.
-        sizes: choices in place of those of the operation.
-        needs: parameters that a function must have to be asked.
-        once: whether it is one large case, in the first type alone.
+        name: a word or two.
+        promise: the guarantee in a sentence.
+        sizes: choices that replace those of the operation.
+        needs: parameters that a function must have.
+        once: whether it is one large case, tried in the first type only.
     """
 
     name: str
@@ -90,38 +90,38 @@ class Special:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is checked of an operation.
+    """An operation, with everything that its properties need.
 
     Attributes:
         name: of the path.
-        function: name of the function in a module that has it.
-        signature: words that a function may take, with shapes, for people.
+        function: name of the function in a module.
+        signature: the arguments that a function may take, with shapes, as text.
         draw: makes inputs of a case, in a type.
-        oracle: the right outputs, and what tensors that change hold afterwards, by name. An output that is a list of
-            tensors may be any of them, element by element.
+        oracle: returns the right outputs, and the right content of changed tensors, by name. If it returns a list of
+            tensors, each element may be that of any of them.
         sizes: choices of each size, the simplest first.
-        dimensions: by name, what is drawn past the sizes of tiles.
+        dimensions: by name, the sizes that are also drawn past those of tiles.
         options: the neutral value of each option; the others are those in `sizes`. A function without a parameter of
             that name gets only calls with the neutral value.
         specials: more properties.
-        derived: words that are made of the arguments when a function asks for them, such as a plan.
-        outputs: names of what a function returns, in order; none if it only changes arguments.
+        derived: arguments that are made of others for a function that takes them, such as a plan.
+        outputs: names of the returned values, in order; none if a function only changes arguments.
         changes: arguments that are changed in place.
         exact: names that are compared bit by bit; the others by the tolerance.
-        moves: whether nothing is computed, so that a NaN keeps its bits, too.
+        moves: whether data only moves, so that a NaN keeps its bits, too.
         optional: outputs that a function need not return.
-        types: for an output that has to have the type of an argument, the name of that argument.
+        types: for an output that must have the type of an argument, the name of that argument.
         strided: tensors that may have any strides.
-        tables: tensors of numbers of blocks, whose rows may be a part of a larger table.
-        pools: tensors whose first dimension may be far apart, beyond offsets of 32 bits.
-        flips: tensors of whole numbers that stay legal if they are flipped.
-        seen: makes the named outputs of what came and of the arguments after the call, where that is not by position.
-        invoke: calls the function, where that is not once with the arguments.
+        tables: tensors of block numbers; their rows may be part of a larger table.
+        pools: tensors with a first dimension that may span more than 2^31 elements.
+        flips: tensors of integers that stay valid if they are flipped.
+        seen: makes the named outputs from the returned value and the arguments after the call, if `outputs` does not.
+        invoke: calls the function, if one call with the arguments is not enough.
         nan: arguments in which a NaN must show in the output.
-        has_out: whether the output can be written to memory that is given as `out`.
+        has_out: whether it takes memory for the output as `out`.
         dtypes: types of the numbers.
-        size: the size of the terms that an output is the sum of; the largest output if None.
-        terms: how many terms an output is the sum of: where no type is wider, so many roundings are allowed.
+        size: the size of the terms of an output, which is their sum; the largest output if None.
+        terms: the number of terms of an output: if no type is wider, so many roundings are allowed.
         mistakes: known mistakes.
     """
 
@@ -161,7 +161,7 @@ class Operation:
         return [*drawn, *self.derived, *(["out"] if self.has_out else [])]
 
     def cases(self, kernel: "OperationKernel", about: str, chosen: Mapping[str, Any], count: int) -> list[Case]:
-        """Draw cases: the first has the first choice of every size, and each choice comes up as often as another."""
+        """Draw cases: the first has the first choice of every size, and all choices of a size are equally frequent."""
         choices = {**self.sizes, **{name: (value,) for name, value in self.options.items()}, **chosen}
         choices |= {name: tuple(kernel.limits[name]) for name in kernel.limits.keys() & choices.keys()}
         drawn = random.Random(f"{self.name} {about}")
@@ -169,9 +169,9 @@ class Operation:
         return [Case(self.name, {name: next(column) for name, column in columns.items()}, i) for i in range(count)]
 
     def cases_past_tiles(self, kernel: "OperationKernel", chosen: Mapping[str, Any]) -> list[Case]:
-        """Draw cases in which one dimension after the other fills a tile and is past it, whatever the other choices.
+        """Draw cases in which each dimension in turn fills a tile, or is past it, with any other choices.
 
-        A claim of a size is kept: dimensions that need others are left out.
+        Dimensions that need sizes which the function does not claim are left out.
         """
         large = [sizes for dimension in self.dimensions.values() for sizes in dimension.cases()]
         large = [x for x in large if all(x[n] in kernel.limits[n] for n in kernel.limits.keys() & x.keys())]
@@ -180,7 +180,7 @@ class Operation:
 
 
 def _in_turn(values: tuple[Any, ...], drawn: random.Random) -> Iterator[Any]:
-    """Yield the first value, and then all of them over and over, each time in another order."""
+    """Yield the first value, and then all of them repeatedly, each time in another order."""
     yield values[0]
     while True:
         yield from drawn.sample(values, len(values))
@@ -198,7 +198,7 @@ def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Tensor]) -> Arguments:
-    """Return the arguments with other tensors, each made of the one that it replaces and its name."""
+    """Return the arguments with each tensor replaced by `change(name, tensor)`."""
     changed = dict(arguments)
     for name, x in arguments.items():
         if isinstance(x, Tensor):
@@ -219,9 +219,9 @@ class OperationKernel:
 
     Attributes:
         name: for the report.
-        operation: what it computes.
-        function: what is called, with the arguments that its parameters name.
-        limits: sizes that are asked for, which go before those that the function claims.
+        operation: the operation that it computes.
+        function: is called with the arguments that its parameters name.
+        limits: sizes that replace those that the function claims.
     """
 
     name: str
@@ -231,7 +231,7 @@ class OperationKernel:
     limits: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that every required parameter is a word of the operation, and read what the function claims."""
+        """Check that the operation has an argument for every required parameter, and read the claims."""
         self.parameters = inspect.signature(self.function).parameters
         words = self.words()
         for name, hint in unknown_words(self.parameters, words).items():
@@ -262,7 +262,7 @@ class OperationKernel:
         return self.operation.words()
 
     def _asked_for(self) -> dict[str, Any]:
-        """Return the sizes asked for by the operation's names; heads and sizes of the command line are pairs."""
+        """Return `limits` with the operation's names of sizes; those of the command line may be pairs."""
         sizes, found = self.operation.sizes, {}
         for name, values in self.limits.items():
             name = IN_CASES.get(name, name)
@@ -275,7 +275,7 @@ class OperationKernel:
         return word in self.parameters or any(word in IN[x] for x in IN.keys() & self.parameters.keys())
 
     def asked(self, arguments: Arguments) -> Arguments:
-        """Make what the parameters name out of the arguments of a call."""
+        """Return an argument for each parameter, if there is one."""
         asked = {}
         for name in self.parameters:
             if name in arguments:
@@ -285,7 +285,7 @@ class OperationKernel:
         return asked
 
     def __call__(self, arguments: Arguments) -> Answers:
-        """Call the function, and return what came and what was changed by name."""
+        """Call the function, and return its outputs and the changed arguments by name."""
         with filled_memory():
             if self.operation.invoke is not None:
                 came = self.operation.invoke(self, arguments)
@@ -297,12 +297,12 @@ class OperationKernel:
         return {**named(came, self.operation.outputs, self.operation.optional), **changed}
 
 
-IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # words of the command line
-IN = {"plan": ("window_size", "num_accepted"), "options": ("sinks",)}  # words that others include
+IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # names of the command line -> names in cases
+IN = {"plan": ("window_size", "num_accepted"), "options": ("sinks",)}  # arguments that contain others
 
 
 def named(came: Any, names: tuple[str, ...], optional: frozenset[str] = frozenset()) -> Answers:
-    """Name what a function returned: a tensor, or several in order."""
+    """Return the outputs of a function by name: one tensor, or several in order."""
     if not names:
         return {}
     parts = (came,) if isinstance(came, Tensor) else came

@@ -1,15 +1,15 @@
-"""The properties of operations: one check, over cases and over what is done to the inputs of a call.
+"""The properties of operations: one comparison, over random cases and several changes to the inputs.
 
-output      right, over drawn sizes; with each option, and with several
-past tiles  right, where a dimension fills a tile of a kernel, and where it is past it
-unread      NaN, infinity, large numbers and nonsense where nothing may be read
+output      the output is right for random sizes, with each option, and with several
+past tiles  the same for dimensions that fill a tile of a kernel, or are past it
+unread      NaN, infinity, large numbers and invalid indices in elements that may not be read
 strides     tensors with other strides, and NaN between their elements
-writes      nothing is written but the output: inputs, and memory around each tensor
-process     the process is as before: random numbers, default type, threads
-again       other calls before and after, and other numbers in the same memory
+writes      only the output is written: no input, and no memory around a tensor
+process     the process is unchanged: random numbers, default type, threads
+again       other calls before and after, and new values in the same memory
 nan         a NaN that an output depends on is not hidden
-out         memory that is given for the output
-offsets     blocks that lie more than 2^31 elements apart
+out         memory for the output
+offsets     pools that span more than 2^31 elements
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +36,8 @@ from twinattn.kit.operations.operation import (
 from twinattn.kit.process import left_alone, restored
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 
-SHOWN = 1e-3  # relative to the largest output: what moves by more depends on a number
-EVIDENCE = 6  # calls that a mistake has to explain, beside the one that failed
+SHOWN = 1e-3  # an output that changes by more, relative to the largest, depends on an input
+EVIDENCE = 6  # calls that a mistake has to explain, in addition to the one that failed
 REPEATS = 6  # repeats of a failed call
 NOT_DETERMINISTIC = (
     "not-deterministic",
@@ -47,7 +47,7 @@ NOT_DETERMINISTIC = (
 
 @dataclass
 class Trial:
-    """A call: its arguments as they were before it, what came, and the size of the terms of its output."""
+    """A call: a copy of its arguments, its outputs, and the size of their terms."""
 
     arguments: Arguments = field(default_factory=dict)
     came: Answers = field(default_factory=dict)
@@ -56,20 +56,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class OperationProperty:
-    """One thing that a function promises.
+    """One guarantee of a function.
 
     Attributes:
-        name: in a word or two.
-        promise: in a sentence.
-        operation: what it is about.
+        name: a word or two.
+        promise: the guarantee in a sentence.
+        operation: the operation of the function.
         check: calls the function on a case, and raises `Broken`.
-        sizes: choices in place of those of the operation.
-        needs: parameters that a function must have to be asked.
-        most: cases at most.
-        on_cpu: whether it is asked on a CPU only.
-        once: whether its cases are large, and tried in the first type alone.
-        all_options: whether each case has any of the options that a function takes.
+        sizes: choices that replace those of the operation.
+        needs: parameters that the function must have.
+        most: the most cases.
+        on_cpu: whether it is checked on a CPU only.
+        once: whether its cases are large, and tried in the first type only.
+        all_options: whether cases combine all options that the function takes.
         past_tiles: whether its cases are those of `Operation.dimensions`.
+        compares_lse: always False, as in `Property`.
     """
 
     name: str
@@ -86,7 +87,7 @@ class OperationProperty:
     compares_lse: bool = False
 
     def not_asked(self, kernel: OperationKernel, device: str) -> str | None:
-        """Return why this is not asked of a function, or None if it is."""
+        """Return why this does not apply to a function, or None if it does."""
         if self.name in kernel.claims.not_claimed:
             return kernel.claims.not_claimed[self.name]
         for word in self.needs:
@@ -101,7 +102,7 @@ class OperationProperty:
 
         Raises:
             Broken: if the property does not hold; its `trial` is the last call.
-            RefusedError: if the function says that it does not compute this.
+            RefusedError: if the function refuses the case.
         """
         call = _Call(kernel, self.operation, case, dtype, device)
         try:
@@ -119,7 +120,7 @@ class OperationProperty:
         examples: int,
         on_example: Callable[[str, Any], None] | None,
     ) -> dict[str, Any]:
-        """Search a case in which it does not hold; return the fields of a finding."""
+        """Search for a case in which it does not hold, and return the fields of a finding."""
         tried, refused, reason, trials = 0, 0, "", []
         chosen = dict(self.sizes)
         if self.all_options:
@@ -145,8 +146,8 @@ class OperationProperty:
         return dict(outcome=outcome, detail=detail, examples=tried, refused=refused)
 
     def _cases(self, kernel: OperationKernel, chosen: Mapping[str, Any], examples: int, i: int) -> list[Case]:
-        """Draw cases for the type number `i`: fewer for those after the first."""
-        if self.past_tiles:  # few of them, and cheap: all, whatever the number of examples
+        """Draw cases for the type with index `i`, fewer after the first."""
+        if self.past_tiles:  # few and cheap: all of them, whatever the number of examples
             return self.operation.cases_past_tiles(kernel, chosen)[: kernel.claims.max_examples]
         count = min(1 if self.once else self.most, examples, kernel.claims.max_examples or examples)
         return self.operation.cases(kernel, self.name, chosen, count if i == 0 else -(-count // 2))
@@ -184,7 +185,7 @@ class OperationProperty:
     def _smaller(
         self, kernel: OperationKernel, case: Case, dtype: torch.dtype, device: str, error: Broken
     ) -> tuple[Case, Broken]:
-        """Put simpler choices in the place of others as long as the case fails."""
+        """Replace choices by simpler ones as long as the case still fails."""
         choices = {**self.operation.sizes, **self.sizes}
         for name, value in case.sizes.items():
             values = kernel.limits.get(name, choices[name])
@@ -216,14 +217,14 @@ class OperationProperty:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether two outputs are nearly the same, as sums in another order are."""
+    """Return whether two outputs differ by no more than sums in different orders would."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not one.is_floating_point():
         return bool(torch.equal(one, other)) if isinstance(one, Tensor) else bool(one == other)
     return torch.allclose(one.double(), other.double(), rtol=0.02, atol=0.02, equal_nan=True)
 
 
 class _Call:
-    """A case and what is asked of the function with it; `trial` is the last call."""
+    """The calls of a function on one case; `trial` is the last of them."""
 
     def __init__(
         self, kernel: OperationKernel, operation: Operation, case: Case, dtype: torch.dtype, device: str
@@ -235,7 +236,7 @@ class _Call:
         self.trial = Trial(size=self.size)
 
     def place(self, arguments: Arguments, layout: str = "dense") -> Arguments:
-        """Put the tensors into memory with margins, and with other strides where they may have any."""
+        """Copy the tensors into memory with margins, and with other strides where they may have any."""
 
         def put(name: str, x: Tensor) -> Tensor:
             self.placed[name] = place(x, layout_of(self.operation, name, layout, self.inputs.dense), self.device)
@@ -244,7 +245,7 @@ class _Call:
         return with_tensors(arguments, put)
 
     def ask(self, arguments: Arguments) -> Answers:
-        """Call the function, and turn what it raises into what it means."""
+        """Call the function, and translate what it raises into `RefusedError`, `CrashedError` or `Broken`."""
         before = with_tensors(arguments, lambda _, x: x.detach().cpu().clone(memory_format=torch.contiguous_format))
         self.trial = Trial(before, size=self.size)
         try:
@@ -253,7 +254,7 @@ class _Call:
                 synchronize({"device": torch.empty(0, device=self.device)})
         except NotImplementedError as error:
             raise RefusedError(str(error)) from error
-        except Exception as error:  # a stranger's function raises what it likes
+        except Exception as error:  # another author's function may raise anything
             says = (str(error).strip().splitlines() or [""])[0]
             if any(text in str(error) for text in self.kernel.claims.refusals):
                 raise RefusedError(says) from error
@@ -266,31 +267,31 @@ class _Call:
         return came
 
     def hold(self) -> None:
-        """Compare the last call with the right output."""
+        """Compare the output of the last call with the right one."""
         hold(self.operation, self.trial.arguments, self.trial.came, self.trial.size)
 
 
 def right(call: _Call) -> None:
-    """Compare what came with the right output."""
+    """Compare the output with the right one."""
     call.ask(call.place(call.inputs.arguments))
     call.hold()
 
 
 def unread(call: _Call) -> None:
-    """Put poison where nothing may be read."""
+    """Compare with poison in elements that may not be read."""
     spoiled = poisoned(call.operation, call.inputs.arguments, call.inputs.unread, call.case.seed)
     call.ask(call.place(spoiled))
     call.hold()
 
 
 def strides(call: _Call) -> None:
-    """Give tensors with other strides."""
+    """Compare with tensors of other strides."""
     call.ask(call.place(call.inputs.arguments, LAYOUTS[call.case.seed % len(LAYOUTS)]))
     call.hold()
 
 
 def writes(call: _Call) -> None:
-    """Look at the inputs and at the memory around each tensor after the call."""
+    """Check that a call changes no input, and no memory around a tensor."""
     given = call.place(call.inputs.arguments, ("dense", *LAYOUTS)[call.case.seed % 4])
     if call.operation.has_out and call.kernel.takes("out"):
         given = _with_out(call, given)
@@ -306,7 +307,7 @@ def writes(call: _Call) -> None:
 
 
 def again(call: _Call) -> None:
-    """Call with other sizes in between, and with other numbers in the same memory."""
+    """Compare a call after one of other sizes, with new values in the same memory; earlier outputs must not change."""
     given = call.place(call.inputs.arguments)
     first = call.ask(given)
     kept = {n: x for n, x in first.items() if isinstance(x, Tensor) and word_of(n) not in call.operation.changes}
@@ -320,7 +321,7 @@ def again(call: _Call) -> None:
         if word_of(name) in call.operation.flips:
             x.copy_(x.flip(0))
         elif word_of(name) in call.operation.strided and x.is_floating_point() and x.element_size() > 1:
-            changed = x * 0.75 if (x > 0).all() else x.neg() + 0.25  # a scale stays one
+            changed = x * 0.75 if (x > 0).all() else x.neg() + 0.25  # scales stay positive
             x.copy_(torch.where(x.isfinite(), changed, x))
     call.ask(given)
     try:
@@ -333,7 +334,7 @@ def again(call: _Call) -> None:
 
 
 def process(call: _Call) -> None:
-    """Look at what else a process has, before a call and after it."""
+    """Compare the state of the process before and after a call."""
     with restored():  # the first call may import, and compile
         call.ask(call.place(call.inputs.arguments))
     given = call.place(call.inputs.arguments)
@@ -342,7 +343,7 @@ def process(call: _Call) -> None:
 
 
 def nan(call: _Call) -> None:
-    """Put a NaN into an argument: it shows in every output that depends on it."""
+    """Put a NaN into an argument: every output that depends on it must be NaN."""
     words = [name for name in tensors_of(call.inputs.arguments) if word_of(name) in call.operation.nan]
     name = words[call.case.seed % len(words)]
 
@@ -375,7 +376,7 @@ def _with_out(call: _Call, given: Arguments) -> Arguments:
 
 
 def out(call: _Call) -> None:
-    """Give memory for the output: all of it is written, and it is what is returned."""
+    """Pass memory for the output: all of it is written, and it is returned."""
     given = _with_out(call, call.place(call.inputs.arguments))
     came = call.ask(given)
     call.hold()
@@ -386,23 +387,23 @@ def out(call: _Call) -> None:
 
 
 def offsets(call: _Call) -> None:
-    """Put the blocks of pools far apart."""
+    """Compare with pools that span more than 2^31 elements."""
     call.ask(far_apart(call.operation, call.inputs.arguments))
     call.hold()
 
 
 def of_operation(operation: Operation) -> list[OperationProperty]:
-    """List the properties of an operation, in the order in which they are asked."""
-    found = [OperationProperty("output", "What comes back, and what is changed, is right.", operation, right)]
+    """List the properties of an operation, in the order in which they are checked."""
+    found = [OperationProperty("output", "Outputs and changed arguments are right.", operation, right)]
     for name, neutral in operation.options.items():
         values = tuple(x for x in operation.sizes[name] if x != neutral)
-        promise = f"So it is with {name}."
+        promise = f"The same with {name}."
         found.append(OperationProperty(name.replace("_", " "), promise, operation, right, {name: values}, (name,)))
     if len(operation.options) > 1:
-        says = "So it is with several options at once."
+        says = "The same with several options at once."
         found.append(OperationProperty("together", says, operation, right, all_options=True))
     if operation.dimensions:
-        says = "Any dimension may fill a tile of a kernel, and be past it: up to 8,193."
+        says = "Any dimension may fill a tile of a kernel exactly, or be past it, up to 8,193."
         found.append(
             OperationProperty("past tiles", says, operation, right, once=True, all_options=True, past_tiles=True)
         )
@@ -419,16 +420,16 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
     says = "A call leaves the process as it was: random numbers, default type, threads, and how numbers are computed."
     found.append(OperationProperty("process", says, operation, process, most=2))
     if operation.has_out:
-        says = "Memory that is given for the output is all written, and is what is returned."
+        says = "out= is written whole, and returned."
         found.append(OperationProperty("out", says, operation, out, {}, ("out",)))
     if operation.nan:
         found.append(OperationProperty("nan", "A NaN that an output depends on is not hidden.", operation, nan))
-    says = "A call does not depend on calls before it, and leaves what they returned alone."
+    says = "A call does not depend on earlier calls, and does not change what they returned."
     found.append(OperationProperty("again", says, operation, again, most=6))
     if operation.pools:
-        says = "Offsets into a pool may be larger than 2^31 elements."
+        says = "Offsets into a pool may be larger than 2^31."
         found.append(OperationProperty("offsets", says, operation, offsets, most=3, on_cpu=True))
-    return sorted(found, key=lambda x: x.past_tiles or x.once)  # what takes longest comes last
+    return sorted(found, key=lambda x: x.past_tiles or x.once)  # the slowest come last
 
 
 def _first(operation: Operation) -> Case:

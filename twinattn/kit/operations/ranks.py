@@ -1,4 +1,4 @@
-"""Attention over ranks that share the keys of a sequence: each rank is called with its part, and all are compared."""
+"""Context parallelism: each rank is called with its share of the keys, and the outputs of all ranks are compared."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_lengths, of_size
 
 
 def draw_ranks(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw whole sequences, and give each rank its heads, its share of the context in a pool, and a block table."""
+    """Draw whole sequences, and per rank its query heads, a pool with its share of the context, and a block table."""
     drawn, p, ranks = Drawn(case, dtype), case["block_size"], case["ranks"]
     lens, run = case["lens"], min(case["interleave"], p)
     a, d = drawn.lengths(lens), case["head_size"]
@@ -58,7 +58,7 @@ def draw_ranks(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def over_ranks(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
-    """Attend with all heads to all tokens at once."""
+    """Return attention with all heads over all tokens at once."""
     query = torch.cat(a["query"], dim=1).to(compute)
     h, left = query.shape[1], a["window_size"][0]
     out, lse = query.new_zeros(*query.shape), query.new_full(query.shape[:2], -torch.inf)
@@ -86,14 +86,14 @@ def over_ranks(a: Arguments, compute: torch.dtype, form: str = "right") -> Answe
 
 
 def _on_rank(a: Arguments, pools: list[Tensor], i: int, j: int) -> Tensor:
-    """Return the token at position `j` of sequence `i`, which one of the ranks has."""
+    """Return the token at position `j` of sequence `i` from the pool of its rank."""
     run, ranks, p = a["interleave"], a["ranks"], pools[0].shape[1]
     rank, at = j // run % ranks, j // (run * ranks) * run + j % run
     return pools[rank][a["block_table"][rank][i, at // p].long(), at % p]
 
 
 def on_each_rank(kernel: OperationKernel, a: Arguments) -> Any:
-    """Call the function once per rank, and put the heads of all ranks side by side."""
+    """Call the function once per rank, and concatenate the heads of all ranks."""
 
     def call(group: Group) -> tuple[Tensor, ...]:
         rank = group.rank
@@ -107,7 +107,7 @@ def on_each_rank(kernel: OperationKernel, a: Arguments) -> Any:
 
 
 def rank_plan(a: Arguments) -> Any:
-    """Plan the part of a rank."""
+    """Return the plan of a rank."""
     more = dict(shard=a["shard"], block_size=a["key_cache"].shape[1], window_size=a["window_size"])
     return context_parallel.plan(batch_of(a), **more)
 

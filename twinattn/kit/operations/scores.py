@@ -1,4 +1,4 @@
-"""Attention and its like over what the kit has no path for: index scores, int8 pools, sinks."""
+"""Attention that is not among the kit's paths: index scores, int8 pools, sinks added to an output."""
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def softmax(scores: Tensor, mask: Tensor, values: Tensor) -> tuple[Tensor, Tenso
 
 
 def paged(drawn: Drawn) -> tuple[Arguments, dict[str, Tensor], Tensor, int]:
-    """Draw a ragged batch and its block table, and return which rows of a pool are free, and its blocks."""
+    """Draw a ragged batch and its table; return both, masks of unused entries and slots, and the number of blocks."""
     case = drawn.case
     a, lens = drawn.lengths(case["lens"]), [s for _, s in case["lens"]]
     table, past, n = drawn.table(lens, case["block_size"])
@@ -62,7 +62,7 @@ def paged(drawn: Drawn) -> tuple[Arguments, dict[str, Tensor], Tensor, int]:
 
 
 def expanded(free: Tensor, pool: Tensor) -> Tensor:
-    """Return which elements of a pool belong to free rows."""
+    """Return a mask of the elements of a pool in free slots."""
     return free.reshape(*free.shape, *[1] * (pool.ndim - 2)).expand(pool.shape)
 
 
@@ -70,7 +70,7 @@ def expanded(free: Tensor, pool: Tensor) -> Tensor:
 
 
 def draw_scores(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw index queries, weights of both signs, and the pool of index keys, of numbers or of bytes."""
+    """Draw index queries, weights of both signs, and a pool of index keys, unquantized or as bytes."""
     drawn = Drawn(case, dtype)
     a, past, free, n = paged(drawn)
     t, h, d, p = int(a["cu_seqlens_q"][-1]) + case["padding"], case["heads"], case["head_size"], case["block_size"]
@@ -91,7 +91,7 @@ def draw_scores(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def index_scores(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
-    """Return the weighted sum of the products above 0, head by head."""
+    """Return the weighted sum over heads of the ReLU of the products."""
     pool, p = a["index_cache"], a["index_cache"].shape[1]
     keys = index_parts(pool)[0] * index_parts(pool)[1] if pool.dtype == torch.uint8 else pool
     keys = keys.flatten(0, 1).to(compute)
@@ -156,7 +156,7 @@ INDEX_SCORES = Operation(
     mistakes=(
         Mistake(
             "weights-before-relu",
-            "A weight is multiplied in before the ReLU: negative ones vanish.",
+            "Products are multiplied by their weight before the ReLU: those with a negative weight vanish.",
             lambda a, c: index_scores(a, c, "weights first"),
         ),
         Mistake("without-relu", "There is no ReLU.", lambda a, c: index_scores(a, c, "no relu")),
@@ -200,7 +200,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     if case["values"] == "tiny":
         a["query"], a["softmax_scale"] = a["query"] * TINY[dtype], 0.21 / TINY[dtype]
     quotient = a["query"].double() / (a["query"].double().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    a["query"][(quotient % 1 - 0.5).abs() < 1e-4] = 0  # halves, of which float32 and float64 may differ
+    a["query"][(quotient % 1 - 0.5).abs() < 1e-4] = 0  # near halves, which float32 and float64 may round differently
     if case["values"] == "zeros":
         a["query"][::2], a["query"][1::2, :1] = 0, 0
     unread = {name: expanded(free, a[name]) for name in ("key_cache", "value_cache", "key_scales")}
@@ -208,7 +208,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def int8_attention(a: Arguments, compute: torch.dtype, *, one_scale: bool = False, round_query: bool = True) -> Answers:
-    """Round the queries as keys are, and attend to the numbers that int8 keys and values stand for."""
+    """Round the queries to int8, as keys are, and attend over the dequantized keys and values."""
     query, (h, dv) = a["query"].double(), (a["query"].shape[1], a["value_cache"].shape[-1])
     scale = (query.abs().amax(-1, keepdim=True).float() / 127).double()
     scale = scale.masked_fill(scale == 0, 1.0)
@@ -273,7 +273,7 @@ INT8 = Operation(
     mistakes=(
         Mistake(
             "int8-scale-of-first-head",
-            "All heads of a token have the scale of the first.",
+            "The scale of the first head is used for all heads of a token.",
             lambda a, c: int8_attention(a, c, one_scale=True),
         ),
         Mistake(
@@ -294,7 +294,7 @@ INT8 = Operation(
 
 
 def draw_sinks(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw outputs and log-sum-exps, some of queries that saw nothing."""
+    """Draw outputs and log-sum-exps, in some cases with fully masked queries."""
     drawn, t, h = Drawn(case, dtype), case["tokens"], case["heads"]
     lse = drawn.normal(t, h, dtype=torch.float32) * case["spread"]
     if case["blind"]:
@@ -326,7 +326,7 @@ ADD_SINKS = Operation(
     specials=(
         Special(
             "blind",
-            "A query that saw nothing returns 0, and the sink as LSE, whatever its output held.",
+            "A fully masked query returns 0, and the sink as LSE, whatever its output held.",
             dict(blind=(True,)),
         ),
         Special("range", "Log-sum-exps and sinks may be in the hundreds.", dict(spread=(60.0, 400.0))),
@@ -342,12 +342,12 @@ ADD_SINKS = Operation(
         Mistake("sinks-twice", "Sinks count twice.", lambda a, c: with_sinks(a, c, 2.0)),
         Mistake(
             "sinks-in-base-2",
-            "A sink is taken for a logarithm to base 2.",
+            "Sinks are treated as logarithms to base 2.",
             lambda a, c: with_sinks(a, c, base=0.6931471805599453),
         ),
         Mistake(
             "output-not-smaller",
-            "The outputs stay as they were.",
+            "The outputs are unchanged.",
             lambda a, c: with_sinks(a, c) | dict(out=a["out"].to(torch.float64)),
         ),
     ),

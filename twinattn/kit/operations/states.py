@@ -1,4 +1,4 @@
-"""Layers that keep a state: the convolution before them, and what tokens do to any state before them."""
+"""Layers that keep a state: the convolution before them, and the map that a step's tokens apply to a state."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((5, 5), (1, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((9, 12), (4, 4), (2, 30)), ((70, 70),))
 FEWER = (((1, 9), (2, 7)), ((2, 2), (1, 3), (1, 1)), ((1, 1),))
-FILLED = (  # numbers of tokens that fill a tile exactly, be it in tokens, or in as many as a state keeps, or nearly
+FILLED = (  # numbers of tokens that fill tiles of many sizes exactly or nearly
     tuple((n, n + i % 2) for i, n in enumerate(range(1, 65))),
     tuple((n, n + i % 2) for i, n in enumerate(n + more for n in range(72, 257, 8) for more in (-1, 0, 1))),
 )
@@ -24,7 +24,7 @@ EMPTY = ((), ((0, 0),), ((0, 5), (2, 2)))
 
 
 def draw_steps(case: Case, drawn: Drawn) -> tuple[Arguments, int]:
-    """Draw the lengths of sequences, their slots, of which one is padding, and which have a state."""
+    """Draw the lengths of sequences, their slots, in some cases with one as padding, and which have a state."""
     lens, drafts = case["lens"], case["num_accepted"]
     a, b = drawn.lengths(lens), len(lens)
     columns = max([1, *(q for q, _ in lens)]) if drafts else 1
@@ -39,7 +39,7 @@ def draw_steps(case: Case, drawn: Drawn) -> tuple[Arguments, int]:
 
 
 def paths_of(a: Arguments) -> list[tuple[int, int, int | None, list[int]]]:
-    """List of each sequence with new tokens its rows, the slot it begins with, and the slot after each token or -1."""
+    """List for each sequence with new tokens its rows, its initial slot, and the slot after each token, or -1."""
     found, ends = [], a["cu_seqlens_q"].tolist()
     for i, (q0, q1) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
         drafts = a["num_accepted"] is not None
@@ -133,7 +133,7 @@ CONVOLVE = Operation(
         Special("short steps", "With fewer new tokens than its width, older inputs of a state move.", dict(lens=FEWER)),
         Special(
             "filled tiles",
-            "A sequence may have any number of new tokens, also such as fill a tile of any width exactly.",
+            "A sequence may have any number of new tokens, also one that fills a tile exactly.",
             dict(lens=FILLED, channels=(1, 6)),
         ),
         Special("no state", "A width of 1 keeps no inputs.", dict(width=(1,))),
@@ -167,11 +167,11 @@ CONVOLVE = Operation(
         ),
         Mistake(
             "old-state-of-a-slot",
-            "A sequence that begins reads what its slot holds.",
+            "A new sequence reads the old state in its slot.",
             lambda a, compute: convolved(a, compute, zeros=False),
         ),
         Mistake(
-            "weights-reversed", "The first factor is that of the token itself.", lambda a, c: convolved(a, c, flip=True)
+            "weights-reversed", "The taps of the convolution are reversed.", lambda a, c: convolved(a, c, flip=True)
         ),
         Mistake("bias-left-out", "The bias is not added.", lambda a, c: convolved({**a, "bias": None}, c)),
     ),
@@ -196,7 +196,7 @@ def draw_map(case: Case, dtype: torch.dtype) -> Inputs:
     per_channel = (dk,) if case["per_channel"] else ()
     log_decay = -drawn.uniform(t, hv, *per_channel, low=0.01, high=0.7, dtype=torch.float32)
     beta = drawn.uniform(t, hv, low=0.1, high=0.9)
-    if case["gates"] != "usual":  # most tokens forget little; a few nearly everything, or all of it
+    if case["gates"] != "usual":  # every third token forgets nearly everything, or all of it
         log_decay[1::3] = {"large": -40.0, "forget": -torch.inf}[case["gates"]]
         log_decay[2::5], beta = -9.3, beta * 2
     a |= dict(
@@ -214,7 +214,7 @@ def draw_map(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def mapped(a: Arguments, compute: torch.dtype, *, decay_last: bool = False) -> Answers:
-    """Return the product of the matrices of all tokens, `decay (I - beta k k^T)`, and what zeros become."""
+    """Return the product of the matrices of all tokens, `decay (I - beta k k^T)`, and the state after zeros."""
     compute = torch.promote_types(compute, torch.float32)
     b, (hv, dv), dk = len(a["cu_seqlens_q"]) - 1, a["value"].shape[1:], a["key"].shape[-1]
     identity = torch.eye(dk, dtype=compute)
@@ -270,7 +270,7 @@ STATE_MAP = Operation(
         Special("forgets", "A decay of 0, whose logarithm is -inf, forgets everything.", dict(gates=("forget",))),
         Special(
             "long",
-            "Chunks of 64 tokens and more compose.",
+            "Sequences may have several chunks of 64 tokens.",
             dict(lens=(((130, 130),), ((64, 70), (65, 65))), heads=(1,), group=(1,)),
         ),
     ),
@@ -291,7 +291,7 @@ STATE_MAP = Operation(
 
 
 def draw_maps(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw maps of neighbouring runs of tokens."""
+    """Draw the maps of consecutive runs of tokens."""
     drawn, shape = Drawn(case, dtype), (case["sequences"], case["heads"])
     dk, dv = case["key_size"], case["value_size"]
     factors = [drawn.normal(*shape, dk, dk) / dk**0.5 for _ in range(case["maps"])]
@@ -299,7 +299,7 @@ def draw_maps(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def composed(a: Arguments, compute: torch.dtype, *, backwards: bool = False) -> Answers:
-    """Return the map of all runs: each added part goes through all later factors."""
+    """Return the map of all runs: each added part is multiplied by all later factors."""
     pairs = list(zip(a["factors"], a["added"], strict=True))
     factor = torch.eye(a["factors"][0].shape[-1], dtype=compute).expand(a["factors"][0].shape)
     added = torch.zeros(a["added"][0].shape, dtype=compute)
@@ -334,7 +334,7 @@ COMPOSE = Operation(
         Mistake("runs-backwards", "The last run comes first.", lambda a, c: composed(a, c, backwards=True)),
         Mistake(
             "added-without-later-factor",
-            "What a run adds does not go through the factors of later runs.",
+            "The added part of a run is not multiplied by the factors of later runs.",
             lambda a, c: composed(a, c) | dict(added=sum(x.to(c) for x in a["added"])),
         ),
     ),

@@ -1,25 +1,25 @@
-"""Sizes that tiles, launches and buffers are made of: each dimension of an operation is drawn past all of them.
+"""Usual sizes of tiles, launches and buffers: each dimension of an operation is drawn past all of them.
 
-A kernel that is right up to the size of its tile, its block of threads or its buffer is wrong past it: there the second
-tile begins. One number past each is enough, and the tiles that cost little are filled exactly, too.
+A kernel may be right up to the size of its tile, its thread block or its buffer, and wrong where the second tile
+begins. One number past each is enough; small tiles are also filled exactly.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SMALL = (8, 16, 32)  # these are filled exactly, too, and nearly
-TILES = (64, 128, 256, 512, 1024, 2048, 8192)
-FILLED = 128  # up to here a case fills the tile exactly, too
-BLOCKS = 256  # tokens in a block: the most that servers have
+SMALL = (8, 16, 32)  # drawn with one less, exactly, and one more
+TILES = (64, 128, 256, 512, 1024, 2048, 8192)  # drawn with one more
+FILLED = 128  # tiles up to this size are also drawn exactly
+BLOCKS = 256  # tokens in a block: the most in any server
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A dimension of an operation, and how it is made as large as a number.
+    """A dimension of an operation that is drawn past the sizes of tiles.
 
     Attributes:
-        sizes: makes the sizes of a case in which the dimension is so large; of others choices are drawn.
+        sizes: returns the sizes of a case in which the dimension is a given number; all others are drawn.
         most: the largest number that is drawn.
     """
 
@@ -34,14 +34,14 @@ class Dimension:
 
 
 def of_size(name: str, most: int = TILES[-1] + 1, multiple: int = 1, **others: Any) -> Dimension:
-    """Return a dimension that is a size itself, or the next multiple, beside others that keep the case small."""
+    """Return the dimension of a size, rounded up to a multiple, with other sizes that keep the case small."""
     return Dimension(lambda n: {name: n + -n % multiple, **others}, most)
 
 
 def of_lengths(
     keys: int = TILES[-1] + 1, queries: int = TILES[-1] + 1, sequences: int = TILES[-1] + 1, **others: Any
 ) -> dict[str, Dimension]:
-    """Return the dimensions of a ragged batch, up to some numbers: keys, under a few queries; queries; sequences."""
+    """Return the dimensions of a ragged batch, up to some numbers: keys of a few queries; queries; sequences."""
     return {
         "keys": Dimension(lambda n: dict(lens=((3, n + 1), (1, n), (2, n)), **others), keys),
         "queries": Dimension(lambda n: dict(lens=((n, n + 3), (1, 2)), **others), queries),

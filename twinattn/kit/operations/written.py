@@ -1,7 +1,7 @@
 """Writes of new tokens that round: index keys, fp8 and int8 pools, latents.
 
-A value rounded to a format may be either neighbour where it lies halfway, up to the rounding of its quotient in
-float32: so these outputs are lists, of which each element may be any. `ties` asks for exact halves.
+A quotient that is halfway between two numbers, up to its own rounding in float32, may be rounded either way: so the
+expected outputs are lists of tensors, and each element may be that of any of them. `ties` tests exact halves.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from twinattn.kit.operations.inputs import Drawn
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
 from twinattn.kit.operations.tiles import BLOCKS, of_size
 
-HALF = 3e-7  # how far a quotient in float32 may be off, relative
-TIED = (7.0, 1.0, 13.0, 0.75, 41.0, 47.0, 3.0)  # scales that a write makes: 127 / largest is not their inverse
-EXACT = (1.0, 0.5, 4.0, 2.0**-7)  # scales that are given, whose inverse is exact: a kernel may multiply by it
+HALF = 3e-7  # the relative error that a quotient in float32 may have
+TIED = (7.0, 1.0, 13.0, 0.75, 41.0, 47.0, 3.0)  # scales that a write computes: 127 / largest is not their inverse
+EXACT = (1.0, 0.5, 4.0, 2.0**-7)  # given scales with an exact inverse, so that a kernel may multiply by it
 MANY = 65600
 TOKENS = (5, 1, 17, 40)
 PAST_TILES = dict(
@@ -34,14 +34,14 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def to_fp8(quotient: Tensor, kind: torch.dtype, off: float = HALF) -> list[Tensor]:
-    """Round quotients to a format, saturating; each a little smaller, as it is, and a little larger."""
+    """Round quotients to a format, saturating, and do the same for slightly smaller and larger quotients."""
     largest = torch.finfo(kind).max
     near = [(quotient * (1 + sign * off)).clamp(-largest, largest).float() for sign in (-1, 0, 1)]
     return [x.to(kind).float() for x in near]
 
 
 def fp8_ties(drawn: Drawn, shape: torch.Size, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """Draw numbers that are a scale times the middle of two neighbours of a format, of any size; else 0."""
+    """Draw scaled midpoints of neighbouring numbers of a format; 0 where the type of the case cannot hold them."""
     known = torch.arange(256, dtype=torch.uint8).view(kind).double()
     known = known[known.isfinite() & (known >= 0)].unique()
     middles = (known[:-1] + known[1:]) / 2
@@ -50,18 +50,18 @@ def fp8_ties(drawn: Drawn, shape: torch.Size, scale: Tensor, kind: torch.dtype) 
 
 
 def as_exact(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that a type has exactly, and 0 in the place of others."""
+    """Convert numbers to a type, with 0 for those that are not exact in it."""
     return torch.where(x.to(dtype).double() == x, x, 0.0).to(dtype)
 
 
 def to_int8(quotient: Tensor, off: float = HALF) -> list[Tensor]:
-    """Round quotients to whole numbers from -127 to 127, to the even one of two."""
+    """Round quotients to integers from -127 to 127, ties to even; also slightly smaller and larger quotients."""
     near = [(quotient * (1 + sign * off)).round().clamp(-127, 127) for sign in (-1, 0, 1)]
     return [x.nan_to_num(0.0).to(torch.int8) for x in near]
 
 
 def written(pool: Tensor, rows: list[Tensor], slots: Tensor) -> list[Tensor]:
-    """Return a pool `[n, p, ...]` with rows in their slots, for each of several tensors of rows."""
+    """Return the pool `[n, p, ...]` after the write of each of several tensors of rows."""
     after = []
     for values in rows:
         flat = pool.flatten(0, 1).clone()
@@ -71,14 +71,14 @@ def written(pool: Tensor, rows: list[Tensor], slots: Tensor) -> list[Tensor]:
 
 
 def overwritten(pool: Tensor, slots: Tensor) -> Tensor:
-    """Return which elements of a pool `[n, p, ...]` are written, and never read."""
+    """Return a mask of the elements of a pool `[n, p, ...]` that a write overwrites."""
     lost = torch.zeros(pool.shape[0] * pool.shape[1], dtype=torch.bool)
     lost[slots[slots >= 0]] = True
     return lost.reshape(*pool.shape[:2], *[1] * (pool.ndim - 2)).expand(pool.shape)
 
 
 def fp8_of(pool: Tensor, kind: torch.dtype) -> Tensor:
-    """View a pool of fp8, or of its bytes, as numbers."""
+    """Return an fp8 pool, or its bytes, as float32."""
     return pool.contiguous().view(kind).float()
 
 
@@ -86,7 +86,7 @@ def fp8_of(pool: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def draw_index(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw index keys and their pool, of numbers or of bytes."""
+    """Draw index keys and their pool, unquantized or as bytes."""
     drawn, t, d, p = Drawn(case, dtype), case["tokens"], case["head_size"], case["block_size"]
     n = t // p + 3
     key = drawn.normal(t, d)
@@ -114,7 +114,7 @@ def index_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def index_written(a: Arguments, compute: torch.dtype, smallest: float = 1e-4, largest: float = 448.0) -> Answers:
-    """Return the pool after the write: values and scales if it is one of bytes."""
+    """Return the pool after the write, or its values and scales if it holds bytes."""
     pool, slots = a["index_cache"], a["slot_mapping"]
     if pool.dtype != torch.uint8:
         return dict(index_cache=written(pool, [a["key"]], slots)[0])
@@ -126,7 +126,7 @@ def index_written(a: Arguments, compute: torch.dtype, smallest: float = 1e-4, la
 
 
 def _between(near: list[Tensor]) -> list[Tensor]:
-    """List all numbers of float32 from the lowest to the highest of three tensors of them."""
+    """List all float32 numbers from the first to the last of three tensors."""
     found = [near[0]]
     while (found[-1] < near[-1]).any() and len(found) < 12:
         found.append(torch.minimum(found[-1].nextafter(near[-1]), near[-1]))
@@ -134,7 +134,7 @@ def _between(near: list[Tensor]) -> list[Tensor]:
 
 
 def seen_index(came: Any, a: Arguments) -> Answers:
-    """Return what the pool holds."""
+    """Return the content of the pool, or its values and scales if it holds bytes."""
     pool = a["index_cache"].detach().cpu()
     return (
         dict(index_cache=pool)
@@ -179,7 +179,7 @@ INDEX_WRITE = Operation(
         ),
         Mistake(
             "index-scale-of-240",
-            "Divides by 240, the largest of another format.",
+            "Divides by 240, the largest number of another format.",
             lambda a, c: index_written(a, c, largest=240.0),
         ),
     ),
@@ -213,7 +213,7 @@ def _unread(a: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw new keys and values, and pools of fp8 or of its bytes."""
+    """Draw new keys and values, and pools of fp8 or uint8."""
     drawn, a, n = _rows(case, dtype)
     kind, hk = FP8[case["format"]], case["heads"]
     pools = {
@@ -236,7 +236,7 @@ def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
 def fp8_written(
     a: Arguments, compute: torch.dtype, change: Callable[[Tensor, Tensor], Tensor] | None = None
 ) -> Answers:
-    """Return the pools after the write, as numbers."""
+    """Return the pools after the write as float32."""
     found = {}
     for name in ("key", "value"):
         scale = torch.as_tensor(a[f"{name}_scale"], dtype=torch.float32).double().reshape(-1, 1)
@@ -268,7 +268,7 @@ FP8_WRITE = Operation(
     ),
     dimensions=PAST_TILES | dict(heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)),
     specials=(
-        Special("saturates", "What is too large becomes the largest number, infinity too.", dict(values=("large",))),
+        Special("saturates", "Numbers beyond the format, infinity too, become its largest.", dict(values=("large",))),
         Special(
             "ties",
             "A quotient halfway between two numbers, subnormal ones too, is rounded to the even one.",
@@ -300,7 +300,7 @@ FP8_WRITE = Operation(
         ),
         Mistake(
             "fp8-does-not-saturate",
-            "What is too large becomes NaN, or infinity.",
+            "Numbers beyond the format become NaN, or infinity.",
             lambda a, c: fp8_written(
                 a, c, lambda x, scale: (x / scale).masked_fill((x / scale).abs() > 464, torch.nan)
             ),
@@ -318,7 +318,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         drawn.whole(-127, 128, n, p, hk, dv).to(torch.int8) if case["value_scales"] else drawn.normal(n, p, hk, dv)
     )
     value_scales = drawn.uniform(hk, dv, low=0.005, high=0.05, dtype=torch.float32)
-    if case["values"] == "ties":  # the largest of each key is 127 times its scale, if a type has that number
+    if case["values"] == "ties":  # the largest element of each key is 127 times its scale, which is exact
         tied = torch.tensor([x for x in TIED if float(torch.tensor(127 * x).to(dtype)) == 127 * x]).roll(case.seed)
         scale = tied[torch.arange(len(a["key"])) % len(tied)][:, None, None].double()
         value_scales = torch.tensor(EXACT)[torch.arange(hk * dv) % len(EXACT)].view(hk, dv)
@@ -338,7 +338,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def int8_written(a: Arguments, compute: torch.dtype, largest: float = 127.0, of_zeros: float = 1.0) -> Answers:
-    """Return the pools after the write; where a scale is not finite, the values of its token are those before."""
+    """Return the pools after the write; quantized values under a scale that is not finite are 0, to be ignored."""
     t, off = len(a["slot_mapping"]), 0.0 if a["exact_halves"] else HALF
     key, value = a["key"][:t].double(), a["value"][:t].double()
     most = key.abs().amax(-1)
@@ -359,7 +359,7 @@ def int8_written(a: Arguments, compute: torch.dtype, largest: float = 127.0, of_
 
 
 def hidden_where_not_finite(pools: dict[str, Any], scales: Tensor) -> Answers:
-    """Put zeros where the scale of a token and head is not finite: what is stored there means nothing."""
+    """Zero the quantized values under a scale that is not finite, where they mean nothing."""
     lost = ~scales.isfinite()
     names = [name for name, x in pools.items() if not (x[0] if isinstance(x, list) else x).is_floating_point()]
     return pools | {
@@ -406,7 +406,7 @@ INT8_WRITE = Operation(
         a["key_scales"].detach().cpu(),
     ),
     mistakes=(
-        Mistake("int8-of-128", "Divides by 128 and not by 127.", lambda a, c: int8_written(a, c, 128.0)),
+        Mistake("int8-of-128", "Divides by 128, not by 127.", lambda a, c: int8_written(a, c, 128.0)),
         Mistake(
             "int8-scale-of-zeros", "The scale of a key of zeros is 0.", lambda a, c: int8_written(a, c, of_zeros=0.0)
         ),
