@@ -1,13 +1,13 @@
-"""A search over shapes: random workloads of every path, held to the reference and to an oracle of its own.
+"""A search over shapes: random workloads of every path, compared with the reference and an independent oracle.
 
-draw        workloads: drawn, and made smaller
-inputs      the tensors of one, and how it is planned and made
-sparse      the same where keys are selected, and scored
+draw        random workloads, and how to shrink them
+inputs      the tensors, the plan and the call of a workload
+sparse      the same for selected keys, and their scores
 recurrent   the same for layers that keep a state
-layout      which of the three it is
-moves       the same for what moves data and makes tables
-trial       one call with one kernel, judged
-loop        many of them
+layout      the choice between these three
+moves       checks of functions that move data or make tables
+trial       one call of one kernel, and its comparison
+loop        many calls
 """
 
 from twinattn.kit.search.draw import Palette, draw, draw_lens, draw_palette

@@ -1,8 +1,8 @@
-"""Search for wrong answers: random workloads of every path and kernel, held to the reference and to an oracle.
+"""Search for wrong outputs: random workloads of every path and kernel, compared with the reference and an oracle.
 
-Each path is searched in a process of its own, as a kernel may end it: an illegal memory access leaves a GPU's context
-unusable. What is about to be called is written to a file first. A path whose process ends or hangs gets another, which
-goes on after that call, and asks that kernel for no more numbers of such sizes and types.
+Each path is searched in its own process, because a kernel may end it: an illegal memory access leaves a GPU's context
+unusable. Each call is logged to a file before it is made. If a process ends or hangs, another one continues after that
+call, and leaves out that kernel with such sizes and types.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from refattn.checks import QUERY_TYPES, check_device, check_file, check_folder, 
 from twinattn.kit.search import PATHS, Search, Truth, Twin, is_fatal, normal, try_kernel, workload_of
 
 CHILD = "--one-path"  # the first argument of a process that searches one path
-CANNOT_GO_ON = 86  # the exit status of a process whose device can compute nothing any more
-PATIENCE = 240.0  # seconds without a word, after which a call hangs: a first one may compile for a minute
-REPORTS = 5.0  # seconds between two counts of a process
-ON_CPU = ("cpu", "native")  # kernels for its memory
+CANNOT_GO_ON = 86  # exit status of a process that can no longer use its device
+PATIENCE = 240.0  # seconds without a new line in the log after which a call hangs: the first may compile for a minute
+REPORTS = 5.0  # seconds between two logs of the counts
+ON_CPU = ("cpu", "native")  # kernels for CPUs
 MOST_RESTARTS = 20
-MOST_REASONS = 30  # that are printed of why kernels refuse
+MOST_REASONS = 30  # printed reasons of refusals
 WITHOUT_NAN = {
-    "flash_mla": "FlashMLA leaves out a split of the keys whose scores are NaN, and cannot be asked not to "
+    "flash_mla": "FlashMLA leaves out a split of the keys whose scores are NaN, and has no option for it "
     "(docs/proof/conventions.md)"
 }
 
@@ -47,15 +47,18 @@ _chosen: ContextVar[list[str] | None] = ContextVar("_chosen", default=None)
 
 
 def twin(kernels: Sequence[str | None]) -> Twin:
-    """Return the fast twin with some kernels that are asked for by name, None for its own choice."""
+    """Return the fast twin with the kernels to try, by name; None for its own choice."""
     return Twin(lambda path: import_module(f"fastattn.{path}"), tuple(kernels), _asking, WITHOUT_NAN)
 
 
 def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
-    """Return the kernels that are asked for on a device: those named ("default" for its choice), or all.
+    """Return the kernels to try on a device: those named ("default" for the twin's choice), or all.
 
-    On a CPU that is its choice, and the kernel that computes decodes where there is no compiler for our C; with
+    On a CPU these are the twin's choice, and `cpu`, which computes decodes if there is no C compiler; with
     `TRITON_INTERPRET=1` also our Triton kernels, in Triton's interpreter.
+
+    Raises:
+        ValueError: for an unknown name.
     """
     from fastattn.kernels import NAMES
 
@@ -71,7 +74,7 @@ def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
 
 @contextmanager
 def _asking(name: str | None) -> Iterator[list[str]]:
-    """Ask for a kernel, and note which ones are chosen."""
+    """Use a kernel inside the context, and yield a list that collects the names of the chosen kernels."""
     from fastattn.kernels import order
 
     noted: list[str] = []
@@ -87,7 +90,7 @@ def _asking(name: str | None) -> Iterator[list[str]]:
 
 @contextmanager
 def _noting_choices() -> Iterator[None]:
-    """Note which kernels are chosen."""
+    """Patch the choice of kernels so that each chosen name is recorded."""
     from fastattn.kernels import order
 
     def noting(choose: Any) -> Any:
@@ -158,7 +161,7 @@ def _counts(search: Search) -> dict[str, Any]:
 
 
 class _Process:
-    """A process that searches a path, and those that take its place; what they say is read from a file."""
+    """A process that searches a path, and its replacements after a crash; the parent reads their logs."""
 
     def __init__(self, task: dict[str, Any], folder: Path) -> None:
         self.task, self.folder, self.restarts = task, folder, 0
@@ -198,13 +201,13 @@ class _Process:
         self.heard = time.monotonic()
 
     def look(self) -> None:
-        """Read what the process has said, and start another if it has ended too early, or hangs."""
+        """Read new lines of the log, and start another process if this one has crashed or hangs."""
         code = self.process.poll()
         for line in self.reader:
             self.heard = time.monotonic()
             try:
                 self._take(json.loads(line))
-            except json.JSONDecodeError:  # a line that is half written: the process has ended in the middle of it
+            except json.JSONDecodeError:  # the process ended in the middle of a line
                 continue
         if code is None and time.monotonic() - self.heard < PATIENCE:
             return
@@ -236,14 +239,14 @@ class _Process:
         self.counts = event.get("counts", self.counts)
 
     def _note_end(self, kind: str, detail: str) -> None:
-        """Note how a process ended, once for each kernel and each kind, and ask for nothing like that again."""
+        """Record how a process ended, once per kernel and kind, and skip such calls from now on."""
         line, kernel = self.call.get("call", ""), self.call.get("kernel")
         calls = [call for call in self.calls_since if call["kernel"] == kernel]
         if not self.faults[kernel, kind, normal(detail)[:120]]:
             found_in = calls[0]["call"] if calls else line
             self.findings.append(dict(kernel=kernel, kind=kind, detail=detail, line=line, found_in=found_in))
         self.faults[kernel, kind, normal(detail)[:120]] += 1
-        for call in (calls[0], calls[-1]) if calls else ():  # as drawn, and as small as it was when the process ended
+        for call in (calls[0], calls[-1]) if calls else ():  # as drawn, and as shrunk when the process ended
             if (kernel, call["sizes"]) not in self.skipped:
                 self.skipped.append((kernel, call["sizes"]))
 
@@ -262,7 +265,7 @@ class _Process:
         self.process.wait()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what was found, for a file."""
+        """Return the results of the path for a JSON file."""
         calls: dict[str, dict[str, int]] = {}
         for (asked, chosen, kind), count in sorted(self.calls.items()):
             name = asked if chosen in ("", asked) else f"{asked}: {chosen}"
@@ -306,20 +309,20 @@ def run(
     """Search paths, print what was tried, refused and found, and return whether nothing was found.
 
     Args:
-        paths: to search; all if there are none.
+        paths: to search; all if empty.
         device: where the fast twin computes.
         seconds: for each path.
         workloads: for each path at most.
-        kernels: to ask for, "default" for the twin's own choice; all that are there if there are none.
+        kernels: names of kernels, "default" for the twin's own choice; all available ones if empty.
         dtypes: of queries, by name.
-        longest: tokens of a sequence, about: fewer where kernels are interpreted.
-        seed: of all workloads; None for another one each time.
+        longest: approximate limit on the tokens of a sequence; use a small one for interpreted kernels.
+        seed: of all workloads; from the clock if None.
         jobs: paths that are searched at a time.
         results: JSON file to write.
-        log: folder that keeps what each process was about to call.
+        log: folder for the logs of all calls.
 
     Raises:
-        ValueError: naming what is not known, or cannot be; before anything runs.
+        ValueError: naming the invalid argument, before anything runs.
     """
     from twinattn.bench import measure
 
@@ -369,7 +372,7 @@ def run(
                         _show_path(console, process.as_dict())
                         found = {one.path: one.as_dict() for one in over}
                         ordered = [found[name] for name in names if name in found]
-                        if results is not None:  # after each path: who is stopped has lost nothing
+                        if results is not None:  # after each path, so that an interrupted run keeps its results
                             results.write_text(json.dumps({**about, "paths": ordered}, indent=1) + "\n")
         finally:
             for process in running:
@@ -390,7 +393,7 @@ def _show_path(console: Console, found: dict[str, Any]) -> None:
 
 
 def _show(console: Console, paths: Sequence[dict[str, Any]]) -> None:
-    """Print what was found, one line for each message, then what was tried per path and kernel, and what refused."""
+    """Print one line per kind of fault, the counts per path and kernel, and the reasons of refusals."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -440,15 +443,15 @@ def _show(console: Console, paths: Sequence[dict[str, Any]]) -> None:
 
 
 def replay(line: str, *, device: str = "cpu", kernels: Sequence[str] = ()) -> bool:
-    """Make the call of one line again with each kernel, print what comes of it, and return whether it is right.
+    """Repeat the call of one line with each kernel, print the outcomes, and return whether none is a fault.
 
     Args:
         line: a workload as the search prints it.
         device: where the fast twin computes.
-        kernels: to ask for, as in `run`.
+        kernels: as in `run`.
 
     Raises:
-        ValueError: if the line is no workload, or there is no such device or kernel.
+        ValueError: if the line is not a workload, or there is no such device or kernel.
     """
     _check_device(device)
     truth = Truth(workload_of(line), device)
@@ -465,7 +468,7 @@ def replay(line: str, *, device: str = "cpu", kernels: Sequence[str] = ()) -> bo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search as the arguments say: 0 if nothing was found, 1 if something was, 2 if the arguments are wrong."""
+    """Run the command line, and return 0 if nothing was found, 1 if something was, 2 if the arguments are wrong."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == [CHILD]:
         with Path(given[1]).open("a", buffering=1) as log:
@@ -473,10 +476,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="twinattn search", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 ...")
     parser.add_argument("--seconds", type=float, default=30.0, help="for each path (default: %(default)s)")
-    parser.add_argument("--workloads", type=int, help="of each path at most")
+    parser.add_argument("--workloads", type=int, help="the most workloads of each path")
     parser.add_argument("--paths", nargs="+", default=[], metavar="PATH", help=f"of {', '.join(PATHS)}; all if none")
     parser.add_argument(
-        "--kernels", nargs="+", default=[], metavar="NAME", help='to ask for, "default" for the choice; all if none'
+        "--kernels", nargs="+", default=[], metavar="NAME", help='kernels to try, "default" for the choice; all if none'
     )
     parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help="types of queries (default: three)")
     parser.add_argument("--longest", type=int, default=4097, help="tokens of a sequence (default: %(default)s)")
@@ -484,7 +487,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, help="paths at a time (default: one per core, on a GPU one per two cores)")
     parser.add_argument("--results", type=Path, help="JSON file for what was found")
     parser.add_argument("--log", type=Path, help="folder for the calls of each path, one line per call")
-    parser.add_argument("--replay", metavar="LINE", help="make one call again, by the line that a search printed")
+    parser.add_argument("--replay", metavar="LINE", help="repeat one call, by the line that a search printed")
     options = vars(parser.parse_args(given))
     line = options.pop("replay")
     try:

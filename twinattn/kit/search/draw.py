@@ -1,8 +1,7 @@
-"""Draw workloads at random, and make them smaller.
+"""Draw random workloads, and shrink them.
 
-Where a kernel is compiled, few things may differ from call to call, and many may not matter: `draw` takes the first
-(types, head sizes, block sizes, which options there are) from a `Palette` that serves many workloads, and draws the
-rest anew (lengths, tables, windows, numbers, strides).
+Kernels compile for some parameters, and not for others: `draw` takes the former (types, head sizes, block sizes, the
+set of options) from a `Palette` for many workloads, and draws the latter anew (lengths, tables, windows, numbers).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +28,7 @@ from twinattn.kit.workload import (
     Workload,
 )
 
-NEVER = {  # options that every kernel refuses, and that are seldom drawn
+NEVER = {  # options that every kernel refuses; drawn seldom
     "context_parallel": {"alibi", "alibi_sqrt"},
     "mla_prefill": {"batch_invariant"},
 }
@@ -37,7 +36,7 @@ NEVER = {  # options that every kernel refuses, and that are seldom drawn
 
 @dataclass(frozen=True)
 class Palette:
-    """What makes a GPU compile: it stays the same for many workloads."""
+    """The parameters that kernels compile for; many workloads share them."""
 
     dtype: str
     head_size: int
@@ -46,9 +45,9 @@ class Palette:
     heads: tuple[int, int]
     stored: str
     options: frozenset[str]
-    sides: tuple[bool, bool] = (False, False)  # True for the sides of a window that are bounded
+    sides: tuple[bool, bool] = (False, False)  # whether the left and the right side of a window are bounded
     alibi: str = "float32"
-    pools: tuple[str, ...] = ("NHD",)  # strides are compiled for, too: whether they are 1, or multiples of 16
+    pools: tuple[str, ...] = ("NHD",)  # Triton specializes on strides that are 1, or multiples of 16
     rows: tuple[str, ...] = ("plain",)
     tables: tuple[str, ...] = ("plain",)
     outs: tuple[str, ...] = ("new",)
@@ -63,7 +62,7 @@ class Palette:
 
 
 def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")) -> Palette:
-    """Draw what is compiled for.
+    """Draw the parameters that kernels compile for.
 
     Args:
         random: the source of all numbers.
@@ -97,7 +96,7 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
     options = {name for name in often if random.random() < 0.3}
     options |= {name for name in ("alibi_sqrt", "batch_invariant") if random.random() < 0.12}
     if "window" in options and random.random() < 0.4:
-        options.add("not-causal")  # without which no key to the right is seen
+        options.add("not-causal")  # otherwise the right side of the window has no effect
 
     def two(choices: tuple[Any, ...], share: float) -> tuple[Any, ...]:
         return (choices[0], random.choice(choices[1:])) if random.random() < share else choices[:1]
@@ -169,8 +168,8 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
     Args:
         random: the source of all numbers.
         path: one of `PATHS`.
-        palette: what it is compiled for.
-        longest: tokens of a sequence, about.
+        palette: the parameters that kernels compile for.
+        longest: approximate limit on the tokens of a sequence.
     """
 
     def now_and_then(choices: tuple[Any, ...], share: float) -> Any:
@@ -235,16 +234,16 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
 
 
 MOST_PARTS = 80  # parts of a prefill over latents
-MOST_PRODUCTS = 2e7  # products of query and key elements: the oracle and the reference take milliseconds
-MOST_TOKENS = 150  # that are folded into states one by one
+MOST_PRODUCTS = 2e7  # products of query and key elements, so that oracle and reference take milliseconds
+MOST_TOKENS = 150  # tokens of a recurrent layer, which are computed one by one
 
 
 def bounded(work: Workload) -> Workload:
-    """Return the workload with fewer queries, or with shorter contexts, if it is much to compute."""
+    """Return the workload, with fewer queries or shorter contexts if it has too many products."""
     if work.is_exact or work.path == "merge":
         return work
 
-    if work.path == "mla_prefill":  # each chunk of the context is a part of its own, for each sequence
+    if work.path == "mla_prefill":  # each chunk of context of each sequence is a part to merge
         parts = len(work.lens) * max(s - q for q, s in work.lens)
         work = replace(work, workspace=max(work.workspace, -(-parts // MOST_PARTS)))
 
@@ -254,7 +253,7 @@ def bounded(work: Workload) -> Workload:
             states = tokens + len(work.lens) * max(q for q, _ in work.lens)
             too_many = MOST_PRODUCTS / MOST_TOKENS * (work.num_tokens - 1) if work.num_tokens > MOST_TOKENS else 0
             return max(int(too_many) + 1, work.heads[0] * work.head_size * work.value_size * states)
-        per_key = 40 if work.path == "mla_prefill" else 1  # made of a latent
+        per_key = 40 if work.path == "mla_prefill" else 1  # keys are expanded from latents
         return work.heads[0] * work.head_size * sum((q + per_key) * s for q, s in work.lens)
 
     while products(work) > MOST_PRODUCTS:
@@ -275,7 +274,7 @@ def _window(random: Random, sides: tuple[bool, bool]) -> tuple[int, int]:
 
 
 def _drafting(random: Random, work: Workload) -> Workload:
-    """Draw few nodes for most sequences, and for some workloads trees of more than one or two words of a mask."""
+    """Draw small trees for most sequences, and in some workloads trees with more nodes than one or two mask words."""
     most = random.choice((5, 16, 16, 40, 70, 140)) if work.trees else 16
     lens = tuple(
         (q, max(s, q))
@@ -285,7 +284,7 @@ def _drafting(random: Random, work: Workload) -> Workload:
 
 
 def _sharing(random: Random, work: Workload) -> Workload:
-    """Make neighbouring sequences share their first blocks, some of them more than others."""
+    """Make adjacent sequences share their first blocks, in nested groups."""
     p, b = work.block_size, len(work.lens)
     prefixes: list[tuple[int, int, int]] = []
 
@@ -311,7 +310,7 @@ def _sharing(random: Random, work: Workload) -> Workload:
 
 
 def normalized(work: Workload) -> Workload:
-    """Return the workload with what its path does not take left out, so that it is legal."""
+    """Return a valid workload: reset all fields that its path does not take."""
     path, plan, b = work.path, work.plan_path, len(work.lens)
     changes: dict[str, Any] = {}
     if plan == "speculative" or work.operation in ("compact", "trees", "accept"):
@@ -344,7 +343,7 @@ def normalized(work: Workload) -> Workload:
     if path == "varlen":
         changes["table"] = "plain"
     if path == "merge" and work.rows.startswith("expanded"):
-        changes["rows"] = "plain"  # heads have seen keys or none each by itself
+        changes["rows"] = "plain"  # each head has its own empty rows
     if path not in ("quantized", "mla", "mla_prefill") and operation not in (
         *("write_latents", "write_quantized", "copy_blocks", "swap_blocks"),
         *("latent_attention", "scores", "write_index"),
@@ -395,7 +394,7 @@ def normalized(work: Workload) -> Workload:
     if plan == "cascade" and work.window[0] >= 0:
         changes["nan_at"] = ""  # a NaN that one sequence of a group sees may show in the others
     if path == "sparse":
-        changes |= dict(alibi="", alibi_sqrt=False)  # a list of slots does not say where its keys stand
+        changes |= dict(alibi="", alibi_sqrt=False)  # a list of slots has no positions
     no_options = work.is_exact or operation in ("scores", "convolve")
     if path == "merge" or no_options or path == "recurrent":
         changes |= dict(alibi="", alibi_sqrt=False, softcap=0.0, batch_invariant=False)
@@ -409,7 +408,7 @@ def normalized(work: Workload) -> Workload:
 
 
 def _of_selection(work: Workload) -> dict[str, Any]:
-    """Return what has to be changed where keys are selected: latents have one head, whose values are a part of it."""
+    """Return the changes that make a workload of `sparse` valid: its operation follows from its heads and sizes."""
     if "attention" in work.operation:
         are_latents = work.heads[1] == 1 and work.value_size < work.head_size
         return dict(operation="latent_attention" if are_latents else "attention")
@@ -418,17 +417,17 @@ def _of_selection(work: Workload) -> dict[str, Any]:
     return {}
 
 
-# --- making smaller ---
+# --- shrinking ---
 
 
-_COMPILED = (  # what a kernel is compiled for: made simpler last, as that takes longest
+_COMPILED = (  # parameters that kernels compile for; shrunk last, because that takes longest
     *("head_size", "value_head_size", "block_size", "dtype", "pool", "rows", "table", "out", "causal", "query_scale"),
     *("scales", "ranks", "parts", "softcap", "alibi", "alibi_sqrt", "sinks", "batch_invariant", "trees"),
 )
 
 
 def smaller(work: Workload) -> Iterator[Workload]:
-    """Yield workloads that are a little smaller or simpler: first those for which nothing else is compiled."""
+    """Yield slightly smaller or simpler workloads, first those that need no compilation."""
     lens = work.lens
     for i in reversed(range(len(lens))):
         if len(lens) > 1:

@@ -1,7 +1,6 @@
 """The tensors of a workload: batches and tables, pools and rows with poison and any strides, and the call itself.
 
-All numbers are drawn on the CPU, so that every device computes the same ones. What the oracle reads, it reads out of
-the tensors as they are, by slot.
+All numbers are drawn on the CPU, so that they are the same on every device. The oracle reads the same tensors, by slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,17 +28,17 @@ LAMBDA, LAMBDA_INIT, NORM_EPS = 0.35, 0.8, 1e-5
 
 @dataclass
 class Call:
-    """A call of a path: its tensors on the CPU, how it is planned and made, and the oracle's answer.
+    """A call of a path: its tensors on the CPU, its plan, and the oracle's output.
 
     Attributes:
-        tensors: everything that is moved to a device, by name; of `numbers` the type may be changed.
-        numbers: the names of those in the type of the query.
-        plan: makes the plan from a module of paths and the tensors.
-        run: makes the call from those and the plan; it takes `return_lse` and `out`.
-        expected: the oracle's answer.
+        tensors: everything that is moved to a device, by name.
+        numbers: the names of tensors in the type of the query, which may be changed.
+        plan: makes the plan from the modules of a twin and the tensors.
+        run: makes the call from these and the plan; it takes `return_lse` and `out`.
+        expected: returns the oracle's output.
         out_shape: of the output.
-        answers: the names of the two that come back: what is called the LSE elsewhere may be something else.
-        takes_out: whether the output may be written into memory that is given.
+        answers: the names of the two returned tensors; the second need not be an LSE.
+        takes_out: whether it takes memory for the output.
     """
 
     tensors: dict[str, Any]
@@ -54,18 +53,18 @@ class Call:
 
 
 def attention_call(work: Workload, generator: torch.Generator) -> Call:
-    """Make the tensors of a workload of a path whose answer is one softmax, or partial ones to merge."""
+    """Make the call of a workload of attention, or of `merge`."""
     makers = dict(
         varlen=_rows, differential=_pairs, mla=_latents, mla_prefill=_prefill, context_parallel=_ranks, merge=_partials
     )
     return makers.get(work.path, _pages)(work, generator)
 
 
-# --- where a tensor lies ---
+# --- memory layouts ---
 
 
 def laid(x: Tensor, kind: str) -> Tensor:
-    """Return a copy of a tensor as a view of a larger one, filled with NaN or the like between its elements."""
+    """Return a copy of a tensor in some layout, mostly a view of a larger tensor of NaN or other poison."""
     if kind in ("plain", "NHD", "new"):
         return x.contiguous()
     if kind in ("HND", "heads-last"):
@@ -134,7 +133,7 @@ def copied(x: Any) -> Any:
 
 
 def memory(x: Any) -> dict[int, Tensor]:
-    """Return all the bytes of the memory that tensors in something lie in, each piece once."""
+    """Return the bytes of all storages of the tensors in an argument, by address."""
     if isinstance(x, Tensor):
         storage = x.untyped_storage()
         return (
@@ -156,7 +155,7 @@ def memory(x: Any) -> dict[int, Tensor]:
 
 
 def tables(work: Workload, lens: Sequence[int] | None = None, salt: int = 0) -> tuple[list[list[int]], int]:
-    """Return the shuffled blocks of every sequence, shared where there are prefixes, and the blocks of the pool."""
+    """Return the shuffled blocks of every sequence, shared where there are prefixes, and the size of the pool."""
     shuffle, p = Random(f"{work.seed}/blocks/{salt}"), work.block_size
     needed = [-(-s // p) for s in (lens if lens is not None else [s for _, s in work.lens])]
     free = list(range(sum(needed) + 3))
@@ -169,7 +168,7 @@ def tables(work: Workload, lens: Sequence[int] | None = None, salt: int = 0) -> 
 
 
 def block_table(work: Workload, owned: list[list[int]], salt: int = 0) -> Tensor:
-    """Write the block table with garbage past each sequence's last block, as it lies in memory."""
+    """Return the block table in the layout of the workload, with garbage past each sequence's last block."""
     garbage = Random(f"{work.seed}/garbage/{salt}")
     columns = max(map(len, owned), default=0) + (0 if work.table == "tight" else 2)
     rows = [
@@ -185,7 +184,7 @@ def block_table(work: Workload, owned: list[list[int]], salt: int = 0) -> Tensor
 
 
 def make_batch(work: Workload, table: Tensor | None) -> Batch:
-    """Write the lengths."""
+    """Return the batch of a workload with a block table."""
     query_lens, seq_lens = zip(*work.lens, strict=True)
     edges = torch.tensor([0, *query_lens]).cumsum(0)
     room = LARGEST if table is None else max(max(seq_lens), table.shape[1] * work.block_size)
@@ -201,7 +200,7 @@ def make_batch(work: Workload, table: Tensor | None) -> Batch:
 
 
 def slots_of(work: Workload, blocks: list[int], seq_len: int) -> Tensor:
-    """Return where the tokens of a sequence lie."""
+    """Return the slots of the tokens of a sequence."""
     j, p = torch.arange(seq_len), work.block_size
     return torch.tensor(blocks, dtype=torch.int64)[j // p] * p + j % p
 
@@ -211,7 +210,7 @@ def _poison(work: Workload) -> tuple[float, ...]:
 
 
 def drawn_hidden(work: Workload, num_slots: int, slots: list[Tensor]) -> Tensor:
-    """Return which slots of a pool no query may see."""
+    """Return a mask of the slots of a pool that no query may see."""
     hidden = torch.ones(num_slots, dtype=torch.bool)
     for i, own in enumerate(slots):
         hidden[own[sight(work, i).visible.any(0)]] = False
@@ -221,7 +220,7 @@ def drawn_hidden(work: Workload, num_slots: int, slots: list[Tensor]) -> Tensor:
 def drawn_pool(
     work: Workload, generator: torch.Generator, num_blocks: int, heads: int, size: int, hidden: Tensor, kind: int
 ) -> Tensor:
-    """Draw a pool of numbers `[n, p, heads, size]`, poisoned where no query may see."""
+    """Draw an unquantized pool `[n, p, heads, size]`, with poison in the `hidden` slots."""
     rows = torch.randn(num_blocks * work.block_size, heads, size, generator=generator)
     rows[hidden] = poisoned(int(hidden.sum()), heads, size, _poison(work), first=kind)
     seen = (~hidden).nonzero().flatten()
@@ -239,7 +238,7 @@ def drawn_query(work: Workload, generator: torch.Generator, size: int) -> Tensor
 
 
 def drawn_options(work: Workload, generator: torch.Generator) -> dict[str, Any]:
-    """Draw the options of a layer, by the name of `AttentionOptions`."""
+    """Draw the options of a layer, by their names in `AttentionOptions`."""
     h = work.heads[0]
     options: dict[str, Any] = {}
     if work.softmax_scale is not None:
@@ -261,7 +260,7 @@ def drawn_options(work: Workload, generator: torch.Generator) -> dict[str, Any]:
 def _answer(
     work: Workload, query: Tensor, options: dict[str, Any], read: Callable[[int], tuple[Tensor, Tensor]], size: int
 ) -> Answer:
-    """Attend in each sequence by the oracle; padding rows answer 0 and `-inf`."""
+    """Return the oracle's output for all sequences; padding rows are 0 with an LSE of -inf."""
     t, h = query.shape[:2]
     out, lse = torch.zeros(t, h, size, dtype=torch.float64), torch.full((t, h), -torch.inf, dtype=torch.float64)
     free, row = torch.zeros(t, dtype=torch.bool), 0
@@ -288,13 +287,13 @@ def _answer(
 
 
 def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Callable[[], Any]:
-    """Return the call that plans a batch of a workload as its path does.
+    """Return a function that plans the batch of a workload as its path does.
 
     Args:
         work: of a path of attention.
         modules: from a path's name to its module.
         batch: of the workload.
-        more: arguments of a plan that takes no others, beside the block size.
+        more: all arguments of the plan except the block size, in the place of those of the workload.
     """
     name, p = work.plan_path, work.block_size
     if work.path == "mla" and name not in ("speculative", "interval"):
@@ -354,7 +353,7 @@ def _rows(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _pages(work: Workload, generator: torch.Generator) -> Call:
-    """Keys and values in pages, of numbers or of quantized values."""
+    """Keys and values in pages, unquantized or quantized."""
     owned, num_blocks = tables(work)
     p, hk, options = work.block_size, work.heads[1], drawn_options(work, generator)
     slots = [slots_of(work, blocks, s) for blocks, (_, s) in zip(owned, work.lens, strict=True)]
@@ -370,7 +369,7 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
     else:
         tensors |= _quantized(work, generator, num_blocks, hidden)
         if isinstance(tensors["scales"], Fp8Scales) or tensors["scales"].value is not None:
-            more = ()  # quantized values have no other type
+            more = ()  # quantized pools cannot be cast
         else:
             more = ("value_cache",)
 
@@ -401,7 +400,7 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _quantized(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
-    """Draw quantized pools and their scales; hidden slots hold NaN, largest numbers, and scales of NaN."""
+    """Draw quantized pools and their scales; hidden slots hold NaN or large numbers, or have such scales."""
     p, hk, b = work.block_size, work.heads[1], len(work.lens)
     rows, sizes = num_blocks * p, (work.head_size, work.value_size)
     harm = work.poison in ("mixed", "nan")
@@ -460,7 +459,7 @@ def _dequantized(work: Workload, tensors: dict[str, Any], slots: Tensor, i: int)
 
 
 def _rounded_queries(work: Workload, query: Tensor, scales: Fp8Scales | Int8Scales) -> Tensor:
-    """Round queries as the path says: to int8 by their largest element, or to fp8 under a scale; in float32."""
+    """Round queries in float32 as the path does: to int8 by their largest element, or to fp8 under a scale."""
     if isinstance(scales, Int8Scales):
         scale = query.float().abs().amax(-1, keepdim=True) / torch.tensor([127.0])
         scale[scale == 0] = 1.0
@@ -540,12 +539,12 @@ def _pairs(work: Workload, generator: torch.Generator) -> Call:
 def drawn_latents(
     work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Draw a pool of latents with some columns after them, and return how the oracle reads slots of it."""
+    """Draw a pool of latents with unused columns, and return it and a function that reads slots for the oracle."""
     d, p = work.head_size, work.block_size
     numbers = drawn_pool(replace(work, dtype="float32"), generator, num_blocks, 1, d + SPARE, hidden, 0)[:, :, 0]
     numbers[..., d:] = torch.nan if work.poison in ("nan", "mixed") else 7.0
     cache = numbers.to(getattr(torch, work.dtype) if work.stored == "numbers" else FP8[work.stored])
-    if work.stored == "e4m3":  # casts differ in what becomes of infinity
+    if work.stored == "e4m3":  # casts of infinity differ between devices
         cache = torch.where(numbers.isfinite(), numbers.clamp(-448, 448), torch.nan).to(FP8["e4m3"])
     if work.pool == "padded":
         wide = _unwritten((num_blocks, p + 1, d + SPARE + 5), cache.dtype)
@@ -593,7 +592,7 @@ def _latents(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _prefill(work: Workload, generator: torch.Generator) -> Call:
-    """New tokens over keys that are made of latents: their own, and those of the context."""
+    """New tokens over keys that are expanded from latents: their own, and those of the context."""
     owned, num_blocks = tables(work)
     rank, d = work.value_size, work.head_size
     rope, (nope, dv) = work.rope_size, work.made_sizes
@@ -627,7 +626,7 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
         )
 
     def as_read(rows: Tensor) -> Tensor:
-        """Round new latents as a later step reads them, so that an answer does not depend on how a prompt was cut."""
+        """Round new latents as later steps read them, so that outputs do not depend on the chunks of a prompt."""
         if work.stored == "numbers":
             return rows.double()
         kind, of_code = cache.dtype, torch.tensor(scale, dtype=torch.float32)
@@ -655,7 +654,7 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _ranks(work: Workload, generator: torch.Generator) -> Call:
-    """Deal the context of every sequence out to ranks, each with a pool of its own, and call the path on all."""
+    """Context parallelism: each rank has its own pool with a share of every context, and the path runs on all ranks."""
     (h, hk), dtype, p, options = work.heads, getattr(torch, work.dtype), work.block_size, drawn_options(work, generator)
     sizes, t = (work.head_size, work.value_size), sum(q for q, _ in work.lens)
     query = drawn_query(work, generator, work.head_size)
@@ -735,7 +734,7 @@ def _ranks(work: Workload, generator: torch.Generator) -> Call:
 
 
 def _partials(work: Workload, generator: torch.Generator) -> Call:
-    """Partial answers to merge; where a part has seen nothing, its output is garbage."""
+    """Partial outputs to merge; the output of an empty part is garbage."""
     t, h, dv = sum(q for q, _ in work.lens) + work.padding_rows, work.heads[0], work.value_size
     outs, lses = [], []
     for part in range(work.parts):

@@ -1,4 +1,4 @@
-"""The call of a workload: its tensors, how it is planned and made, and the oracle's answer."""
+"""The call of a workload: its tensors, its plan, and the oracle's output."""
 
 import torch
 
@@ -12,7 +12,7 @@ def lay_out(work: Workload, layer: int = 0) -> Call:
 
     Args:
         work: a workload of a path of attention, or of `merge`.
-        layer: another one has other numbers in the same blocks and slots, so that the plan serves it, too.
+        layer: another layer has other values in the same blocks and slots, so that the plan can be reused.
     """
     makers = dict(recurrent=recurrent.call, sparse=sparse.call)
     return makers.get(work.path, attention_call)(work, torch.Generator().manual_seed(31 * work.seed + layer))

@@ -1,4 +1,4 @@
-"""Draw workloads one after the other, try each with every kernel, and make those that fail as small as they get."""
+"""Draw workloads one after the other, try each with every kernel, and shrink those that fail."""
 
 import time
 from collections import Counter
@@ -11,17 +11,17 @@ from twinattn.kit.search.trial import Outcome, Truth, Twin, normal, try_kernel
 from twinattn.kit.workload import Workload
 
 DTYPES = ("float32", "float16", "bfloat16")
-SERVES = 200  # workloads that a palette is drawn for on a GPU, where compiling takes a thousand times what a call takes
-SERVES_ON_CPU = 3  # where nothing is compiled
-SHRINKS = 2  # findings of one kind that are made smaller; the others are counted
-SMALLEST_IN = 20.0  # seconds to make one smaller
-ASKED = 0.4  # the share of workloads for which a kernel is asked by name; more while it has computed nothing yet
-ASKED_AGAIN = 0.1  # the same, where it has just computed by the twin's own choice
+SERVES = 200  # workloads per palette on a GPU, where compiling takes a thousand times as long as a call
+SERVES_ON_CPU = 3  # the same where nothing is compiled
+SHRINKS = 2  # findings of one kind that are shrunk; further ones are only counted
+SMALLEST_IN = 20.0  # seconds to shrink one
+ASKED = 0.4  # the share of workloads that a kernel is tried with by name, once it has computed one
+ASKED_AGAIN = 0.1  # the same, if the twin has just chosen it
 IDLE_AFTER, REFUSED_AFTER, ASKED_STILL = 8, 40, 0.1
 
 
 class Finding(NamedTuple):
-    """A call that went wrong, and the smallest one that was found to do so."""
+    """A failed call: the kernel, the kind of fault, its detail, the smallest failing workload and the original one."""
 
     kernel: str | None
     kind: str
@@ -39,20 +39,20 @@ def workload(
     longest: int = 4097,
     serves: int = SERVES_ON_CPU,
 ) -> Workload:
-    """Return the workload of a number: the same one in every run with a seed.
+    """Return the workload with an index, the same one in every run with a seed.
 
     Args:
         seed: of the run.
         path: one of `PATHS`.
-        index: the number.
+        index: of the workload.
         dtypes: of queries.
-        longest: tokens of a sequence, about.
-        serves: how many workloads have one palette.
+        longest: approximate limit on the tokens of a sequence.
+        serves: workloads per palette.
     """
     random = Random(f"{seed}/{path}/{index}")
     number = index // serves
     first = Random(f"{seed}/{path}").randrange(len(dtypes))
-    dtype = dtypes[(first + number) % len(dtypes)]  # in turn: a short run does not meet one type alone
+    dtype = dtypes[(first + number) % len(dtypes)]  # in turn, so that a short run tries all types
     palette = draw_palette(Random(f"{seed}/{path}/palette {number}"), path, (dtype,))
     return draw(random, path, palette, longest=longest)
 
@@ -60,12 +60,12 @@ def workload(
 def shrink(
     work: Workload, fails: Callable[[Workload], Outcome | None], seconds: float = SMALLEST_IN
 ) -> tuple[Workload, Outcome | None]:
-    """Return the smallest workload that still fails, among those that are tried in some seconds.
+    """Return the smallest failing workload that is found in some seconds, and its outcome if it is another one.
 
     Args:
-        work: one that fails.
-        fails: returns what came of a call, if it fails as this one does.
-        seconds: how long to try.
+        work: a failing workload.
+        fails: returns the outcome of a workload if it fails in the same way, else None.
+        seconds: time limit.
     """
     end, known, outcome = time.monotonic() + seconds, {work}, None
     improved = True
@@ -84,14 +84,14 @@ def shrink(
 
 
 class Search:
-    """A search of one path, workload by workload; what came of them is counted.
+    """A search of one path, workload by workload, with counts of the outcomes.
 
     Attributes:
-        calls: by the kernel asked for, those that computed, and what came of it.
-        refused: by the kernel asked for and the reason.
-        exceptions: right but for what a kernel is known for, by the kernel asked for and the reason.
+        calls: counts by the requested kernel, the kernels that computed, and the outcome.
+        refused: counts by the requested kernel and the reason.
+        exceptions: counts of calls that are right except for a known exception, by the requested kernel and the reason.
         findings: the faults.
-        roundings: calls a little over the tolerance with their own numbers alone.
+        roundings: calls slightly over the tolerance that are within it for other random numbers.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Search:
 
         Args:
             path: one of `PATHS`.
-            twin: what is searched.
+            twin: the kernels to search.
             seed: of all workloads.
             device: where they are computed.
             dtypes: of queries.
-            longest: tokens of a sequence, about: fewer where kernels are interpreted.
-            before: called before each call, as a kernel may end the process.
-            skipped: kernels, and `Workload.sizes` with which one has ended a process.
+            longest: approximate limit on the tokens of a sequence; use a small one for interpreted kernels.
+            before: called before each call, to log it, because a kernel may end the process.
+            skipped: pairs of a kernel and `Workload.sizes` that have ended a process.
         """
         self.path, self.twin, self.seed, self.device, self.dtypes = path, twin, seed, device, dtypes
         self.longest, self.before, self.skipped = longest, before, frozenset(skipped)
@@ -132,7 +132,7 @@ class Search:
         self._refused: Counter[str | None] = Counter()
 
     def run(self, *, seconds: float | None = None, workloads: int | None = None, first: int = 0) -> Iterator[int]:
-        """Try workloads until the time or their number is over, and yield the number of each when it is done."""
+        """Try workloads until the time is over or their number is reached, and yield the index of each when done."""
         end = None if seconds is None else time.monotonic() + seconds
         index = first
         while (end is None or time.monotonic() < end) and (workloads is None or index < first + workloads):
@@ -154,12 +154,12 @@ class Search:
             self._note(work, kernel, outcome)
 
     def _is_asked(self, kernel: str | None, index: int, chosen: tuple[str, ...]) -> bool:
-        """Leave out a kernel without such an operation, and mostly one that has refused everything so far.
+        """Return whether to try a kernel: not if it lacks the operation, and seldom if it has refused all calls so far.
 
         Args:
-            kernel: which one.
+            kernel: its name; None for the twin's choice.
             index: of the workload.
-            chosen: what the twin has chosen itself.
+            chosen: the kernels that the twin has chosen for this workload.
         """
         if kernel is None or kernel == self.twin.kernels[0]:
             return True
@@ -205,5 +205,5 @@ class Search:
 
     @property
     def faults(self) -> dict[tuple[Any, ...], int]:
-        """How often each kind of fault was met."""
+        """The number of faults of each kind."""
         return dict(self._seen)

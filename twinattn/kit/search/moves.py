@@ -1,4 +1,4 @@
-"""What moves data, and what makes tables: expected to the bit, by counting here, and nothing else may be written."""
+"""Checks of functions that move data or make tables: bit for bit, and nothing else may be written."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ __all__ = ["LAMBDA", "MovedWronglyError", "check"]
 
 
 class MovedWronglyError(Exception):
-    """Data lie where they should not, or are others; or a table has another entry."""
+    """A function moved data wrongly, wrote other memory, or made a wrong table."""
 
 
 def check(work: Workload, modules: Modules, device: str) -> None:
@@ -84,7 +84,7 @@ def _rows_kind(work: Workload) -> str:
 
 
 def _expect(name: str, came: Tensor, expected: Tensor) -> None:
-    """Compare a tensor, NaN included, to the bit."""
+    """Compare a tensor exactly; NaN is equal to NaN."""
     came, expected = came.cpu(), expected.cpu()
     if came.dtype != expected.dtype or came.shape != expected.shape:
         raise MovedWronglyError(
@@ -108,10 +108,12 @@ def _run_and_compare(
     device: str,
     stay: Sequence[str] = (),
 ) -> Any:
-    """Make a call on a device, where some tensors `stay` on the host, and the change that it should make on the CPU.
+    """Make a call on a device, apply the expected `change` on the CPU, and compare all memory.
+
+    The tensors named in `stay` stay on the host in the call, too.
 
     Raises:
-        MovedWronglyError: if any of the memory differs after that.
+        MovedWronglyError: if any memory differs.
     """
     there = {name: copied(x) if device == "cpu" or name in stay else moved(x, device) for name, x in tensors.items()}
     answer = call(there)
@@ -126,7 +128,7 @@ def _run_and_compare(
 
 
 def _new_slots(work: Workload) -> tuple[Tensor, int]:
-    """Return the slots of new tokens: those of each sequence's last tokens, as in a step, and -1 for padding."""
+    """Return the slots of each sequence's last tokens, as in a step, with -1 for padding, and the size of the pool."""
     owned, num_blocks = tables(work)
     slots = []
     for blocks, (q, s) in zip(owned, work.lens, strict=True):
@@ -278,7 +280,7 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _copy(work: Workload, modules: Modules, device: str) -> None:
-    """Copy blocks inside of pools, or from pools to others; pools of any type, also of quantized values."""
+    """Copy blocks within pools, or between pools, of any type, also quantized."""
     _, num_blocks = tables(work)
     g, shuffle, p, hk = _generator(work), Random(work.seed), work.block_size, work.heads[1]
     kind = FP8.get(work.stored, torch.int8 if work.stored.startswith("int8") else _dtype(work))
@@ -317,7 +319,7 @@ def _copy(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _copy_states(work: Workload, modules: Modules, device: str) -> None:
-    """Copy states of all layers to other slots: some to several, and some that are overwritten, too."""
+    """Copy states of all layers to other slots: some to several slots, and some that are overwritten themselves."""
     g, shuffle, count = _generator(work), Random(work.seed), 4 + len(work.lens)
     state = getattr(torch, work.state_dtype)
     shapes = [(work.heads[0], min(work.value_size, 16), min(work.head_size, 16)), (work.seed % 4, work.head_size)]
@@ -367,7 +369,7 @@ def _write_index(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _accepted(work: Workload) -> Accepted:
-    """Accept some branch of each tree."""
+    """Return a random accepted branch of each tree."""
     chosen, nodes, lens = Random(work.seed), [], []
     width = max(work.nodes(i) for i in range(len(work.lens)))
     for i in range(len(work.lens)):
@@ -447,7 +449,7 @@ def _positions(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _slots(work: Workload, owned: list[list[int]], window: int | None = None, later: int = 0) -> Tensor:
-    """Return the slots of new tokens; `later` steps after the first, in each of which a sequence grows."""
+    """Return the slots of new tokens after `later` more steps, in each of which every sequence grows."""
     result, p = [], work.block_size
     for blocks, (q, s) in zip(owned, work.lens, strict=True):
         for place in range(s - q, s):
@@ -521,7 +523,7 @@ def _ranks(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _select(work: Workload, modules: Modules, device: str) -> None:
-    """Select by counting, for each key, those before it: of a higher score, or of the same one on its left."""
+    """Select keys by rank: the number of keys with a higher score, or with an equal one at a lower position."""
     g, t, s = _generator(work), max(1, work.num_tokens % 40), max(s for _, s in work.lens)
     scores = torch.randn(t, s, generator=g)
     if work.seed % 2:
@@ -532,7 +534,7 @@ def _select(work: Workload, modules: Modules, device: str) -> None:
     expected = torch.full((t, work.topk), -1, dtype=torch.int32)
     at = torch.arange(s)
     for row, numbers in enumerate(scores):
-        rank = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a NaN is above all that is drawn
+        rank = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN is above all numbers
         before = (rank[None] > rank[:, None]) | ((rank[None] == rank[:, None]) & (at[None] < at[:, None]))
         taken = ((before.sum(1) < work.topk) & (rank != -torch.inf)).nonzero().flatten()
         expected[row, : len(taken)] = taken.int()
@@ -579,7 +581,7 @@ def _trees(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _accept(work: Workload, modules: Modules, device: str) -> None:
-    """Accept the longest branch that agrees; of two that are equally long the one whose last node comes first."""
+    """Accept the longest branch that agrees; of equally long ones that with the lowest last node."""
     work, chosen = replace(work, trees=work.trees or "deep", growing=0), Random(work.seed)
     _, _, batch = _on_device(work, device)
     trees = modules("speculative").make_trees([work.parents(i) for i in range(len(work.lens))], device=device)

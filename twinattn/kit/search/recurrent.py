@@ -1,4 +1,4 @@
-"""Layers that keep a state: tokens, pools of states, tables of slots, and an oracle that takes token after token."""
+"""Layers that keep a state: tokens, pools of states, tables of slots, and a token-by-token oracle."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -15,17 +15,17 @@ from twinattn.kit.search.inputs import Call, Modules, copied, laid, make_batch, 
 from twinattn.kit.search.moves import MovedWronglyError
 from twinattn.kit.workload import Workload
 
-GARBAGE = (-7, 1_000_000, 2**31 - 1)  # what a table holds where no step reads it
+GARBAGE = (-7, 1_000_000, 2**31 - 1)  # entries of a table that no step reads
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a step as lists, and what follows from them.
+    """The tables of a step, and the slots that it reads and writes.
 
     Attributes:
-        arguments: of `recurrent.plan`, beside the batch.
-        starts: the slot of each sequence's state; None for zeros, or where none is read.
-        kept: for each sequence, and each of its new tokens, the slots that keep the state after it; None for padding.
+        arguments: of `recurrent.plan`, except the batch.
+        starts: the slot of each sequence's initial state; None for zeros, or if none is read.
+        kept: for each sequence, and each of its new tokens, the slots that store the state after it; None for padding.
         num_slots: of the pool.
     """
 
@@ -138,7 +138,7 @@ def _poison(work: Workload, count: int) -> Tensor:
 
 
 def _rows(work: Workload, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Lay rows out, with poison after those of the last sequence."""
+    """Return rows in the layout of a workload, with poison after those of the last sequence."""
     if work.padding_rows:
         rows[work.num_tokens :] = _poison(work, work.padding_rows).view(-1, *[1] * (rows.ndim - 1))
     return laid(rows.to(getattr(torch, work.dtype) if dtype is None else dtype), work.rows)
@@ -172,7 +172,7 @@ def _channels(work: Workload, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _nothing_else(states: Tensor, before: Tensor, where: Tables) -> None:
-    """Compare all memory of a pool with what it was, but for the slots that keep a state.
+    """Check that no memory of a pool has changed, except the slots that a step writes.
 
     Raises:
         MovedWronglyError: if anything else has changed.
@@ -215,7 +215,7 @@ def _folded(work: Workload, tensors: dict[str, Any], where: Tables) -> tuple[Ten
 
 
 def _convolved(work: Workload, tensors: dict[str, Any], where: Tables) -> tuple[Tensor, Tensor]:
-    """Multiply the last inputs of each token with the weights, in float64."""
+    """Convolve token by token, in float64."""
     inputs, weight, states = (tensors[name].double() for name in ("inputs", "weight", "states"))
     out, row, width = torch.zeros(inputs.shape, dtype=torch.float64), 0, weight.shape[1]
     for (q, _), start, kept in zip(work.lens, where.starts, where.kept, strict=True):

@@ -1,4 +1,4 @@
-"""Selected keys: attention to those of a list, the scores that it comes from, and an oracle for each."""
+"""Selected keys: attention over lists of keys, the scores for their selection, and an oracle for each."""
 
 from random import Random
 from typing import Any
@@ -24,7 +24,7 @@ from twinattn.kit.search.inputs import (
 )
 from twinattn.kit.workload import Workload
 
-LARGEST_E4M3 = 0x7E  # the largest of e4m3; the next one is NaN
+LARGEST_E4M3 = 0x7E  # the bits of the largest number of e4m3; the next one is NaN
 
 
 def call(work: Workload, generator: torch.Generator) -> Call:
@@ -33,7 +33,7 @@ def call(work: Workload, generator: torch.Generator) -> Call:
 
 
 def selected(work: Workload) -> list[list[int]]:
-    """Return the positions that each query row is to see: any of its sequence, some twice, -1 in between."""
+    """Return the list of positions of each query row: any of its sequence, some twice, some -1."""
     chosen, rows = Random(f"{work.seed}/selected"), []
     for q, s in work.lens:
         for _ in range(q):
@@ -115,9 +115,9 @@ def _attention(work: Workload, generator: torch.Generator) -> Call:
 
 
 def index_keys(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a pool of index keys, and return it and what its slots stand for, in float64.
+    """Draw a pool of index keys, and return it and its dequantized keys by slot, in float64.
 
-    In bytes, the quantized values of a block come first, and then a scale for each of its tokens.
+    A block of a pool of bytes has the quantized values of all its tokens, and then a scale for each token.
     """
     p, size = work.block_size, index_size(work)
     if work.stored == "numbers":

@@ -1,4 +1,4 @@
-"""Make one call with one kernel, and judge what it returns, what it writes, and what it raises."""
+"""Make one call with one kernel, and check its output, the memory that it writes, and its errors."""
 
 import linecache
 import re
@@ -64,10 +64,10 @@ REFERENCE = {
     )
 }
 FAULTS = ("wrong", "raw error", "crash", "hang")
-CHECKED = 4  # every so many workloads on a CPU, the reference is held to the oracle, too
-UNLUCKY = 3.0  # times the tolerance, up to which other numbers of the same shape decide whether it is a fault
-MORE_NUMBERS = 4  # draws of other numbers then
-FEW = 32  # numbers, of which the largest error says how large errors are
+CHECKED = 4  # on a CPU, the reference is compared with the oracle in every fourth workload
+UNLUCKY = 3.0  # up to this multiple of the tolerance, other random numbers decide whether it is a fault
+MORE_NUMBERS = 4  # such draws of other numbers
+FEW = 32  # rows that are enough to estimate the largest error
 
 
 def reference(path: str) -> Any:
@@ -76,19 +76,19 @@ def reference(path: str) -> Any:
 
 
 def asking_nothing(_: str | None) -> AbstractContextManager[list[str]]:
-    """Ask for no kernel, where a twin has one only."""
+    """Return an empty context, for a twin with a single kernel."""
     return nullcontext([])
 
 
 @dataclass(frozen=True)
 class Twin:
-    """What is searched.
+    """The implementation to search.
 
     Attributes:
-        modules: from a path's name to a module with the functions of `refattn.<path>`.
-        kernels: the names that can be asked for; None is its own choice.
-        asking: a context in which a kernel is asked for; it yields the names of those that were chosen.
-        without_nan: kernels that are known to leave out a NaN that queries see, and why nothing is done about it.
+        modules: maps a path's name to a module with the functions of `refattn.<path>`.
+        kernels: the names of kernels to try; None for its own choice.
+        asking: a context that forces a kernel, and yields a list of the names of those that were chosen.
+        without_nan: kernels that are known to ignore a NaN that queries see, and why that is accepted.
     """
 
     modules: Modules
@@ -98,13 +98,13 @@ class Twin:
 
 
 class Outcome(NamedTuple):
-    """What came of a call.
+    """The outcome of a call.
 
     Attributes:
-        kind: "right", "refused", one of `FAULTS`, "rounding": a little over the tolerance with these numbers alone, or
-            "exception": right but for what the kernel is known for (`Twin.without_nan`).
+        kind: "right", "refused", one of `FAULTS`, "rounding": slightly over the tolerance, but not for other random
+            numbers, or "exception": right except for a known exception (`Twin.without_nan`).
         detail: what is wrong, or the reason.
-        chosen: the kernels that computed.
+        chosen: the kernels that computed it.
     """
 
     kind: str
@@ -113,7 +113,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_fault(self) -> bool:
-        """Whether it has to be looked at."""
+        """Whether the kind is one of `FAULTS`."""
         return self.kind in FAULTS
 
 
@@ -124,10 +124,10 @@ class _WrongError(Exception):
 
 
 class Truth:
-    """What a workload should return: by the oracle, by the reference, and by its formula in the type of the query."""
+    """The expected output of a workload: by the oracle, by the reference, and by its formula in the query's type."""
 
     def __init__(self, work: Workload, device: str = "cpu") -> None:
-        """Take a workload and the device of the twin; nothing is computed before it is needed."""
+        """Set the workload and the device of the twin; everything is computed lazily."""
         self.work, self.device = work, device
 
     @cached_property
@@ -137,14 +137,14 @@ class Truth:
 
     @cached_property
     def expected(self) -> Answer:
-        """The oracle's answer."""
+        """The oracle's output."""
         return self.call.expected()
 
     @cached_property
     def low(self) -> tuple[Tensor, Tensor] | str:
-        """The reference formula in the type of the query; or why the reference refuses.
+        """The output of the reference formula in the type of the query, or the reason why it refuses.
 
-        It runs on the device of the twin, which adds up in an order of its own.
+        It runs on the device of the twin, because each device has its own order of sums.
         """
         try:
             return self._by_formula()
@@ -160,13 +160,13 @@ class Truth:
             return out.cpu(), lse.cpu()
 
     def errors_of_formula(self) -> tuple[Distance, Distance]:
-        """Return how far the formula in the type of the query is from the oracle, in outputs and in LSEs, at most.
+        """Return the errors of the formula in the type of the query against the oracle, of outputs and of LSEs.
 
-        In float32 it is so in either of two orders of its sums: that of the device, and one product after the other
-        into one accumulator, as a kernel's loop over a head adds up. Each of the `n` sums of a score is rounded by at
-        most `u = 2**-24` of what is summed so far, by `u / sqrt(3)` as a root mean square. Where that grows evenly to a
-        score `s`, the errors add up to `u / sqrt(3) * |s| * sqrt(n / 3)`: with 576 elements and a score of 30 to
-        1.4e-5, and so much is the weight of its key off. Who adds up in blocks of 64, as a library does, has a third.
+        In float32 it is the larger error of two orders of summation: that of the device, and one product after the
+        other into one accumulator, as in a kernel's loop over a head. Each of the `n` partial sums of a score is
+        rounded by at most `u = 2**-24` of itself, by `u / sqrt(3)` as a root mean square. If they grow evenly to a
+        score `s`, the errors add up to `u / sqrt(3) * |s| * sqrt(n / 3)`: 1.4e-5 for 576 elements and a score of 30,
+        which is the relative error of the key's weight. Sums in blocks of 64, as in libraries, have a third of it.
         """
         assert not isinstance(self.low, str)
         answers = [self.low]
@@ -185,12 +185,12 @@ class Truth:
     def more_errors(self) -> tuple[Distance, Distance]:
         """The largest errors of the formula, in outputs and LSEs, in either order and over enough numbers.
 
-        The tolerance is twice the largest error of the formula. Of many numbers that is how large errors are. Of one
-        number it is one draw of an error, which may be small by chance: with errors of half the formula's, an answer
-        of one number is off by more than twice the formula's error in `2 / pi * atan(1 / 4)` of all draws, a sixth.
-        So it is that of `FEW` numbers at least, drawn anew for the same shape; outputs of another size, as under large
-        sinks, are off by as much of their own. Where one row's outputs are far larger than all others, only its own
-        errors reach the tolerance, and all of them by the rounding of one score: it counts as one number.
+        The tolerance is twice the largest error of the formula. Over many numbers this is a good estimate of errors.
+        Over one number it is a single random error, which may be small by chance: even a kernel with half the error of
+        the formula exceeds twice that error in `2 / pi * atan(1 / 4)` of all draws, a sixth. So it is the largest over
+        at least `FEW` numbers, drawn anew for the same shape, with errors relative to the size of the outputs. If the
+        outputs of one row are far larger than all others, only its errors reach the tolerance, and all of them come
+        from the rounding of one score: the row counts as one number.
         """
         numbers = min(int(self.expected.lse.isfinite().sum()), self._num_large_rows)
         draws = -(-FEW // max(1, numbers)) if numbers < FEW else 1
@@ -206,20 +206,20 @@ class Truth:
 
     @property
     def _size(self) -> float:
-        """The largest finite output about which something is said, without its sign."""
+        """The largest finite absolute output, of rows that are not `free`."""
         out = self._said(self.expected.out)
         return float(out[out.isfinite()].abs().max()) if out.isfinite().any() else 0.0
 
     @property
     def _num_large_rows(self) -> int:
-        """How many rows have outputs of nearly that size."""
+        """The number of rows with outputs of at least an eighth of that size."""
         out = self._said(self.expected.out)
         rows = out.where(out.isfinite(), 0.0).abs().reshape(-1, out.shape[-1]).amax(-1)
         return int((rows >= self._size / 8).sum())
 
     @cached_property
     def of_reference(self) -> str:
-        """What is wrong with the reference in a wider type, by the oracle: nothing, one hopes."""
+        """The difference of the reference in a wider type and the oracle as a message; "" if they agree."""
         wide = WIDER[getattr(torch, self.work.dtype)]
         out, lse = self._by_reference(wide)
         in_float32 = self.work.path in ("merge", "recurrent") or self.work.operation == "scores"  # LSE, states, scores
@@ -233,7 +233,7 @@ class Truth:
     def _by_reference(self, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
         tensors = moved(cast(self.call, dtype), device)
         for name, x in tensors.items():
-            if isinstance(x, Batch):  # a GPU does not know it without being told; it computes an output anyway
+            if isinstance(x, Batch):  # the reference on a GPU needs the number of tokens
                 tensors[name] = replace(x, num_tokens=sum(q for q, _ in self.work.lens))
         plan = self.call.plan(reference, tensors)
         answer: tuple[Tensor, Tensor] = self.call.run(reference, plan, tensors, return_lse=True)
@@ -243,16 +243,16 @@ class Truth:
         return self.more_errors[i]
 
     def _said(self, answer: Tensor) -> Tensor:
-        """Return the rows of an answer about which something is said."""
+        """Return the rows of an output that are not `free`."""
         return answer[~self.expected.free] if len(self.expected.free) else answer
 
     def judge(self, out: Tensor, lse: Tensor, *, nan_too: bool = True) -> None:
-        """Hold an answer to the oracle by the one tolerance; without `nan_too`, not the rows that have to be NaN.
+        """Compare an output with the oracle within the one tolerance; without `nan_too`, except rows of NaN.
 
-        Where that does not hold, the error of the formula is taken from `more_errors`.
+        If it is outside, the error of the formula is replaced by `more_errors`.
 
         Raises:
-            _WrongError: saying what is off.
+            _WrongError: with the error and its limit.
         """
         assert not isinstance(self.low, str)
         if self.call.answers[1] == "lse" and lse.dtype != torch.float32:
@@ -269,7 +269,7 @@ class Truth:
 
 
 class OneAccumulator(TorchDispatchMode):
-    """Add the products of matrices up one after the other, each sum rounded."""
+    """Compute matrix products with one accumulator: products are added one by one, and each sum is rounded."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Compute `mm` and `bmm`, and leave everything else as it is."""
@@ -287,7 +287,7 @@ def _largest(errors: Iterable[Distance]) -> Distance:
 
 
 def _finite(right: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what of the right answer is finite, and that of the formula, which may overflow where a twin need not."""
+    """Return the finite elements of the right output, and those of the formula, or the right ones if it overflows."""
     right, low = right[right.isfinite()], low[right.isfinite()]
     return right, torch.where(low.isfinite(), low, right.to(low.dtype))
 
@@ -309,7 +309,7 @@ def _compare(name: str, one: Tensor, right: Tensor, low: Tensor, more_errors: Ca
     if any(error > limit for error, limit in zip(errors, bound(of_low, size, dtype), strict=True)):
         of_low = _largest([of_low, more_errors()])
     for measure, error, limit in zip(Distance._fields, errors, bound(of_low, size, dtype), strict=True):
-        if not error <= max(limit, torch.finfo(torch.float32).tiny):  # below it a processor may round to 0
+        if not error <= max(limit, torch.finfo(torch.float32).tiny):  # subnormal numbers may be flushed to 0
             raise _WrongError(f"{name}: {measure} error {error:.3e}, allowed {limit:.3e}", error / limit)
 
 
@@ -324,7 +324,7 @@ def cast(call: Call, dtype: torch.dtype) -> dict[str, Any]:
 
 @contextmanager
 def _without_shortcuts() -> Iterator[None]:
-    """Make matrix products of a GPU compute in the types that they are asked for, and add up in float32."""
+    """Disable TF32 and reductions in 16 bits for matrix products on a GPU."""
     names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     products = torch.backends.cuda.matmul
     before = {name: getattr(products, name) for name in names}
@@ -338,11 +338,11 @@ def _without_shortcuts() -> Iterator[None]:
 
 
 def try_kernel(truth: Truth, twin: Twin, kernel: str | None) -> Outcome:
-    """Make the calls of a workload with a kernel, and say what came of them.
+    """Make the calls of a workload with a kernel, and return the outcome.
 
     Args:
-        truth: of the workload, and of the device where it is computed.
-        twin: whose kernel it is.
+        truth: of the workload, and the device.
+        twin: the twin with this kernel.
         kernel: its name; None for the twin's choice.
     """
     outcome, ratio = _try_once(truth, twin, kernel)
@@ -376,7 +376,7 @@ def _try_once(truth: Truth, twin: Twin, kernel: str | None) -> tuple[Outcome, fl
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Return whether nothing can be computed any more on the device, or in this process."""
+    """Return whether an error leaves the device unusable for this process."""
     words = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
@@ -387,7 +387,7 @@ def _judge_error(error: Exception, truth: Truth, device: str) -> Outcome:
         return Outcome("raw error", f"{_place(error)}: {says}")
     if isinstance(error, NotImplementedError):
         return Outcome("refused", reason_of(error))
-    if "num_tokens" in str(error) and not truth.work.says_num_tokens and device != "cpu":  # there it is not known
+    if "num_tokens" in str(error) and not truth.work.says_num_tokens and device != "cpu":  # required on a GPU
         return Outcome("refused", normal(str(error)))
     if not truth.work.is_exact and isinstance(truth.low, str):
         return Outcome("refused", f"by both twins: {normal(truth.low)}")
@@ -395,7 +395,7 @@ def _judge_error(error: Exception, truth: Truth, device: str) -> Outcome:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a `raise` of a twin raised an error, and not a library that it calls."""
+    """Return whether an error comes from a `raise` statement of a twin, not from a library."""
     *_, (frame, line) = walk_tb(error.__traceback__)
     file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
     is_library = "site-packages" in file and not module.startswith(("refattn.", "fastattn.", "twinattn."))
@@ -403,7 +403,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _place(error: Exception) -> str:
-    """Name the last line of the project that an error went through."""
+    """Return the innermost file and line of the project in the traceback of an error."""
     places = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
     for package in ("fastattn", "refattn"):
         for file, line in reversed(places):
@@ -414,26 +414,25 @@ def _place(error: Exception) -> str:
 
 
 def reason_of(error: NotImplementedError) -> str:
-    """Return why a kernel refuses, without the numbers of the call."""
+    """Return the reason of a refusal, without the numbers of the call."""
     return normal(str(error).removeprefix("no kernel computes "))
 
 
 def normal(reason: str) -> str:
-    """Return a reason without its numbers, so that those of one kind are counted together."""
+    """Return a reason without its numbers, so that reasons of one kind are counted together."""
     return re.sub(r"(?<![\w-])-?\d[\d.]*|\[[^\]]*\]", "N", reason)[:300]
 
 
 def _attend(truth: Truth, twin: Twin, chosen: list[str]) -> str:
-    """Attend, and hold the answer, and the memory around it, to what they should be; then use the plan again.
+    """Attend, check the output and the memory of the inputs, and reuse the plan.
 
-    Half of the workloads use it for another layer, and half with an output that is given, as each takes as long as the
-    call itself.
+    Half of the workloads reuse it for another layer, and half with `out=`, as each takes as long as the call itself.
 
     Returns:
-        The reason, if the answer is right but for what a kernel among those `chosen` is known for, else nothing.
+        The known exception of a kernel among those `chosen`, if the output is right except for it; else "".
 
     Raises:
-        _WrongError: saying what is off.
+        _WrongError: saying what is wrong.
     """
     work, call, device, modules, known = truth.work, truth.call, truth.device, twin.modules, ""
     first = moved(call.tensors, device)
@@ -476,7 +475,7 @@ def _attend(truth: Truth, twin: Twin, chosen: list[str]) -> str:
 
 
 def _output(work: Workload, call: Call, device: str) -> tuple[Tensor, dict[int, Tensor]]:
-    """Make memory for the output, with more around it, and remember that."""
+    """Return memory for the output inside a larger storage, and a copy of that storage."""
     zeros = torch.zeros(call.out_shape, dtype=getattr(torch, work.dtype))
     if work.out in ("new", "contiguous"):
         flat = torch.full((zeros.numel() + 128,), torch.nan, dtype=zeros.dtype)
@@ -488,7 +487,7 @@ def _output(work: Workload, call: Call, device: str) -> tuple[Tensor, dict[int, 
 
 
 def _read_like_out(tensors: dict[str, Any], out: Tensor) -> list[str]:
-    """Return the names of the inputs that could be the output's memory: the call may be asked to write over one."""
+    """Return the names of inputs with the shape and type of the output, which may be passed as `out`."""
     return [
         name
         for name, x in tensors.items()
