@@ -72,7 +72,7 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
 
 
 def _one_hot(like: Tensor, lengths: list[int], first: int) -> Tensor:
-    """Return rows of which element `j` is 1 in row `first + j` of each sequence, and 0 elsewhere."""
+    """Return one-hot rows of each sequence: element `j` is 1 in row `first + j`."""
     size = like.shape[-1]
     rows = torch.zeros_like(like)
     named = torch.arange(first, first + size)

@@ -56,7 +56,7 @@ def call(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
 
 @outputs_alone
 def answer(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare the output, or what was written, with the reference."""
+    """Compare the output, or the written pools or states, with the reference."""
     arguments = example.tensors(dtype, device)
     answers = ask(kernel, example, arguments)
     hold(example, arguments, answers, only=() if example.path in ("kv_cache", "recurrent") else ("out",))

@@ -28,7 +28,7 @@ from twinattn.kit.finding import Finding, Report
 from twinattn.kit.kernel import BadKernelError, notes_on
 from twinattn.kit.property import CrashedError
 
-STARTS = 60.0  # seconds that a process may take to import what it needs
+STARTS = 60.0  # seconds that a process may take for its imports
 LOOK = 0.1  # seconds between two looks at a process
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # several kernels may be checked at a time
 CANNOT_GO_ON = 70  # exit status of a process that can no longer use its device
@@ -48,7 +48,7 @@ def check_apart(
     limits: Mapping[str, Any] | None = None,
     on_finding: Callable[[Finding], None] | None = None,
 ) -> Report:
-    """Check a kernel in a process of its own; the arguments are those of `check`.
+    """Check a kernel in its own process, as `check` does.
 
     Args:
         target: `module:function`, a module of a path, or the name of an adapter.

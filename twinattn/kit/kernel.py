@@ -302,13 +302,13 @@ class Kernel:
         return answers
 
     def _gradients(self, came: Any) -> Answers:
-        """Name what a backward returned."""
+        """Return the gradients of a backward by name."""
         if isinstance(came, tuple | list) and len(came) in (3, 4) and all(isinstance(x, Tensor) for x in came):
             return dict(zip(gradients.OF.values(), came, strict=False))
         raise TypeError(f"expected (dq, dk, dv), or (dq, dk, dv, dsinks), got {type(came).__name__}")
 
     def named(self, came: Any) -> Answers:
-        """Name what the function returned."""
+        """Return the outputs of the function by name."""
         if isinstance(came, Tensor):
             return {"out": came}
         if isinstance(came, tuple | list) and len(came) >= 2 and all(isinstance(x, Tensor) for x in came[:2]):

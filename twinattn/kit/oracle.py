@@ -35,7 +35,7 @@ class Slopes(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a path returns, in float64.
+    """The outputs of a path, in float64.
 
     Attributes:
         out: the outputs `[t, h, dv]`.

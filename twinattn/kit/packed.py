@@ -29,7 +29,7 @@ def pool(latents: Tensor, latent_rank: int, kind: str, seed: int) -> Tensor:
         latent_rank: elements of a latent.
         kind: "mixed": scales differ between the groups of a token and between tokens, and no byte is NaN in any
             type, so that a misread row gives a finite output; "apart": quantized values up to 448, and groups that
-            are tiny beside others, or all zeros; "largest": every quantized value is 448, -448, or a zero of either
+            are tiny compared with others, or zeros; "largest": every quantized value is 448, -448, or a zero of either
             sign; "rotary": the rotary keys decide the scores; "exact": the latents are exact in fp8, with a scale of 1.
         seed: of the scales.
     """

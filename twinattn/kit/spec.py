@@ -60,7 +60,7 @@ class PathSpec:
         return plan_and_attend(self.module(package), *tensors, **{**self.arguments, **options})
 
     def check_mask(self, package: str, case: Case, *, device: str = "cpu") -> None:
-        """Read the mask out, and compare it with the rule.
+        """Compare the mask that is read out of the output with the rule.
 
         Raises:
             AssertionError: naming the first wrong query and key.

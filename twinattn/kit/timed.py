@@ -1,4 +1,4 @@
-"""Time a kernel so that what was timed is what was checked: `twinattn prove my_package:my_attention --path mla --time`.
+"""Time a kernel, and check every timed output: `twinattn prove my_package:my_attention --path mla --time`.
 
 Every timed call has its own inputs, drawn just before it from a seed that did not exist when the kernel was imported,
 and its own order of sequences. Its outputs are copied before the clock stops, into memory that held NaN. All copies are

@@ -136,7 +136,7 @@ def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) 
     forms: dict[str, list[tuple[mistakes.Mistake, str]]] = {}  # per name: the mistakes that pass, and the others as ""
     invisible: set[str] = set()  # names of mistakes in parameters or outputs that such a kernel does not have
     for mistake in mistakes.of_path(path):
-        if mistake.is_of_forward or mistake.name in invisible:  # a test of outputs finds those of the forward pass
+        if mistake.is_of_forward or mistake.name in invisible:  # a test of outputs finds mistakes of the forward
             continue
         passed = False
         with suppress(Exception):  # a failing check may raise anything

@@ -186,7 +186,7 @@ class Workload:
 
     @property
     def plan_path(self) -> str:
-        """The path whose plan it is."""
+        """The path of its plan."""
         return self.plan_of or self.path
 
     @property
@@ -293,7 +293,7 @@ class Workload:
             [(0, ends[0])] if self.intervals == "prefix" and ends else list(zip(ends[::2], ends[1::2], strict=False))
         )
         rows = []
-        for at in range(s - q, s):  # a query sees what is before it, itself, and all of its span
+        for at in range(s - q, s):  # a query sees all earlier keys, itself, and the whole of its span
             reaches = [last for first, last in spans if first <= at <= last or self.intervals == "prefix"]
             rows.append((0, max([at, *reaches])))
         return rows

@@ -78,7 +78,7 @@ class Formula:
         return (not cls.option or has(arguments, cls.option)) and cls.where(example, arguments)
 
     def answers(self) -> Answers:
-        """Compute the answers."""
+        """Compute the outputs."""
         raise NotImplementedError
 
 

@@ -77,7 +77,7 @@ class PaddingComputed(Attention):
     where = padded
 
     def answers(self) -> Answers:
-        """Compute the answers."""
+        """Compute the outputs."""
         answers = super().answers()
         rows = self.query[self.example.num_tokens :]
         if len(rows):

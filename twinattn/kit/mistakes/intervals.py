@@ -16,7 +16,7 @@ class IntervalEndHidden(Attention):
 
 
 class IntervalWraps(Attention):
-    """The first key less one is an int32: before the lowest number comes the highest, and nothing is after it."""
+    """`first - 1` is computed in int32 and wraps at the lowest number: such a query sees no key."""
 
     paths: tuple[str, ...] = ("interval",)
 
@@ -34,7 +34,7 @@ class IntervalOr(Attention):
 
 
 class IntervalCausal(Attention):
-    """The causal mask stays beside the intervals: the later keys of a span are hidden."""
+    """The causal mask is applied in addition to the intervals: the later keys of a span are hidden."""
 
     paths: tuple[str, ...] = ("interval",)
 

@@ -22,7 +22,7 @@ class SlotsWrap(Attention):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many."""
+        """Return whether the batch is large enough."""
         slots = (
             arguments.get("first_block", 0) + sum(-(-s // example.block_size) for _, s in example.lens)
         ) * example.block_size
@@ -55,7 +55,7 @@ class BlocksWrap(SlotsWrap):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many."""
+        """Return whether the batch is large enough."""
         blocks = arguments.get("first_block", 0) + sum(-(-s // example.block_size) for _, s in example.lens)
         return bool(blocks > variant[0] // 2)
 
@@ -72,7 +72,7 @@ class PositionsWrap(Attention):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many."""
+        """Return whether the batch is large enough."""
         return max((s for _, s in example.lens), default=0) > int(variant)
 
     def _slots(self, i: int, j: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class KeysPastACount(Attention):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many."""
+        """Return whether the batch is large enough."""
         return max((s for _, s in example.lens), default=0) > int(variant)
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
@@ -102,11 +102,11 @@ class RowsWrap(Attention):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many."""
+        """Return whether the batch is large enough."""
         return example.num_tokens > int(variant)
 
     def answers(self) -> Answers:
-        """Compute the answers."""
+        """Compute the outputs."""
         self.query = self.query[torch.arange(len(self.query)) % self.variant]
         return super().answers()
 
@@ -118,7 +118,7 @@ class PaddingPastATile(Attention):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many."""
+        """Return whether the batch is large enough."""
         return len(arguments["query"]) > example.num_tokens + int(variant)
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

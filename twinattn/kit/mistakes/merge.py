@@ -156,6 +156,6 @@ class MergeStridesAssumed(Merge):
     """The log-sum-exps are assumed to be contiguous: their strides are ignored."""
 
     def answers(self) -> Answers:
-        """Compute the answers."""
+        """Compute the outputs."""
         self.arguments = self.arguments | dict(lses=[as_contiguous(x) for x in self.arguments["lses"]])
         return super().answers()

@@ -166,7 +166,7 @@ class RotaryAsFloat16(Attention):
 
 
 class Misread(Attention, is_base=True):
-    """A base: other bytes are read in the place of each row; scores may overflow float32."""
+    """A base: other bytes are read for each row; scores may overflow float32."""
 
     paths: tuple[str, ...] = PATHS
 

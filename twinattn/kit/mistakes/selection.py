@@ -99,7 +99,7 @@ class Selection(Formula, is_base=True):
         return sorted(keys, key=lambda j: (-scores[j], self._tie(j)))[:topk]
 
     def _is_key(self, score: float) -> bool:
-        """Return whether there is a key."""
+        """Return whether a score belongs to a key: it is above -inf."""
         return score > -float("inf")
 
     def _tie(self, j: int) -> int:

@@ -148,7 +148,7 @@ class SinksOfFirstHead(Attention):
 
 
 class SinksNotShifted(Attention):
-    """The maximum is not subtracted from the sink: exp(sink) beside exp(score - max)."""
+    """The maximum is not subtracted from the sink: exp(sink) is added to sums of exp(score - max)."""
 
     option = "sinks"
 

@@ -119,7 +119,7 @@ class PastACount(Attention, is_base=True):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there are so many sequences."""
+        """Return whether the batch has more sequences than the count."""
         count = len(example.lens)
         return bool(count // 10 <= variant[0] < count) if count > 100 else variant[0] < count
 
@@ -187,7 +187,7 @@ class InSplits(Attention, is_base=True):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
-        """Return whether there is a decode over so many keys, and the option."""
+        """Return whether there is a decode over more keys than the threshold, and the option is given."""
         return any(q == 1 and s > variant for q, s in example.lens) and super().may_show(example, arguments, variant)
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ class BranchPastACount(WindowOverTree):
 
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: int) -> bool:
-        """Return whether a branch may have so many steps."""
+        """Return whether a branch may be longer than the limit."""
         return most_nodes(example) > variant
 
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def draw_accept(case: Case, dtype: torch.dtype) -> Inputs:
 
 
 def accept(a: Arguments, compute: torch.dtype, form: str = "right") -> Answers:
-    """Return the longest branch whose every token the model chose after the token before."""
+    """Return the longest branch in which the model chose every token after its parent."""
     paths: list[list[int]] = []
     following: list[int] = []
     for i, count in enumerate(a["tree_lens"].tolist()):

@@ -150,7 +150,7 @@ def _scores(work: Workload, generator: torch.Generator) -> Call:
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         scores = modules("sparse").scores(*(tensors[name] for name in ("query", "weights", "pool")), plan)
-        return (scores, scores.new_zeros(len(scores), 1)) if more.get("return_lse") else scores  # there is no LSE
+        return (scores, scores.new_zeros(len(scores), 1)) if more.get("return_lse") else scores  # scores have no LSE
 
     def expected() -> Answer:
         scores, row = torch.full((len(query), batch.max_seq_len), -torch.inf, dtype=torch.float64), 0
