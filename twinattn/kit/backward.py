@@ -117,7 +117,7 @@ def of_log_sum_exp(kernel: Kernel, example: Example, dtype: torch.dtype, device:
 
 
 def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare gradients of a call as the options say; an LSE that has a gradient without them has one with them."""
+    """Compare gradients of a call with options; an LSE that has a gradient without them must have one with them."""
     try:
         checks.combined(kernel, example, dtype, device)
     except RefusedError as error:
