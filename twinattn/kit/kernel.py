@@ -318,7 +318,7 @@ class Kernel:
         raise TypeError(f"expected an output, or an output and its log-sum-exp, got {type(came).__name__}")
 
     def asked(self, example: Example, arguments: Arguments) -> Arguments:
-        """Return an argument for each parameter, made from those of the path; options that a batch lacks are off."""
+        """Return an argument for each parameter, made from those of the path; missing options are neutral."""
         path, words, asked = PATHS[self.path], self.words(), dict[str, Any]()
         for name, parameter in self.parameters.items():
             if name in arguments:

@@ -41,7 +41,7 @@ class RefusedError(Exception):
 
 
 class NotClaimedError(RefusedError):
-    """The property does not apply to the kernel, as a call has shown."""
+    """The property does not apply to the kernel, for the reason in the message."""
 
 
 class CrashedError(BaseException):
