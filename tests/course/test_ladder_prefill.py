@@ -1,6 +1,5 @@
-"""The ladder of prefills: each rung is right, and differs from the one before by little."""
+"""The ladder of prefills: each rung is right; that it is one small change is a test of all ladders."""
 
-import difflib
 import inspect
 import os
 
@@ -9,8 +8,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
-from fastattn.kernels import device as devices
-from fastattn.kernels.triton import hopper, prompts_hopper
 from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn import chunked_prefill
 from refattn.modes import computing_in
@@ -27,7 +24,6 @@ PROPERTIES = ("call", "writes", "mask", "answer", "empty rows", "upper bounds")
 OF_PAGES = ("blocks", "tail", "table")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter multiplies matrices of bfloat16 wrongly
-MOST_LINES = 30  # that a rung adds to the one before: over pages, it has other arguments
 CASES = {
     "ragged": Case("ragged", ((1, 33), (0, 7), (20, 20), (5, 40), (3, 3)), heads=(8, 2)),
     "one-head-each": Case("one-head-each", ((17, 40), (16, 16)), heads=(3, 3), block_size=24),

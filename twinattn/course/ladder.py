@@ -327,14 +327,16 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
         tell(f"\n{name}: {of_what}, floor {1e6 * floor:.1f} µs\n{_line('', HEAD)}")
         timed: list[dict[str, Any]] = []
         for rung in rungs(ladder):
-            needed = rung.missing(device)
+            needed, call, before = rung.missing(device), _call(rung, inputs), _compiled()
+            try:
+                if needed is None:
+                    judge(call())
+            except torch.OutOfMemoryError:
+                needed = "more memory than this GPU has"
             if needed is not None:
                 timed.append({"number": rung.number, "name": rung.name, "missing": needed})
-                tell(_line(f"{rung.number:2} {rung.title}", [f"not run: it needs {needed}"]))
+                tell(f"{rung.number:2} {rung.title:57} not run: it needs {needed}")
                 continue
-            call = _call(rung, inputs)
-            before = _compiled()
-            judge(call())
             new = [_describe(one, device) for one in _compiled() if all(one is not other for other in before)]
             kernels.setdefault(rung.name, {}).update({one["kernel"]: one for one in new})
             clock = "graph" if rung.number else "events"  # the reference reads lengths on the CPU

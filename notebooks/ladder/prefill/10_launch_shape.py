@@ -1,12 +1,12 @@
 """10 · The shape of the launch: rows, warps, stages.
 
 The kernel is the same; a tile has 128 rows, shared by eight warps, and the keys of the next two steps are on their way
-to shared memory while this one is computed. Such a program has an SM for itself: its threads may take all registers
-there are, and with heads of 128 in 16 bits it takes 128 KB of shared memory.
+to shared memory while this one is computed. With heads of 128 in 16 bits such a program takes 128 KB of shared memory
+and more than half of the registers of an SM: it has the SM for itself.
 
-Gain: each key that comes into shared memory meets twice as many rows, and products no longer wait for loads. The price
-is room: with one program per SM nobody else computes while its warps take exponentials. More rows would need more
-registers than a thread can have, and would spill; more keys or stages more shared memory than there is.
+Gain: each key that comes into shared memory meets twice as many rows, and products wait less for loads. The price is
+room: two programs shared an SM before, and one multiplied while the other took exponentials. More rows would need more
+registers than a thread can have, and would spill; more keys or stages, more shared memory than there is.
 
 Source: Dao 2023, "FlashAttention-2" (3.3); NVIDIA, PTX ISA, `cp.async`; fastattn/kernels/triton/tuning.py.
 """
