@@ -21,7 +21,7 @@ ASKED = {  # the batch that shows a rung, by its number; of all others the first
     "decode": {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"},
     "prefill": dict.fromkeys((5, 7), "64 x 1 of 2048, 16 x 512 and 1 x 8192"),
 }
-KNOWN = {  # of a ladder: the path of its trials, the workloads of its batches, and how the design of a rung begins
+KNOWN = {  # ladders with trials: the path of these, the workload of each batch, and how the design of a rung begins
     "prefill": (
         "chunked_prefill",
         {"prefill-2x8192": "2 x 8192", "chunk-4x512-of-16896": "4 x 512 of 16896"},

@@ -55,7 +55,7 @@ def attend(
         scores = tl.sum(q[None, :] * k, 1) * scale
         scores = tl.where(j <= position, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # of a row that has seen no key yet
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet has no maximum
         rescale = tl.exp(row_max - base)
         weights = tl.exp(scores - base)
         v = tl.load(value + token, mask=is_key, other=0.0).to(tl.float32)

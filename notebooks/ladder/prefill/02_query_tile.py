@@ -3,8 +3,8 @@
 A program takes 64 queries of one head. Scores are a tile, [rows, keys], and both products are products of tiles:
 `tl.dot`, which the compiler gives to the tensor cores, in the type of the inputs and added up in float32.
 
-Gain: each key that is loaded meets 64 queries in place of one, so 64 times as much arithmetic per byte; and a tensor
-core multiplies many times as fast as the threads do. This is the largest step of the ladder.
+Gain: each key that is loaded meets 64 queries in place of one, so there is that much more arithmetic per byte; and a
+tensor core multiplies many times as fast as the threads do. This is the largest step of the ladder.
 
 Source: Dao et al. 2022, "FlashAttention"; NVIDIA, PTX ISA, `mma` and `wgmma`.
 """
@@ -61,7 +61,7 @@ def attend(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(j[None, :] <= positions[:, None], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # of rows that have seen no key yet
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet has no maximum
         rescale = tl.exp(row_max - base)
         weights = tl.exp(scores - base[:, None])
         v = tl.load(value + token, mask=is_key, other=0.0)

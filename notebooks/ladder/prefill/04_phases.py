@@ -66,7 +66,7 @@ def attend(
             if masked:
                 scores = tl.where(j[None, :] <= positions[:, None], scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # of rows that have seen no key yet
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet has no maximum
             rescale = tl.exp(row_max - base)
             weights = tl.exp(scores - base[:, None])
             v = tl.load(value + token, mask=is_key, other=0.0)

@@ -84,7 +84,7 @@ def attend(
             if masked:
                 scores = tl.where(j[None, :] <= positions[:, None], scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # of rows that have seen no key yet
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row that has seen no key yet has no maximum
             rescale = tl.exp2(row_max - base)
             weights = tl.exp2(scores * scale - base[:, None])
             v = tl.load(value + token, mask=is_key, other=0.0)
