@@ -16,6 +16,7 @@ from twinattn.course.ladder import BATCHES, Rung, rungs
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/ladder"
+COMPILED = RESULTS / "compiled"
 TRIED = ROOT / "docs/results/tried"
 ASKED = {  # the batch that shows a rung, by its number; of all others the first
     "decode": {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"},
@@ -36,6 +37,11 @@ FACTORS = {  # how many times as fast as the rung before, up to a factor
     10.0: "3 to 10 times",
     float("inf"): "more than 10 times",
 }
+
+UNTIMED = (
+    "**These rungs have not been timed yet**: no machine with a GPU has written a result. So the questions below have "
+    "no measured answer, and the columns of the compiler alone are filled."
+)
 
 
 def results(ladder: str) -> list[dict[str, Any]]:
@@ -60,8 +66,8 @@ def page(ladder: str, folder: str) -> str:
     found = results(ladder)
     shown = [table(ladder, each) for each in found] or [table(ladder, None)]
     shown += [known(ladder)] if ladder in KNOWN and not found else []
-    title = "All times, which give the predictions below away" if found else "All rungs, which have not been timed yet"
-    parts = ["## All rungs", folded(title, "\n\n".join(shown))]
+    title = "All times, which give the predictions below away" if found else "All rungs, and what is known of them"
+    parts = ["## All rungs", *([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
     before: Rung | None = None
     for rung in rungs(ladder):
         parts.append(part(rung, before, found, folder))
@@ -87,11 +93,24 @@ def table(ladder: str, found: dict[str, Any] | None) -> str:
         floors = {each["name"]: each["floor"] for each in found["batches"]}
         cells = [f"{duration(floors[name])}" if name in floors else "" for name in batches] + [""] * 5
         lines.append(f"| *floor* | {' | '.join(cells)} |")
+    compiled = {} if found else compiled_rungs(ladder)
     for rung in rungs(ladder):
-        cells = cells_of(rung, found) if found else [""] * len(heads)
+        cells = [""] * len(batches) + [*sizes_of(compiled.get("rungs", {}).get(rung.name)), ""]
+        cells = cells_of(rung, found) if found else cells
         lines.append(f"| [{rung.number} · {rung.title}](#{anchor(rung)}) | {' | '.join(cells)} |")
-    nothing = f"Not timed yet: there is no result of `twinattn ladder {ladder} --json` in docs/results/ladder."
-    return (about(found) if found else nothing) + "\n\n" + "\n".join(lines)
+    if found:
+        head = about(found)
+    elif compiled:
+        head = f"Compiled for {compiled['gpu']} without a GPU, and not run: Triton {compiled['versions']['triton']}."
+    else:
+        head = "Not run."
+    return head + "\n\n" + "\n".join(lines)
+
+
+def compiled_rungs(ladder: str) -> dict[str, Any]:
+    """Return what `tests.helpers.compile_rungs` has written of the rungs of a ladder; nothing if there is no file."""
+    files = sorted(COMPILED.glob(f"{ladder}-*.json"))
+    return json.loads(files[0].read_text()) if files else {}
 
 
 def known(ladder: str) -> str:
@@ -125,12 +144,15 @@ def cells_of(rung: Rung, found: dict[str, Any]) -> list[str]:
     cells = [cell_of(row) for row in rows.values()]
     first = next((row for row in rows.values() if row and is_timed(row)), None)
     kernel = next(iter(first["kernels"]), None) if first else None
-    cells += (
-        [str(kernel["registers"]), str(kernel["spills"]), f"{kernel['shared_bytes']:,}", str(kernel["programs_per_sm"])]
-        if kernel
-        else [""] * 4
-    )
-    return [*cells, duration(first["cpu"]) if first else ""]
+    return [*cells, *sizes_of(kernel), duration(first["cpu"]) if first else ""]
+
+
+def sizes_of(kernel: dict[str, Any] | None) -> list[str]:
+    """Write what the compiler says of a kernel, and how many of its programs an SM has room for."""
+    if kernel is None:
+        return [""] * 4
+    sizes = str(kernel["registers"]), str(kernel["spills"]), f"{kernel['shared_bytes']:,}"
+    return [*sizes, str(kernel["programs_per_sm"])]
 
 
 def is_timed(row: dict[str, Any]) -> bool:

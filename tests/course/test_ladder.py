@@ -302,7 +302,7 @@ def test_the_page_takes_each_measured_number_from_the_results(run, pages, monkey
     monkeypatch.setattr(pages, "results", lambda _: [])
     monkeypatch.setattr(pages, "known", lambda _: "")
     assert set(MEASURED.findall(pages.page(name, "."))) == {"times", "%"}  # the choices
-    assert "have not been timed yet" in pages.page(name, ".")
+    assert "**These rungs have not been timed yet**" in pages.page(name, ".")
     monkeypatch.setattr(pages, "results", lambda _: [found])
     shown = pages.page(name, ".")
     for each in found["batches"]:

@@ -419,13 +419,7 @@ def _describe(kernel: Any, device: torch.device) -> dict[str, Any]:
     """Return what the compiler says of a kernel, and how many of its programs an SM has room for."""
     sm = torch.cuda.get_device_properties(device)
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    registers = -(-kernel.n_regs // 8) * 8 * 32 * warps  # a warp gets them in steps of 256
-    room = (
-        REGISTERS // max(registers, 1),
-        sm.shared_memory_per_multiprocessor // (shared + RESERVED),
-        sm.max_threads_per_multi_processor // (32 * warps),
-        BLOCKS_PER_SM,
-    )
+    room = sm.shared_memory_per_multiprocessor, sm.max_threads_per_multi_processor
     return {
         "kernel": kernel.metadata.name,
         "registers": kernel.n_regs,
@@ -433,8 +427,23 @@ def _describe(kernel: Any, device: torch.device) -> dict[str, Any]:
         "shared_bytes": shared,
         "warps": warps,
         "stages": kernel.metadata.num_stages,
-        "programs_per_sm": min(room),
+        "programs_per_sm": programs_that_fit(kernel.n_regs, warps, shared, *room),
     }
+
+
+def programs_that_fit(registers: int, warps: int, shared: int, room: int, threads: int) -> int:
+    """Return how many programs of a kernel an SM has room for.
+
+    Args:
+        registers: of a thread.
+        warps: of a program.
+        shared: bytes of shared memory of a program.
+        room: those of an SM.
+        threads: most threads of an SM.
+    """
+    of_program = -(-registers // 8) * 8 * 32 * warps  # a warp gets them in steps of 256
+    fit = REGISTERS // max(of_program, 1), room // (shared + RESERVED), threads // (32 * warps)
+    return min(*fit, BLOCKS_PER_SM)
 
 
 def _on_cpu(call: Callable[[], Tensor]) -> float:
