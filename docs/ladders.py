@@ -7,6 +7,7 @@ rungs comes from docs/results/tried, where the kernels of `fastattn` were timed 
 
 import base64
 import difflib
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ FACTORS = {  # how many times as fast as the rung before, up to a factor
 
 UNTIMED = (
     "**These rungs have not been timed yet**: no machine with a GPU has written a result. So the questions below have "
-    "no measured answer, and the columns of the compiler alone are filled."
+    "no measured answer."
 )
 
 
@@ -64,7 +65,7 @@ def page(ladder: str, folder: str) -> str:
         folder: the way from the page to the pages of its files.
     """
     found = results(ladder)
-    shown = [table(ladder, each) for each in found] or [table(ladder, None)]
+    shown = [f"{table(ladder, each)}\n\n{bars(ladder, each)}" for each in found] or [table(ladder, None)]
     shown += [known(ladder)] if ladder in KNOWN and not found else []
     title = "All times, which give the predictions below away" if found else "All rungs, and what is known of them"
     parts = ["## All rungs", *([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
@@ -105,6 +106,25 @@ def table(ladder: str, found: dict[str, Any] | None) -> str:
     else:
         head = "Not run."
     return head + "\n\n" + "\n".join(lines)
+
+
+def bars(ladder: str, found: dict[str, Any]) -> str:
+    """Draw a bar per rung, its share of the floor on the first batch; the line is the roof, where the floor is all."""
+    batch, left, width, step = next(iter(BATCHES[ladder])), 230, 400, 20
+    lines, height = [], step * len(rungs(ladder))
+    for place, rung in enumerate(rungs(ladder)):
+        row = of_rung(found, batch, rung)
+        share = row["share_of_floor"] if row and is_timed(row) else 0.0
+        says = f"{share:.1%}" if share else "not timed"
+        y = step * place + 14
+        long, at_end = share * width, left + min(share, 0.85) * width + 4
+        lines.append(f'<text x="0" y="{y}">{rung.number} · {html.escape(rung.name.replace("_", " "))}</text>')
+        lines.append(f'<rect x="{left}" y="{y - 11}" width="{long:.1f}" height="14" opacity="0.3"/>')
+        lines.append(f'<text x="{at_end:.1f}" y="{y}">{says}</text>')
+    lines.append(f'<rect x="{left + width}" y="0" width="1.5" height="{height}"/>')
+    says = f"Share of the floor by rung, {batch}, {found['machine']['name']}"
+    head = f'<svg viewBox="0 0 {left + width + 10} {height}" fill="currentColor" font-size="12" role="img"'
+    return f'<figure>{head} aria-label="{says}">{"".join(lines)}</svg><figcaption>{says}</figcaption></figure>'
 
 
 def compiled_rungs(ladder: str) -> dict[str, Any]:

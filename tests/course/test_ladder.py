@@ -314,6 +314,15 @@ def test_the_page_takes_each_measured_number_from_the_results(run, pages, monkey
     assert questions == [f"{name}.{number}" for number in range(1, 12)]
 
 
+def test_a_bar_of_each_rung_is_as_long_as_its_share_of_the_floor(run, pages):
+    found, _ = run
+    shown = pages.bars(found["ladder"], found)
+    longs = [float(x) for x in re.findall(r'width="([\d.]+)" height="14"', shown)]
+    shares = [row.get("share_of_floor", 0.0) for row in found["batches"][0]["rungs"]]
+    assert longs == pytest.approx([400 * share for share in shares], abs=0.05)
+    assert shown.count("not timed") == (found["ladder"] == "prefill")
+
+
 def test_a_rung_that_needs_another_gpu_is_shown_without_a_time(run, pages, monkeypatch):
     found, _ = run
     monkeypatch.setattr(pages, "results", lambda _: [found])
