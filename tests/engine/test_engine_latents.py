@@ -21,7 +21,9 @@ from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transfo
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 from twinattn.engine import CPU, CalibrationStats, CudaGraphs, NGram, calibrate
-from twinattn.engine.layers import Causal, LatentStorage, Layer, Twin
+from twinattn.engine.layers import Causal, Layer
+from twinattn.engine.storages import LatentStorage
+from twinattn.engine.twin import Twin
 
 RANK, ROPE = LATENT_SIZES["kv_lora_rank"], LATENT_SIZES["qk_rope_head_dim"]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 6, [*SYSTEM, 50], list(range(60, 85))]

@@ -36,8 +36,10 @@ from tests.helpers.tiny_models import (
     make_model,
 )
 from twinattn.engine import CPU, Engine, Request, SamplingParams, StepTokens
-from twinattn.engine.layers import Causal, Layer, PairedStorage, Twin
+from twinattn.engine.layers import Causal, Layer
 from twinattn.engine.models import LATENT, VERIFIED
+from twinattn.engine.storages import PairedStorage
+from twinattn.engine.twin import Twin
 
 TWINS = ("refattn", "fastattn")
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43], [27, 18, 28, 18, 28, 45, 90]]

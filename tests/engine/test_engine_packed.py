@@ -17,7 +17,8 @@ from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine
 from tests.helpers.tiny_models import INDEX_SIZES, LATENT_SIZES, YARN, make_family, make_llama
 from twinattn.engine import CudaGraphs, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import Causal, LatentStorage, Layer, SelectedLatentStorage
+from twinattn.engine.layers import Causal, Layer
+from twinattn.engine.storages import LatentStorage, SelectedLatentStorage
 
 RANK, ROPE, INDEX = 256, INDEX_SIZES["qk_rope_head_dim"], INDEX_SIZES["index_head_dim"]
 BYTES = RANK + 2 * 4 + ROPE * 2

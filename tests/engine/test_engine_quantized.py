@@ -23,7 +23,9 @@ from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
 from twinattn.engine import CPU, CalibrationStats, CudaGraphs, Engine, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import KV_CACHE_DTYPES, Chunk, QuantizedStorage, Window
+from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
+from twinattn.engine.layers import Chunk, Window
+from twinattn.engine.storages import QuantizedStorage
 from twinattn.kit.tolerance import on_cpu
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]

@@ -14,7 +14,8 @@ from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transfo
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import INDEX_SIZES, make_family
 from twinattn.engine import CudaGraphs, NGram, calibrate, index_modules
-from twinattn.engine.layers import Causal, Layer, SelectedLatentStorage
+from twinattn.engine.layers import Causal, Layer
+from twinattn.engine.storages import SelectedLatentStorage
 
 RANK, ROPE, INDEX = (INDEX_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]

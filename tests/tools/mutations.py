@@ -1164,7 +1164,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A17 B186",
         "a type that is not there passes",
-        ("twinattn.engine.layers:quantize", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
+        ("twinattn.engine.kv_cache_dtype:quantize", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
     ),
     *breaks(
         "B101",
@@ -2039,7 +2039,7 @@ MUTATIONS: list[Mutation] = [
         "E176",
         "an engine computes keys and values under batch invariance",
         (
-            "twinattn.engine.layers:LatentStorage.expands_prefills",
+            "twinattn.engine.storages:LatentStorage.expands_prefills",
             "        return not self.batch_invariant\n",
             "        return True\n",
         ),
@@ -2420,7 +2420,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "index keys are written where the next token's belong",
         (
-            "twinattn.engine.layers:SelectedLatentStorage.select",
+            "twinattn.engine.storages:SelectedLatentStorage.select",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
         ),
@@ -2429,7 +2429,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "every key is selected",
         (
-            "twinattn.engine.layers:SelectedLatentStorage.select",
+            "twinattn.engine.storages:SelectedLatentStorage.select",
             "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
             "return twin.sparse.select(scores, scores.shape[1])",
         ),
@@ -2438,7 +2438,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "packed rows have one scale",
         (
-            "twinattn.engine.layers:_pack",
+            "twinattn.engine.kv_cache_dtype:_pack",
             "return replace(storage, dtype=torch.uint8)",
             "return replace(storage, dtype=torch.float8_e4m3fn)",
         ),
@@ -2447,7 +2447,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "the scales of a packed row are not counted",
         (
-            "twinattn.engine.layers:LatentStorage.bytes_per_token",
+            "twinattn.engine.storages:LatentStorage.bytes_per_token",
             "return packed_size(self.latent_rank, self.rope_size)",
             "return self.latent_rank + 2 * self.rope_size",
         ),

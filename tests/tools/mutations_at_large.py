@@ -790,14 +790,14 @@ AT_LARGE: list[Mutation] = [
     ),
     planted(
         "the index key of a token lies in the slot of another",
-        "twinattn.engine.layers:SelectedLatentStorage.select",
+        "twinattn.engine.storages:SelectedLatentStorage.select",
         "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
         "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
         SELECTED,
     ),
     planted(
         "every key that a query may see is selected",
-        "twinattn.engine.layers:SelectedLatentStorage.select",
+        "twinattn.engine.storages:SelectedLatentStorage.select",
         "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
         "return twin.sparse.select(scores, scores.shape[1])",
         SELECTED,

@@ -9,7 +9,7 @@ import torch
 
 from refattn.checks import check_flag, describe
 from twinattn.engine.cost_model import Machine
-from twinattn.engine.layers import PACKED_ROWS
+from twinattn.engine.kv_cache_dtype import PACKED_ROWS
 from twinattn.engine.speculation import DraftModel, NGram
 
 PATHS = ("kv_cache", "metadata")  # that every twin has

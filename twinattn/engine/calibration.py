@@ -21,9 +21,9 @@ import refattn
 from twinattn.engine import models
 from twinattn.engine.arguments import check_module
 from twinattn.engine.engine import Engine
-from twinattn.engine.layers import CalibrationStats
 from twinattn.engine.request import tokenize
 from twinattn.engine.sampling import SamplingParams
+from twinattn.engine.storages import CalibrationStats
 
 BLOCK_SIZE = 16
 

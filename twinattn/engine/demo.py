@@ -57,7 +57,7 @@ from twinattn.engine import (
     unpack,
 )
 from twinattn.engine.demo_model import MODEL, load, model_file
-from twinattn.engine.layers import KV_CACHE_DTYPES
+from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
 from twinattn.engine.models import max_positions
 from twinattn.engine.packed_weights import can_pack
 from twinattn.engine.profile import Profile, check_file, draw, times_table

@@ -60,18 +60,8 @@ from twinattn.engine.block_pool import BlockPool, Span
 from twinattn.engine.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
 from twinattn.engine.detokenize import new_text
 from twinattn.engine.index_modules import IndexTokens
-from twinattn.engine.layers import (
-    KEY_RANGE,
-    VALUE_RANGE,
-    CalibrationStats,
-    Layer,
-    Lens,
-    Parts,
-    SelectedLatentStorage,
-    Twin,
-    quantize,
-    set_scales,
-)
+from twinattn.engine.kv_cache_dtype import KEY_RANGE, VALUE_RANGE, quantize, set_scales
+from twinattn.engine.layers import Layer, Lens, Parts
 from twinattn.engine.request import AnyPrompt, Draft, Event, Prompt, Request, StepTokens, check_spans, fill_in, tokenize
 from twinattn.engine.runner import AsyncRunner, KeepingRunner, Runner, UnderWay
 from twinattn.engine.sampling import GREEDY, SamplingParams, choose
@@ -79,6 +69,8 @@ from twinattn.engine.scheduler import Counters, Scheduler
 from twinattn.engine.speculation import DraftModel, NGram
 from twinattn.engine.state_layers import Recurrence, StateParts, StatePools, plan_states
 from twinattn.engine.state_pool import StatePool
+from twinattn.engine.storages import CalibrationStats, SelectedLatentStorage
+from twinattn.engine.twin import Twin
 from twinattn.engine.weights import Weights
 from twinattn.engine.window_pool import WindowPool
 

@@ -22,19 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from twinattn.engine import index_modules, state_modules
-from twinattn.engine.layers import (
-    Causal,
-    Chunk,
-    LatentStorage,
-    Layer,
-    Mask,
-    PagedStorage,
-    PairedStorage,
-    SelectedLatentStorage,
-    Storage,
-    Window,
-)
+from twinattn.engine.layers import Causal, Chunk, Layer, Mask, Window
 from twinattn.engine.state_layers import StateLayer
+from twinattn.engine.storages import LatentStorage, PagedStorage, PairedStorage, SelectedLatentStorage, Storage
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
