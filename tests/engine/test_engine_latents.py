@@ -355,14 +355,14 @@ def test_over_quantized_values_no_answer_depends_on_how_a_prompt_was_cut(deepsee
 def test_one_scale_is_that_of_the_largest_number_of_the_first_step(deepseek, kind, twin, monkeypatch):
     """Of latents and rotary keys together; and the answers are those of an engine that was given it."""
     engine = make_engine(deepseek, twin, kv_cache_dtype=kind, calculate_kv_scales=True)
-    attend, largest = engine.attend, {}
+    attend, largest = engine.layer_pools.attend, {}
 
     def watched(module, query, key, value, **step):
         if engine.counters.steps == 0:
             largest[module.layer_idx] = [x[0].abs().amax(1).cpu() for x in (key, value)]
         return attend(module, query, key, value, **step)
 
-    monkeypatch.setattr(engine, "attend", watched)
+    monkeypatch.setattr(engine.layer_pools, "attend", watched)
     found = outputs(engine, PROMPTS[1:4])
     scales = [max(float(x.max()) for x in largest[i]) / 200 for i in range(2)]
     assert [layer.storage.cache_scale for layer in engine.layers] == scales

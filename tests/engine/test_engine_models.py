@@ -320,7 +320,7 @@ def attend(llama):
     engine = Engine(llama, num_blocks=8, block_size=4)
     inputs = engine.make_inputs(StepTokens.of({Request([1], 1, ONE, blocks=[0]): 1}))
     tokens = [torch.ones(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2)]
-    return partial(engine.attend, llama.model.layers[0].self_attn, *tokens, step=inputs["step"])
+    return partial(engine.layer_pools.attend, llama.model.layers[0].self_attn, *tokens, step=inputs["step"])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import refattn.kv_cache
 import refattn.local
 import refattn.quantized
 import twinattn.engine.cuda_graphs
+import twinattn.engine.planner
 from refattn.scales import Fp8Scales
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.pairs import every_pair
@@ -253,9 +254,9 @@ def test_a_cascade_reads_shared_quantized_values_once_and_changes_nothing(
 def test_a_cascade_over_quantized_values_is_chosen_by_their_bytes(models, calibrations, monkeypatch):
     """A byte for an element of fp8; of int8 keys with a scale, and values in float32, two and a half: rounded up."""
     asked = []
-    choose = twinattn.engine.engine.worthwhile_prefixes
+    choose = twinattn.engine.planner.worthwhile_prefixes
     monkeypatch.setattr(
-        twinattn.engine.engine,
+        twinattn.engine.planner,
         "worthwhile_prefixes",
         lambda *lens, **sizes: asked.append(sizes["element_size"]) or choose(*lens, **sizes),
     )
@@ -501,14 +502,14 @@ def test_a_head_of_zeros_has_a_scale_of_1(models):
 def watched_engine(model, monkeypatch, **options) -> tuple[Engine, dict[int, CalibrationStats]]:
     """Make an engine, and note the largest keys and values of its first step by layer."""
     engine, largest = Engine(model, **SIZES | dict(calculate_kv_scales=True) | options), {}
-    attend = engine.attend
+    attend = engine.layer_pools.attend
 
     def watched(module, query, key, value, **step):
         if engine.counters.steps == 0:
             largest[module.layer_idx] = CalibrationStats(*(x[0].float().abs().amax(1).cpu() for x in (key, value)))
         return attend(module, query, key, value, **step)
 
-    monkeypatch.setattr(engine, "attend", watched)
+    monkeypatch.setattr(engine.layer_pools, "attend", watched)
     return engine, largest
 
 

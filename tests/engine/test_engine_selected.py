@@ -138,8 +138,10 @@ def test_over_quantized_latents_keys_are_selected_as_before(deepseek, monkeypatc
             )
             dtype = torch.float32 if kind == "auto" else torch.float8_e4m3fn
             assert [[x.dtype for x in cache] for cache in engine.caches] == [[dtype, torch.float32]] * 2
-            select, chosen = engine.select, []
-            monkeypatch.setattr(engine, "select", lambda *a, s=select, c=chosen, **k: (c.append(s(*a, **k)), c[-1])[1])
+            select, chosen = engine.layer_pools.select, []
+            monkeypatch.setattr(
+                engine.layer_pools, "select", lambda *a, s=select, c=chosen, **k: (c.append(s(*a, **k)), c[-1])[1]
+            )
             answers = outputs(engine, PROMPTS[4:5])
             found[twin, kind] = answers, chosen[0]
     assert all(torch.equal(found[key][1], found["refattn", "auto"][1]) for key in found)

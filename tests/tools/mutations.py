@@ -118,12 +118,12 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B55 C115",
         "a layer that shares a cache writes into it",
-        ("twinattn.engine.engine:Engine.attend", "if self.owners[index] != index:", "if False:"),
+        ("twinattn.engine.layer_pools:LayerPools.attend", "if self.owners[index] != index:", "if False:"),
     ),
     *breaks(
         "B55 C114 C115",
         "a layer that shares a cache gets one of its own",
-        ("twinattn.engine.engine:Engine.__init__", "own = owner == len(self.caches)", "own = True"),
+        ("twinattn.engine.layer_pools:LayerPools.__init__", "own = owner == len(self.caches)", "own = True"),
     ),
     *breaks(
         "C113 C115",
@@ -385,7 +385,7 @@ MUTATIONS: list[Mutation] = [
         "B57 D127",
         "the sinks of a model do not reach a layer",
         (
-            "twinattn.engine.engine:Engine.attend",
+            "twinattn.engine.layer_pools:LayerPools.attend",
             "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux,",
             "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, None,",
         ),
@@ -483,8 +483,8 @@ MUTATIONS: list[Mutation] = [
         "D128",
         "batch invariance does not reach the layers",
         (
-            "twinattn.engine.engine:Engine.attend",
-            "alibi_slopes, s_aux, self.batch_invariant)",
+            "twinattn.engine.layer_pools:LayerPools.attend",
+            "alibi_slopes, s_aux, self._batch_invariant)",
             "alibi_slopes, s_aux, False)",
         ),
     ),
@@ -492,8 +492,8 @@ MUTATIONS: list[Mutation] = [
         "D128",
         "batch invariance does not reach layers without slopes and sinks",
         (
-            "twinattn.engine.engine:Engine.attend",
-            "_plain_options(scale, softcap or 0.0, self.batch_invariant)",
+            "twinattn.engine.layer_pools:LayerPools.attend",
+            "_plain_options(scale, softcap or 0.0, self._batch_invariant)",
             "_plain_options(scale, softcap or 0.0, False)",
         ),
     ),
@@ -544,16 +544,16 @@ MUTATIONS: list[Mutation] = [
         "A179",
         "the scales of a step are not worked out",
         (
-            "twinattn.engine.engine:Engine.attend",
-            "if self._calculates_scales and self.owners[index] == index:",
-            "if self._calculates_scales and self.owners[index] == index + 1:",
+            "twinattn.engine.layer_pools:LayerPools.attend",
+            "if self.calculates_scales and self.owners[index] == index:",
+            "if self.calculates_scales and self.owners[index] == index + 1:",
         ),
     ),
     *breaks(
         "B185",
         "an engine takes requests with drafts for prefills",
         (
-            "twinattn.engine.engine:Engine._decodes_first",
+            "twinattn.engine.planner:StepPlanner.in_order",
             "order_decodes_first(counts, decode_len=self.decode_len)",
             "order_decodes_first(counts)",
         ),
@@ -1253,7 +1253,7 @@ MUTATIONS: list[Mutation] = [
             "largest = value.float().abs().amax(0)",
         ),
         (
-            "twinattn.engine.calibration:_Observer.attend",
+            "twinattn.engine.calibration:_watched",
             "torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])",
             "here",
         ),
@@ -2411,7 +2411,7 @@ MUTATIONS: list[Mutation] = [
         "F215",
         "only the first span of a prompt is seen",
         (
-            "twinattn.engine.engine:Engine.plan_spans",
+            "twinattn.engine.planner:StepPlanner.plan_spans",
             "rows = [[*its_spans, *",
             "rows = [[*its_spans[:1], *[(-1, -1)] * len(its_spans[1:]), *",
         ),

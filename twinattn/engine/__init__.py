@@ -4,8 +4,9 @@ from twinattn.engine.block_pool import BlockPool
 from twinattn.engine.calibration import calibrate
 from twinattn.engine.cost_model import CPU, H200, Machine
 from twinattn.engine.cuda_graphs import CudaGraphs
-from twinattn.engine.engine import Engine, Step
+from twinattn.engine.engine import Engine
 from twinattn.engine.fused import fuse, unfuse
+from twinattn.engine.layer_pools import Step
 from twinattn.engine.packed_weights import pack, unpack
 from twinattn.engine.request import Draft, Event, Prompt, Request, StepTokens
 from twinattn.engine.sampling import SamplingParams, sample

@@ -44,6 +44,7 @@ from refattn.trees import Trees
 from twinattn.engine.decode_rows import DecodeRows
 from twinattn.engine.engine import Engine
 from twinattn.engine.fast_sampling import sample
+from twinattn.engine.planner import DeviceTokens
 from twinattn.engine.request import Request, StepTokens, fill_in
 from twinattn.engine.runner import UnderWay
 from twinattn.engine.sampling import settings_of
@@ -377,7 +378,9 @@ class _Decode:
         sources, given = self.inputs.sources.long(), self.inputs.input_ids
         input_ids = self.runner.chosen[sources.clamp(min=0)].clamp(min=0).where(sources >= 0, given)
         rows, states = torch.arange(len(sources), device=sources.device), _plan_states(self, self.inputs.slots)
-        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, rows, states=states))
+        return self.server.run_model(
+            self.server.planner.inputs_of(DeviceTokens(self.batch, input_ids, rows, states=states))
+        )
 
 
 @dataclass(frozen=True)
@@ -519,7 +522,8 @@ class _Step:
         """Make the inputs of the model on the device, and run it."""
         states, rows = _plan_states(self, self.slots), self.logits_rows.long()
         input_ids = fill_in(self.input_ids, self.runner.chosen)
-        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, rows, self.trees, states=states))
+        tokens = DeviceTokens(self.batch, input_ids, rows, self.trees, states=states)
+        return self.server.run_model(self.server.planner.inputs_of(tokens))
 
 
 def _shape_of_decode(engine: Engine, rows: DecodeRows) -> Shape:
