@@ -17,6 +17,7 @@ import twinattn.engine.block_pool
 import twinattn.engine.cuda_graphs
 import twinattn.engine.demo
 import twinattn.engine.engine
+import twinattn.engine.graph_shapes
 import twinattn.engine.scheduler
 from tests.helpers.engines import (
     GREEDY,
@@ -302,7 +303,7 @@ def recording_engine(monkeypatch, device):
 @pytest.mark.covers("A44", "D160")
 def test_recorded_decodes_change_nothing(llama, expected, recording_engine, monkeypatch):
     """With more and fewer requests than rows, past a capacity, through preemptions, and once more."""
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = recording_engine(llama, num_blocks=9, max_num_batched_tokens=10)
     assert outputs(engine, PROMPTS) == expected
     assert engine.counters.preemptions > 0

@@ -15,6 +15,7 @@ import torch
 
 import refattn.mla
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 import twinattn.engine.layers
 from refattn.options import AttentionOptions
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
@@ -154,7 +155,7 @@ def test_recorded_steps_are_absorbed(deepseek, expected, monkeypatch, device, ca
     """Decodes and prompts alike: a recording has to serve steps of other lengths."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=9, max_num_batched_tokens=10)
     engine.runner.records = True
     monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
@@ -376,7 +377,7 @@ def test_recorded_steps_over_quantized_values_are_absorbed(deepseek, monkeypatch
     """As an engine that absorbs everything answers, which reads the new tokens of a prompt from the pool, too."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     quantized = dict(kv_cache_dtype="fp8_e4m3", num_blocks=9, max_num_batched_tokens=10)
     engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), **quantized)
     engine.runner.records = True

@@ -17,6 +17,7 @@ import refattn.kv_cache
 import refattn.local
 import refattn.quantized
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 import twinattn.engine.planner
 from refattn.scales import Fp8Scales
 from tests.helpers.drafts import Oracle, Wild
@@ -583,7 +584,7 @@ def test_a_request_that_fails_leaves_no_scales_behind(how, package, device):
 def test_nothing_is_recorded_before_there_are_scales(models, device, monkeypatch):
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     options = dict(kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, twin=fastattn)
     expected, plain = answers(models["llama"], **options)
     runner = CudaGraphs()

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 from tests.helpers.drafts import Wild
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
@@ -152,7 +153,7 @@ def test_recorded_steps_select(deepseek, expected, monkeypatch, device):
     """Rows of padding select nothing, and a step serves others of its shape."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)
     engine.runner.records = True
     monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
