@@ -15,7 +15,7 @@ from torch.nn import functional
 import fastattn
 import twinattn.engine.block_pool
 import twinattn.engine.cuda_graphs
-import twinattn.engine.demo
+import twinattn.engine.demo_comparison
 import twinattn.engine.engine
 import twinattn.engine.graph_shapes
 import twinattn.engine.scheduler
@@ -352,7 +352,7 @@ def test_a_second_model_of_the_same_config_is_served_too(device):
 def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
     engines = [make_engine(llama, "fastattn"), make_engine(llama, "refattn")]
-    comparison = twinattn.engine.demo.Comparison()
+    comparison = twinattn.engine.demo_comparison.Comparison()
     engines.append(Engine(llama, num_blocks=20, block_size=4, twin=comparison))
     is_on_cuda = llama.device.type == "cuda"
     assert [CudaGraphs.can_record(engine) for engine in engines] == [is_on_cuda, False, False]

@@ -17,7 +17,7 @@ import fastattn.chunked_prefill
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
 from twinattn.bench import generation
 from twinattn.cli import main
-from twinattn.engine import SamplingParams, demo, demo_model
+from twinattn.engine import SamplingParams, demo, demo_comparison, demo_model, peak_memory
 from twinattn.engine.profile import PHASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -277,7 +277,7 @@ def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
         out = attention(query, *args, **options)
         return out + wrong if len(calls) == 7 else out
 
-    comparison = demo.Comparison()
+    comparison = demo_comparison.Comparison()
     path = SimpleNamespace(plan=fastattn.chunked_prefill.plan, attention=wrong_once)
     monkeypatch.setattr(comparison.chunked_prefill, "fast", path)
     monkeypatch.setattr(demo, "Comparison", lambda: comparison)
@@ -311,11 +311,11 @@ def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device
 
 
 def test_peak_memory_is_measured():
-    with demo.PeakMemory(torch.device("cpu")) as memory:
+    with peak_memory.PeakMemory(torch.device("cpu")) as memory:
         block = torch.ones(2**24)
         block.add_(1)
         del block
-    if not os.access(demo.PeakMemory.CLEAR, os.W_OK):
+    if not os.access(peak_memory.PeakMemory.CLEAR, os.W_OK):
         assert memory.peak_bytes is None
         return
     assert 60 * 2**20 < memory.peak_bytes < 80 * 2**20, "64 MiB, give or take a page that came or went"

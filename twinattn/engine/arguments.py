@@ -117,6 +117,18 @@ def check_autocast(model: Any) -> None:
         )
 
 
+def check_device(device: str) -> None:
+    """Check that the device exists, before minutes are spent on loading.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    count = torch.cuda.device_count()
+    found = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
+    if device not in found:
+        raise ValueError(f"device: expected one of {', '.join(found)}, got {device!r}")
+
+
 def _is_twin(twin: Any) -> bool:
     """Return whether an object has the paths that every twin has, as attributes or as modules of its name."""
 

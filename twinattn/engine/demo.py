@@ -17,10 +17,7 @@ the memory of the pool, the tokens that stayed the same, the perplexity; and wit
 answer.
 """
 
-import ctypes
-import gc
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,13 +32,9 @@ from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fastattn
-from fastattn import kv_cache, metadata
-from refattn.options import AttentionOptions
-from refattn.plan import CascadePlan, Plan
 from twinattn.engine import (
     CPU,
     CalibrationStats,
@@ -56,12 +49,15 @@ from twinattn.engine import (
     pack,
     unpack,
 )
+from twinattn.engine.arguments import check_device
+from twinattn.engine.demo_comparison import Comparison
 from twinattn.engine.demo_model import MODEL, load, model_file
+from twinattn.engine.demo_prompts import PROMPTS, TO_CALIBRATE, TO_REPEAT
 from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
 from twinattn.engine.models import max_positions
 from twinattn.engine.packed_weights import can_pack
+from twinattn.engine.peak_memory import PeakMemory
 from twinattn.engine.profile import Profile, check_file, draw, times_table
-from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
@@ -73,54 +69,6 @@ FASTATTN_RATE = 32  # tokens per second on two cores of a CPU, to announce a tim
 TIMES_FASTATTN = {"fastattn": 1, "refattn": 2.5, COMPARISON: 4, TRANSFORMERS: 3.5, PLAIN: 1}
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 96
-
-GUIDE = """\
-You are the guide of a small science museum. Your visitors are children and their parents, so you answer in one \
-or two short and friendly sentences, with plain words and with one number at most. You never invent anything: \
-when you are not sure, you say so, and tell them in which room they can find out. The rooms are the sky \
-(planets, stars, light), the sea (whales, tides, corals), the body (heart, bones, brain), the workshop (levers, \
-engines, electricity) and the garden (plants, insects, weather)."""
-DIARY = """\
-What is this page of a diary about? Answer in one sentence.
-
-We left the harbour at dawn, with a light wind from the west and the tide behind us. The old keeper of the \
-lighthouse waved from his rock, as he does every year. By noon the wind had turned, and we had to tack between \
-the islands, so close to the cliffs that we heard the birds. Tom counted eleven seals on one beach. In the \
-afternoon the engine of a small fishing boat failed in front of us, and we took her in tow to the village, where \
-her owner paid us with a bucket of crabs. We ate them on deck, with bread and far too much butter. Then the fog \
-came in, so thick that the lantern at the mast had a ring around it, and we stayed where we were. Nobody minds: \
-the sea is calm, the boat is dry, and tomorrow is another day."""
-PROMPTS = (  # the system prompt, or None for the model's own, and the question
-    (GUIDE, "Why is the sky blue?"),
-    (None, DIARY),
-    (GUIDE, "Why do cats purr?"),
-    (None, "Name three colours."),
-    (GUIDE, "What do bees do all day, and who tells them what to do?"),
-    (GUIDE, "How fast does my heart beat?"),
-    (None, "Write one line about the moon, as a pirate would say it."),
-    (GUIDE, "How does a lever work?"),
-)
-
-
-TO_REPEAT = (
-    "Repeat this text word for word: " + DIARY.split("\n\n")[1].split(" In the afternoon")[0],
-    "Write this list once more, and add nothing: apples, pears, plums, apples, figs, pears, apples, plums, figs.",
-    "Say this three times: the tide comes in and the tide goes out.",
-)
-
-
-TO_CALIBRATE = (
-    """\
-Answer this letter in a few lines.
-
-Dear Ines, thank you for the seeds. I sowed the tomatoes in March, and by the first of May there were 24 plants on the \
-windowsill, each as high as my hand. Then came three nights of frost, and I carried all of them into the kitchen, \
-where my brother fell over the tray in the dark. Nine survived! Have you ever pruned a lemon tree? Ours is taller than \
-the fence, it has thorns, and nobody here dares to touch it. With love, Oskar""",
-    "What is wrong with this function?\n\n"
-    "def mean(numbers):\n    total = 0\n    for x in numbers:\n        total += x\n    return total / len(number)",
-    "Sort these years, and say in which of them you would have liked to live: 1848, 1066, 1969, 476, 1492.",
-)
 
 
 class RequestError(RuntimeError):
@@ -267,18 +215,6 @@ class Stages:
         on_cpu = self.work.model.device.type == "cpu"
         self.number += 1
         self.console.rule(f"{self.number} of {len(self.names)}: {name}{f', about {expected}' * on_cpu}")
-
-
-def check_device(device: str) -> None:
-    """Check that the device exists, before minutes are spent on loading.
-
-    Raises:
-        ValueError: if it does not.
-    """
-    count = torch.cuda.device_count()
-    found = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
-    if device not in found:
-        raise ValueError(f"device: expected one of {', '.join(found)}, got {device!r}")
 
 
 @dataclass(frozen=True)
@@ -531,43 +467,7 @@ class Answers:
         return table
 
 
-class PeakMemory:
-    """Measures the most memory that a `with` block holds at a time, above what was held before it.
-
-    On a GPU that is what torch's allocator says. On a CPU it is the resident memory of the process, by Linux's own high
-    water mark, which can be set back; elsewhere `peak_bytes` stays None.
-    """
-
-    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device if device.type == "cuda" else None
-        self.peak_bytes: int | None = None
-
-    def __enter__(self) -> "PeakMemory":
-        gc.collect()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.cuda)
-            self.before = torch.cuda.memory_allocated(self.cuda)
-        elif os.access(self.CLEAR, os.W_OK):
-            # Return freed memory first, or the second twin would reuse what the first has freed.
-            getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
-            self.CLEAR.write_text("5")  # the high water mark is what is resident now
-            self.before = self._high_water_mark()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.cuda:
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.cuda) - self.before
-        elif os.access(self.CLEAR, os.W_OK):
-            self.peak_bytes = self._high_water_mark() - self.before
-
-    def _high_water_mark(self) -> int:
-        line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-
-def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
+def compare(work: Work, console: Console, num_tokens: int) -> Comparison:
     """Serve all prompts once more, with both twins on the same inputs in every layer and step."""
     comparison = Comparison()
     engine = work.engine("fastattn", twin=comparison)
@@ -575,96 +475,6 @@ def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
         for event in progress.track(engine.stream(work.prompts, work.sampling), num_tokens, description="Comparing"):
             check_answered([event.request])
     return comparison
-
-
-@dataclass
-class Errors:
-    """The errors of one layer's outputs, over all steps.
-
-    Attributes:
-        fast: largest difference between the fast twin and the reference in float64.
-        low: largest difference between the reference in the model's own type and in float64.
-        size: largest output.
-        count: outputs compared.
-    """
-
-    fast: float = 0.0
-    low: float = 0.0
-    size: float = 0.0
-    count: int = 0
-
-    @property
-    def tolerance(self) -> float:
-        """What the one rule allows, as in the tests."""
-        return bound(Distance(self.low, self.low), self.size, torch.float32).max
-
-
-class Comparison:
-    """A twin that computes as `fastattn` does, and compares every output with `refattn`'s.
-
-    The engine takes it in place of a package. Of each layer only the largest errors are kept.
-    """
-
-    def __init__(self) -> None:
-        self.kv_cache, self.metadata = kv_cache, metadata
-        self.layers: dict[int, Errors] = {}  # a layer is known by its pool
-        self.chunked_prefill = Compared("chunked_prefill", self.layers)
-        self.cascade = Compared("cascade", self.layers)
-        self.quantized = Compared("quantized", self.layers)
-
-    def holds(self) -> bool:
-        """Return whether every layer is within its tolerance."""
-        return all(errors.fast <= errors.tolerance < torch.inf for errors in self.layers.values())
-
-    def summary(self) -> str:
-        """Return in words how far the twins were apart at most, and how far they may be."""
-        layer, errors = max(enumerate(self.layers.values()), key=lambda item: item[1].fast)
-        nearest = max(errors.fast / errors.tolerance for errors in self.layers.values())
-        count = sum(errors.count for errors in self.layers.values())
-        verdict = "[green]all are within" if self.holds() else "[red]not all are within"
-        return (
-            f"Largest difference between the twins over every layer and step ({count:,} outputs): {errors.fast:.2e}, "
-            f"in layer {layer}, where {errors.tolerance:.2e} is allowed: twice the error that refattn has itself in "
-            f"float32, measured against float64, and {FLOAT32_ROUNDINGS} units in the last place. No layer uses more "
-            f"than {nearest:.0%} of its tolerance: {verdict}."
-        )
-
-
-class Compared:
-    """A path of `fastattn` whose outputs are compared with `refattn`'s; everything else is `fastattn`'s own."""
-
-    def __init__(self, path: str, layers: dict[int, Errors]) -> None:
-        self.fast = importlib.import_module(f"fastattn.{path}")
-        self.reference = importlib.import_module(f"refattn.{path}")
-        self.layers = layers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.fast, name)
-
-    def attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        plan: Plan | CascadePlan,
-        options: AttentionOptions,
-        **scales: Any,
-    ) -> Tensor:
-        """Attend with `fastattn`, compared with `refattn` in the same type and in float64; 8 bits stay 8 bits."""
-        out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options, **scales)
-        low = self.reference.attention(query, key_cache, value_cache, plan, options, **scales)
-        wide = (key_cache, value_cache) if scales else (key_cache.double(), value_cache.double())
-        exact = self.reference.attention(query.double(), *wide, plan, options, **scales)
-        errors = self.layers.setdefault(key_cache.data_ptr(), Errors())
-        errors.fast = max(errors.fast, _largest(out - exact))
-        errors.low = max(errors.low, _largest(low - exact))
-        errors.size = max(errors.size, _largest(exact))
-        errors.count += out.numel()
-        return out
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().nan_to_num(torch.inf, posinf=torch.inf).max())
 
 
 def generate(work: Work, console: Console) -> list[list[int]]:
