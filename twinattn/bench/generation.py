@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call, Timed
-from twinattn.bench.peers import Contender
 from twinattn.bench.work import Judge, WrongAnswerError
 from twinattn.engine import BlockPool, CudaGraphs, Engine, SamplingParams, demo, pack
 
