@@ -50,6 +50,7 @@ def demo(
     """Answer prompts with a real model through both twins, and compare their words with transformers' own."""
     from twinattn.engine import demo as module  # late: `--help` does not need torch
     from twinattn.engine.demo_model import MissingModelError
+    from twinattn.engine.demo_work import RequestError
 
     try:
         proven = module.run(
@@ -64,7 +65,7 @@ def demo(
     except ModuleNotFoundError as error:
         typer.echo(f"{error}; pip install 'twinattn[bench]' brings what a picture needs", err=True)
         raise typer.Exit(2) from error
-    except module.RequestError as error:
+    except RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
     except (MissingModelError, ValueError) as error:

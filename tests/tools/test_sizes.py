@@ -22,7 +22,6 @@ LONG_FUNCTIONS = {
     "fastattn/kernels/triton/attention.py:attend_levels": 87,
     "fastattn/kernels/triton/differential.py:bind_differential": 99,
     "refattn/differential.py:attention": 82,
-    "twinattn/engine/demo.py:run": 107,
     "twinattn/engine/engine.py:__init__": 96,  # half of it is arguments, and their checks
     "twinattn/integrations/flash_attn.py:flash_attn_with_kvcache": 99,
     "twinattn/kit/__main__.py:main": 115,

@@ -17,31 +17,23 @@ the memory of the pool, the tokens that stayed the same, the perplexity; and wit
 answer.
 """
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from torch.nn.functional import cross_entropy
 
 import fastattn
 from twinattn.engine import (
-    CPU,
-    CalibrationStats,
-    Counters,
-    CudaGraphs,
     Engine,
-    NGram,
     Request,
     SamplingParams,
     StepTokens,
@@ -51,39 +43,30 @@ from twinattn.engine import (
 )
 from twinattn.engine.arguments import check_device
 from twinattn.engine.demo_comparison import Comparison
-from twinattn.engine.demo_model import MODEL, load, model_file
-from twinattn.engine.demo_prompts import PROMPTS, TO_CALIBRATE, TO_REPEAT
+from twinattn.engine.demo_model import MODEL
+from twinattn.engine.demo_prompts import TO_REPEAT
+from twinattn.engine.demo_work import (
+    BLOCK_SIZE,
+    DRAFTS,
+    SPECULATION,
+    TOKEN_BUDGET,
+    Run,
+    Work,
+    check_answered,
+    prepare,
+    stages,
+)
 from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
-from twinattn.engine.models import max_positions
 from twinattn.engine.packed_weights import can_pack
 from twinattn.engine.peak_memory import PeakMemory
 from twinattn.engine.profile import Profile, check_file, draw, times_table
 
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
-DRAFTS = ", with drafts"
-SPECULATION = {"chain": NGram(max_drafts=5), "tree": NGram(max_drafts=5, max_branches=3)}
 PLAIN = "fastattn with a plain cache"
 FASTATTN_RATE = 32  # tokens per second on two cores of a CPU, to announce a time
 # How long a stage takes on a CPU, as a multiple of fastattn's.
 TIMES_FASTATTN = {"fastattn": 1, "refattn": 2.5, COMPARISON: 4, TRANSFORMERS: 3.5, PLAIN: 1}
-BLOCK_SIZE = 16
-TOKEN_BUDGET = 96
-
-
-class RequestError(RuntimeError):
-    """An engine could not answer a request; the message is what went wrong, as the request has it."""
-
-
-def check_answered(requests: Sequence[Request]) -> None:
-    """Check that no request failed: a failed one has no answer to be shown or timed.
-
-    Raises:
-        RequestError: with the error of the first that failed.
-    """
-    for request in requests:
-        if request.error is not None:
-            raise RequestError(f"request of {request.prompt_len} tokens: {request.error}")
 
 
 def run(
@@ -120,21 +103,7 @@ def run(
             is empty or no text, the profile cannot be drawn, or the tokens are too many.
         ModuleNotFoundError: if there is no matplotlib to draw it.
     """
-    if twin not in ("both", *TWINS):
-        raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
-    if not all(question.strip() for question in questions or ()):
-        raise ValueError("prompt: expected some text, got none")
-    for question in questions or ():
-        if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
-            raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
-    SamplingParams(max_tokens=max_tokens)  # checks it
-    check_device(device)
-    if speculate not in (None, *SPECULATION):
-        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
-    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
-        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
-    if profile is not None:
-        check_file(profile)
+    _check_asked(twin, questions, max_tokens, device, speculate, kv_cache_dtype, profile)
     is_plain = kv_cache_dtype == "auto"
     console = console or Console()
     names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
@@ -171,28 +140,68 @@ def run(
         comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs)))
     announced.next(runs)
     twins_agree = comparison is None or comparison.holds()
-    if is_plain:
-        start = time.perf_counter()
-        expected = generate(work, console)
-        rate = sum(map(len, expected)) / (time.perf_counter() - start)
-        console.print(answers_table(work, runs, expected))
-        console.print(runs_table(work, runs))
-        packs = device == "cpu" and can_pack() and any(name.startswith("fastattn") for name in names)
-        console.print(
-            f"transformers' generate, one prompt after the other: {rate:.1f} tokens per second."
-            + " fastattn served with weights packed for the products of a CPU (twinattn.engine.pack)." * packs,
-            highlight=False,
-        )
-        twins_agree &= all(run.outputs == expected for run in runs)
-    else:
-        plain = replace(work, kv_cache_dtype="auto", calibration=None)
-        runs.append(replace(serve(plain, "fastattn", console), name="plain"))
-        console.print(runs_table(work, runs))
-        console.print(losses_table(work, plain, runs))
-        twins_agree &= all(kept_by_drafts(runs))
+    judge = _compare_words if is_plain else _compare_quantized
+    twins_agree &= judge(work, runs, console)
     if comparison is not None:
         console.print(comparison.summary(), highlight=False)
     return twins_agree
+
+
+def _check_asked(
+    twin: str,
+    questions: Sequence[str] | None,
+    max_tokens: int,
+    device: str,
+    speculate: str | None,
+    kv_cache_dtype: str,
+    profile: Path | None,
+) -> None:
+    """Check the arguments of `run`, before anything is loaded.
+
+    Raises:
+        ValueError: naming the argument.
+        ModuleNotFoundError: if there is no matplotlib to draw a profile.
+    """
+    if twin not in ("both", *TWINS):
+        raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
+    if not all(question.strip() for question in questions or ()):
+        raise ValueError("prompt: expected some text, got none")
+    for question in questions or ():
+        if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
+            raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
+    SamplingParams(max_tokens=max_tokens)  # checks it
+    check_device(device)
+    if speculate not in (None, *SPECULATION):
+        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
+    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    if profile is not None:
+        check_file(profile)
+
+
+def _compare_words(work: Work, runs: Sequence[Run], console: Console) -> bool:
+    """Let transformers answer, print how its answers and its time compare, and return whether all are the same."""
+    start = time.perf_counter()
+    expected = generate(work, console)
+    rate = sum(map(len, expected)) / (time.perf_counter() - start)
+    console.print(answers_table(work, runs, expected))
+    console.print(runs_table(work, runs))
+    packs = work.model.device.type == "cpu" and can_pack() and any(run.name.startswith("fastattn") for run in runs)
+    console.print(
+        f"transformers' generate, one prompt after the other: {rate:.1f} tokens per second."
+        + " fastattn served with weights packed for the products of a CPU (twinattn.engine.pack)." * packs,
+        highlight=False,
+    )
+    return all(run.outputs == expected for run in runs)
+
+
+def _compare_quantized(work: Work, runs: list[Run], console: Console) -> bool:
+    """Serve over a plain cache, too, print what quantized values save and cost, and whether drafts change no answer."""
+    plain = replace(work, kv_cache_dtype="auto", calibration=None)
+    runs.append(replace(serve(plain, "fastattn", console), name="plain"))
+    console.print(runs_table(work, runs))
+    console.print(losses_table(work, plain, runs))
+    return all(kept_by_drafts(runs))
 
 
 class Stages:
@@ -201,11 +210,11 @@ class Stages:
     The first is judged by the number of tokens, the others by how long the steps of the first took.
     """
 
-    def __init__(self, names: Sequence[str], work: "Work", console: Console) -> None:
+    def __init__(self, names: Sequence[str], work: Work, console: Console) -> None:
         self.names, self.work, self.console = names, work, console
         self.number = 0
 
-    def next(self, runs: Sequence["Run"]) -> None:
+    def next(self, runs: Sequence[Run]) -> None:
         """Announce the next stage, after some runs."""
         first, name = self.names[0], self.names[self.number]
         num_tokens = len(self.work.prompts) * self.work.sampling.max_tokens
@@ -215,116 +224,6 @@ class Stages:
         on_cpu = self.work.model.device.type == "cpu"
         self.number += 1
         self.console.rule(f"{self.number} of {len(self.names)}: {name}{f', about {expected}' * on_cpu}")
-
-
-@dataclass(frozen=True)
-class Work:
-    """The prompts to serve, and what to serve them with.
-
-    Attributes:
-        model: the model of transformers.
-        tokenizer: its tokenizer.
-        questions: what was asked, in short.
-        prompts: the token ids of each prompt.
-        sampling: greedy, up to the most tokens of an answer.
-        num_blocks: blocks in the pool.
-        to_calibrate: the token ids of texts that are no prompts, for the scales of quantized values.
-        speculate: how a run with drafts drafts.
-        kv_cache_dtype: what the pool holds.
-        calibration: how large keys and values become; None for a plain pool.
-    """
-
-    model: Any
-    tokenizer: Any
-    questions: list[str]
-    prompts: list[list[int]]
-    sampling: SamplingParams
-    num_blocks: int
-    to_calibrate: list[list[int]]
-    speculate: str | None = None
-    kv_cache_dtype: str = "auto"
-    calibration: list[CalibrationStats] | None = None
-
-    def engine(self, name: str, twin: Any = None) -> Any:
-        """Make the engine of a package for this work, with drafts if its name says so."""
-        package = name.removesuffix(DRAFTS)
-        on_gpu = self.model.device.type == "cuda"
-        return Engine(
-            self.model,
-            num_blocks=self.num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_batched_tokens=TOKEN_BUDGET,
-            kv_cache_dtype=self.kv_cache_dtype,
-            calibration=self.calibration,
-            tokenizer=self.tokenizer,
-            twin=importlib.import_module(package) if twin is None else twin,
-            # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
-            machine=replace(CPU, launch_seconds=0.0),
-            runner=CudaGraphs() if on_gpu and twin is None and package == "fastattn" else None,
-            speculation=SPECULATION[self.speculate] if self.speculate and name.endswith(DRAFTS) else None,
-        )
-
-
-def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
-    """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once.
-
-    Raises:
-        ValueError: if the model has not positions for all tokens.
-    """
-    file = model_file()
-    with stages(console) as progress:
-        loading = progress.add_task(f"Loading {MODEL}, about 8 seconds", total=None)
-        model, tokenizer = load(file)
-        model.to(device)
-        progress.update(loading, total=1, completed=1)
-    pairs = [(None, question.strip()) for question in questions] if questions else PROMPTS
-
-    def tokens_of(system: str | None, question: str) -> list[int]:
-        turns = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
-        tokens: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        return tokens
-
-    prompts = [tokens_of(*pair) for pair in pairs]
-    room = max_positions(model.config) + 1 - max(map(len, prompts))  # the last token never goes through the model
-    if max_tokens > room:
-        raise ValueError(f"max_tokens: expected at most {room}, as the model has positions for, got {max_tokens}")
-    wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
-    return Work(
-        model,
-        tokenizer,
-        [question.splitlines()[0] for _, question in pairs],
-        prompts,
-        SamplingParams(max_tokens=max_tokens),
-        num_blocks=max(*wanted, sum(wanted) // 2),
-        to_calibrate=[tokens_of(None, text) for text in TO_CALIBRATE],
-    )
-
-
-@dataclass(frozen=True)
-class Run:
-    """The result of serving all prompts with one twin.
-
-    Attributes:
-        name: of the twin.
-        outputs: the generated tokens of each prompt.
-        seconds: the time of all steps.
-        decode_seconds: the time of those steps that only decoded.
-        decode_tokens: the tokens that those steps generated.
-        counters: of the engine.
-        peak_bytes: most memory at a time, above the model's; None where that can't be measured.
-        pool_bytes: the pools of all layers.
-    """
-
-    name: str
-    outputs: list[list[int]]
-    seconds: float
-    decode_seconds: float
-    decode_tokens: int
-    counters: Counters
-    peak_bytes: int | None
-    pool_bytes: int
 
 
 def serve(
@@ -492,13 +391,6 @@ def generate(work: Work, console: Console) -> list[list[int]]:
             )
             outputs.append(tokens[0, len(prompt) :].tolist())
     return outputs
-
-
-def stages(console: Console) -> Progress:
-    """Make a line that shows what is running, how far it is, and for how long it has run."""
-    return Progress(
-        SpinnerColumn(finished_text="✓"), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console
-    )
 
 
 def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[int]]) -> Table:
