@@ -2543,9 +2543,9 @@ MUTATIONS: list[Mutation] = [
         "value heads share a query with those far away",
         ("refattn.recurrent:attention", '"t h dk -> t (h g) dk", g=group', '"t h dk -> t (g h) dk", g=group'),
         (
-            "fastattn.kernels.torch_ops.recurrent:_by_token",
-            "x.repeat_interleave(tokens.group, 1)[..., None]",
-            "x.repeat(1, tokens.group, 1)[..., None]",
+            "fastattn.kernels.torch_ops.recurrent:_fold",
+            "x.repeat_interleave(group, 1)[..., None]",
+            "x.repeat(1, group, 1)[..., None]",
         ),
     ),
     *breaks(
@@ -2553,14 +2553,14 @@ MUTATIONS: list[Mutation] = [
         "what the state answers is subtracted whole",
         ("refattn.recurrent:_step", "beta[:, None] * (value - seen)", "(beta[:, None] * value - seen)"),
         (
-            "fastattn.kernels.torch_ops.recurrent:_by_token",
-            "new = (new - now @ key if delta else new) * beta[..., None, None]",
-            "new = new * beta[..., None, None] - (now @ key if delta else 0.0)",
+            "fastattn.kernels.torch_ops.recurrent:_fold",
+            "new = (new - state @ key if delta else new) * beta[..., None, None]",
+            "new = new * beta[..., None, None] - (state @ key if delta else 0.0)",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_tokens_kernel",
-            "            v -= tl.sum(state * k[None, :], 1)",
-            "            v -= tl.sum(state * k[None, :], 1) / 2",
+            "fastattn.kernels.triton.states:fold_token",
+            "        v -= tl.sum(state * k[None, :], 1)",
+            "        v -= tl.sum(state * k[None, :], 1) / 2",
         ),
     ),
     *breaks(
