@@ -38,6 +38,7 @@ def plainly(kernel, step, lens, contexts, slots, states, options=RecurrentOption
 # --- the plain step ---
 
 
+@pytest.mark.covers("R214")
 @each_computer
 @each_layer
 def test_with_room_for_one_input_it_is_the_plain_step_bit_for_bit(kernel, per_channel, options):
@@ -54,6 +55,7 @@ def test_with_room_for_one_input_it_is_the_plain_step_bit_for_bit(kernel, per_ch
         assert slots.cursors.tolist() == [77, 0, 77, 0] and all(field.isnan().all() for field in slots.ring)
 
 
+@pytest.mark.covers("R214")
 @each_computer
 @each_layer
 @pytest.mark.parametrize("ring_size", [2, 3, 5, 16])
@@ -108,6 +110,7 @@ def test_whole_chunked_and_stepped_agree_for_any_flush_times(kernel, ends, flush
 # --- when the checkpoint moves ---
 
 
+@pytest.mark.covers("R215")
 @each_computer
 def test_a_snapshot_holds_exactly_the_tokens_up_to_its_step(kernel):
     """A step that flushes ends with the plain state after the same tokens; before it the checkpoint lags behind.
@@ -128,6 +131,7 @@ def test_a_snapshot_holds_exactly_the_tokens_up_to_its_step(kernel):
     assert all(map(torch.equal, map(bits, slots.ring), map(bits, snapshot.ring))), "a flush only reads the ring"
 
 
+@pytest.mark.covers("R215")
 @each_computer
 def test_a_full_ring_moves_the_checkpoint_and_a_step_before_writes_the_ring_alone(kernel):
     step = draw(9)
@@ -146,6 +150,7 @@ def test_a_full_ring_moves_the_checkpoint_and_a_step_before_writes_the_ring_alon
     assert cursors == [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
+@pytest.mark.covers("R215")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
 def test_a_slot_that_is_taken_over_begins_with_zeros_and_an_empty_ring(kernel, drafts):
@@ -163,6 +168,7 @@ def test_a_slot_that_is_taken_over_begins_with_zeros_and_an_empty_ring(kernel, d
 # --- drafts ---
 
 
+@pytest.mark.covers("R216")
 @each_computer
 @each_layer
 @pytest.mark.parametrize("ring_size", [3, 4, 7])
@@ -188,6 +194,7 @@ def test_drafts_push_all_and_accept_by_moving_the_cursor(kernel, per_channel, op
     assert torch.equal(slots.states[[3, 1]], states[[3, 1]]), "a rejected draft has left a trace"
 
 
+@pytest.mark.covers("R216")
 @each_computer
 def test_a_rejected_draft_is_never_read_again(kernel):
     """Rows past the cursor hold NaN before the next step, as in memory that nobody owns."""
@@ -230,6 +237,7 @@ def poisoned(kernel, poison, drafts):
     return out, slots
 
 
+@pytest.mark.covers("R217")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
 def test_memory_that_nobody_owns_changes_no_bit(kernel, drafts):
@@ -251,6 +259,7 @@ def test_memory_that_nobody_owns_changes_no_bit(kernel, drafts):
         assert all(field[slot, held:].isnan().all() for field in slots.ring if held), "past the cursor was written"
 
 
+@pytest.mark.covers("R217")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
 def test_entries_of_a_sequence_without_tokens_may_be_anything(kernel, drafts):
@@ -268,6 +277,7 @@ def test_entries_of_a_sequence_without_tokens_may_be_anything(kernel, drafts):
         assert all(map(torch.equal, found[0], answers))
 
 
+@pytest.mark.covers("R217")
 @each_computer
 def test_slot_0_is_a_slot_and_a_negative_one_is_padding_alone(kernel):
     step, states = draw(2), draw_states(2)
@@ -296,6 +306,7 @@ def test_other_requests_change_no_bit(kernel):
 # --- the twin ---
 
 
+@pytest.mark.covers("R214")
 @each_kernel
 @each_layer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
