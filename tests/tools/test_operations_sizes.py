@@ -25,6 +25,7 @@ OF_A_BATCH = {
     "state_indices",
     "has_initial_state",
     "num_accepted",
+    "flush",
 }  # side by side
 NO_DIMENSION = {  # sizes that no kernel cuts into tiles, and why
     "blocks": "a limit of numbers of blocks",
