@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,26 @@ from hypothesis import strategies as st
 
 import fastattn.replay
 import refattn.replay
+from fastattn.kernels.order import use_kernel
+from fastattn.kernels.replay import memo_of
 from refattn.options import RecurrentOptions
 from refattn.rings import ReplayPlan, Ring
 from refattn.states import StatePlan
 from tests.helpers.bad_input import MOST
 from tests.helpers.rings import Slots
-from tests.helpers.states import attend, draw, draw_states, each_computer, each_kernel, ints, lengths
+from tests.helpers.states import (
+    DEVICE,
+    KERNELS,
+    attend,
+    draw,
+    draw_states,
+    each_computer,
+    each_kernel,
+    ints,
+    lengths,
+    moved,
+)
+from tests.helpers.steps import record
 from tests.helpers.stored import bits
 from twinattn.kit import assert_close
 from twinattn.kit.tolerance import WIDER
@@ -303,7 +318,64 @@ def test_other_requests_change_no_bit(kernel):
     assert torch.equal(together.states[0], alone.states[0])
 
 
+@each_computer
+def test_a_step_of_fixed_size_replays_with_other_cursors_and_slots(kernel):
+    """One captured graph serves every cursor: it is read where it is, and moved by the last launch of the step."""
+    step, states = draw(3), draw_states(4)
+    slots = Slots.like(kernel, step, 4, 3)
+    for slot in range(4):
+        slots.begin(slot, states[slot])
+    expected = slots.copy()
+    device = "cpu" if kernel == "reference" else DEVICE
+    table, has_state = ints([0, 1, 2]).to(device), torch.ones(3, dtype=torch.bool, device=device)
+    pool, cursors = slots.states.to(device), slots.cursors.to(device)
+    ring, tokens = Ring(*(x.to(device) for x in slots.ring)), step.to(device)
+    batch = moved(lengths((1, 1, 1), (4, 4, 4)), device)
+    tables = dict(state_indices=table, has_initial_state=has_state, cursors=cursors, ring_size=3)
+    plan = slots.path.plan(batch, **tables)
+
+    def compute():
+        with nullcontext() if kernel == "reference" else use_kernel(kernel):
+            out = slots.path.attention(*tokens, pool, ring, plan)
+            slots.path.advance(cursors, plan)
+            return out
+
+    replayed = record(compute, device)
+    for mine, before in zip((pool, *ring, cursors), (expected.states, *expected.ring, expected.cursors), strict=True):
+        mine.copy_(before)
+    for indices, begins in (((3, 0, -1), 9), ((3, -1, 2), 9), ((0, 3, 1), 9), ((3, 2, 0), 1), ((2, 3, -1), 9)):
+        table.copy_(ints(indices))
+        has_state.copy_(torch.arange(3) != begins)
+        out = replayed().cpu()
+        is_known = torch.arange(3) != begins
+        assert torch.equal(out, expected.step(step, (1, 1, 1), (4, 4, 4), indices, has_initial_state=is_known))
+        now = (pool, *ring, cursors)
+        for mine, theirs in zip(now, (expected.states, *expected.ring, expected.cursors), strict=True):
+            assert torch.equal(bits(mine.cpu()), bits(theirs))
+
+
 # --- the twin ---
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="launches are of Triton")
+@pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
+def test_layers_share_a_plan_and_what_it_has_launched(drafts):
+    """What the first layer launched, the next one replays with its own tensors, and its bits are those without."""
+    batch, cursors = moved(lengths((2, 1), (4, 4)), DEVICE), ints([2, 3]).to(DEVICE)
+    tables = dict(state_indices=ints([1, 0]).to(DEVICE), cursors=cursors, ring_size=3, drafts=drafts)
+    plan = fastattn.replay.plan(batch, **tables)
+    for layer in range(3):
+        step, pool = draw(3, seed=layer).to(DEVICE), draw_states(2, seed=layer).to(DEVICE)
+        inputs, found = draw(6, seed=9 + layer), []
+        for own in (plan, replace(plan)):  # and by a plan that has no memo
+            ring = fastattn.replay.allocate(2, 3, 2, 4, 6, 8, device=DEVICE)
+            for field, x in zip(ring, (inputs.key, inputs.value, inputs.log_decay), strict=True):
+                field.copy_(x.view(field.shape))
+            states = pool.clone()
+            with use_kernel("triton"):
+                found.append((fastattn.replay.attention(*step, states, ring, own), states, *ring))
+        assert all(map(torch.equal, *found)), layer
+        assert len(memo_of(plan).launches) == 1
 
 
 @pytest.mark.covers("R214")
