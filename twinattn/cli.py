@@ -94,7 +94,7 @@ def serve(
     try:
         from twinattn.engine import server as module
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install 'twinattn[serve]' brings what a server needs", err=True)
+        typer.echo(f"{error}; `pip install -e '.[serve]'` in a clone installs what a server needs", err=True)
         raise typer.Exit(2) from error
     from twinattn.engine.demo_model import MissingModelError
 
@@ -193,7 +193,7 @@ def explain(
 
         typer.echo(module.show(source))
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; Triton, which comes for Linux only, has to be installed", err=True)
+        typer.echo(f"{error}; `pip install triton` installs it, on Linux alone", err=True)
         raise typer.Exit(2) from error
     except ValueError as error:
         typer.echo(error, err=True)
@@ -234,7 +234,7 @@ def _hand_over(module: str, extra: str, arguments: list[str]) -> None:
     try:
         command = import_module(module).main
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install 'twinattn[{extra}]' brings what this command needs", err=True)
+        typer.echo(f"{error}; `pip install -e '.[{extra}]'` in a clone installs what this command needs", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(command(arguments) or 0)
 

@@ -367,3 +367,16 @@ def test_committed_results_have_every_rung(name, pages):
 def test_a_change_is_shown_as_a_difference(pages):
     shown = pages.diff(RUNGS[6], RUNGS[7])
     assert "-        num_stages=1," in shown and "+        num_stages=3," in shown
+
+
+def test_rungs_are_listed_where_triton_is_not_installed(monkeypatch):
+    def without_triton(file):
+        if "@triton.jit" in file.read_text():
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(ladder, "_load", without_triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = []
+    ladder.run("decode", said.append)
+    assert sum("needs Triton, which is not installed" in line for line in said) == len(RUNGS) - 2
+    assert said[-1].startswith("\nTimes need a CUDA device")

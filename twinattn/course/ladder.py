@@ -72,7 +72,12 @@ class Rung(NamedTuple):
 
     def missing(self, device: torch.device) -> str | None:
         """Return what the rung needs that a device does not have; None where it runs."""
-        says = getattr(self.load(), "missing", None)
+        try:
+            says = getattr(self.load(), "missing", None)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            return "Triton, which is not installed: `pip install triton`, on Linux alone"
         return None if says is None else says(device)
 
 
