@@ -307,7 +307,10 @@ class OperationKernel:
 
 
 IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # names of the command line -> names in cases
-IN = {"plan": ("window_size", "num_accepted", "causal"), "options": ("sinks", "softcap", "alibi_slopes")}  # arguments that contain others
+IN = {
+    "plan": ("window_size", "num_accepted", "causal"),
+    "options": ("sinks", "softcap", "alibi_slopes"),
+}  # arguments that contain others
 
 
 def named(came: Any, names: tuple[str, ...], optional: frozenset[str] = frozenset()) -> Answers:
