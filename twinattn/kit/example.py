@@ -55,7 +55,7 @@ SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
 HOLES = ("first", "middle", "last")  # where the entries of a list are -1
 FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # keys tens of thousands of tokens away still have weight
 SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; with the small ones thousands of keys have weight
-LATENT_SCALE = 0.0713  # of latents in fp8
+LATENT_SCALE = 0.0713  # the scale of latents in fp8
 QUERY_SCALE = 0.0213  # the quantized values of a query of about 1 are then about 50
 CALLED = (
     "return_lse",
