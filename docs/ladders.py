@@ -1,11 +1,13 @@
 """The pages of the ladders: a table of all rungs, and for each the idea, the change, a question, and what was measured.
 
-Everything measured comes from docs/results/ladder, a file per machine, which `twinattn ladder decode --json` writes.
-Until there is one, the columns are empty and a question is text.
+Everything measured comes from docs/results/ladder, a file per ladder and machine, which `twinattn ladder --json`
+writes. Until there is one, the page says so, the columns are empty and a question is text; what is known of the last
+rungs comes from docs/results/tried, where the kernels of `fastattn` were timed when they were made.
 """
 
 import base64
 import difflib
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,19 @@ from twinattn.course.ladder import BATCHES, Rung, rungs
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/ladder"
-ASKED = {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"}  # the batch that shows a rung; of all others the first
+COMPILED = RESULTS / "compiled"
+TRIED = ROOT / "docs/results/tried"
+ASKED = {  # the batch that shows a rung, by its number; of all others the first
+    "decode": {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"},
+    "prefill": dict.fromkeys((5, 7), "64 x 1 of 2048, 16 x 512 and 1 x 8192"),
+}
+KNOWN = {  # ladders with trials: the path of these, the workload of each batch, and how the design of a rung begins
+    "prefill": (
+        "chunked_prefill",
+        {"prefill-2x8192": "2 x 8192", "chunk-4x512-of-16896": "4 x 512 of 16896"},
+        {11: "Triton:", 12: "Gluon:"},
+    )
+}
 FACTORS = {  # how many times as fast as the rung before, up to a factor
     0.95: "slower",
     1.05: "within 5 %",
@@ -24,6 +38,11 @@ FACTORS = {  # how many times as fast as the rung before, up to a factor
     10.0: "3 to 10 times",
     float("inf"): "more than 10 times",
 }
+
+UNTIMED = (
+    "**These rungs have not been timed yet**: no machine with a GPU has written a result. So the questions below have "
+    "no measured answer."
+)
 
 
 def results(ladder: str) -> list[dict[str, Any]]:
@@ -46,8 +65,10 @@ def page(ladder: str, folder: str) -> str:
         folder: the way from the page to the pages of its files.
     """
     found = results(ladder)
-    shown = [table(ladder, each) for each in found] or [table(ladder, None)]
-    parts = ["## All rungs", folded("All times, which give the predictions below away", "\n\n".join(shown))]
+    shown = [f"{table(ladder, each)}\n\n{bars(ladder, each)}" for each in found] or [table(ladder, None)]
+    shown += [known(ladder)] if ladder in KNOWN and not found else []
+    title = "All times, which give the predictions below away" if found else "All rungs, and what is known of them"
+    parts = ["## All rungs", *([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
     before: Rung | None = None
     for rung in rungs(ladder):
         parts.append(part(rung, before, found, folder))
@@ -66,30 +87,104 @@ def about(found: dict[str, Any]) -> str:
 
 def table(ladder: str, found: dict[str, Any] | None) -> str:
     """Make the table of all rungs on one machine; without one its columns are empty."""
-    heads = [*BATCHES, "registers", "spills", "shared memory", "programs per SM", "CPU per call"]
+    batches = BATCHES[ladder]
+    heads = [*batches, "registers", "spills", "shared memory", "programs per SM", "CPU per call"]
     lines = [f"| rung | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     if found is not None:
         floors = {each["name"]: each["floor"] for each in found["batches"]}
-        cells = [f"{duration(floors[name])}" if name in floors else "" for name in BATCHES] + [""] * 5
+        cells = [f"{duration(floors[name])}" if name in floors else "" for name in batches] + [""] * 5
         lines.append(f"| *floor* | {' | '.join(cells)} |")
+    compiled = {} if found else compiled_rungs(ladder)
     for rung in rungs(ladder):
-        cells = cells_of(rung, found) if found else [""] * len(heads)
+        cells = [""] * len(batches) + [*sizes_of(compiled.get("rungs", {}).get(rung.name)), ""]
+        cells = cells_of(rung, found) if found else cells
         lines.append(f"| [{rung.number} · {rung.title}](#{anchor(rung)}) | {' | '.join(cells)} |")
-    return (f"{about(found)}\n\n" if found else "Not measured yet.\n\n") + "\n".join(lines)
+    if found:
+        head = about(found)
+    elif compiled:
+        head = f"Compiled for {compiled['gpu']} without a GPU, and not run: Triton {compiled['versions']['triton']}."
+    else:
+        head = "Not run."
+    return head + "\n\n" + "\n".join(lines)
+
+
+def bars(ladder: str, found: dict[str, Any]) -> str:
+    """Draw a bar per rung, its share of the floor on the first batch; the line is the roof, where the floor is all."""
+    batch, left, width, step = next(iter(BATCHES[ladder])), 230, 400, 20
+    lines, height = [], step * len(rungs(ladder))
+    for place, rung in enumerate(rungs(ladder)):
+        row = of_rung(found, batch, rung)
+        share = row["share_of_floor"] if row and is_timed(row) else 0.0
+        says = f"{share:.1%}" if share else "not timed"
+        y = step * place + 14
+        long, at_end = share * width, left + min(share, 0.85) * width + 4
+        lines.append(f'<text x="0" y="{y}">{rung.number} · {html.escape(rung.name.replace("_", " "))}</text>')
+        lines.append(f'<rect x="{left}" y="{y - 11}" width="{long:.1f}" height="14" opacity="0.3"/>')
+        lines.append(f'<text x="{at_end:.1f}" y="{y}">{says}</text>')
+    lines.append(f'<rect x="{left + width}" y="0" width="1.5" height="{height}"/>')
+    says = f"Share of the floor by rung, {batch}, {found['machine']['name']}"
+    head = f'<svg viewBox="0 0 {left + width + 10} {height}" fill="currentColor" font-size="12" role="img"'
+    return f'<figure>{head} aria-label="{says}">{"".join(lines)}</svg><figcaption>{says}</figcaption></figure>'
+
+
+def compiled_rungs(ladder: str) -> dict[str, Any]:
+    """Return what `tests.helpers.compile_rungs` has written of the rungs of a ladder; nothing if there is no file."""
+    files = sorted(COMPILED.glob(f"{ladder}-*.json"))
+    return json.loads(files[0].read_text()) if files else {}
+
+
+def known(ladder: str) -> str:
+    """Show the times of the last rungs, and of what else was timed beside them, when the kernels were made."""
+    path, batches, rungs_of = KNOWN[ladder]
+    shown = []
+    for file in sorted(TRIED.glob("*.json"), reverse=True):
+        runs = [each for each in json.loads(file.read_text())["runs"] if each["path"] == path]
+        runs = [each for each in runs if each["workload"] in batches]
+        for commit in dict.fromkeys(each["commit"] for each in runs):
+            rows = [each for each in runs if each["commit"] == commit]
+            others = [x["design"] for x in rows[0]["designs"] if not x["design"].startswith(tuple(rungs_of.values()))]
+            heads = [*(f"rung {number}" for number in rungs_of), *others]
+            lines = [f"| batch | {' | '.join(heads)} |"]
+            lines.append("|---|" + "--:|" * len(heads))
+            for row in rows:
+                times = [
+                    next((duration(x["median"]) for x in row["designs"] if x["design"].startswith(begin)), "")
+                    for begin in (*rungs_of.values(), *others)
+                ]
+                lines.append(f"| {batches[row['workload']]} | {' | '.join(times)} |")
+            versions = ", ".join(f"{name} {rows[0]['versions'][name]}" for name in ("torch", "triton"))
+            where = f"{rows[0]['machine']['name']}, {rows[0]['date'][:10]}, commit {commit}; {versions}"
+            shown.append(f"The last rungs, timed in turns when they were made: {where}\n\n" + "\n".join(lines))
+    return "\n\n".join(shown)
 
 
 def cells_of(rung: Rung, found: dict[str, Any]) -> list[str]:
     """Write what was measured of a rung: its times and shares of the floors, and its first kernel."""
-    rows = {name: of_rung(found, name, rung) for name in BATCHES}
-    cells = [f"{time_of(row)}<br>{row['share_of_floor']:.1%}" if row else "" for row in rows.values()]
-    first = next((row for row in rows.values() if row), None)
+    rows = {name: of_rung(found, name, rung) for name in BATCHES[found["ladder"]]}
+    cells = [cell_of(row) for row in rows.values()]
+    first = next((row for row in rows.values() if row and is_timed(row)), None)
     kernel = next(iter(first["kernels"]), None) if first else None
-    cells += (
-        [str(kernel["registers"]), str(kernel["spills"]), f"{kernel['shared_bytes']:,}", str(kernel["programs_per_sm"])]
-        if kernel
-        else [""] * 4
-    )
-    return [*cells, duration(first["cpu"]) if first else ""]
+    return [*cells, *sizes_of(kernel), duration(first["cpu"]) if first else ""]
+
+
+def sizes_of(kernel: dict[str, Any] | None) -> list[str]:
+    """Write what the compiler says of a kernel, and how many of its programs an SM has room for."""
+    if kernel is None:
+        return [""] * 4
+    sizes = str(kernel["registers"]), str(kernel["spills"]), f"{kernel['shared_bytes']:,}"
+    return [*sizes, str(kernel["programs_per_sm"])]
+
+
+def is_timed(row: dict[str, Any]) -> bool:
+    """Return whether there is a time in the results of a rung: a machine may lack what it needs."""
+    return "median" in row
+
+
+def cell_of(row: dict[str, Any] | None) -> str:
+    """Write the time of a rung and its share of the floor, or what the machine lacks for it."""
+    if row is None:
+        return ""
+    return f"{time_of(row)}<br>{row['share_of_floor']:.1%}" if is_timed(row) else f"needs {row['missing']}"
 
 
 def time_of(row: dict[str, Any]) -> str:
@@ -140,14 +235,15 @@ def diff(before: Rung, rung: Rung) -> str:
 
 def batch_of(rung: Rung) -> str:
     """Return the batch that shows a rung."""
-    return ASKED.get(rung.number, next(iter(BATCHES)))
+    ladder = rung.file.parent.name
+    return ASKED[ladder].get(rung.number, next(iter(BATCHES[ladder])))
 
 
 def factor(found: dict[str, Any], rung: Rung, before: Rung) -> float | None:
     """Return how many times as fast as the one before a rung is."""
     batch = batch_of(rung)
     now, then = of_rung(found, batch, rung), of_rung(found, batch, before)
-    return then["median"] / now["median"] if now and then else None
+    return then["median"] / now["median"] if now and then and is_timed(now) and is_timed(then) else None
 
 
 def bucket(times: float) -> str:
@@ -158,7 +254,8 @@ def bucket(times: float) -> str:
 def question(rung: Rung, before: Rung, found: list[dict[str, Any]]) -> str:
     """Ask by how much a rung helps; a field judges where it was measured."""
     batch = batch_of(rung)
-    asked = f"**By how much is it faster than rung {before.number}, with {batch} keys?**"
+    of_what = f"with {batch} keys" if rung.file.parent.name == "decode" else f"on {batch}"
+    asked = f"**By how much is it faster than rung {before.number}, {of_what}?**"
     times = factor(found[0], rung, before) if found else None
     if times is None:
         return f"{asked} ({'; '.join(FACTORS.values())})"
@@ -173,7 +270,8 @@ def sentence(found: dict[str, Any], rung: Rung, before: Rung) -> str:
     batch = batch_of(rung)
     now, then, times = of_rung(found, batch, rung), of_rung(found, batch, before), factor(found, rung, before)
     if now is None or then is None or times is None:
-        return f"Not measured on {found['machine']['name']}."
+        needed = f": it needs {now['missing']}" if now and not is_timed(now) else ""
+        return f"Not measured on {found['machine']['name']}{needed}."
     return (
         f"Measured on {found['machine']['name']}: {time_of(then)} before, {time_of(now)} now, {times:.2f} times as "
         f"fast; the floor is {now['share_of_floor']:.0%} of it."

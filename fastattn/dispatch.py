@@ -37,6 +37,8 @@ Every other operation of a kernel is called by `run(operation, ...)`. The operat
     plan_selected    batch, positions, block_size                           a sequence for each query row
     recurrent        query, key, value, log_decay, beta, states, plan, options, out    fold new tokens into states
     convolve         inputs, weight, states, plan, bias, silu, out          causal convolution per channel
+    replay           ... states, ring, plan, options, out                   rebuild states, and fold new tokens in
+    flush            states, ring, cursors, plan                            fold rings into their checkpoints
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
@@ -171,9 +173,18 @@ def run(operation: str, **arguments: Any) -> Any:
 
 def run_in_each(operation: str, pools: Sequence[Tensor], **arguments: Any) -> None:
     """Run an operation in several pools, after a kernel is found for every one."""
-    kernels = [order.choose(problem_of(operation, {"cache": pool, **arguments})) for pool in pools]
-    for kernel, pool in zip(kernels, pools, strict=True):
-        launch(getattr(kernel, operation), cache=pool, **arguments)
+    run_each(operation, [{"cache": pool, **arguments} for pool in pools])
+
+
+def run_each(operation: str, calls: Sequence[dict[str, Any]]) -> None:
+    """Run several calls of an operation, after a kernel is found for every one.
+
+    Raises:
+        NotImplementedError: as `run` does, before anything is computed if there is no kernel for one of them.
+    """
+    kernels = [order.choose(problem_of(operation, call)) for call in calls]
+    for kernel, call in zip(kernels, calls, strict=True):
+        launch(getattr(kernel, operation), **call)
 
 
 def launch(function: Callable[..., Any], **arguments: Any) -> Any:

@@ -10,17 +10,20 @@ Nothing here computes attention; both twins use these functions.
     allocate_index_keys    keys of the indexer                         sparse
     allocate_states        one matrix per slot and head                state_cache
     allocate_inputs        the last inputs of a convolution            state_cache
+    allocate_rings         inputs of a state since its checkpoint      replay
+    allocate_cursors       how many inputs each ring holds             replay
 """
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float32, Int8, Shaped
+from jaxtyping import Float, Float32, Int8, Int32, Shaped
 from torch import Tensor
 
-from refattn.checks import check_memory, check_sizes
+from refattn.checks import check_device, check_flag, check_memory, check_sizes
 from refattn.checks_of_writes import check_int8_pools, check_pairs
 from refattn.index_keys import SCALE_BYTES, check_index_pool
 from refattn.packed_latents import packed_size
+from refattn.rings import Ring
 
 LAYOUTS = {"NHD": "(n p hk d) -> n p hk d", "HND": "(n hk p d) -> n p hk d"}  # memory order -> index order
 
@@ -291,3 +294,71 @@ def allocate_inputs(
     check_sizes(num_slots=num_slots, width=width, num_channels=num_channels)
     check_memory(dtype, device)
     return torch.zeros(num_slots, width - 1, num_channels, dtype=dtype, device=device)
+
+
+def allocate_rings(
+    num_slots: int,
+    ring_size: int,
+    num_key_heads: int,
+    num_value_heads: int,
+    value_head_size: int,
+    key_head_size: int,
+    *,
+    per_channel: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Ring:
+    """Make empty rings for the inputs of one layer; what is not a key is in float32, or float64 with such keys.
+
+    Args:
+        num_slots: slots in the pool, `n`.
+        ring_size: inputs that each has room for, `l`.
+        num_key_heads: heads of the keys, `h`.
+        num_value_heads: heads of the values, `hv`.
+        value_head_size: elements of a value, `dv`.
+        key_head_size: elements of a key, `dk`.
+        per_channel: whether each key channel has a decay of its own.
+        dtype: type of a key; that of the keys of the layer rounds nothing.
+        device: where the rings are.
+
+    Returns:
+        The rings, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such type or device.
+    """
+    check_sizes(
+        num_slots=num_slots,
+        ring_size=ring_size,
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        value_head_size=value_head_size,
+        key_head_size=key_head_size,
+    )
+    check_flag("per_channel", per_channel)
+    check_memory(dtype, device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gates = (num_value_heads, key_head_size) if per_channel else (num_value_heads,)
+    return Ring(
+        torch.zeros(num_slots, ring_size, num_key_heads, key_head_size, dtype=dtype, device=device),
+        torch.zeros(num_slots, ring_size, num_value_heads, value_head_size, dtype=wide, device=device),
+        torch.zeros(num_slots, ring_size, *gates, dtype=wide, device=device),
+    )
+
+
+def allocate_cursors(num_slots: int, *, device: torch.device | str = "cpu") -> Int32[Tensor, "n"]:
+    """Make the cursors of empty rings, one per slot for all layers.
+
+    Args:
+        num_slots: slots in the pools, `n`.
+        device: where the cursors are.
+
+    Returns:
+        Zeros.
+
+    Raises:
+        ValueError: if there is no slot, or no such device.
+    """
+    check_sizes(num_slots=num_slots)
+    check_device(device)
+    return torch.zeros(num_slots, dtype=torch.int32, device=device)

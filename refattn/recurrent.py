@@ -122,7 +122,7 @@ def attention(
     for sequence in _sequences(plan):
         state = _read(states, sequence.start, compute)
         for row, slots in zip(sequence.rows, sequence.kept, strict=True):
-            state = _step(state, key[row], value[row], decay[row], beta[row], delta=options.delta)
+            state, _ = _step(state, key[row], value[row], decay[row], beta[row], delta=options.delta)
             result[row] = einsum(state, query[row] * scale, "hv dv dk, hv dk -> hv dv")
             for slot in slots:
                 states[slot] = state
@@ -137,11 +137,26 @@ def _step(
     beta: Float[Tensor, "hv"],
     *,
     delta: bool,
-) -> Float[Tensor, "hv dv dk"]:
-    """Return the state after one token."""
-    state = state * (decay[:, None, None] if decay.ndim == 1 else decay[:, None, :])
+) -> tuple[Float[Tensor, "hv dv dk"], Float[Tensor, "hv dv"]]:
+    """Return the state after one token, and the row that the token wrote into it."""
+    state = _fade(state, decay)
     seen = einsum(state, key, "hv dv dk, hv dk -> hv dv") if delta else 0.0
-    return state + einsum(beta[:, None] * (value - seen), key, "hv dv, hv dk -> hv dv dk")
+    written = beta[:, None] * (value - seen)
+    return _write(state, written, key), written
+
+
+def _fade(
+    state: Float[Tensor, "hv dv dk"], decay: Float[Tensor, "hv"] | Float[Tensor, "hv dk"]
+) -> Float[Tensor, "hv dv dk"]:
+    """Return what a decay, per head or per key channel, leaves of a state."""
+    return state * (decay[:, None, None] if decay.ndim == 1 else decay[:, None, :])
+
+
+def _write(
+    state: Float[Tensor, "hv dv dk"], written: Float[Tensor, "hv dv"], key: Float[Tensor, "hv dk"]
+) -> Float[Tensor, "hv dv dk"]:
+    """Return a state into which a row is written under a key."""
+    return state + einsum(written, key, "hv dv, hv dk -> hv dv dk")
 
 
 @without_autocast
@@ -183,8 +198,8 @@ def state_map(
         i = sequence.number
         for row in sequence.rows:
             gates = key[row], decay[row], beta[row]
-            factors[i] = _step(factors[i], gates[0], key.new_zeros(hv, dk), *gates[1:], delta=options.delta)
-            added[i] = _step(added[i], gates[0], value[row], *gates[1:], delta=options.delta)
+            factors[i], _ = _step(factors[i], gates[0], key.new_zeros(hv, dk), *gates[1:], delta=options.delta)
+            added[i], _ = _step(added[i], gates[0], value[row], *gates[1:], delta=options.delta)
     if not factors:
         return StateMap(identity.new_zeros(0, hv, dk, dk), identity.new_zeros(0, hv, dv, dk))
     return StateMap(torch.stack(factors), torch.stack(added))

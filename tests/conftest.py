@@ -42,7 +42,7 @@ CORE = {
         *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "layers", "sampling"),
         *("speculation", "window_pool"),
     ),
-    "integrations": ("each", "flash_attn", "transformers", "vllm_interface"),
+    "integrations": ("each", "flash_attn", "vllm_interface"),
     "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),
 }
 CORE_SECONDS = 2.0  # the most CPU time of a core test
@@ -133,12 +133,16 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Refuse a test of the core that takes the CPU too long: it belongs to the rest, or into smaller cases."""
+    """Refuse a test of the core that takes the CPU too long: it belongs to the rest, or into smaller cases.
+
+    In CI alone: on a slow or busy machine of a reader nothing is wrong.
+    """
     began = time.process_time()
     result = yield
     seconds = time.process_time() - began
     most = LONGER.get(item.function.__name__, CORE_SECONDS)
-    is_asked = item.config.getoption("--tier") == "core" and item.config.getoption("--device") == "cpu"
+    is_asked = "CI" in os.environ and item.config.getoption("--tier") == "core"
+    is_asked &= item.config.getoption("--device") == "cpu"
     if is_asked and seconds > most:
         pytest.fail(f"{seconds:.1f} s of CPU in a test of the core, at most {most}", pytrace=False)
     return result

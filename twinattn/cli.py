@@ -50,6 +50,7 @@ def demo(
     """Answer prompts with a real model through both twins, and compare their words with transformers' own."""
     from twinattn.engine import demo as module  # late: `--help` does not need torch
     from twinattn.engine.demo_model import MissingModelError
+    from twinattn.engine.demo_work import RequestError
 
     try:
         proven = module.run(
@@ -64,7 +65,7 @@ def demo(
     except ModuleNotFoundError as error:
         typer.echo(f"{error}; pip install 'twinattn[bench]' brings what a picture needs", err=True)
         raise typer.Exit(2) from error
-    except module.RequestError as error:
+    except RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
     except (MissingModelError, ValueError) as error:
@@ -93,7 +94,7 @@ def serve(
     try:
         from twinattn.engine import server as module
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install 'twinattn[serve]' brings what a server needs", err=True)
+        typer.echo(f"{error}; `pip install -e '.[serve]'` in a clone installs what a server needs", err=True)
         raise typer.Exit(2) from error
     from twinattn.engine.demo_model import MissingModelError
 
@@ -160,7 +161,7 @@ def load(
 
 @main.command()
 def ladder(
-    name: Annotated[str, typer.Argument(help="Which ladder: decode.")] = "decode",
+    name: Annotated[str, typer.Argument(help="Which ladder: decode, prefill.")] = "decode",
     results: Annotated[Path | None, typer.Option("--json", help="Write what was measured into this file.")] = None,
 ) -> None:
     """List the steps from the formula to the roofline, one change each, and time them on a GPU."""
@@ -192,7 +193,7 @@ def explain(
 
         typer.echo(module.show(source))
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; Triton, which comes for Linux only, has to be installed", err=True)
+        typer.echo(f"{error}; `pip install triton` installs it, on Linux alone", err=True)
         raise typer.Exit(2) from error
     except ValueError as error:
         typer.echo(error, err=True)
@@ -233,7 +234,7 @@ def _hand_over(module: str, extra: str, arguments: list[str]) -> None:
     try:
         command = import_module(module).main
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install 'twinattn[{extra}]' brings what this command needs", err=True)
+        typer.echo(f"{error}; `pip install -e '.[{extra}]'` in a clone installs what this command needs", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(command(arguments) or 0)
 

@@ -12,6 +12,7 @@ from refattn.batch import Batch
 from refattn.keys import Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
 from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.plan import CascadePlan, Plan
+from refattn.rings import ReplayPlan, Ring
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan
 from refattn.trees import Accepted, TreePlan, Trees
@@ -51,6 +52,8 @@ STATES = (
     | fields_of(StatePlan, "batch", "state_indices", "has_initial_state", "num_accepted", "checkpoint_indices")
     | fields_of(StatePlan, "block_size")
     | fields_of(RecurrentOptions, "scale", "delta")
+    | fields_of(ReplayPlan, "slots", "cursors", "ring_size", "flush", "drafts")
+    | fields_of(Ring, "key", "written", "log_decay")
 )
 
 

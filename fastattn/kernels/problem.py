@@ -136,7 +136,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-TYPED_BY = {"merge": "lses", "add_sinks": "lse"}  # the argument whose type is that of the operation; else the first
+TYPED_BY = {"merge": "lses", "add_sinks": "lse", "flush": "ring"}  # the argument that says its type, if not the first
 
 
 def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
@@ -154,8 +154,10 @@ def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
         return problem._replace(num_pairs=len(arguments["pairs"]), contiguous_blocks=is_contiguous)
     if operation == "compact":
         return problem._replace(num_dims=first.ndim)
-    if operation == "recurrent":
+    if operation in ("recurrent", "replay"):
         return problem._replace(head_size=first.shape[-1], value_head_size=arguments["value"].shape[-1])
+    if operation == "flush":
+        return problem._replace(head_size=first.shape[-1], value_head_size=first.shape[-2])
     return problem
 
 

@@ -17,6 +17,7 @@ from fastattn.kernels.memory import addresses, is_without_memory
 from refattn.modes import has_tangents
 from refattn.options import PER_HEAD, AttentionOptions
 from refattn.plan import ContextParallelPlan, Plan, PrefillPlan
+from refattn.rings import ReplayPlan
 from refattn.states import StatePlan
 from refattn.trees import AttentionPlan
 
@@ -27,7 +28,7 @@ per_head_of = attrgetter(*PER_HEAD)  # tensors; a cache key has their layouts
 
 Key = tuple[object, ...]
 Run = Callable[..., tuple[Tensor, Tensor]]
-AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan | StatePlan
+AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan | StatePlan | ReplayPlan
 
 
 # --- the memo of a plan ---

@@ -1,10 +1,11 @@
-"""The ladder: each rung is right, and differs from the one before by little."""
+"""The ladder of decodes: each rung is right. The files, times and pages of all ladders: a rung is one small change."""
 
 import difflib
 import importlib
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -139,86 +140,151 @@ def code(rung):
     return rung.file.read_text().split('"""', 2)[2].splitlines()
 
 
-@pytest.mark.parametrize("below", range(1, len(RUNGS) - 2))
-def test_a_rung_is_one_change(below):
-    """The first and the last are calls of the packages, and no change of a file."""
-    lines = list(difflib.ndiff(code(RUNGS[below]), code(RUNGS[below + 1])))
+# --- files of all ladders ---
+
+CHANGES = [  # the first rung and the last ones are calls of the packages, and no change of a file
+    pytest.param(below, above, id=f"{name}-{above.number}")
+    for name in ladder.LADDERS
+    for below, above in pairwise(ladder.rungs(name))
+    if "@triton.jit" in below.file.read_text() and "@triton.jit" in above.file.read_text()
+]
+NUMBERS = {"decode": 12, "prefill": 13}
+each_ladder = pytest.mark.parametrize("name", ladder.LADDERS)
+
+
+@pytest.mark.parametrize(("below", "above"), CHANGES)
+def test_a_rung_is_one_change(below, above):
+    lines = list(difflib.ndiff(code(below), code(above)))
     assert 1 <= sum(line.startswith("+ ") for line in lines) <= MOST_LINES
     assert sum(line.startswith("- ") for line in lines) <= MOST_LINES // 2
 
 
-def test_rungs_are_short_and_say_what_they_gain():
-    assert [rung.number for rung in RUNGS] == list(range(12))
-    for rung in RUNGS:
+@each_ladder
+def test_rungs_are_short_and_say_what_they_gain(name):
+    found = ladder.rungs(name)
+    assert [rung.number for rung in found] == list(range(NUMBERS[name]))
+    for rung in found:
         assert 30 <= rung.file.read_text().count("\n") <= 150
         idea, gain, source = rung.about
         assert idea and gain.startswith("Gain: ") and source.startswith("Source: ")
 
 
 def test_an_unknown_ladder_is_refused():
-    with pytest.raises(ValueError, match="ladder: expected one of decode, got 'prefil'"):
+    with pytest.raises(ValueError, match="ladder: expected one of decode, prefill, got 'prefil'"):
         ladder.rungs("prefil")
 
 
 # --- times, and the page ---
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Return a file of results as a GPU would give it: each rung by 1 ms faster than the one before, down to 1 ms."""
-    small = {name: (16 + 8 * i, 3) for i, name in enumerate(ladder.BATCHES)}
-    monkeypatch.setattr(ladder, "BATCHES", small)
-    for name, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
-        monkeypatch.setattr(ladder, name, value)
+@pytest.fixture(params=ladder.LADDERS)
+def run(request, monkeypatch, tmp_path):
+    """Return a file of results as a GPU would give it: each rung by 1 ms faster than the one before, down to 1 ms.
+
+    Of the prefills, the last rung does not run there.
+    """
+    name, found = request.param, ladder.rungs(request.param)
+    small = {batch: ((1 + i, 16 + 8 * i), (2, 3)) for i, batch in enumerate(ladder.BATCHES[name])}
+    monkeypatch.setitem(ladder.BATCHES, name, small)
+    for size, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
+        monkeypatch.setattr(ladder, size, value)
     ticks = iter([1e-3 * (12 - number) for _ in small for number in range(12)])
-    ceilings = clocks.Ceilings(copy=1e9, product=1e12, read=1e9)
+    ceilings = clocks.Ceilings(copy=1e9, product=1e12 if name == "decode" else 1e3, read=1e9)
     monkeypatch.setattr(clocks, "ceilings", lambda *_, **__: ceilings)
     monkeypatch.setattr(clocks, "on_gpu", lambda calls, **_: [next(ticks)] * 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(ladder, "_judge", lambda *_: lambda out: None)
-    planned = SimpleNamespace(attention=lambda *_, step: step, plan=lambda *_: "a plan")
-    modules = {RUNGS[-1].file: planned}
-    monkeypatch.setattr(ladder, "_load", lambda file: modules.get(file) or SimpleNamespace(attention=lambda *_: None))
+    planned = SimpleNamespace(attention=lambda *, step: step, plan=lambda: "a plan")
+    modules = {found[11].file: planned, found[-1].file: planned}
+    if name == "prefill":
+        modules[found[-1].file] = SimpleNamespace(missing=lambda device: "another GPU", attention=lambda: None)
+    monkeypatch.setattr(ladder, "_load", lambda file: modules.get(file) or SimpleNamespace(attention=lambda: None))
     kernel = {"kernel": "attend", "registers": 96, "spills": 2, "shared_bytes": 37888, "programs_per_sm": 5}
     compiled = iter([[], [object()], *[[]] * 99])
     monkeypatch.setattr(ladder, "_compiled", lambda: next(compiled))
     monkeypatch.setattr(ladder, "_describe", lambda *_: kernel)
     lines = []
-    found = ladder.measure("decode", lines.append, torch.device("cpu"))
-    return json.loads(json.dumps(found)), lines
+    results = ladder.measure(name, lines.append, torch.device("cpu"))
+    return json.loads(json.dumps(results)), lines
 
 
 def test_a_run_has_the_times_of_all_rungs(run):
     found, lines = run
-    assert [each["name"] for each in found["batches"]] == list(ladder.BATCHES)
+    name = found["ladder"]
+    assert [each["name"] for each in found["batches"]] == list(ladder.BATCHES[name])
     for each in found["batches"]:
         reads, writes = ladder.bytes_moved(each["lens"])
-        assert each["floor"] == pytest.approx(1e-9 * (reads + writes))
-        assert [row["name"] for row in each["rungs"]] == [rung.name for rung in RUNGS]
-        assert [row["clock"] for row in each["rungs"]] == ["events"] + ["graph"] * 11
-        assert each["rungs"][1]["median"] == pytest.approx(11e-3)
+        by = {"decode": 1e-9 * (reads + writes), "prefill": 1e-3 * ladder.operations(each["lens"])}
+        assert each["floor"] == pytest.approx(by[name])
+        assert [row["name"] for row in each["rungs"]] == [rung.name for rung in ladder.rungs(name)]
+        timed = each["rungs"][:12]
+        assert [row["clock"] for row in timed] == ["events"] + ["graph"] * 11
+        assert timed[1]["median"] == pytest.approx(11e-3)
+        assert [row["missing"] for row in each["rungs"][12:]] == ["another GPU"] * (name == "prefill")
     first = found["batches"][0]["rungs"]
     assert first[0]["kernels"][0]["registers"] == 96 and not first[1]["kernels"]
     assert {"date", "commit", "versions", "machine"} <= found.keys()
-    assert sum("One program per sequence and head" in line for line in lines) == 3
+    assert sum(ladder.rungs(name)[1].title in line for line in lines) == 3
+    assert sum("not run: it needs another GPU" in line for line in lines) == 3 * (name == "prefill")
 
 
 def test_what_has_to_be_read():
     """Keys and values of 8 heads of 128 in bfloat16, the queries, the lengths, and a table of blocks of 16."""
-    assert ladder.bytes_moved((33, 1)) == (
-        2 * 34 * 8 * 128 * 2 + 2 * 32 * 128 * 2 + 4 * (3 + 1) + 4 * 2,
-        2 * 32 * 128 * 2,
+    assert ladder.bytes_moved(((1, 33), (2, 1))) == (
+        2 * 34 * 8 * 128 * 2 + 3 * 32 * 128 * 2 + 4 * (3 + 1) + 4 * 2,
+        3 * 32 * 128 * 2,
     )
 
 
-def test_without_a_gpu_there_are_no_times(tmp_path, monkeypatch):
+def test_what_has_to_be_multiplied():
+    """Two queries see four keys and five, three of a prompt one, two and three: two products of 32 heads of 128."""
+    assert ladder.operations(((2, 5), (3, 3))) == 2 * 2 * (4 + 5 + 1 + 2 + 3) * 32 * 128
+
+
+@each_ladder
+def test_timed_calls_are_held_to_the_reference_at_both_ends(name, monkeypatch):
+    """The reference agrees with itself, and an output that is wrong at one end of the last sequence is refused."""
+    lens = ((1, 70), (1, 33)) if name == "decode" else ((3, 70), (90, 100))
+    monkeypatch.setattr(ladder, "JUDGED", 5)
+    for size, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
+        monkeypatch.setattr(ladder, size, value)
+    inputs = ladder.make_inputs(lens, torch.device("cpu"), rows=name == "prefill")
+    reference = ladder.rungs(name)[0]
+    judge, out = ladder._judge(reference, inputs, lens), ladder._call(reference, inputs)()
+    judge(out)
+    for row in {1 - (name == "decode"), -1, lens[0][0]}:
+        wrong = out.clone()
+        wrong[row] += 0.1
+        with pytest.raises(AssertionError):
+            judge(wrong)
+
+
+@each_ladder
+def test_rows_and_pages_of_a_timed_batch_hold_the_same(name, monkeypatch):
+    """A rung over pages is timed on the numbers of one over rows; each finds its arguments by their names."""
+    if name == "decode":
+        assert "key" not in ladder.make_inputs(((1, 3),), torch.device("cpu"), rows=False)
+        return
+    for size, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
+        monkeypatch.setattr(ladder, size, value)
+    inputs = ladder.make_inputs(((3, 40), (20, 20)), torch.device("cpu"), rows=True)
+    inputs |= {x: inputs[x].float() for x in ("query", "key", "value", "key_cache", "value_cache")}
+    outs = [ladder._call(rung, inputs)() for rung in ladder.rungs(name)[8:12]]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+
+
+@each_ladder
+def test_without_a_gpu_there_are_no_times(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = []
-    ladder.run("decode", lines.append)
-    assert lines[0].startswith(" 0 The formula") and "need a CUDA device" in lines[-1]
+    ladder.run(name, lines.append)
+    assert lines[0].startswith(" 0 The formula")
+    assert "need a CUDA device" in lines[-1] and f"docs/ladder/{name}.md" in lines[-1]
+    assert sum("needs a Hopper GPU" in line for line in lines) == (name == "prefill")
     with pytest.raises(ValueError, match="json: expected a machine with a CUDA device"):
-        ladder.run("decode", lines.append, tmp_path / "decode.json")
+        ladder.run(name, lines.append, tmp_path / "times.json")
 
 
 @pytest.fixture
@@ -229,20 +295,52 @@ def pages(monkeypatch):
 
 def test_the_page_takes_each_measured_number_from_the_results(run, pages, monkeypatch):
     """What is written by hand has none."""
-    by_hand = [(ROOT / "docs/ladder/decode.md").read_text(), *(rung.file.read_text() for rung in RUNGS)]
-    assert not [found[0] for text in by_hand for found in MEASURED.finditer(text)]
     found, _ = run
+    name, found_rungs = found["ladder"], ladder.rungs(found["ladder"])
+    by_hand = [(ROOT / f"docs/ladder/{name}.md").read_text(), *(rung.file.read_text() for rung in found_rungs)]
+    assert not [found[0] for text in by_hand for found in MEASURED.finditer(text)]
     monkeypatch.setattr(pages, "results", lambda _: [])
-    assert set(MEASURED.findall(pages.page("decode", "."))) == {"times", "%"}  # the choices
+    monkeypatch.setattr(pages, "known", lambda _: "")
+    assert set(MEASURED.findall(pages.page(name, "."))) == {"times", "%"}  # the choices
+    assert "**These rungs have not been timed yet**" in pages.page(name, ".")
     monkeypatch.setattr(pages, "results", lambda _: [found])
-    shown = pages.page("decode", ".")
+    shown = pages.page(name, ".")
     for each in found["batches"]:
-        for row in each["rungs"]:
+        for row in each["rungs"][:12]:
             assert f"{pages.time_of(row)}<br>{row['share_of_floor']:.1%}" in shown
-    assert "| 96 | 2 | 37,888 | 5 |" in shown
+    assert "| 96 | 2 | 37,888 | 5 |" in shown and "have not been timed yet" not in shown
     assert f"{duration(11e-3)} before, {duration(10e-3)} now, 1.10 times as fast" in shown
-    questions = re.findall(r'id="predict-(decode[.]\d+)"', shown)
-    assert questions == [f"decode.{number}" for number in range(1, 12)]
+    questions = re.findall(rf'id="predict-({name}[.]\d+)"', shown)
+    assert questions == [f"{name}.{number}" for number in range(1, 12)]
+
+
+def test_a_bar_of_each_rung_is_as_long_as_its_share_of_the_floor(run, pages):
+    found, _ = run
+    shown = pages.bars(found["ladder"], found)
+    longs = [float(x) for x in re.findall(r'width="([\d.]+)" height="14"', shown)]
+    shares = [row.get("share_of_floor", 0.0) for row in found["batches"][0]["rungs"]]
+    assert longs == pytest.approx([400 * share for share in shares], abs=0.05)
+    assert shown.count("not timed") == (found["ladder"] == "prefill")
+
+
+def test_a_rung_that_needs_another_gpu_is_shown_without_a_time(run, pages, monkeypatch):
+    found, _ = run
+    monkeypatch.setattr(pages, "results", lambda _: [found])
+    shown = pages.page(found["ladder"], ".")
+    is_prefill = found["ladder"] == "prefill"
+    assert shown.count("| needs another GPU | needs another GPU | needs another GPU |") == is_prefill
+    assert shown.count(f"Not measured on {found['machine']['name']}: it needs another GPU.") == is_prefill
+
+
+def test_until_a_ladder_is_timed_its_page_has_the_times_of_the_trials(pages, monkeypatch):
+    """Those of the kernels on the last rungs, with the machine, the day and the commit."""
+    monkeypatch.setattr(pages, "results", lambda _: [])
+    shown = pages.page("prefill", ".")
+    tried = json.loads((ROOT / "docs/results/tried/cuda-nvidia-h200.json").read_text())["runs"]
+    (row,) = [x for x in tried if (x["path"], x["workload"]) == ("chunked_prefill", "prefill-2x8192")]
+    times = " | ".join(duration(design["median"]) for design in row["designs"])
+    assert f"| 2 x 8192 | {times} |" in shown and "| batch | rung 11 | rung 12 | FlashAttention-3 |" in shown
+    assert f"{row['machine']['name']}, {row['date'][:10]}, commit {row['commit']}" in shown
 
 
 @pytest.mark.parametrize(
@@ -259,12 +357,26 @@ def test_a_factor_is_one_of_the_choices(times, name, pages):
     assert pages.bucket(times) == name
 
 
-def test_committed_results_have_every_rung(pages):
-    for found in pages.results("decode"):
+@each_ladder
+def test_committed_results_have_every_rung(name, pages):
+    for found in pages.results(name):
         for each in found["batches"]:
-            assert [row["name"] for row in each["rungs"]] == [rung.name for rung in RUNGS]
+            assert [row["name"] for row in each["rungs"]] == [rung.name for rung in ladder.rungs(name)]
 
 
 def test_a_change_is_shown_as_a_difference(pages):
     shown = pages.diff(RUNGS[6], RUNGS[7])
     assert "-        num_stages=1," in shown and "+        num_stages=3," in shown
+
+
+def test_rungs_are_listed_where_triton_is_not_installed(monkeypatch):
+    def without_triton(file):
+        if "@triton.jit" in file.read_text():
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    monkeypatch.setattr(ladder, "_load", without_triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = []
+    ladder.run("decode", said.append)
+    assert sum("needs Triton, which is not installed" in line for line in said) == len(RUNGS) - 2
+    assert said[-1].startswith("\nTimes need a CUDA device")

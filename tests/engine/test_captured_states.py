@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 from tests.helpers.engines import SYSTEM, Watched
 from tests.helpers.state_engines import (
     GREEDY,
@@ -37,7 +38,7 @@ def captured(monkeypatch, device):
     if device == "cpu":
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", tape_recorder(monkeypatch))
     monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 64)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 64)
 
     def make(model, **options):
         engine = make_engine(model, "fastattn", runner=Watched(device), **options)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 from fastattn.kernels.device import on_gpu
 from tests.helpers import engines
 from tests.helpers.engines import MODELS, SYSTEM, Watched, assert_nothing_is_held, make_engine
@@ -289,7 +290,7 @@ def test_a_window_pool_has_room_for_one_step_of_prompts(ahead, device):
 
 def test_the_longest_leaves_and_graphs_of_shorter_ones_follow(llama, ahead, monkeypatch, caplog):
     """The rows that follow from its own have as many columns as it had blocks, more than the graph has room for."""
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 1)
     engine = ahead(llama)
     lengths = [SamplingParams(max_tokens=count) for count in (9, 9, 9, 9, 3, 9)]
     assert outputs(engine, PROMPTS, lengths) == outputs(make_engine(llama), PROMPTS, lengths)
@@ -299,7 +300,7 @@ def test_the_longest_leaves_and_graphs_of_shorter_ones_follow(llama, ahead, monk
 
 def test_what_a_launch_ahead_allocates_is_used_by_whatever_comes_instead(llama, ahead, monkeypatch, caplog):
     """A request that started for a step that could not be launched runs in the next one; blocks may be there early."""
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
     options = dict(max_num_batched_tokens=30, num_blocks=34)
     engine, expected = ahead(llama, **options), outputs(make_engine(llama, **options), PROMPTS, LONG)

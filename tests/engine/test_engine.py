@@ -15,8 +15,9 @@ from torch.nn import functional
 import fastattn
 import twinattn.engine.block_pool
 import twinattn.engine.cuda_graphs
-import twinattn.engine.demo
+import twinattn.engine.demo_comparison
 import twinattn.engine.engine
+import twinattn.engine.graph_shapes
 import twinattn.engine.scheduler
 from tests.helpers.engines import (
     GREEDY,
@@ -157,7 +158,9 @@ def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch
         engine = make_engine(llama, twin, batch_invariant=batch_invariant, machine=free, **sizes)
         assert outputs(engine, PROMPTS) == expected
         module, tokens, step = first_step(engine, llama)
-        engine.attend(module, *tokens, step=step, s_aux=torch.zeros(6, device=llama.device))  # with tensors among them
+        engine.layer_pools.attend(
+            module, *tokens, step=step, s_aux=torch.zeros(6, device=llama.device)
+        )  # with tensors among them
         assert set(seen) == {batch_invariant}
         assert (engine.counters.saved_key_reads == 0) == batch_invariant
         seen.clear()
@@ -189,8 +192,8 @@ def test_sinks_reach_the_path(llama, twin):
     sinks = torch.full((6,), 1e4, device=llama.device)
     for kernel in (None, "cpu") if llama.device.type == "cpu" else (None,):  # cpu decodes in its own way
         with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
-            plain = engine.attend(module, *tokens, step=step)
-            sunk = engine.attend(module, *tokens, step=step, s_aux=sinks)
+            plain = engine.layer_pools.attend(module, *tokens, step=step)
+            sunk = engine.layer_pools.attend(module, *tokens, step=step, s_aux=sinks)
         assert plain.abs().max() > 0.1
         assert sunk.abs().max() == 0
 
@@ -276,7 +279,7 @@ def test_padding_rows_change_nothing(llama, expected, twin):
             rows = inputs["input_ids"].shape[1] + 3
             batch = inputs["step"].batch
             padded = {name: functional.pad(inputs[name], (0, 3)) for name in ("input_ids", "position_ids")}
-            return inputs | padded | dict(step=self.plan_step(batch, rows, prefixes))
+            return inputs | padded | dict(step=self.planner.plan(batch, rows, prefixes))
 
     sizes = dict(num_blocks=12, block_size=4, max_num_batched_tokens=10)
     engine = PaddedEngine(llama, twin=importlib.import_module(twin), **sizes)
@@ -300,7 +303,7 @@ def recording_engine(monkeypatch, device):
 @pytest.mark.covers("A44", "D160")
 def test_recorded_decodes_change_nothing(llama, expected, recording_engine, monkeypatch):
     """With more and fewer requests than rows, past a capacity, through preemptions, and once more."""
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = recording_engine(llama, num_blocks=9, max_num_batched_tokens=10)
     assert outputs(engine, PROMPTS) == expected
     assert engine.counters.preemptions > 0
@@ -349,7 +352,7 @@ def test_a_second_model_of_the_same_config_is_served_too(device):
 def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
     engines = [make_engine(llama, "fastattn"), make_engine(llama, "refattn")]
-    comparison = twinattn.engine.demo.Comparison()
+    comparison = twinattn.engine.demo_comparison.Comparison()
     engines.append(Engine(llama, num_blocks=20, block_size=4, twin=comparison))
     is_on_cuda = llama.device.type == "cuda"
     assert [CudaGraphs.can_record(engine) for engine in engines] == [is_on_cuda, False, False]
@@ -878,7 +881,7 @@ def test_a_model_with_a_mask_of_its_own(llama):
     outputs(engine, PROMPTS)
     mask = torch.zeros(1, 1, 2, 2)
     with pytest.raises(ValueError, match="attention_mask: expected None"):
-        llama(torch.tensor([[1, 2]], device=llama.device), attention_mask=mask, engine=engine)
+        llama(torch.tensor([[1, 2]], device=llama.device), attention_mask=mask, layer_pools=engine.layer_pools)
 
 
 def test_an_engine_takes_any_package_with_the_paths(llama, expected):

@@ -35,6 +35,7 @@ import refattn.chunked_prefill
 import twinattn.engine.block_pool
 import twinattn.engine.cuda_graphs
 import twinattn.engine.engine
+import twinattn.engine.outputs
 import twinattn.engine.scheduler
 from tests.helpers.engines import MODELS
 from tests.helpers.tiny_models import SIZES, make_llama, make_model
@@ -434,7 +435,10 @@ class Interrupt:
     CLEANS = ("undo", "reset")
     FILES = tuple(
         importlib.import_module(f"twinattn.engine.{name}").__file__
-        for name in ("engine", "scheduler", "block_pool", "window_pool", "request", "sampling")
+        for name in (
+            *("engine", "admission", "scheduler", "block_pool", "window_pool", "request", "runner", "speculation"),
+            *("planner", "layer_pools", "sampling", "outputs"),
+        )
     )
 
     def __init__(self, nth):
@@ -776,10 +780,6 @@ def faulty_engine_class(base, faults):
             faults.passed("model")
             return super().run_model(inputs)
 
-        def _new_text(self, request, token):
-            faults.passed("tokenizer", [request])
-            return super()._new_text(request, token)
-
     return FaultyEngine
 
 
@@ -817,7 +817,17 @@ class EngineMachine(RuleBasedStateMachine):
             lambda *args, **how: (self.faults.passed("sampler"), choose(*args, **how))[1],
         )
         self.patches.setattr(twinattn.engine.cuda_graphs, "sample", self.sample)
-        self.patches.setattr(twinattn.engine.engine.logger, "disabled", True)
+        for module in (twinattn.engine.engine, twinattn.engine.outputs):
+            self.patches.setattr(module.logger, "disabled", True)
+        new_text = twinattn.engine.outputs.new_text
+        self.patches.setattr(
+            twinattn.engine.outputs,
+            "new_text",
+            lambda tokenizer, request, *rest: (
+                self.faults.passed("tokenizer", [request]),
+                new_text(tokenizer, request, *rest),
+            )[1],
+        )
         self.patches.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
         self.requests, self.aborted, self.streams = [], set(), []
 

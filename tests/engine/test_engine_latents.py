@@ -15,13 +15,16 @@ import torch
 
 import refattn.mla
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 import twinattn.engine.layers
 from refattn.options import AttentionOptions
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 from twinattn.engine import CPU, CalibrationStats, CudaGraphs, NGram, calibrate
-from twinattn.engine.layers import Causal, LatentStorage, Layer, Twin
+from twinattn.engine.layers import Causal, Layer
+from twinattn.engine.storages import LatentStorage
+from twinattn.engine.twin import Twin
 
 RANK, ROPE = LATENT_SIZES["kv_lora_rank"], LATENT_SIZES["qk_rope_head_dim"]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 6, [*SYSTEM, 50], list(range(60, 85))]
@@ -152,7 +155,7 @@ def test_recorded_steps_are_absorbed(deepseek, expected, monkeypatch, device, ca
     """Decodes and prompts alike: a recording has to serve steps of other lengths."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=9, max_num_batched_tokens=10)
     engine.runner.records = True
     monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
@@ -353,14 +356,14 @@ def test_over_quantized_values_no_answer_depends_on_how_a_prompt_was_cut(deepsee
 def test_one_scale_is_that_of_the_largest_number_of_the_first_step(deepseek, kind, twin, monkeypatch):
     """Of latents and rotary keys together; and the answers are those of an engine that was given it."""
     engine = make_engine(deepseek, twin, kv_cache_dtype=kind, calculate_kv_scales=True)
-    attend, largest = engine.attend, {}
+    attend, largest = engine.layer_pools.attend, {}
 
     def watched(module, query, key, value, **step):
         if engine.counters.steps == 0:
             largest[module.layer_idx] = [x[0].abs().amax(1).cpu() for x in (key, value)]
         return attend(module, query, key, value, **step)
 
-    monkeypatch.setattr(engine, "attend", watched)
+    monkeypatch.setattr(engine.layer_pools, "attend", watched)
     found = outputs(engine, PROMPTS[1:4])
     scales = [max(float(x.max()) for x in largest[i]) / 200 for i in range(2)]
     assert [layer.storage.cache_scale for layer in engine.layers] == scales
@@ -374,7 +377,7 @@ def test_recorded_steps_over_quantized_values_are_absorbed(deepseek, monkeypatch
     """As an engine that absorbs everything answers, which reads the new tokens of a prompt from the pool, too."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     quantized = dict(kv_cache_dtype="fp8_e4m3", num_blocks=9, max_num_batched_tokens=10)
     engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), **quantized)
     engine.runner.records = True

@@ -36,8 +36,10 @@ from tests.helpers.tiny_models import (
     make_model,
 )
 from twinattn.engine import CPU, Engine, Request, SamplingParams, StepTokens
-from twinattn.engine.layers import Causal, Layer, PairedStorage, Twin
+from twinattn.engine.layers import Causal, Layer
 from twinattn.engine.models import LATENT, VERIFIED
+from twinattn.engine.storages import PairedStorage
+from twinattn.engine.twin import Twin
 
 TWINS = ("refattn", "fastattn")
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43], [27, 18, 28, 18, 28, 45, 90]]
@@ -318,7 +320,7 @@ def attend(llama):
     engine = Engine(llama, num_blocks=8, block_size=4)
     inputs = engine.make_inputs(StepTokens.of({Request([1], 1, ONE, blocks=[0]): 1}))
     tokens = [torch.ones(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2)]
-    return partial(engine.attend, llama.model.layers[0].self_attn, *tokens, step=inputs["step"])
+    return partial(engine.layer_pools.attend, llama.model.layers[0].self_attn, *tokens, step=inputs["step"])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ import torch
 import refattn.mla
 import twinattn.engine.cuda_graphs
 import twinattn.engine.engine
+import twinattn.engine.graph_shapes
 import twinattn.engine.layers
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine
 from tests.helpers.tiny_models import INDEX_SIZES, LATENT_SIZES, YARN, make_family, make_llama
 from twinattn.engine import CudaGraphs, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import Causal, LatentStorage, Layer, SelectedLatentStorage
+from twinattn.engine.layers import Causal, Layer
+from twinattn.engine.storages import LatentStorage, SelectedLatentStorage
 
 RANK, ROPE, INDEX = 256, INDEX_SIZES["qk_rope_head_dim"], INDEX_SIZES["index_head_dim"]
 BYTES = RANK + 2 * 4 + ROPE * 2
@@ -179,7 +181,7 @@ def test_what_others_left_in_the_pools_is_not_read(models, expected, name, twin)
 def test_recorded_steps_read_and_write_packed_rows(models, expected, name, monkeypatch, device):
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     sizes = dict(num_blocks=8, max_num_batched_tokens=10)
     engine = make_engine(models[name], "fastattn", runner=CudaGraphs(), **sizes, **PACKED)
     engine.runner.records = True

@@ -17,13 +17,17 @@ import refattn.kv_cache
 import refattn.local
 import refattn.quantized
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
+import twinattn.engine.planner
 from refattn.scales import Fp8Scales
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
 from twinattn.engine import CPU, CalibrationStats, CudaGraphs, Engine, NGram, SamplingParams, calibrate
-from twinattn.engine.layers import KV_CACHE_DTYPES, Chunk, QuantizedStorage, Window
+from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
+from twinattn.engine.layers import Chunk, Window
+from twinattn.engine.storages import QuantizedStorage
 from twinattn.kit.tolerance import on_cpu
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -251,9 +255,9 @@ def test_a_cascade_reads_shared_quantized_values_once_and_changes_nothing(
 def test_a_cascade_over_quantized_values_is_chosen_by_their_bytes(models, calibrations, monkeypatch):
     """A byte for an element of fp8; of int8 keys with a scale, and values in float32, two and a half: rounded up."""
     asked = []
-    choose = twinattn.engine.engine.worthwhile_prefixes
+    choose = twinattn.engine.planner.worthwhile_prefixes
     monkeypatch.setattr(
-        twinattn.engine.engine,
+        twinattn.engine.planner,
         "worthwhile_prefixes",
         lambda *lens, **sizes: asked.append(sizes["element_size"]) or choose(*lens, **sizes),
     )
@@ -499,14 +503,14 @@ def test_a_head_of_zeros_has_a_scale_of_1(models):
 def watched_engine(model, monkeypatch, **options) -> tuple[Engine, dict[int, CalibrationStats]]:
     """Make an engine, and note the largest keys and values of its first step by layer."""
     engine, largest = Engine(model, **SIZES | dict(calculate_kv_scales=True) | options), {}
-    attend = engine.attend
+    attend = engine.layer_pools.attend
 
     def watched(module, query, key, value, **step):
         if engine.counters.steps == 0:
             largest[module.layer_idx] = CalibrationStats(*(x[0].float().abs().amax(1).cpu() for x in (key, value)))
         return attend(module, query, key, value, **step)
 
-    monkeypatch.setattr(engine, "attend", watched)
+    monkeypatch.setattr(engine.layer_pools, "attend", watched)
     return engine, largest
 
 
@@ -580,7 +584,7 @@ def test_a_request_that_fails_leaves_no_scales_behind(how, package, device):
 def test_nothing_is_recorded_before_there_are_scales(models, device, monkeypatch):
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     options = dict(kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, twin=fastattn)
     expected, plain = answers(models["llama"], **options)
     runner = CudaGraphs()

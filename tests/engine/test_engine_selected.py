@@ -9,12 +9,14 @@ import torch
 from transformers import DynamicCache
 
 import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
 from tests.helpers.drafts import Wild
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import INDEX_SIZES, make_family
 from twinattn.engine import CudaGraphs, NGram, calibrate, index_modules
-from twinattn.engine.layers import Causal, Layer, SelectedLatentStorage
+from twinattn.engine.layers import Causal, Layer
+from twinattn.engine.storages import SelectedLatentStorage
 
 RANK, ROPE, INDEX = (INDEX_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
@@ -137,8 +139,10 @@ def test_over_quantized_latents_keys_are_selected_as_before(deepseek, monkeypatc
             )
             dtype = torch.float32 if kind == "auto" else torch.float8_e4m3fn
             assert [[x.dtype for x in cache] for cache in engine.caches] == [[dtype, torch.float32]] * 2
-            select, chosen = engine.select, []
-            monkeypatch.setattr(engine, "select", lambda *a, s=select, c=chosen, **k: (c.append(s(*a, **k)), c[-1])[1])
+            select, chosen = engine.layer_pools.select, []
+            monkeypatch.setattr(
+                engine.layer_pools, "select", lambda *a, s=select, c=chosen, **k: (c.append(s(*a, **k)), c[-1])[1]
+            )
             answers = outputs(engine, PROMPTS[4:5])
             found[twin, kind] = answers, chosen[0]
     assert all(torch.equal(found[key][1], found["refattn", "auto"][1]) for key in found)
@@ -149,7 +153,7 @@ def test_recorded_steps_select(deepseek, expected, monkeypatch, device):
     """Rows of padding select nothing, and a step serves others of its shape."""
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)
     engine.runner.records = True
     monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)

@@ -16,8 +16,9 @@ from tests.helpers.drafts import Wild
 from tests.helpers.engines import TWINS, Watched, make_engine
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import CHANGES, make_family, make_llama
-from twinattn.engine import CudaGraphs, Engine, Prompt, Request, SamplingParams
+from twinattn.engine import CudaGraphs, Prompt, Request, SamplingParams
 from twinattn.engine.block_pool import block_key
+from twinattn.engine.planner import StepPlanner
 
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=())
 START, FIRST, SECOND = [5, 9, 2, 6], [81, 80, 83, 84, 85, 86], [31, 30, 33, 34, 35, 36]
@@ -224,7 +225,7 @@ def cuts_spans(monkeypatch):
 
 def sees_none(monkeypatch):
     """A step is planned as if it had no spans."""
-    monkeypatch.setattr(Engine, "plan_spans", lambda self, step, *_: step)
+    monkeypatch.setattr(StepPlanner, "plan_spans", lambda self, step, *_: step)
 
 
 @pytest.mark.lets_a_pass_fail

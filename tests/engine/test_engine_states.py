@@ -348,7 +348,8 @@ def test_states_without_memory(qwen, monkeypatch):
 @pytest.mark.parametrize("option", ["attention_mask", "cache", "cache_params", "seq_idx"])
 def test_options_that_the_engine_does_not_know(qwen, option):
     """An option that a new transformers passes to such a layer is not left out."""
-    given = {"hidden_states": torch.zeros(1, 1, 48), "engine": make_engine(qwen), "step": None, option: torch.ones(1)}
+    pools = make_engine(qwen).layer_pools
+    given = {"hidden_states": torch.zeros(1, 1, 48), "layer_pools": pools, "step": None, option: torch.ones(1)}
     with pytest.raises(ValueError, match=f"{option}: expected"):
         qwen.model.layers[0].linear_attn(**given)
 
@@ -356,4 +357,4 @@ def test_options_that_the_engine_does_not_know(qwen, option):
 def test_an_argument_without_a_name_is_not_left_out(qwen):
     hidden, engine = torch.zeros(1, 1, 48), make_engine(qwen)
     with pytest.raises(ValueError, match="hidden_states: expected all other arguments by name, got 1 without one"):
-        qwen.model.layers[0].linear_attn(hidden, torch.ones(1), engine=engine, step=None)
+        qwen.model.layers[0].linear_attn(hidden, torch.ones(1), layer_pools=engine.layer_pools, step=None)

@@ -9,18 +9,9 @@ import torch
 from torch import nn
 
 from refattn.options import AttentionOptions
-from twinattn.engine.layers import (
-    CalibrationStats,
-    Causal,
-    Chunk,
-    LatentStorage,
-    Layer,
-    PagedStorage,
-    PairedStorage,
-    QuantizedStorage,
-    Twin,
-    Window,
-)
+from twinattn.engine.layers import Causal, Chunk, Layer, Window
+from twinattn.engine.storages import CalibrationStats, LatentStorage, PagedStorage, PairedStorage, QuantizedStorage
+from twinattn.engine.twin import Twin
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 H, HK, D = 8, 4, 8  # four KV heads, so that the order of interleaved pairs is not that of the model

@@ -302,7 +302,7 @@ def differential(
 
 
 def merge(outs, lses):
-    """Merge partial answers."""
+    """Merge partial outputs."""
     top = torch.stack(list(lses)).amax(0)
     base = torch.where(top == -torch.inf, 0.0, top)
     total = torch.zeros_like(base)

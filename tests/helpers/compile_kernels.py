@@ -210,7 +210,8 @@ class Driver:
         return 0
 
 
-def launch_all(gpu, largest):
+def pretend(gpu):
+    """Let Triton and our kernels see a GPU."""
     Driver.gpu = gpu
     devices.is_rocm = lambda: gpu.target.backend == "hip"
     devices.capability = lambda device: gpu.capability
@@ -221,6 +222,9 @@ def launch_all(gpu, largest):
     knobs.compilation.disable_line_info = True  # only a debugger reads it
     driver.set_active(Driver())
 
+
+def launch_all(gpu, largest):
+    pretend(gpu)
     from fastattn.kernels.flash.expand import repage, round_queries
     from fastattn.kernels.flash.fixup import fix_up
     from fastattn.kernels.flash.recompute import attend_after, attend_to_latent_nodes, attend_to_nodes, recompute
@@ -448,6 +452,7 @@ def launch_all(gpu, largest):
     for kind in some(torch.float64, torch.float32, half):
         sampling.sample(torch.zeros(2, 151936, dtype=kind), settings[0], settings[1], settings[2])
     launch_over_states(some)
+    launch_over_rings(some)
     for hidden, num_heads, num_kv_heads, head_size in some((1024, 16, 8, 128), (8192, 64, 8, 96)):  # fused layers
         rows, of_hidden = torch.zeros(5, hidden, dtype=half), torch.zeros(hidden, dtype=half)
         of_head = torch.zeros(head_size, dtype=half)
@@ -501,6 +506,27 @@ def launch_over_states(some):
             RecurrentOptions(),
             None,
         )
+
+
+def launch_over_rings(some):
+    """Launch what layers that replay their inputs need: decodes that flush, drafts, a flush; decodes to the end."""
+    from fastattn import replay as path
+    from fastattn.kernels.triton import replay
+
+    half, indices = torch.bfloat16, torch.tensor([1, 2], dtype=torch.int32)
+    cursors, states = path.allocate_cursors(8), torch.zeros(8, 16, 128, 128)
+    for query_len, drafts, per_channel, delta in some(
+        (1, False, False, False), (3, True, True, True), (1, False, False, True), last=2
+    ):
+        batch, tokens = make_batch([query_len] * 2, [1024] * 2), 2 * query_len
+        flush = None if drafts else torch.tensor([False, True])
+        plan = path.plan(batch, state_indices=indices, cursors=cursors, ring_size=8, flush=flush, drafts=drafts)
+        ring = path.allocate(8, 8, 4, 16, 128, 128, per_channel=per_channel, dtype=half)
+        query, value = (torch.zeros(tokens, heads, 128, dtype=half) for heads in (4, 16))
+        gates = torch.zeros(tokens, 16, *([128] if per_channel else [])), torch.zeros(tokens, 16)
+        with nullcontext() if drafts else to_the_end():
+            replay.replay(query, query, value, *gates, states, ring, plan, RecurrentOptions(delta=delta), None)
+    replay.flush(states, ring, cursors, plan.slots)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,25 @@ from tests.table import PATHS, SMALL, SMALLER
 
 MODULES = (
     *("cascade", "chunked_prefill", "context_parallel", "varlen", "differential", "interval", "kv_cache", "local"),
-    *("merge", "metadata", "mla", "quantized", "recurrent", "sliding_window", "sparse", "speculative", "state_cache"),
+    *(
+        "merge",
+        "metadata",
+        "mla",
+        "quantized",
+        "recurrent",
+        "replay",
+        "sliding_window",
+        "sparse",
+        "speculative",
+        "state_cache",
+    ),
 )
 OVER_NUMBERS = [name for name in PATHS if PATHS[name].keys in ("rows", "pages") and name != "interval"]
 REQUESTS = dict(query_lens=[2, 1], seq_lens=[7, 20], block_tables=[[1, 2], [1, 3, 4, 5, 6]])
 POOL = dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8)
 PAGES = dict(block_size=4, window_size=(3, 0))
 MASK = dict(causal=True)
+RINGS = dict(num_slots=3, ring_size=4, num_key_heads=2, num_value_heads=4, value_head_size=5, key_head_size=6)
 
 
 def public_functions(package: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -178,6 +190,8 @@ def _memory(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
             num_slots=3, num_value_heads=2, value_head_size=4, key_head_size=6, **place
         ),
         "state_cache.allocate_inputs": lambda: dict(num_slots=3, width=4, num_channels=6, **place),
+        "replay.allocate": lambda: dict(**RINGS, per_channel=True, **place),
+        "replay.allocate_cursors": lambda: dict(num_slots=3, device="cpu"),
         "kv_cache.write": write,
         "quantized.write": write_int8,
         "differential.write": write_pairs,
@@ -257,6 +271,23 @@ def _states(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     def state_map() -> dict[str, Any]:
         return dict(**tokens(), plan=plan(), options=RecurrentOptions())
 
+    def replay_plan(**more: Any) -> dict[str, Any]:
+        tables = dict(state_indices=ints(2, 0), cursors=ints(1, 9, 3), ring_size=4)
+        return dict(batch=batch(), **tables, has_initial_state=torch.tensor([True, True]), **more)
+
+    def replay() -> dict[str, Any]:
+        pools = dict(states=torch.randn(3, 4, 5, 6), ring=path.replay.allocate(**RINGS))
+        step = dict(query=torch.randn(3, 2, 6), **tokens(), **pools, plan=path.replay.plan(**replay_plan()))
+        return dict(**step, options=RecurrentOptions(), out=torch.empty(3, 4, 5))
+
+    def flush() -> dict[str, Any]:
+        pools = dict(states=[torch.randn(3, 4, 5, 6)], rings=[path.replay.allocate(**RINGS)])
+        return dict(**pools, cursors=ints(1, 2, 0), state_indices=ints(1, 0))
+
+    def advance() -> dict[str, Any]:
+        plan = path.replay.plan(**replay_plan(drafts=True))
+        return dict(cursors=plan.cursors, plan=plan, num_accepted=ints(1, 0))
+
     drafts = dict(state_indices=ints(1, 2, 0, 4).view(2, 2), num_accepted=ints(1, 2))
     checkpoints = dict(checkpoint_indices=torch.full((2, 5), -1, dtype=torch.int32), block_size=4)
     return {
@@ -270,6 +301,10 @@ def _states(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         "recurrent.state_map": state_map,
         "recurrent.compose": lambda: dict(maps=[path.recurrent.state_map(**state_map())]),
         "state_cache.accepted_slots": lambda: dict(drafts),
+        "replay.plan": lambda: replay_plan(flush=torch.tensor([True, False]), drafts=False),
+        "replay.attention": replay,
+        "replay.flush": flush,
+        "replay.advance": advance,
     }
 
 
@@ -310,7 +345,16 @@ def legal_types() -> list[Any]:
     interval, trees = made("interval"), made("speculative")
     scales = quantized.allocate_int8(**POOL)[2]
     return [
-        *(interval, interval.batch, made("cascade"), made("recurrent"), trees, trees.trees, Shard(0, 2)),
+        *(
+            interval,
+            interval.batch,
+            made("cascade"),
+            made("recurrent"),
+            made("replay"),
+            trees,
+            trees.trees,
+            Shard(0, 2),
+        ),
         *(AttentionOptions(0.3, 2.0, torch.rand(4), torch.rand(4)), RecurrentOptions(0.3)),
         *(Fp8Scales(0.5, 0.25), Int8Scales(scales, torch.ones(2, 8))),
     ]

@@ -6,6 +6,7 @@ MODULES = {
     "quantized": ("fp8_write", "int8_write", "int8_attention"),
     "mla": ("mla_write", "mla_prefill"),
     "recurrent": ("convolve", "state_map", "compose"),
+    "replay": ("replay", "cursors"),
     "merge": ("add_sinks",),
     "context_parallel": ("context_parallel",),
     "metadata": (

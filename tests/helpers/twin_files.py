@@ -7,13 +7,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED = {  # computes no attention: both twins import it; of `keys`, the fast twin takes the storages alone
-    *("batch", "plan", "trees", "states", "ranks", "options", "keys", "scales", "packed_latents", "index_keys"),
+    *(
+        "batch",
+        "plan",
+        "trees",
+        "states",
+        "rings",
+        "ranks",
+        "options",
+        "keys",
+        "scales",
+        "packed_latents",
+        "index_keys",
+    ),
     *("checks", "checks_of_calls", "checks_of_steps", "checks_of_writes", "overlap", "modes", "allocation", "steps"),
 }
 HANDED_ON = ("allocation", "steps")  # modules with functions that both twins hand on under their own name
 REFERENCE_ONLY = {"attention", "masks", "rounding"} | SHARED
 FAST_ONLY = {"kernels", "dispatch", "doctor"}
-BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them
+BESIDES = {"kv_cache", "merge", "metadata", "replay", "state_cache"}  # twins that are no paths, but go with them
 OVER_STATES = {"recurrent"}  # paths without keys to attend to: they have no blocks, and no softmax to return the sum of
 
 

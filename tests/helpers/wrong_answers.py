@@ -309,4 +309,10 @@ WRONG = {
         ("    if temperature == 0:\n        return int(logits.argmax())\n", "", "not the expected number"),
         ("sorted(range(len(probabilities)), key=lambda token: -probabilities[token])", "range(len(logits))", "ids"),
     ],
+    "replay": [
+        ("old_decay * state", "state", "fades with each token in the ring"),
+        ("written, row[None]", "written, value[None]", "here it is the value"),
+        ("len(keys) == room", "len(keys) > room", "with the token that fills the ring"),
+        ("state, decays[:0], keys[:0], written[:0]", "state, decays, keys, written", "or they count twice"),
+    ],
 }

@@ -1,5 +1,7 @@
 """Each integration once: transformers, FlashAttention's functions, operators. For vLLM, see test_vllm_interface."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,6 +22,18 @@ def test_a_model_of_transformers_has_the_same_logits(twin):
         expected = model(tokens).logits
         model.set_attn_implementation(twin)
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("twin", ["refattn", "fastattn"])
+def test_a_mask_of_transformers_with_a_gap_is_refused(twin):
+    query, key = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    attend = partial(integration._attention, integration.TWINS[twin], torch.nn.Module(), query, key, key)
+    expected = scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(attend(mask)[0], expected, atol=1e-5, rtol=1e-5)
+    mask[..., 3:, 1] = False
+    with pytest.raises(NotImplementedError, match="to be one run, got one with a gap"):
+        attend(mask)
 
 
 def test_flash_attn_func_is_causal_attention():

@@ -35,7 +35,8 @@ from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan
 from refattn.trees import Trees
-from twinattn.integrations import ops
+from twinattn.integrations import ops, plan_lists
+from twinattn.integrations.plan_lists import lists_of_plan, same_plan
 from twinattn.kit import HARMLESS, Case, build
 
 BATCH = build(Case("mixed", ((4, 20), (1, 33), (10, 17)), heads=(4, 2), head_size=16, padding_rows=1), poison=HARMLESS)
@@ -54,7 +55,7 @@ OTHERS = {
     "write_quantized": quantized.write,
     "convolve": recurrent.convolve,
 }
-PREPARED = (*ops.PLANS, StatePlan)
+PREPARED = (*plan_lists.PLANS, StatePlan)
 POOLS = {"recurrent": 5, "convolve": 2}  # the argument that is changed besides
 
 
@@ -504,8 +505,8 @@ def test_every_field_of_a_plan_crosses():
     spans = dataclasses.replace(plan, window_size=(-1, -1), extends_causal=True, **ends)
     fields = [(kind, field.name) for kind in (Batch, Plan) for field in dataclasses.fields(kind) if field.init]
     for one, has_not in ((plan, (*ends, "extends_causal")), (spans, ("window_size",))):
-        tables, sizes = ops._plan_lists(one)
-        again = ops._plan(tables, sizes)
+        tables, sizes = lists_of_plan(one)
+        again = plan_lists.plan_of_lists(tables, sizes)
         for kind, name in fields:
             if name in ("batch", *has_not):
                 continue
@@ -513,24 +514,24 @@ def test_every_field_of_a_plan_crosses():
             default = next(f.default for f in dataclasses.fields(kind) if f.name == name)
             assert value is not default and value != default if not isinstance(value, torch.Tensor) else True, name
             assert value is other if isinstance(value, torch.Tensor) else value == other, name
-        assert ops._plan_lists(again)[1] == sizes
+        assert lists_of_plan(again)[1] == sizes
 
 
 def test_later_layers_of_a_step_get_the_same_plan():
     """They replay what its first layer worked out; tables that were written since make another one."""
     plan = chunked_prefill.plan(metadata.make_batch([1, 2], [20, 30], [[0, 1], [2, 3]]), block_size=P)
-    lists = ops._plan_lists(plan)
-    first = ops._same_plan(*lists)
-    assert ops._same_plan(*ops._plan_lists(plan)) is first
+    lists = lists_of_plan(plan)
+    first = same_plan(*lists)
+    assert same_plan(*lists_of_plan(plan)) is first
     plan.batch.seq_lens.sub_(1)
-    later = ops._same_plan(*lists)
+    later = same_plan(*lists)
     assert later is not first and later.batch.seq_lens.tolist() == [19, 29]
     with torch.inference_mode():
         fresh = chunked_prefill.plan(metadata.make_batch([1], [20], [[0, 1]]), block_size=P)
-        assert ops._same_plan(*ops._plan_lists(fresh)) is not ops._same_plan(*ops._plan_lists(fresh))
-    for _ in range(2 * ops.REMEMBERED):
-        ops._same_plan(*ops._plan_lists(chunked_prefill.plan(metadata.make_batch([1], [20], [[0, 1]]), block_size=P)))
-    assert len(ops._plans) == ops.REMEMBERED
+        assert same_plan(*lists_of_plan(fresh)) is not same_plan(*lists_of_plan(fresh))
+    for _ in range(2 * plan_lists.REMEMBERED):
+        same_plan(*lists_of_plan(chunked_prefill.plan(metadata.make_batch([1], [20], [[0, 1]]), block_size=P)))
+    assert len(plan_lists._plans) == plan_lists.REMEMBERED
 
 
 def test_errors_are_those_of_the_path(shapes_unchecked):

@@ -36,6 +36,7 @@ import fastattn.varlen
 import refattn.varlen
 from tests.helpers.padded import OWN_ATTENTION, PADDINGS, REBUILT, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
+from twinattn.integrations import mask_layout
 from twinattn.integrations import transformers as integration
 
 TWINS = ("refattn", "fastattn")
@@ -358,7 +359,7 @@ def test_padding_of_plain_masks_is_neither_read_nor_computed():
     for rule in (causal, sliding_window_causal_mask_function(3)):
         seen = integration.visible_keys(2, 9, 9, mask_function=rule, attention_mask=mask)
         assert torch.equal((seen[:, 0, :, 1] > 0), mask)
-        layout = integration._lay_out(seen[:, 0], 9, integration.TWINS["fastattn"][1])
+        layout = mask_layout.lay_out(seen[:, 0], 9, integration.TWINS["fastattn"][1])
         assert layout.plan.positions is None and len(layout.query_rows) == 12
         assert layout.plan.batch.seq_lens.tolist() == [5, 7]
 
@@ -409,7 +410,7 @@ REFUSED = {
     "attention_mask: expected the keys that a query sees to be one run": lambda: integration.visible_keys(
         1, 5, 5, mask_function=gap
     ),
-    "attention_mask: expected one window for all": lambda: integration._lay_out(
+    "attention_mask: expected one window for all": lambda: mask_layout.lay_out(
         torch.tensor([[[0, 2], [1, 3], [2, 3], [2, 4]]], dtype=torch.int32), 5, integration.TWINS["fastattn"][1]
     ),
 }
@@ -582,7 +583,7 @@ def test_images_past_a_window(padding):
             torch.testing.assert_close(out.double()[rows], expected.transpose(1, 2)[rows], rtol=1e-4, atol=2e-6)
         layout = seen.layout_of_rows[-1]
         copied = sum(int(part.plan.batch.seq_lens.sum()) for part in (layout, layout.rest))
-        assert copied <= integration.COPIES * 2 * kv
+        assert copied <= mask_layout.COPIES * 2 * kv
 
 
 @torch.no_grad()

@@ -16,6 +16,8 @@ import twinattn.engine.kernels
 from fastattn.kernels import device as devices
 from tests.helpers.launched import LAUNCHED
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 def our_kernels() -> set[str]:
     """Name all kernels, the jitted functions that are launched; helpers are compiled with what calls them."""
@@ -38,6 +40,21 @@ def launches(gpu: str, *options: str) -> list[dict]:
     run = subprocess.run([sys.executable, str(script), gpu, *options], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_the_rungs_of_the_prefills_compile_for_hopper_as_their_page_says():
+    """What the page shows of rungs that were not timed is what the compiler says, by the Triton that it names."""
+    stored = json.loads((ROOT / "docs/results/ladder/compiled/prefill-sm_90.json").read_text())
+    command = [sys.executable, "-m", "tests.helpers.compile_rungs", "prefill", "sm_90"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["rungs"].keys() == stored["rungs"].keys()
+    for name, rung in found["rungs"].items():
+        assert rung["spills"] == 0 and rung["programs_per_sm"] >= 1, name
+    if found["versions"] == stored["versions"]:
+        assert found["rungs"] == stored["rungs"]
 
 
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])

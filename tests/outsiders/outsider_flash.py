@@ -147,7 +147,7 @@ def softmax_of(
 
 
 def merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge partial answers."""
+    """Merge partial outputs."""
     stack = torch.stack(lses)
     lse = stack.logsumexp(0)
     weights = torch.exp(stack - lse.masked_fill(lse == -inf, 0.0))[..., None]

@@ -118,12 +118,12 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B55 C115",
         "a layer that shares a cache writes into it",
-        ("twinattn.engine.engine:Engine.attend", "if self.owners[index] != index:", "if False:"),
+        ("twinattn.engine.layer_pools:LayerPools.attend", "if self.owners[index] != index:", "if False:"),
     ),
     *breaks(
         "B55 C114 C115",
         "a layer that shares a cache gets one of its own",
-        ("twinattn.engine.engine:Engine.__init__", "own = owner == len(self.caches)", "own = True"),
+        ("twinattn.engine.layer_pools:LayerPools.__init__", "own = owner == len(self.caches)", "own = True"),
     ),
     *breaks(
         "C113 C115",
@@ -385,7 +385,7 @@ MUTATIONS: list[Mutation] = [
         "B57 D127",
         "the sinks of a model do not reach a layer",
         (
-            "twinattn.engine.engine:Engine.attend",
+            "twinattn.engine.layer_pools:LayerPools.attend",
             "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux,",
             "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, None,",
         ),
@@ -483,8 +483,8 @@ MUTATIONS: list[Mutation] = [
         "D128",
         "batch invariance does not reach the layers",
         (
-            "twinattn.engine.engine:Engine.attend",
-            "alibi_slopes, s_aux, self.batch_invariant)",
+            "twinattn.engine.layer_pools:LayerPools.attend",
+            "alibi_slopes, s_aux, self._batch_invariant)",
             "alibi_slopes, s_aux, False)",
         ),
     ),
@@ -492,8 +492,8 @@ MUTATIONS: list[Mutation] = [
         "D128",
         "batch invariance does not reach layers without slopes and sinks",
         (
-            "twinattn.engine.engine:Engine.attend",
-            "_plain_options(scale, softcap or 0.0, self.batch_invariant)",
+            "twinattn.engine.layer_pools:LayerPools.attend",
+            "_plain_options(scale, softcap or 0.0, self._batch_invariant)",
             "_plain_options(scale, softcap or 0.0, False)",
         ),
     ),
@@ -544,16 +544,16 @@ MUTATIONS: list[Mutation] = [
         "A179",
         "the scales of a step are not worked out",
         (
-            "twinattn.engine.engine:Engine.attend",
-            "if self._calculates_scales and self.owners[index] == index:",
-            "if self._calculates_scales and self.owners[index] == index + 1:",
+            "twinattn.engine.layer_pools:LayerPools.attend",
+            "if self.calculates_scales and self.owners[index] == index:",
+            "if self.calculates_scales and self.owners[index] == index + 1:",
         ),
     ),
     *breaks(
         "B185",
         "an engine takes requests with drafts for prefills",
         (
-            "twinattn.engine.engine:Engine._decodes_first",
+            "twinattn.engine.planner:StepPlanner.in_order",
             "order_decodes_first(counts, decode_len=self.decode_len)",
             "order_decodes_first(counts)",
         ),
@@ -1164,7 +1164,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A17 B186",
         "a type that is not there passes",
-        ("twinattn.engine.layers:quantize", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
+        ("twinattn.engine.kv_cache_dtype:quantize", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
     ),
     *breaks(
         "B101",
@@ -1253,7 +1253,7 @@ MUTATIONS: list[Mutation] = [
             "largest = value.float().abs().amax(0)",
         ),
         (
-            "twinattn.engine.calibration:_Observer.attend",
+            "twinattn.engine.calibration:_watched",
             "torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])",
             "here",
         ),
@@ -2039,7 +2039,7 @@ MUTATIONS: list[Mutation] = [
         "E176",
         "an engine computes keys and values under batch invariance",
         (
-            "twinattn.engine.layers:LatentStorage.expands_prefills",
+            "twinattn.engine.storages:LatentStorage.expands_prefills",
             "        return not self.batch_invariant\n",
             "        return True\n",
         ),
@@ -2411,7 +2411,7 @@ MUTATIONS: list[Mutation] = [
         "F215",
         "only the first span of a prompt is seen",
         (
-            "twinattn.engine.engine:Engine.plan_spans",
+            "twinattn.engine.planner:StepPlanner.plan_spans",
             "rows = [[*its_spans, *",
             "rows = [[*its_spans[:1], *[(-1, -1)] * len(its_spans[1:]), *",
         ),
@@ -2420,7 +2420,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "index keys are written where the next token's belong",
         (
-            "twinattn.engine.layers:SelectedLatentStorage.select",
+            "twinattn.engine.storages:SelectedLatentStorage.select",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
             "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
         ),
@@ -2429,7 +2429,7 @@ MUTATIONS: list[Mutation] = [
         "F216",
         "every key is selected",
         (
-            "twinattn.engine.layers:SelectedLatentStorage.select",
+            "twinattn.engine.storages:SelectedLatentStorage.select",
             "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
             "return twin.sparse.select(scores, scores.shape[1])",
         ),
@@ -2438,7 +2438,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "packed rows have one scale",
         (
-            "twinattn.engine.layers:_pack",
+            "twinattn.engine.kv_cache_dtype:_pack",
             "return replace(storage, dtype=torch.uint8)",
             "return replace(storage, dtype=torch.float8_e4m3fn)",
         ),
@@ -2447,7 +2447,7 @@ MUTATIONS: list[Mutation] = [
         "F217",
         "the scales of a packed row are not counted",
         (
-            "twinattn.engine.layers:LatentStorage.bytes_per_token",
+            "twinattn.engine.storages:LatentStorage.bytes_per_token",
             "return packed_size(self.latent_rank, self.rope_size)",
             "return self.latent_rank + 2 * self.rope_size",
         ),
@@ -2543,9 +2543,9 @@ MUTATIONS: list[Mutation] = [
         "value heads share a query with those far away",
         ("refattn.recurrent:attention", '"t h dk -> t (h g) dk", g=group', '"t h dk -> t (g h) dk", g=group'),
         (
-            "fastattn.kernels.torch_ops.recurrent:_by_token",
-            "x.repeat_interleave(tokens.group, 1)[..., None]",
-            "x.repeat(1, tokens.group, 1)[..., None]",
+            "fastattn.kernels.torch_ops.recurrent:_fold",
+            "x.repeat_interleave(group, 1)[..., None]",
+            "x.repeat(1, group, 1)[..., None]",
         ),
     ),
     *breaks(
@@ -2553,14 +2553,14 @@ MUTATIONS: list[Mutation] = [
         "what the state answers is subtracted whole",
         ("refattn.recurrent:_step", "beta[:, None] * (value - seen)", "(beta[:, None] * value - seen)"),
         (
-            "fastattn.kernels.torch_ops.recurrent:_by_token",
-            "new = (new - now @ key if delta else new) * beta[..., None, None]",
-            "new = new * beta[..., None, None] - (now @ key if delta else 0.0)",
+            "fastattn.kernels.torch_ops.recurrent:_fold",
+            "new = (new - state @ key if delta else new) * beta[..., None, None]",
+            "new = new * beta[..., None, None] - (state @ key if delta else 0.0)",
         ),
         (
-            "fastattn.kernels.triton.recurrent:_tokens_kernel",
-            "            v -= tl.sum(state * k[None, :], 1)",
-            "            v -= tl.sum(state * k[None, :], 1) / 2",
+            "fastattn.kernels.triton.states:fold_token",
+            "        v -= tl.sum(state * k[None, :], 1)",
+            "        v -= tl.sum(state * k[None, :], 1) / 2",
         ),
     ),
     *breaks(
@@ -2592,6 +2592,125 @@ MUTATIONS: list[Mutation] = [
             "    rows = tl.where(is_finite, rows, 0.0).to(OPERAND)\n",
             "    rows = rows.to(OPERAND)\n",
         ),
+    ),
+    *breaks(
+        "R214",
+        "an input of a ring is written without the decay",
+        ("refattn.replay:_rebuild", "_write(_fade(state, log_decay.exp()), ", "_write(state, "),
+        ("fastattn.kernels.torch_ops.replay:_rebuild", "        _fade(now, log_decay.exp())\n", ""),
+        (
+            "fastattn.kernels.triton.replay:_rebuild",
+            "            state *= tl.exp(tl.load(decays + at * rings.log_decay_strides[1]).to(tl.float32))",
+            "            pass",
+        ),
+    ),
+    *breaks(
+        "R214",
+        "the value is pushed, and not what the token wrote",
+        ("refattn.replay:attention", "(inputs[0][row], written, ", "(inputs[0][row], value[row], "),
+        ("fastattn.kernels.torch_ops.replay:replay", "written[pushed], ", "value[rows[pushed]], "),
+        (
+            "fastattn.kernels.triton.replay:_push",
+            "written.to(rings.written.dtype.element_ty)",
+            "load_row(tokens.value, tokens.value_strides, row, part.head, part.at_v, part.in_v)",
+        ),
+    ),
+    *breaks(
+        "R215",
+        "nothing flushes where a plan asks for it",
+        ("refattn.replay:_moves", "begins or asked or inputs >=", "begins or inputs >="),
+        (
+            "fastattn.kernels.torch_ops.replay:_sequences",
+            "(not has_state or flushes or total >=",
+            "(not has_state or total >=",
+        ),
+        (
+            "fastattn.kernels.triton.replay:_step_kernel",
+            "            moves |= tl.load(of_flush, sequence.slot >= 0, 0) != 0",
+            "            moves |= tl.load(of_flush, sequence.slot >= 0, 0) > 1",
+        ),
+    ),
+    *breaks(
+        "R215",
+        "a slot that is taken over keeps the checkpoint of its last owner",
+        ("refattn.replay:_moves", "return False, begins or asked or inputs", "return False, asked or inputs"),
+        ("fastattn.kernels.torch_ops.replay:_sequences", "(not has_state or flushes or", "(flushes or"),
+        (
+            "fastattn.kernels.triton.replay:_step_kernel",
+            "moves = (sequence.start < 0) | (total >= cursors.SIZE)",
+            "moves = total >= cursors.SIZE",
+        ),
+    ),
+    *breaks(
+        "R215",
+        "the cursor stays where it is when the checkpoint moves",
+        ("refattn.replay:advance", "0 if sequence.moves_after else before + kept", "before + kept"),
+        (
+            "fastattn.replay:advance",
+            "after = total.masked_fill(moves_after if plan.flush is None else moves_after | plan.flush, 0)",
+            "after = total",
+        ),
+    ),
+    *breaks(
+        "R216",
+        "all drafts are accepted",
+        ("refattn.replay:advance", "if num_accepted is None else int(num_accepted[sequence.number])", ""),
+        ("fastattn.replay:advance", "after = num_accepted + held", "after = lens + held"),
+    ),
+    *breaks(
+        "R216",
+        "drafts without room for them do not move the checkpoint",
+        (
+            "refattn.replay:attention",
+            "            states[slot] = state\n            state, first =",
+            "            state, first =",
+        ),
+        (
+            "fastattn.kernels.torch_ops.replay:replay",
+            "        states[slots] = state[folded].to(states.dtype)\n",
+            "",
+        ),
+        (
+            "fastattn.kernels.triton.replay:_flush_kernel",
+            " | (held + sequence.length > cursors.SIZE)",
+            "",
+        ),
+    ),
+    *breaks(
+        "R217",
+        "the input at the cursor is read, too",
+        ("refattn.replay:_rebuild", "for at in range(cursor):", "for at in range(cursor + 1):"),
+        ("fastattn.kernels.torch_ops.replay:_rebuild", "if cursor > at]", "if cursor >= at]"),
+        (
+            "fastattn.kernels.triton.replay:_rebuild",
+            "for number in range(0, held):",
+            "for number in range(0, held + 1):",
+        ),
+    ),
+    *breaks(
+        "R217",
+        "the cursor of an idle sequence is moved",
+        ("refattn.replay:_sequences", "if q0 == q1 or slot < 0:", "if slot < 0:"),
+        ("fastattn.replay:advance", "is_idle = (slots < 0) | (lens == 0)", "is_idle = slots < 0"),
+    ),
+    *breaks(
+        "R214 R215",
+        "a full ring moves the checkpoint a token later",
+        ("refattn.replay:_moves", "or asked or inputs >= plan.ring_size", "or asked or inputs > plan.ring_size"),
+        (
+            "fastattn.kernels.torch_ops.replay:_sequences",
+            "flushes or total >= plan.ring_size",
+            "flushes or total > plan.ring_size",
+        ),
+        ("fastattn.kernels.triton.replay:_step_kernel", "(total >= cursors.SIZE)", "(total > cursors.SIZE)"),
+        ("fastattn.replay:advance", "(total >= plan.ring_size)", "(total > plan.ring_size)"),
+    ),
+    *breaks(
+        "R217",
+        "slot 0 is padding",
+        ("refattn.replay:_sequences", "if q0 == q1 or slot < 0:", "if q0 == q1 or slot <= 0:"),
+        ("fastattn.kernels.torch_ops.replay:_sequences", "if slot < 0 or q0 == q1:", "if slot <= 0 or q0 == q1:"),
+        ("fastattn.replay:advance", "is_idle = (slots < 0) |", "is_idle = (slots <= 0) |"),
     ),
     *breaks(
         "R204",

@@ -28,23 +28,24 @@ from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
 from refattn import attention, chunked_prefill, kv_cache, masks
 from tests.helpers import gpu_package_doubles
-from twinattn.bench import Bench, in_rows, measure, peers, ranks, reading, report, sparse
-from twinattn.bench.measure import Ceilings
-from twinattn.bench.peers import Contender, twin
-from twinattn.bench.rows import Row, _cuda, rows
-from twinattn.bench.states import States
-from twinattn.bench.work import (
-    Attention,
-    CacheWrite,
-    Layers,
-    Slots,
-    VirtualBatches,
-    WrongAnswerError,
-    drafts,
-    latent_prefill,
-    latents,
-    workload,
+from twinattn.bench import Bench, in_rows, measure, peers, ranks, reading, report, sparse, step_peers
+from twinattn.bench.contender import (
+    Contender,
+    as_chain,
+    check_no_tables,
+    layers,
+    over_plain_cache,
+    plain_attention,
+    twin,
+    twin_in_fp8,
 )
+from twinattn.bench.measure import Ceilings
+from twinattn.bench.row import Row
+from twinattn.bench.rows import rows
+from twinattn.bench.rows_on_gpu import rows_on_gpu
+from twinattn.bench.states import States
+from twinattn.bench.step_work import CacheWrite, Slots, VirtualBatches
+from twinattn.bench.work import Attention, Layers, WrongAnswerError, drafts, latent_prefill, latents, workload
 from twinattn.cli import main
 from twinattn.kit import plan_and_attend
 from twinattn.libraries import pytorch
@@ -310,7 +311,7 @@ CONTENDERS = [
     *((work, peers.fa3_chunks()) for work in (CHUNKS, LAST_CHUNK)),
     (workload(DECODE, **SIZES), twin(kernel="cpu")),
     (workload(PREFILL, path="varlen", **SIZES), twin(kernel="cpu")),
-    *((Layers(replace(WINDOW, lens=DECODE), 3), peers.layers(3, **how)) for how in ({}, dict(plan_in_each=True))),
+    *((Layers(replace(WINDOW, lens=DECODE), 3), layers(3, **how)) for how in ({}, dict(plan_in_each=True))),
     *((workload(PREFILL, **SIZES), peer) for peer in (peers.aten_cpu(), peers.sdpa(), peers.sdpa(masked=True))),
     *(
         (workload(DECODE, **SIZES), peer)
@@ -322,7 +323,7 @@ CONTENDERS = [
     *((CHUNKS, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_chunks(), peers.aten_cpu_masked())),
     *((LAST_CHUNK, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_visible())),
     *((PREFIX, peer) for peer in (twin(), peers.fa4_cascade(), peers.flashinfer_cascade())),
-    *((PAIRS, peer) for peer in (twin(), twin(package="refattn"), peers.plain_attention())),
+    *((PAIRS, peer) for peer in (twin(), twin(package="refattn"), plain_attention())),
     *((PAIRS, peer) for peer in (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))),
     *(
         (work, peer)
@@ -336,8 +337,8 @@ CONTENDERS = [
         (QUANTIZED_LATENTS, peer)
         for peer in (
             *(twin(), twin(package="refattn"), twin(kernel="cpu")),
-            *(peers.over_plain_cache(peer) for peer in (twin(), peers.flash_mla())),
-            *(peers.twin_in_fp8(), peers.flash_mla_fp8()),
+            *(over_plain_cache(peer) for peer in (twin(), peers.flash_mla())),
+            *(twin_in_fp8(), peers.flash_mla_fp8()),
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
@@ -345,26 +346,26 @@ CONTENDERS = [
         (LATENT_TREES, peer)
         for peer in (
             *(twin(), twin(package="refattn"), twin(kernel="cpu")),
-            peers.as_chain(peers.flash_mla()),
+            as_chain(peers.flash_mla()),
         )
     ),
     *(
         (TREES, peer)
         for peer in (
             *(twin(), twin(package="refattn"), twin(kernel="cpu"), peers.flashinfer_tree()),
-            *(peers.as_chain(peer) for peer in (peers.fa3(), peers.fa4(), twin("chunked_prefill"))),
+            *(as_chain(peer) for peer in (peers.fa3(), peers.fa4(), twin("chunked_prefill"))),
         )
     ),
-    *((QUANTIZED_TREES, peer) for peer in (twin(), peers.over_plain_cache(twin()))),
-    *((QUANTIZED_PREFIX, peer) for peer in (twin(), peers.over_plain_cache(twin()))),
+    *((QUANTIZED_TREES, peer) for peer in (twin(), over_plain_cache(twin()))),
+    *((QUANTIZED_PREFIX, peer) for peer in (twin(), over_plain_cache(twin()))),
     *((PROMPTS, peer) for peer in (twin(), twin(package="refattn"), peers.latents_by_hand())),
     (replace(PROMPTS, lens=((20, 20), (5, 5))), peers.latents_by_hand()),
     (replace(PROMPTS, lens=((20, 150),)), peers.aten_cpu_latent_prefill()),
-    (VirtualBatches(5, 256, 64), peers.virtual_batches_twin()),
-    (VirtualBatches(5, 256, 64), peers.virtual_batches_numpy()),
-    (Slots(5, 256, 64), peers.slots_twin()),
-    (CacheWrite(32, 2, 8, 4), peers.write_twin()),
-    (CacheWrite(32, 2, 8, 4), peers.write_index_put()),
+    (VirtualBatches(5, 256, 64), step_peers.virtual_batches_twin()),
+    (VirtualBatches(5, 256, 64), step_peers.virtual_batches_numpy()),
+    (Slots(5, 256, 64), step_peers.slots_twin()),
+    (CacheWrite(32, 2, 8, 4), step_peers.write_twin()),
+    (CacheWrite(32, 2, 8, 4), step_peers.write_index_put()),
     *(
         (sparse.Spans(lens=((64, 64),) * 2, heads=(4, 2), head_size=16, every=32, image=20), contender)
         for contender in (
@@ -440,17 +441,17 @@ def test_a_step_plans_once_or_in_each_layer(plan_in_each, plans, monkeypatch):
 
         monkeypatch.setattr(fastattn.sliding_window, name, count)
     inputs = replace(WINDOW, lens=DECODE).draw(CPU, torch.float32, seed=0)
-    peers.layers(5, plan_in_each=plan_in_each).prepare(inputs)()
+    layers(5, plan_in_each=plan_in_each).prepare(inputs)()
     assert (len(made), len(attended)) == (plans, 5)
 
 
 def test_a_layer_that_makes_tables_is_found(monkeypatch):
     monkeypatch.setattr(measure, "launches", lambda call: Counter(call()))
-    peers.check_no_tables(lambda: ["trim"], lambda: ["attend", "reduce"])
+    check_no_tables(lambda: ["trim"], lambda: ["attend", "reduce"])
     with pytest.raises(RuntimeError, match="expected no kernels of a plan in a layer, got trim"):
-        peers.check_no_tables(lambda: ["trim"], lambda: ["attend", "trim"])
+        check_no_tables(lambda: ["trim"], lambda: ["attend", "trim"])
     with pytest.raises(RuntimeError, match="the profiler saw Counter"):
-        peers.check_no_tables(lambda: [], lambda: ["attend"])
+        check_no_tables(lambda: [], lambda: ["attend"])
 
 
 def shifted(inputs, by):
@@ -548,7 +549,7 @@ def test_rows_have_names_of_their_own(device_type, quick):
 
 
 FEW = 8  # sequences; with more it takes long, and their contenders are those of other rows
-ROWS = [row for row in _cuda(128) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
+ROWS = [row for row in rows_on_gpu(128) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
 ROWS = [row for row in ROWS if not (isinstance(row.work, States) and row.work.num_seqs > FEW)]
 
 

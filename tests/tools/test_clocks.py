@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from twinattn.bench import Bench, clocks, measure, report
-from twinattn.bench.rows import Row, rows
-from twinattn.bench.work import Slots
+from twinattn.bench.row import Row
+from twinattn.bench.rows import rows
+from twinattn.bench.step_work import Slots
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = sorted((ROOT / "docs/results").glob("*.json"))

@@ -134,7 +134,7 @@ JUDGED = """
 import hypothesis, json, pathlib, pytest, sys, torch, triton  # once, and not in each of the processes
 from tests import mutants
 caught = next(one for one in mutants.MUTATIONS if one.rows == ("D159",) and one.place.startswith("refattn.merge"))
-harmless = caught._replace(name="harmless", place="refattn.merge", old="Merge partial answers", new="Merge answers")
+harmless = caught._replace(name="harmless", place="refattn.merge", old="Merge partial outputs", new="Merge answers")
 no_python = caught._replace(name="no Python", place="refattn.merge", old="def merge(", new="def (")
 tests = ["tests/paths/test_merge.py::test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head"]
 mutants.covering_tests = lambda: {"D159": tests}

@@ -17,7 +17,7 @@ import fastattn.chunked_prefill
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
 from twinattn.bench import generation
 from twinattn.cli import main
-from twinattn.engine import SamplingParams, demo, demo_model
+from twinattn.engine import SamplingParams, demo, demo_comparison, demo_model, demo_work, peak_memory
 from twinattn.engine.profile import PHASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,9 +32,10 @@ def tiny(monkeypatch):
     prompts = [list(question.encode()) for question in QUESTIONS]
     other = [list(b"A text apart."), list(b"And 1 more!")]
     sampling = SamplingParams(max_tokens=14)
-    work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, sampling, num_blocks=6, to_calibrate=other)
+    work = demo_work.Work(model, byte_tokenizer(), QUESTIONS, prompts, sampling, num_blocks=6, to_calibrate=other)
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
-    monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)
+    for module in (demo, demo_work):
+        monkeypatch.setattr(module, "TOKEN_BUDGET", 24)
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_demo_sees_an_answer_that_drafts_changed_over_quantized_values(brief, mo
 
     def spoiled(work, name, console, **more):
         done = serve(work, name, console, **more)
-        return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo.DRAFTS) else done
+        return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo_work.DRAFTS) else done
 
     monkeypatch.setattr(demo, "serve", spoiled)
     proven, text = run_with(speculate="chain", kv_cache_dtype="int8", twin="fastattn")
@@ -248,23 +249,23 @@ MESSAGE = r"request of \d+ tokens: RuntimeError: no such row"
 
 def test_demo_shows_no_half_answers(broken):
     """A request that failed has some tokens or none; neither is an answer, and no speed is that of the others."""
-    with pytest.raises(demo.RequestError, match=MESSAGE):
+    with pytest.raises(demo_work.RequestError, match=MESSAGE):
         run()
     console = Console(file=StringIO(), width=100)
-    with pytest.raises(demo.RequestError, match=MESSAGE):
+    with pytest.raises(demo_work.RequestError, match=MESSAGE):
         demo.warm_up(dataclasses.replace(broken, prompts=broken.prompts[1:]), "refattn", console)
     late = dataclasses.replace(broken, prompts=[broken.prompts[0], broken.prompts[2], broken.prompts[1]])
     late = dataclasses.replace(late, questions=[QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]])
-    with pytest.raises(demo.RequestError, match=MESSAGE):
+    with pytest.raises(demo_work.RequestError, match=MESSAGE):
         demo.serve(late, "fastattn", console)
-    with pytest.raises(demo.RequestError, match=MESSAGE):
+    with pytest.raises(demo_work.RequestError, match=MESSAGE):
         demo.compare(late, console, num_tokens=60)
 
 
 def test_a_failed_answer_has_no_time_in_the_benchmark(broken):
     work = generation.Generation(max_tokens=3, phase="both", num_prompts=5)
     call = generation.engine("refattn").prepare(generation.Prompts(work, broken.model, broken.prompts))
-    with pytest.raises(demo.RequestError, match=MESSAGE):
+    with pytest.raises(demo_work.RequestError, match=MESSAGE):
         call()
 
 
@@ -277,7 +278,7 @@ def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
         out = attention(query, *args, **options)
         return out + wrong if len(calls) == 7 else out
 
-    comparison = demo.Comparison()
+    comparison = demo_comparison.Comparison()
     path = SimpleNamespace(plan=fastattn.chunked_prefill.plan, attention=wrong_once)
     monkeypatch.setattr(comparison.chunked_prefill, "fast", path)
     monkeypatch.setattr(demo, "Comparison", lambda: comparison)
@@ -295,7 +296,7 @@ def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
 def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device, name, everything):
     served = []
     monkeypatch.setattr(
-        demo.Work,
+        demo_work.Work,
         "engine",
         lambda self, package: SimpleNamespace(generate=lambda *args: served.append((package, *args)) or []),
     )
@@ -311,11 +312,11 @@ def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device
 
 
 def test_peak_memory_is_measured():
-    with demo.PeakMemory(torch.device("cpu")) as memory:
+    with peak_memory.PeakMemory(torch.device("cpu")) as memory:
         block = torch.ones(2**24)
         block.add_(1)
         del block
-    if not os.access(demo.PeakMemory.CLEAR, os.W_OK):
+    if not os.access(peak_memory.PeakMemory.CLEAR, os.W_OK):
         assert memory.peak_bytes is None
         return
     assert 60 * 2**20 < memory.peak_bytes < 80 * 2**20, "64 MiB, give or take a page that came or went"
@@ -378,9 +379,9 @@ def test_the_file_is_read_once(monkeypatch, tmp_path, fails):
     expected = [tmp_path / "model.gguf", (gguf.MODEL_ARCH.LLAMA, 2)]
     if fails:
         with pytest.raises(OSError, match="luck"):
-            demo.load(tmp_path / "model.gguf")
+            demo_model.load(tmp_path / "model.gguf")
     else:
-        assert demo.load(tmp_path / "model.gguf") == ("loaded", "loaded")
+        assert demo_model.load(tmp_path / "model.gguf") == ("loaded", "loaded")
     assert reads == expected
     read_again = gguf.GGUFReader
     read_again(tmp_path), read_again(tmp_path)
@@ -394,7 +395,7 @@ def test_wrong_words_are_an_exit_code(monkeypatch):
 
 def test_a_request_that_fails_says_why(monkeypatch):
     def fail(*_, **__):
-        raise demo.RequestError("no such row")
+        raise demo_work.RequestError("no such row")
 
     monkeypatch.setattr(demo, "run", fail)
     assert command() == (1, "no such row\n")

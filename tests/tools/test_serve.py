@@ -569,4 +569,4 @@ def test_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     monkeypatch.delattr("twinattn.engine.server", raising=False)
     done = CliRunner().invoke(main, ["serve"])
-    assert done.exit_code == 2 and "pip install 'twinattn[serve]'" in done.output
+    assert done.exit_code == 2 and "pip install -e '.[serve]'" in done.output

@@ -14,11 +14,12 @@ from rich.console import Console
 
 from refattn.checks import check_device, check_folder
 from twinattn.bench import clocks, measure, report
+from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call, Ceilings, Timing
-from twinattn.bench.peers import Contender
-from twinattn.bench.rows import Row, rows
+from twinattn.bench.row import Row
+from twinattn.bench.rows import rows
 from twinattn.bench.work import Judge
-from twinattn.engine.demo import PeakMemory
+from twinattn.engine.peak_memory import PeakMemory
 
 SECONDS = 1.0  # seconds that a contender is measured on a CPU
 MILLISECONDS = 20  # and on a GPU, in each round

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call, Timed
-from twinattn.bench.peers import Contender
 from twinattn.bench.work import Judge, WrongAnswerError
-from twinattn.engine import BlockPool, CudaGraphs, Engine, SamplingParams, demo, pack
+from twinattn.engine import BlockPool, CudaGraphs, Engine, SamplingParams, pack
+from twinattn.engine.demo_work import check_answered, prepare
 
 PARAMETERS = 134_515_008  # parameters of SmolLM2-135M
 
@@ -119,7 +120,7 @@ def engine(package: str = "fastattn", *, packed: bool = False) -> Contender:
             while server.running or server.waiting:
                 server.step()
                 stamps.append(_now(inputs))
-            demo.check_answered(requests)
+            check_answered(requests)
             return _timed(inputs, [request.output_ids for request in requests], stamps)
 
         return call
@@ -197,5 +198,5 @@ def _now(inputs: Prompts) -> float:
 
 @cache
 def _load(device: torch.device, dtype: torch.dtype) -> tuple[Any, list[list[int]]]:
-    work = demo.prepare(Console(quiet=True), None, 1, str(device))
+    work = prepare(Console(quiet=True), None, 1, str(device))
     return work.model.to(dtype), work.prompts

@@ -16,8 +16,9 @@ from fastattn import quantized
 from refattn.checks import check_folder
 from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.bench.measure import circumstances, machine
-from twinattn.engine import Engine, SamplingParams, demo
+from twinattn.engine import Engine, SamplingParams
 from twinattn.engine.demo_model import load, model_file
+from twinattn.engine.demo_prompts import DIARY
 
 FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 BLOCK_SIZE = 16
@@ -33,7 +34,7 @@ def measure() -> dict[str, dict[str, dict[str, float]]]:
 def of_smollm2() -> list[tuple[Tensor, Tensor]]:
     """Return the keys and values that SmolLM2 computes for the longest prompt of the demo, layer by layer."""
     model, tokenizer = load(model_file())
-    messages = [{"role": "user", "content": demo.DIARY}]
+    messages = [{"role": "user", "content": DIARY}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     num_blocks = -(-len(prompt) // BLOCK_SIZE) + 1
     engine = Engine(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=len(prompt))

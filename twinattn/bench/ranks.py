@@ -18,8 +18,8 @@ from torch.multiprocessing.spawn import spawn
 
 from fastattn import chunked_prefill, context_parallel
 from refattn.ranks import DistributedGroup, Shard
+from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call, Timed
-from twinattn.bench.peers import Contender
 from twinattn.bench.work import Attention, Inputs
 
 SAMPLES = 30

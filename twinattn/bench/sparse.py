@@ -21,8 +21,8 @@ from refattn.index_keys import INDEX_FORMAT, SCALE_BYTES
 from refattn.options import AttentionOptions
 from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, packed_parts, packed_size
 from refattn.plan import Plan
+from twinattn.bench.contender import Contender, twin
 from twinattn.bench.measure import Call
-from twinattn.bench.peers import Contender, twin
 from twinattn.bench.work import Attention, Inputs, Judge, WrongAnswerError, hold
 from twinattn.libraries import flash_mla
 

@@ -16,8 +16,8 @@ from torch.nn.functional import normalize
 
 from refattn.batch import Batch
 from refattn.states import StatePlan
+from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call
-from twinattn.bench.peers import Contender
 from twinattn.bench.work import Judge, hold
 from twinattn.libraries import attn_gym, fla
 

@@ -1,17 +1,20 @@
-"""`twinattn ladder decode`: a kernel from the formula to the roofline, one change per file, timed on the reader's GPU.
+"""`twinattn ladder`: a kernel from the formula to the roofline, one change per file, timed on the reader's GPU.
 
 A ladder is a folder of notebooks/ladder; each file is a rung, a function `attention` that differs from the one before
-by one change. This module lists and loads the rungs, has what all of them share, and times them beside the floor: the
-time that reading the keys and values takes at the rate that the card reached in the same run.
+by one change. This module lists and loads the rungs, has what all of them share, and times them beside the floor: what
+the card needs at least, at the rates that it reached in the same run. A decode has to read all keys and values, and its
+floor is the time of these bytes; a prompt has to multiply them with many queries, and its floor is that of a matrix
+product of as many operations.
 """
 
 import gc
 import importlib.util
+import inspect
 import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -25,16 +28,25 @@ from refattn.checks import check, check_folder
 from refattn.modes import computing_in
 from twinattn.course import copied
 
-LADDERS = ("decode",)
+Lens = Sequence[tuple[int, int]]  # queries and keys of each sequence
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16  # the timed batches, in bfloat16
-BATCHES = {
-    "64 x 8192": (8192,) * 64,
-    "1 x 131072": (131072,),
-    "60 x 2048 and 4 x 65536": (2048,) * 60 + (65536,) * 4,
+BATCHES: dict[str, dict[str, Lens]] = {  # by ladder and name
+    "decode": {
+        "64 x 8192": ((1, 8192),) * 64,
+        "1 x 131072": ((1, 131072),),
+        "60 x 2048 and 4 x 65536": ((1, 2048),) * 60 + ((1, 65536),) * 4,
+    },
+    "prefill": {
+        "2 x 8192": ((8192, 8192),) * 2,
+        "4 x 512 of 16896": ((512, 16896),) * 4,
+        "64 x 1 of 2048, 16 x 512 and 1 x 8192": ((1, 2048),) * 64 + ((512, 512),) * 16 + ((8192, 8192),),
+    },
 }
+LADDERS = tuple(BATCHES)
 PER_SM = 4  # programs that an SM runs at once
 MILLISECONDS = 20  # how long a rung is measured
 CALLS = 10  # how many calls are timed on the CPU
+JUDGED = 64  # queries at either end of a sequence whose outputs are held to the reference
 # What an SM has: registers, room for programs, and the bytes of shared memory that each takes besides its own.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 8.0 to 10.0.
 REGISTERS, BLOCKS_PER_SM, RESERVED = 65536, 32, 1024
@@ -57,6 +69,16 @@ class Rung(NamedTuple):
     def load(self) -> ModuleType:
         """Import the file."""
         return _load(self.file)
+
+    def missing(self, device: torch.device) -> str | None:
+        """Return what the rung needs that a device does not have; None where it runs."""
+        try:
+            says = getattr(self.load(), "missing", None)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            return "Triton, which is not installed: `pip install triton`, on Linux alone"
+        return None if says is None else says(device)
 
 
 @cache
@@ -87,7 +109,7 @@ def rungs(ladder: str) -> list[Rung]:
 
 
 class Sizes(NamedTuple):
-    """The sizes of a batch of decodes: sequences, heads, KV heads, head size, tokens in a block, blocks in a row."""
+    """The sizes of a batch over pages: sequences, heads, KV heads, head size, tokens in a block, blocks in a row."""
 
     b: int
     heads: int
@@ -104,7 +126,7 @@ def check_decode(
     seq_lens: Int32[Tensor, "b"],
     block_table: Int32[Tensor, "b m"],
 ) -> Sizes:
-    """Check the arguments of a rung, and return their sizes.
+    """Check the arguments of a decode, and return their sizes.
 
     Args:
         query: the newest token of each sequence.
@@ -117,12 +139,85 @@ def check_decode(
         ValueError: naming the argument that does not fit.
         NotImplementedError: if one is not contiguous: strides are not what a ladder is about.
     """
-    tensors = dict(
-        query=query, key_cache=key_cache, value_cache=value_cache, seq_lens=seq_lens, block_table=block_table
+    sizes = _check(
+        query=(query, "number b h d"),
+        key_cache=(key_cache, "query: n p hk d"),
+        value_cache=(value_cache, "query: n p hk d"),
+        seq_lens=(seq_lens, "int32 b"),
+        block_table=(block_table, "int32 b m"),
     )
-    letters = ("number b h d", "query: n p hk d", "query: n p hk d", "int32 b", "int32 b m")
-    sizes = check(**{name: (x, kind) for (name, x), kind in zip(tensors.items(), letters, strict=True)})
-    for name, x in tensors.items():
+    return Sizes(*(sizes[letter] for letter in ("b", "h", "hk", "d", "p", "m")))
+
+
+def check_rows(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk d"],
+    cu_seqlens_q: Int32[Tensor, "_"],  # [b+1]
+    cu_seqlens_k: Int32[Tensor, "_"],  # [b+1]
+) -> tuple[int, int, int, int]:
+    """Check the arguments of a prefill over rows, and return their sizes: sequences, heads, KV heads, head size.
+
+    Args:
+        query: the last tokens of each sequence, one sequence after the other.
+        key: the keys of all sequences, one after the other.
+        value: the values that belong to them.
+        cu_seqlens_q: where the queries of each sequence begin; the last entry is where they all end.
+        cu_seqlens_k: likewise of the keys.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+        NotImplementedError: if one is not contiguous.
+    """
+    sizes = _check(
+        query=(query, "number t h d"),
+        key=(key, "query: s hk d"),
+        value=(value, "query: s hk d"),
+        cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
+        cu_seqlens_k=(cu_seqlens_k, "int32 b+1"),
+    )
+    return len(cu_seqlens_q) - 1, sizes["h"], sizes["hk"], sizes["d"]
+
+
+def check_pages(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk d"],
+    cu_seqlens_q: Int32[Tensor, "_"],  # [b+1]
+    seq_lens: Int32[Tensor, "b"],
+    block_table: Int32[Tensor, "b m"],
+) -> Sizes:
+    """Check the arguments of a prefill over pages, and return their sizes.
+
+    Args:
+        query: the last tokens of each sequence, one sequence after the other.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        cu_seqlens_q: where the queries of each sequence begin; the last entry is where they all end.
+        seq_lens: keys of each sequence.
+        block_table: the blocks of each sequence; entries past its last block are never read.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+        NotImplementedError: if one is not contiguous.
+    """
+    sizes = _check(
+        query=(query, "number t h d"),
+        key_cache=(key_cache, "query: n p hk d"),
+        value_cache=(value_cache, "query: n p hk d"),
+        seq_lens=(seq_lens, "int32 b"),
+        block_table=(block_table, "int32 b m"),
+        cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
+    )
+    return Sizes(*(sizes[letter] for letter in ("b", "h", "hk", "d", "p", "m")))
+
+
+def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
+    """Check tensors by their letters, and return the size of each letter; `b+1` is that of `cu_seqlens_q`."""
+    last = next((x for name, (x, _) in tensors.items() if name == "cu_seqlens_q"), None)
+    given = {} if last is None or last.ndim != 1 else {"b": len(last) - 1, "b + 1": len(last)}
+    sizes = check(given, **tensors)
+    for name, (x, _) in tensors.items():
         if not x.is_contiguous():
             raise NotImplementedError(f"{name}: expected contiguous memory, got strides {list(x.stride())}")
     if sizes["h"] % sizes["hk"] or sizes["d"] & (sizes["d"] - 1):
@@ -130,7 +225,7 @@ def check_decode(
             "query: expected a multiple of the KV heads as heads, and a power of two as head size, "
             f"got h={sizes['h']}, hk={sizes['hk']}, d={sizes['d']}"
         )
-    return Sizes(*(sizes[letter] for letter in ("b", "h", "hk", "d", "p", "m")))
+    return sizes
 
 
 def programs_at_once(device: torch.device) -> int:
@@ -142,34 +237,67 @@ def programs_at_once(device: torch.device) -> int:
 # --- times ---
 
 
-class Inputs(NamedTuple):
-    """The arguments of a rung."""
+def make_inputs(lens: Lens, device: torch.device, *, rows: bool) -> dict[str, Any]:
+    """Make a batch in shuffled blocks of a pool: what rungs may have as arguments, by name.
 
-    query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-
-
-def make_inputs(lens: Sequence[int], device: torch.device) -> Inputs:
-    """Make a batch of decodes in shuffled blocks of a pool."""
-    needed = [-(-n // BLOCK) for n in lens]
+    Args:
+        lens: queries and keys of each sequence.
+        device: where.
+        rows: whether the same keys and values also lie in rows, `key` and `value`.
+    """
+    needed = [-(-n // BLOCK) for _, n in lens]
     order = torch.randperm(sum(needed), dtype=torch.int32)
     table = torch.full((len(lens), max(needed)), -1, dtype=torch.int32)
     for row, blocks in zip(table, order.split(needed), strict=True):
         row[: len(blocks)] = blocks
     kind: Any = dict(dtype=torch.bfloat16, device=device)
     key_cache, value_cache = (torch.randn(len(order), BLOCK, KV_HEADS, SIZE, **kind) for _ in range(2))
-    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    return Inputs(torch.randn(len(lens), HEADS, SIZE, **kind), key_cache, value_cache, seq_lens, table.to(device))
+    query = torch.randn(sum(n for n, _ in lens), HEADS, SIZE, **kind)
+    inputs = dict(query=query, key_cache=key_cache, value_cache=value_cache, block_table=table.to(device))
+    if rows:
+        slots = torch.cat(
+            [
+                (blocks.long()[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:n]
+                for blocks, (_, n) in zip(order.split(needed), lens, strict=True)
+            ]
+        ).to(device)
+        inputs |= {name: inputs[f"{name}_cache"].flatten(0, 1)[slots] for name in ("key", "value")}
+    return inputs | lengths_of(lens, device)
 
 
-def bytes_moved(lens: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes that a decode has to read, and to write: keys, values, queries and tables; outputs."""
-    rows = len(lens) * HEADS * SIZE * 2
-    table = sum(-(-n // BLOCK) for n in lens) * 4 + len(lens) * 4
-    return 2 * sum(lens) * KV_HEADS * SIZE * 2 + rows + table, rows
+def lengths_of(lens: Lens, device: torch.device) -> dict[str, Any]:
+    """Return what says how long the sequences of a batch are, by name."""
+    queries, keys = torch.tensor(lens, dtype=torch.int32).T
+    ends = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+    sums = {name: torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for name, x in ends.items()}
+    tensors = {name: x.to(device) for name, x in (sums | {"seq_lens": keys.contiguous()}).items()}
+    return tensors | dict(max_query_len=int(queries.max()), num_keys=int(keys.sum()), block_size=BLOCK)
+
+
+def part_of(inputs: Mapping[str, Any], lens: Lens, sequence: int, rows: slice) -> dict[str, Any]:
+    """Return some query rows of one sequence, and the keys up to the last of them, as a batch of their own."""
+    query_len, seq_len = lens[sequence]
+    first_query, first_key = (sum(lens[i][kind] for i in range(sequence)) for kind in range(2))
+    num_keys = seq_len - query_len + rows.stop
+    blocks = inputs["block_table"][sequence, : -(-num_keys // BLOCK)].long()
+    part = {"query": inputs["query"][first_query + rows.start : first_query + rows.stop]}
+    part |= {name: inputs[name][blocks] for name in ("key_cache", "value_cache")}
+    part |= {x: inputs[x][first_key : first_key + num_keys] for x in ("key", "value") if x in inputs}
+    part["block_table"] = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)[None]
+    return part | lengths_of([(rows.stop - rows.start, num_keys)], blocks.device)
+
+
+def bytes_moved(lens: Lens) -> tuple[int, int]:
+    """Return the bytes that have to be read, and to be written: keys, values, queries and tables; outputs."""
+    rows = sum(n for n, _ in lens) * HEADS * SIZE * 2
+    table = sum(-(-n // BLOCK) for _, n in lens) * 4 + len(lens) * 4
+    return 2 * sum(n for _, n in lens) * KV_HEADS * SIZE * 2 + rows + table, rows
+
+
+def operations(lens: Lens) -> int:
+    """Return the multiplications and additions of both products, of queries with the keys that they see."""
+    pairs = sum(queries * (keys - queries) + queries * (queries + 1) // 2 for queries, keys in lens)
+    return 4 * pairs * HEADS * SIZE
 
 
 def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> dict[str, Any]:
@@ -194,18 +322,26 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
     about |= {"heads": [HEADS, KV_HEADS], "head_size": SIZE, "block_size": BLOCK, "ceilings": ceilings._asdict()}
     kernels: dict[str, dict[str, dict[str, Any]]] = {}  # by rung and name
     batches = []
-    for name, lens in BATCHES.items():
+    for name, lens in BATCHES[ladder].items():
         torch.manual_seed(0)
-        inputs = make_inputs(lens, device)
-        reads, writes = bytes_moved(lens)
-        floor = ceilings.seconds(reads=reads, writes=writes)
-        judge = _judge(rungs(ladder)[0], inputs)
-        tell(f"\n{name}: {reads / 1e6:.0f} MB, floor {1e6 * floor:.1f} µs\n{_line('', HEAD)}")
-        timed = []
+        inputs = make_inputs(lens, device, rows=ladder == "prefill")
+        (reads, writes), work = bytes_moved(lens), operations(lens)
+        floor = max(ceilings.seconds(reads=reads, writes=writes), work / ceilings.product)
+        judge = _judge(rungs(ladder)[0], inputs, lens)
+        of_what = f"{reads / 1e6:.0f} MB, {work / 1e9:.0f} GFLOP"
+        tell(f"\n{name}: {of_what}, floor {1e6 * floor:.1f} µs\n{_line('', HEAD)}")
+        timed: list[dict[str, Any]] = []
         for rung in rungs(ladder):
-            call = _call(rung, inputs, sum(lens))
-            before = _compiled()
-            judge(call())
+            needed, call, before = rung.missing(device), _call(rung, inputs), _compiled()
+            try:
+                if needed is None:
+                    judge(call())
+            except torch.OutOfMemoryError:
+                needed = "more memory than this GPU has"
+            if needed is not None:
+                timed.append({"number": rung.number, "name": rung.name, "missing": needed})
+                tell(f"{rung.number:2} {rung.title:57} not run: it needs {needed}")
+                continue
             new = [_describe(one, device) for one in _compiled() if all(one is not other for other in before)]
             kernels.setdefault(rung.name, {}).update({one["kernel"]: one for one in new})
             clock = "graph" if rung.number else "events"  # the reference reads lengths on the CPU
@@ -218,7 +354,8 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
                 }
             )
             tell(_line(f"{rung.number:2} {rung.title}", _cells(timed[-1])))
-        batches.append({"name": name, "lens": sorted(lens), "bytes": reads + writes, "floor": floor, "rungs": timed})
+        about_batch = {"name": name, "lens": lens, "bytes": reads + writes, "operations": work, "floor": floor}
+        batches.append({**about_batch, "rungs": timed})
         del inputs, judge, call
         torch.cuda.empty_cache()
     return {**about, "seconds": round(time.monotonic() - began, 1), "batches": batches}
@@ -240,30 +377,34 @@ def _line(title: str, cells: Sequence[str]) -> str:
     return f"{title:60}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-def _call(rung: Rung, inputs: Inputs, num_keys: int) -> Callable[[], Tensor]:
+def _named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs that a function has parameters for."""
+    return {name: inputs[name] for name in inspect.signature(function).parameters if name in inputs}
+
+
+def _call(rung: Rung, inputs: Mapping[str, Any]) -> Callable[[], Tensor]:
     """Return a call of a rung; a plan is made once."""
     module = rung.load()
-    step = {}
-    if hasattr(module, "plan"):
-        step["step"] = module.plan(inputs.seq_lens, inputs.block_table, inputs.key_cache.shape[1], num_keys)
-    return partial(module.attention, *inputs, **step)
+    step = {"step": module.plan(**_named(module.plan, inputs))} if hasattr(module, "plan") else {}
+    return partial(module.attention, **_named(module.attention, inputs), **step)
 
 
-def _judge(reference: Rung, inputs: Inputs) -> Callable[[Tensor], None]:
-    """Return what holds the output of the first and the last sequence to the reference, by the one tolerance."""
+def _judge(reference: Rung, inputs: Mapping[str, Any], lens: Lens) -> Callable[[Tensor], None]:
+    """Return what holds both ends of the first and the last sequence to the reference, by the one tolerance."""
     from twinattn.kit import tolerance
 
-    expected = []
-    for row in sorted({0, len(inputs.query) - 1}):
-        its = slice(row, row + 1)
-        blocks = inputs.block_table[row][inputs.block_table[row] >= 0].long()
-        pools = [cache[blocks] for cache in (inputs.key_cache, inputs.value_cache)]
-        table = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)[None]
-        attention = reference.load().attention
-        ref = attention(inputs.query[its].float(), *(x.float() for x in pools), inputs.seq_lens[its], table)
-        with computing_in(torch.bfloat16):
-            low = attention(inputs.query[its], *pools, inputs.seq_lens[its], table)
-        expected.append((its, ref, low))
+    attention, expected = reference.load().attention, []
+    for sequence in sorted({0, len(lens) - 1}):
+        query_len = lens[sequence][0]
+        begins = sorted({0, max(query_len - JUDGED, 0)})
+        for rows in (slice(begin, min(begin + JUDGED, query_len)) for begin in begins):
+            part = part_of(inputs, lens, sequence, rows)
+            given = _named(attention, part)
+            wide = {x: given[x].float() if torch.is_floating_point(given[x]) else given[x] for x in given}
+            with computing_in(torch.bfloat16):
+                low = attention(**given)
+            first = sum(n for n, _ in lens[:sequence])
+            expected.append((slice(first + rows.start, first + rows.stop), attention(**wide), low))
 
     def judge(out: Tensor) -> None:
         for its, ref, low in expected:
@@ -283,13 +424,7 @@ def _describe(kernel: Any, device: torch.device) -> dict[str, Any]:
     """Return what the compiler says of a kernel, and how many of its programs an SM has room for."""
     sm = torch.cuda.get_device_properties(device)
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
-    registers = -(-kernel.n_regs // 8) * 8 * 32 * warps  # a warp gets them in steps of 256
-    room = (
-        REGISTERS // max(registers, 1),
-        sm.shared_memory_per_multiprocessor // (shared + RESERVED),
-        sm.max_threads_per_multi_processor // (32 * warps),
-        BLOCKS_PER_SM,
-    )
+    room = sm.shared_memory_per_multiprocessor, sm.max_threads_per_multi_processor
     return {
         "kernel": kernel.metadata.name,
         "registers": kernel.n_regs,
@@ -297,8 +432,23 @@ def _describe(kernel: Any, device: torch.device) -> dict[str, Any]:
         "shared_bytes": shared,
         "warps": warps,
         "stages": kernel.metadata.num_stages,
-        "programs_per_sm": min(room),
+        "programs_per_sm": programs_that_fit(kernel.n_regs, warps, shared, *room),
     }
+
+
+def programs_that_fit(registers: int, warps: int, shared: int, room: int, threads: int) -> int:
+    """Return how many programs of a kernel an SM has room for.
+
+    Args:
+        registers: of a thread.
+        warps: of a program.
+        shared: bytes of shared memory of a program.
+        room: those of an SM.
+        threads: most threads of an SM.
+    """
+    of_program = -(-registers // 8) * 8 * 32 * warps  # a warp gets them in steps of 256
+    fit = REGISTERS // max(of_program, 1), room // (shared + RESERVED), threads // (32 * warps)
+    return min(*fit, BLOCKS_PER_SM)
 
 
 def _on_cpu(call: Callable[[], Tensor]) -> float:
@@ -324,10 +474,13 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -
         check_folder("json", results.parent)
     for rung in found:
         tell(f"{rung.number:2} {rung.title}   {rung.file.name}")
+        needed = rung.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if needed is not None:
+            tell(f"   needs {needed}")
     if not torch.cuda.is_available():
         if results is not None:
             raise ValueError(f"json: expected a machine with a CUDA device to measure on, got none for {results}")
-        tell("\nTimes need a CUDA device; docs/ladder/decode.md has those of a stored run.")
+        tell(f"\nTimes need a CUDA device; docs/ladder/{ladder}.md has those of stored runs.")
         return
     with torch.no_grad():
         measured = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))

@@ -1,6 +1,6 @@
 """Checks of what an engine is made of, before anything is loaded or allocated."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 
 from refattn.checks import check_flag, describe
 from twinattn.engine.cost_model import Machine
-from twinattn.engine.layers import PACKED_ROWS
+from twinattn.engine.kv_cache_dtype import PACKED_ROWS
+from twinattn.engine.layers import Layer
 from twinattn.engine.speculation import DraftModel, NGram
 
 PATHS = ("kv_cache", "metadata")  # that every twin has
@@ -67,6 +68,65 @@ def check_parts(
         raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
     for name, flag in flags.items():
         check_flag(name, flag)
+
+
+def check_speculation(
+    speculation: NGram | DraftModel | None, layers: Sequence[Layer], has_states: bool, vocab_size: int
+) -> None:
+    """Check that a model takes the drafts that an engine makes.
+
+    Args:
+        speculation: as in `Engine`.
+        layers: of the model.
+        has_states: whether other layers keep a state.
+        vocab_size: tokens that the model knows.
+
+    Raises:
+        ValueError: for branches where they cannot be, or a draft model of other tokens.
+    """
+    if speculation is None:
+        return
+    without = [layer for layer in layers if not layer.takes_trees]
+    if speculation.max_branches > 1 and without:
+        raise ValueError(
+            f"speculation: expected max_branches=1, as {without[0]} has no plan for trees, "
+            f"got {speculation.max_branches}"
+        )
+    if speculation.max_branches > 1 and has_states:
+        raise ValueError(
+            "speculation: expected max_branches=1 with layers that keep a state, as a state follows one token, "
+            f"got {speculation.max_branches}"
+        )
+    if isinstance(speculation, DraftModel) and speculation.engine.vocab_size != vocab_size:
+        raise ValueError(
+            f"speculation: expected a draft model of the same {vocab_size} tokens, got one of "
+            f"{speculation.engine.vocab_size}"
+        )
+
+
+def check_autocast(model: Any) -> None:
+    """Check that no code changes the types of a model's keys and values, which are stored in the model's own type.
+
+    Raises:
+        NotImplementedError: under `torch.autocast` for the model's device.
+    """
+    if torch.is_autocast_enabled(model.device.type):
+        raise NotImplementedError(
+            f"torch.autocast: the engine runs a model in its own type, {str(model.dtype).removeprefix('torch.')}; "
+            "leave autocast for it, or convert the model"
+        )
+
+
+def check_device(device: str) -> None:
+    """Check that the device exists, before minutes are spent on loading.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    count = torch.cuda.device_count()
+    found = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
+    if device not in found:
+        raise ValueError(f"device: expected one of {', '.join(found)}, got {device!r}")
 
 
 def _is_twin(twin: Any) -> bool:

@@ -8,7 +8,8 @@
 A number past the largest that was seen saturates, so the prompts should be like what the model will be asked.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
@@ -21,9 +22,10 @@ import refattn
 from twinattn.engine import models
 from twinattn.engine.arguments import check_module
 from twinattn.engine.engine import Engine
-from twinattn.engine.layers import CalibrationStats
+from twinattn.engine.layer_pools import LayerPools
 from twinattn.engine.request import tokenize
 from twinattn.engine.sampling import SamplingParams
+from twinattn.engine.storages import CalibrationStats
 
 BLOCK_SIZE = 16
 
@@ -71,40 +73,40 @@ def calibrate(
     chunk_size = getattr(model.config.get_text_config(), "attention_chunk_size", None) or 0
     block_size = gcd(BLOCK_SIZE, chunk_size)  # a chunk is whole blocks, where there are chunks
     num_blocks = max(1, -(-max(map(len, tokens)) // block_size))
-    engine = _Observer(model, num_blocks=num_blocks, block_size=block_size, twin=twin, trust_model=trust_model)
-    for i, request in enumerate(engine.generate(tokens, SamplingParams(max_tokens=1))):
+    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, twin=twin, trust_model=trust_model)
+    with _watched(engine.layer_pools) as largest:
+        requests = engine.generate(tokens, SamplingParams(max_tokens=1))
+    for i, request in enumerate(requests):
         if request.error is not None:
             raise ValueError(f"prompts[{i}]: expected one that the model can read, got {request.error}")
-    found = [CalibrationStats(*(x.cpu() for x in engine.largest[owner])) for owner in engine.owners]
+    found = [CalibrationStats(*(x.cpu() for x in largest[owner])) for owner in engine.owners]
     for i, amax in enumerate(found):
         if not all(x.isfinite().all() for x in amax):
             raise ValueError(f"model: expected finite keys and values, got others in layer {i}")
     return found
 
 
-class _Observer(Engine):
-    """An engine that remembers the largest keys and values of each layer.
+@contextmanager
+def _watched(pools: LayerPools) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """Remember the largest keys and values of each layer, `[hk, d]`, by its place in the pools."""
+    largest: dict[int, tuple[Tensor, Tensor]] = {}
+    attend = pools.attend
 
-    Attributes:
-        largest: by layer, of keys and of values, `[hk, d]`.
-    """
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.largest: dict[int, tuple[Tensor, Tensor]] = {}
-        super().__init__(model, **options)
-        self.largest.clear()  # forget the token that a model was tried with
-
-    def attend(
-        self,
+    def attend_and_look(
         module: Any,
         query: Float[Tensor, "1 h t d"],
         key: Float[Tensor, "1 hk t dk"],
         value: Float[Tensor, "1 hk t dv"],
         **options: Any,
     ) -> Float[Tensor, "1 t h dout"]:
-        """Compute the attention of a layer, and look at its keys and values on their way."""
-        index = self.places[module.layer_idx]
+        index = pools.places[module.layer_idx]
         here = tuple(reduce(x.float().abs(), "1 hk t d -> hk d", "max") for x in (key, value))
-        before = self.largest.get(index, here)
-        self.largest[index] = torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])
-        return super().attend(module, query, key, value, **options)
+        before = largest.get(index, here)
+        largest[index] = torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])
+        return attend(module, query, key, value, **options)
+
+    pools.attend = attend_and_look  # type: ignore[method-assign]
+    try:
+        yield largest
+    finally:
+        del pools.attend  # or the pools would hold themselves, and their memory

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from itertools import accumulate, chain
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Float64, Int32, Int64
@@ -44,6 +44,8 @@ from refattn.trees import Trees
 from twinattn.engine.decode_rows import DecodeRows
 from twinattn.engine.engine import Engine
 from twinattn.engine.fast_sampling import sample
+from twinattn.engine.graph_shapes import Shape, columns_for, doublings, rounded_up, shape_of, shape_of_decode
+from twinattn.engine.planner import DeviceTokens
 from twinattn.engine.request import Request, StepTokens, fill_in
 from twinattn.engine.runner import UnderWay
 from twinattn.engine.sampling import settings_of
@@ -54,26 +56,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 S = TypeVar("S", "_Step", "_Decode")
 
-FEWEST_TOKENS = 1024  # that a graph has room for, in each sequence
 LAYER_SECONDS = 3e-4  # what a layer that is not replayed costs the host, so what a cascade has to save
-
-
-class Shape(NamedTuple):
-    """The capacity of a captured graph.
-
-    Attributes:
-        rows: requests.
-        columns: blocks of each.
-        tokens: new tokens of all requests together.
-        queries: new tokens of each, at most.
-        trees: whether drafts are more than chains.
-    """
-
-    rows: int
-    columns: int
-    tokens: int
-    queries: int
-    trees: bool = False
 
 
 def _on_gpu_of_model(
@@ -177,8 +160,8 @@ class CudaGraphs:
         """
         if not self._is_recording(engine):
             return
-        counts = sorted({_rounded_up(count) for count in range(1, engine.max_num_seqs + 1)}, reverse=True)
-        lengths = sorted({_columns(engine, length) for length in (1, *_doublings(num_tokens))})
+        counts = sorted({rounded_up(count) for count in range(1, engine.max_num_seqs + 1)}, reverse=True)
+        lengths = sorted({columns_for(engine, length) for length in (1, *doublings(num_tokens))})
         try:
             for shape in (Shape(count, columns, count, 1) for count in counts for columns in lengths):
                 self._step_of(shape, _Decode).capture()
@@ -197,7 +180,7 @@ class CudaGraphs:
     def _replay(self, rows: DecodeRows) -> "_Launched | None":
         """Launch a decode as a graph; None if it cannot be captured."""
         assert self._engine is not None  # a step has come
-        shape = _shape_of_decode(self._engine, rows)
+        shape = shape_of_decode(self._engine, rows)
         try:
             self._last = self._step_of(shape, _Decode).launch(rows)
         except _RecordingError as error:
@@ -213,7 +196,7 @@ class CudaGraphs:
         """
         if not self._is_recording(engine):
             return None
-        shape = _shape_of(engine, tokens)
+        shape = shape_of(engine, tokens)
         if not self._is_worth_recording(engine, shape):
             return None
         prefixes = self._find_prefixes(tokens)
@@ -269,7 +252,7 @@ class CudaGraphs:
     def chosen(self) -> Int64[Tensor, "rows"]:
         """The tokens of the last step, on the device, where the next one reads them."""
         assert self._engine is not None  # a step has come
-        rows = _rounded_up(self._engine.max_num_seqs)
+        rows = rounded_up(self._engine.max_num_seqs)
         return torch.zeros(rows, dtype=torch.int64, device=self._engine.model.device)
 
     @cached_property
@@ -377,7 +360,9 @@ class _Decode:
         sources, given = self.inputs.sources.long(), self.inputs.input_ids
         input_ids = self.runner.chosen[sources.clamp(min=0)].clamp(min=0).where(sources >= 0, given)
         rows, states = torch.arange(len(sources), device=sources.device), _plan_states(self, self.inputs.slots)
-        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, rows, states=states))
+        return self.server.run_model(
+            self.server.planner.inputs_of(DeviceTokens(self.batch, input_ids, rows, states=states))
+        )
 
 
 @dataclass(frozen=True)
@@ -519,29 +504,8 @@ class _Step:
         """Make the inputs of the model on the device, and run it."""
         states, rows = _plan_states(self, self.slots), self.logits_rows.long()
         input_ids = fill_in(self.input_ids, self.runner.chosen)
-        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, rows, self.trees, states=states))
-
-
-def _shape_of_decode(engine: Engine, rows: DecodeRows) -> Shape:
-    """Return the room for a decode."""
-    count = _rounded_up(len(rows.requests))
-    return Shape(count, _columns(engine, int(rows.seq_lens.max())), count, 1)
-
-
-def _shape_of(engine: Engine, tokens: StepTokens) -> Shape:
-    """Return the room for a step that is no decode: it has several tokens of a request, or not all have logits."""
-    queries = max(2, _power_of_2(max(tokens.query_lens)))
-    if engine.state_layers and 1 < max(tokens.query_lens) <= engine.decode_len:
-        queries = min(queries, engine.decode_len)  # a step without prefills has no plan for them
-    unit = max(1, _power_of_2(len(tokens.input_ids)) // 16)
-    num_tokens = -(-len(tokens.input_ids) // unit) * unit
-    rows = _rounded_up(len(tokens.query_lens))
-    return Shape(rows, _columns(engine, max(tokens.seq_lens)), num_tokens, queries, trees=tokens.parents is not None)
-
-
-def _columns(engine: Engine, num_tokens: int) -> int:
-    """Return how many blocks of a sequence a step has room for."""
-    return _power_of_2(-(-max(num_tokens, FEWEST_TOKENS) // engine.block_size))
+        tokens = DeviceTokens(self.batch, input_ids, rows, self.trees, states=states)
+        return self.server.run_model(self.server.planner.inputs_of(tokens))
 
 
 def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callable[[], Tensor]:
@@ -581,19 +545,3 @@ def _no_garbage_collected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _rounded_up(count: int) -> int:
-    """Return with how many rows a step of `count` requests is captured: a power of two, or at most 1/8 more, by 8."""
-    unit = max(8, _power_of_2(count) // 16)
-    return _power_of_2(count) if count <= 8 else -(-count // unit) * unit
-
-
-def _doublings(number: int) -> list[int]:
-    """Return a number, its half, the half of that and so on, down to 1."""
-    return [number >> shift for shift in range(number.bit_length())]
-
-
-def _power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << (number - 1).bit_length()

@@ -17,38 +17,23 @@ the memory of the pool, the tokens that stayed the same, the perplexity; and wit
 answer.
 """
 
-import ctypes
-import gc
-import importlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fastattn
-from fastattn import kv_cache, metadata
-from refattn.options import AttentionOptions
-from refattn.plan import CascadePlan, Plan
 from twinattn.engine import (
-    CPU,
-    CalibrationStats,
-    Counters,
-    CudaGraphs,
     Engine,
-    NGram,
     Request,
     SamplingParams,
     StepTokens,
@@ -56,86 +41,32 @@ from twinattn.engine import (
     pack,
     unpack,
 )
-from twinattn.engine.demo_model import MODEL, load, model_file
-from twinattn.engine.layers import KV_CACHE_DTYPES
-from twinattn.engine.models import max_positions
+from twinattn.engine.arguments import check_device
+from twinattn.engine.demo_comparison import Comparison
+from twinattn.engine.demo_model import MODEL
+from twinattn.engine.demo_prompts import TO_REPEAT
+from twinattn.engine.demo_work import (
+    BLOCK_SIZE,
+    DRAFTS,
+    SPECULATION,
+    TOKEN_BUDGET,
+    Run,
+    Work,
+    check_answered,
+    prepare,
+    stages,
+)
+from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
 from twinattn.engine.packed_weights import can_pack
+from twinattn.engine.peak_memory import PeakMemory
 from twinattn.engine.profile import Profile, check_file, draw, times_table
-from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
-DRAFTS = ", with drafts"
-SPECULATION = {"chain": NGram(max_drafts=5), "tree": NGram(max_drafts=5, max_branches=3)}
 PLAIN = "fastattn with a plain cache"
 FASTATTN_RATE = 32  # tokens per second on two cores of a CPU, to announce a time
 # How long a stage takes on a CPU, as a multiple of fastattn's.
 TIMES_FASTATTN = {"fastattn": 1, "refattn": 2.5, COMPARISON: 4, TRANSFORMERS: 3.5, PLAIN: 1}
-BLOCK_SIZE = 16
-TOKEN_BUDGET = 96
-
-GUIDE = """\
-You are the guide of a small science museum. Your visitors are children and their parents, so you answer in one \
-or two short and friendly sentences, with plain words and with one number at most. You never invent anything: \
-when you are not sure, you say so, and tell them in which room they can find out. The rooms are the sky \
-(planets, stars, light), the sea (whales, tides, corals), the body (heart, bones, brain), the workshop (levers, \
-engines, electricity) and the garden (plants, insects, weather)."""
-DIARY = """\
-What is this page of a diary about? Answer in one sentence.
-
-We left the harbour at dawn, with a light wind from the west and the tide behind us. The old keeper of the \
-lighthouse waved from his rock, as he does every year. By noon the wind had turned, and we had to tack between \
-the islands, so close to the cliffs that we heard the birds. Tom counted eleven seals on one beach. In the \
-afternoon the engine of a small fishing boat failed in front of us, and we took her in tow to the village, where \
-her owner paid us with a bucket of crabs. We ate them on deck, with bread and far too much butter. Then the fog \
-came in, so thick that the lantern at the mast had a ring around it, and we stayed where we were. Nobody minds: \
-the sea is calm, the boat is dry, and tomorrow is another day."""
-PROMPTS = (  # the system prompt, or None for the model's own, and the question
-    (GUIDE, "Why is the sky blue?"),
-    (None, DIARY),
-    (GUIDE, "Why do cats purr?"),
-    (None, "Name three colours."),
-    (GUIDE, "What do bees do all day, and who tells them what to do?"),
-    (GUIDE, "How fast does my heart beat?"),
-    (None, "Write one line about the moon, as a pirate would say it."),
-    (GUIDE, "How does a lever work?"),
-)
-
-
-TO_REPEAT = (
-    "Repeat this text word for word: " + DIARY.split("\n\n")[1].split(" In the afternoon")[0],
-    "Write this list once more, and add nothing: apples, pears, plums, apples, figs, pears, apples, plums, figs.",
-    "Say this three times: the tide comes in and the tide goes out.",
-)
-
-
-TO_CALIBRATE = (
-    """\
-Answer this letter in a few lines.
-
-Dear Ines, thank you for the seeds. I sowed the tomatoes in March, and by the first of May there were 24 plants on the \
-windowsill, each as high as my hand. Then came three nights of frost, and I carried all of them into the kitchen, \
-where my brother fell over the tray in the dark. Nine survived! Have you ever pruned a lemon tree? Ours is taller than \
-the fence, it has thorns, and nobody here dares to touch it. With love, Oskar""",
-    "What is wrong with this function?\n\n"
-    "def mean(numbers):\n    total = 0\n    for x in numbers:\n        total += x\n    return total / len(number)",
-    "Sort these years, and say in which of them you would have liked to live: 1848, 1066, 1969, 476, 1492.",
-)
-
-
-class RequestError(RuntimeError):
-    """An engine could not answer a request; the message is what went wrong, as the request has it."""
-
-
-def check_answered(requests: Sequence[Request]) -> None:
-    """Check that no request failed: a failed one has no answer to be shown or timed.
-
-    Raises:
-        RequestError: with the error of the first that failed.
-    """
-    for request in requests:
-        if request.error is not None:
-            raise RequestError(f"request of {request.prompt_len} tokens: {request.error}")
 
 
 def run(
@@ -172,21 +103,7 @@ def run(
             is empty or no text, the profile cannot be drawn, or the tokens are too many.
         ModuleNotFoundError: if there is no matplotlib to draw it.
     """
-    if twin not in ("both", *TWINS):
-        raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
-    if not all(question.strip() for question in questions or ()):
-        raise ValueError("prompt: expected some text, got none")
-    for question in questions or ():
-        if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
-            raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
-    SamplingParams(max_tokens=max_tokens)  # checks it
-    check_device(device)
-    if speculate not in (None, *SPECULATION):
-        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
-    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
-        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
-    if profile is not None:
-        check_file(profile)
+    _check_asked(twin, questions, max_tokens, device, speculate, kv_cache_dtype, profile)
     is_plain = kv_cache_dtype == "auto"
     console = console or Console()
     names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
@@ -223,28 +140,68 @@ def run(
         comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs)))
     announced.next(runs)
     twins_agree = comparison is None or comparison.holds()
-    if is_plain:
-        start = time.perf_counter()
-        expected = generate(work, console)
-        rate = sum(map(len, expected)) / (time.perf_counter() - start)
-        console.print(answers_table(work, runs, expected))
-        console.print(runs_table(work, runs))
-        packs = device == "cpu" and can_pack() and any(name.startswith("fastattn") for name in names)
-        console.print(
-            f"transformers' generate, one prompt after the other: {rate:.1f} tokens per second."
-            + " fastattn served with weights packed for the products of a CPU (twinattn.engine.pack)." * packs,
-            highlight=False,
-        )
-        twins_agree &= all(run.outputs == expected for run in runs)
-    else:
-        plain = replace(work, kv_cache_dtype="auto", calibration=None)
-        runs.append(replace(serve(plain, "fastattn", console), name="plain"))
-        console.print(runs_table(work, runs))
-        console.print(losses_table(work, plain, runs))
-        twins_agree &= all(kept_by_drafts(runs))
+    judge = _compare_words if is_plain else _compare_quantized
+    twins_agree &= judge(work, runs, console)
     if comparison is not None:
         console.print(comparison.summary(), highlight=False)
     return twins_agree
+
+
+def _check_asked(
+    twin: str,
+    questions: Sequence[str] | None,
+    max_tokens: int,
+    device: str,
+    speculate: str | None,
+    kv_cache_dtype: str,
+    profile: Path | None,
+) -> None:
+    """Check the arguments of `run`, before anything is loaded.
+
+    Raises:
+        ValueError: naming the argument.
+        ModuleNotFoundError: if there is no matplotlib to draw a profile.
+    """
+    if twin not in ("both", *TWINS):
+        raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
+    if not all(question.strip() for question in questions or ()):
+        raise ValueError("prompt: expected some text, got none")
+    for question in questions or ():
+        if question != question.encode("utf-8", "replace").decode("utf-8"):  # bytes of a command line that are no text
+            raise ValueError(f"prompt: expected a text in UTF-8, got {question!r}")
+    SamplingParams(max_tokens=max_tokens)  # checks it
+    check_device(device)
+    if speculate not in (None, *SPECULATION):
+        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
+    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    if profile is not None:
+        check_file(profile)
+
+
+def _compare_words(work: Work, runs: Sequence[Run], console: Console) -> bool:
+    """Let transformers answer, print how its answers and its time compare, and return whether all are the same."""
+    start = time.perf_counter()
+    expected = generate(work, console)
+    rate = sum(map(len, expected)) / (time.perf_counter() - start)
+    console.print(answers_table(work, runs, expected))
+    console.print(runs_table(work, runs))
+    packs = work.model.device.type == "cpu" and can_pack() and any(run.name.startswith("fastattn") for run in runs)
+    console.print(
+        f"transformers' generate, one prompt after the other: {rate:.1f} tokens per second."
+        + " fastattn served with weights packed for the products of a CPU (twinattn.engine.pack)." * packs,
+        highlight=False,
+    )
+    return all(run.outputs == expected for run in runs)
+
+
+def _compare_quantized(work: Work, runs: list[Run], console: Console) -> bool:
+    """Serve over a plain cache, too, print what quantized values save and cost, and whether drafts change no answer."""
+    plain = replace(work, kv_cache_dtype="auto", calibration=None)
+    runs.append(replace(serve(plain, "fastattn", console), name="plain"))
+    console.print(runs_table(work, runs))
+    console.print(losses_table(work, plain, runs))
+    return all(kept_by_drafts(runs))
 
 
 class Stages:
@@ -253,11 +210,11 @@ class Stages:
     The first is judged by the number of tokens, the others by how long the steps of the first took.
     """
 
-    def __init__(self, names: Sequence[str], work: "Work", console: Console) -> None:
+    def __init__(self, names: Sequence[str], work: Work, console: Console) -> None:
         self.names, self.work, self.console = names, work, console
         self.number = 0
 
-    def next(self, runs: Sequence["Run"]) -> None:
+    def next(self, runs: Sequence[Run]) -> None:
         """Announce the next stage, after some runs."""
         first, name = self.names[0], self.names[self.number]
         num_tokens = len(self.work.prompts) * self.work.sampling.max_tokens
@@ -267,128 +224,6 @@ class Stages:
         on_cpu = self.work.model.device.type == "cpu"
         self.number += 1
         self.console.rule(f"{self.number} of {len(self.names)}: {name}{f', about {expected}' * on_cpu}")
-
-
-def check_device(device: str) -> None:
-    """Check that the device exists, before minutes are spent on loading.
-
-    Raises:
-        ValueError: if it does not.
-    """
-    count = torch.cuda.device_count()
-    found = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
-    if device not in found:
-        raise ValueError(f"device: expected one of {', '.join(found)}, got {device!r}")
-
-
-@dataclass(frozen=True)
-class Work:
-    """The prompts to serve, and what to serve them with.
-
-    Attributes:
-        model: the model of transformers.
-        tokenizer: its tokenizer.
-        questions: what was asked, in short.
-        prompts: the token ids of each prompt.
-        sampling: greedy, up to the most tokens of an answer.
-        num_blocks: blocks in the pool.
-        to_calibrate: the token ids of texts that are no prompts, for the scales of quantized values.
-        speculate: how a run with drafts drafts.
-        kv_cache_dtype: what the pool holds.
-        calibration: how large keys and values become; None for a plain pool.
-    """
-
-    model: Any
-    tokenizer: Any
-    questions: list[str]
-    prompts: list[list[int]]
-    sampling: SamplingParams
-    num_blocks: int
-    to_calibrate: list[list[int]]
-    speculate: str | None = None
-    kv_cache_dtype: str = "auto"
-    calibration: list[CalibrationStats] | None = None
-
-    def engine(self, name: str, twin: Any = None) -> Any:
-        """Make the engine of a package for this work, with drafts if its name says so."""
-        package = name.removesuffix(DRAFTS)
-        on_gpu = self.model.device.type == "cuda"
-        return Engine(
-            self.model,
-            num_blocks=self.num_blocks,
-            block_size=BLOCK_SIZE,
-            max_num_batched_tokens=TOKEN_BUDGET,
-            kv_cache_dtype=self.kv_cache_dtype,
-            calibration=self.calibration,
-            tokenizer=self.tokenizer,
-            twin=importlib.import_module(package) if twin is None else twin,
-            # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
-            machine=replace(CPU, launch_seconds=0.0),
-            runner=CudaGraphs() if on_gpu and twin is None and package == "fastattn" else None,
-            speculation=SPECULATION[self.speculate] if self.speculate and name.endswith(DRAFTS) else None,
-        )
-
-
-def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
-    """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once.
-
-    Raises:
-        ValueError: if the model has not positions for all tokens.
-    """
-    file = model_file()
-    with stages(console) as progress:
-        loading = progress.add_task(f"Loading {MODEL}, about 8 seconds", total=None)
-        model, tokenizer = load(file)
-        model.to(device)
-        progress.update(loading, total=1, completed=1)
-    pairs = [(None, question.strip()) for question in questions] if questions else PROMPTS
-
-    def tokens_of(system: str | None, question: str) -> list[int]:
-        turns = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
-        tokens: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        return tokens
-
-    prompts = [tokens_of(*pair) for pair in pairs]
-    room = max_positions(model.config) + 1 - max(map(len, prompts))  # the last token never goes through the model
-    if max_tokens > room:
-        raise ValueError(f"max_tokens: expected at most {room}, as the model has positions for, got {max_tokens}")
-    wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
-    return Work(
-        model,
-        tokenizer,
-        [question.splitlines()[0] for _, question in pairs],
-        prompts,
-        SamplingParams(max_tokens=max_tokens),
-        num_blocks=max(*wanted, sum(wanted) // 2),
-        to_calibrate=[tokens_of(None, text) for text in TO_CALIBRATE],
-    )
-
-
-@dataclass(frozen=True)
-class Run:
-    """The result of serving all prompts with one twin.
-
-    Attributes:
-        name: of the twin.
-        outputs: the generated tokens of each prompt.
-        seconds: the time of all steps.
-        decode_seconds: the time of those steps that only decoded.
-        decode_tokens: the tokens that those steps generated.
-        counters: of the engine.
-        peak_bytes: most memory at a time, above the model's; None where that can't be measured.
-        pool_bytes: the pools of all layers.
-    """
-
-    name: str
-    outputs: list[list[int]]
-    seconds: float
-    decode_seconds: float
-    decode_tokens: int
-    counters: Counters
-    peak_bytes: int | None
-    pool_bytes: int
 
 
 def serve(
@@ -531,43 +366,7 @@ class Answers:
         return table
 
 
-class PeakMemory:
-    """Measures the most memory that a `with` block holds at a time, above what was held before it.
-
-    On a GPU that is what torch's allocator says. On a CPU it is the resident memory of the process, by Linux's own high
-    water mark, which can be set back; elsewhere `peak_bytes` stays None.
-    """
-
-    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device if device.type == "cuda" else None
-        self.peak_bytes: int | None = None
-
-    def __enter__(self) -> "PeakMemory":
-        gc.collect()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.cuda)
-            self.before = torch.cuda.memory_allocated(self.cuda)
-        elif os.access(self.CLEAR, os.W_OK):
-            # Return freed memory first, or the second twin would reuse what the first has freed.
-            getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
-            self.CLEAR.write_text("5")  # the high water mark is what is resident now
-            self.before = self._high_water_mark()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.cuda:
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.cuda) - self.before
-        elif os.access(self.CLEAR, os.W_OK):
-            self.peak_bytes = self._high_water_mark() - self.before
-
-    def _high_water_mark(self) -> int:
-        line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
-
-def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
+def compare(work: Work, console: Console, num_tokens: int) -> Comparison:
     """Serve all prompts once more, with both twins on the same inputs in every layer and step."""
     comparison = Comparison()
     engine = work.engine("fastattn", twin=comparison)
@@ -575,96 +374,6 @@ def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
         for event in progress.track(engine.stream(work.prompts, work.sampling), num_tokens, description="Comparing"):
             check_answered([event.request])
     return comparison
-
-
-@dataclass
-class Errors:
-    """The errors of one layer's outputs, over all steps.
-
-    Attributes:
-        fast: largest difference between the fast twin and the reference in float64.
-        low: largest difference between the reference in the model's own type and in float64.
-        size: largest output.
-        count: outputs compared.
-    """
-
-    fast: float = 0.0
-    low: float = 0.0
-    size: float = 0.0
-    count: int = 0
-
-    @property
-    def tolerance(self) -> float:
-        """What the one rule allows, as in the tests."""
-        return bound(Distance(self.low, self.low), self.size, torch.float32).max
-
-
-class Comparison:
-    """A twin that computes as `fastattn` does, and compares every output with `refattn`'s.
-
-    The engine takes it in place of a package. Of each layer only the largest errors are kept.
-    """
-
-    def __init__(self) -> None:
-        self.kv_cache, self.metadata = kv_cache, metadata
-        self.layers: dict[int, Errors] = {}  # a layer is known by its pool
-        self.chunked_prefill = Compared("chunked_prefill", self.layers)
-        self.cascade = Compared("cascade", self.layers)
-        self.quantized = Compared("quantized", self.layers)
-
-    def holds(self) -> bool:
-        """Return whether every layer is within its tolerance."""
-        return all(errors.fast <= errors.tolerance < torch.inf for errors in self.layers.values())
-
-    def summary(self) -> str:
-        """Return in words how far the twins were apart at most, and how far they may be."""
-        layer, errors = max(enumerate(self.layers.values()), key=lambda item: item[1].fast)
-        nearest = max(errors.fast / errors.tolerance for errors in self.layers.values())
-        count = sum(errors.count for errors in self.layers.values())
-        verdict = "[green]all are within" if self.holds() else "[red]not all are within"
-        return (
-            f"Largest difference between the twins over every layer and step ({count:,} outputs): {errors.fast:.2e}, "
-            f"in layer {layer}, where {errors.tolerance:.2e} is allowed: twice the error that refattn has itself in "
-            f"float32, measured against float64, and {FLOAT32_ROUNDINGS} units in the last place. No layer uses more "
-            f"than {nearest:.0%} of its tolerance: {verdict}."
-        )
-
-
-class Compared:
-    """A path of `fastattn` whose outputs are compared with `refattn`'s; everything else is `fastattn`'s own."""
-
-    def __init__(self, path: str, layers: dict[int, Errors]) -> None:
-        self.fast = importlib.import_module(f"fastattn.{path}")
-        self.reference = importlib.import_module(f"refattn.{path}")
-        self.layers = layers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.fast, name)
-
-    def attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        plan: Plan | CascadePlan,
-        options: AttentionOptions,
-        **scales: Any,
-    ) -> Tensor:
-        """Attend with `fastattn`, compared with `refattn` in the same type and in float64; 8 bits stay 8 bits."""
-        out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options, **scales)
-        low = self.reference.attention(query, key_cache, value_cache, plan, options, **scales)
-        wide = (key_cache, value_cache) if scales else (key_cache.double(), value_cache.double())
-        exact = self.reference.attention(query.double(), *wide, plan, options, **scales)
-        errors = self.layers.setdefault(key_cache.data_ptr(), Errors())
-        errors.fast = max(errors.fast, _largest(out - exact))
-        errors.low = max(errors.low, _largest(low - exact))
-        errors.size = max(errors.size, _largest(exact))
-        errors.count += out.numel()
-        return out
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().nan_to_num(torch.inf, posinf=torch.inf).max())
 
 
 def generate(work: Work, console: Console) -> list[list[int]]:
@@ -682,13 +391,6 @@ def generate(work: Work, console: Console) -> list[list[int]]:
             )
             outputs.append(tokens[0, len(prompt) :].tolist())
     return outputs
-
-
-def stages(console: Console) -> Progress:
-    """Make a line that shows what is running, how far it is, and for how long it has run."""
-    return Progress(
-        SpinnerColumn(finished_text="✓"), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console
-    )
 
 
 def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[int]]) -> Table:

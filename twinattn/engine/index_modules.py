@@ -70,7 +70,7 @@ def replace_indexers(model: Any, under_way: Callable[[], tuple[Any, Any] | None]
 
     Args:
         model: the model.
-        under_way: returns the engine that runs the model and its step, or None.
+        under_way: returns the pools of the model's layers and the step while an engine runs it, else None.
     """
     for module in model.modules():
         if type(module).__name__ in KINDS:
@@ -102,9 +102,9 @@ def _forward(
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"{name}: expected None in the indexer of an engine, got {type(value).__name__}")
-    engine, step = running
+    pools, step = running
     tokens = index_tokens(module, kind, hidden_states, query_latent, position_embeddings)
-    positions: Tensor = engine.select(module, tokens, step=step)
+    positions: Tensor = pools.select(module, tokens, step=step)
     return positions[None]
 
 

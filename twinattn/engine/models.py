@@ -1,14 +1,15 @@
 """How the engine uses transformers: which models it serves, what their layers are, how their attention is replaced.
 
 Most models call their attention through transformers' `AttentionInterface` and pass on their keyword arguments, one of
-which is then the engine. Where a family computes attention in a module of its own, that module's `forward` is replaced
-(`REPLACED`), and a context variable holds the engine during the pass. Latent attention also goes through the interface;
+which are then its pools. Where a family computes attention in a module of its own, that module's `forward` is replaced
+(`REPLACED`), and a context variable holds the pools during the pass. Latent attention also goes through the interface;
 there, only the method that computes keys and values from latents is replaced. Layers that keep a state have modules of
 their own (`state_modules`), and so has what selects keys (`index_modules`).
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from importlib.resources import files
@@ -22,19 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from twinattn.engine import index_modules, state_modules
-from twinattn.engine.layers import (
-    Causal,
-    Chunk,
-    LatentStorage,
-    Layer,
-    Mask,
-    PagedStorage,
-    PairedStorage,
-    SelectedLatentStorage,
-    Storage,
-    Window,
-)
+from twinattn.engine.layers import Causal, Chunk, Layer, Mask, Window
 from twinattn.engine.state_layers import StateLayer
+from twinattn.engine.storages import LatentStorage, PagedStorage, PairedStorage, SelectedLatentStorage, Storage
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
@@ -163,7 +154,8 @@ def max_positions(config: Any) -> int | float:
     return min((number for number in found if number), default=inf)
 
 
-# The engine that runs a model, and its step: for modules that are not passed what their model is called with.
+# The pools of a model's layers while an engine runs it, and the step: for modules that are not passed what their model
+# is called with.
 _UNDER_WAY: ContextVar[tuple[Any, Any] | None] = ContextVar("_UNDER_WAY", default=None)
 
 
@@ -202,13 +194,37 @@ def is_replaced(model: Any) -> bool:
     return model.config.model_type in OUTSIDE or config._attn_implementation == ATTENTION
 
 
-def run(model: Any, inputs: Mapping[str, Any], engine: Any) -> Float[Tensor, "b v"]:
-    """Run a model once, so that each of its layers calls `engine.attend`, and return the logits.
+@contextmanager
+def one_token_tried(model: Any) -> Iterator[None]:
+    """Replace the attention of a model, and put it back if what follows fails: the model runs over one token.
+
+    Raises:
+        ValueError: saying how it failed.
+        torch.OutOfMemoryError: if a GPU has no room for it.
+    """
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    try:
+        replace_attention(model)  # even if the config says so: another model may have the same config
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if config._attn_implementation != before:
+            model.set_attn_implementation(before)
+        raise ValueError(
+            f"model: expected one whose attention the engine can take over, got {type(model).__name__}, "
+            f"which fails over one token with {type(error).__name__}: {error}"
+        ) from error
+
+
+def run(model: Any, inputs: Mapping[str, Any], pools: Any) -> Float[Tensor, "b v"]:
+    """Run a model once, so that each of its layers calls `pools.attend`, and return the logits.
 
     Args:
         model: the model, whose attention is replaced.
         inputs: what to call it with, and the step.
-        engine: whose step it is.
+        pools: of its layers.
     """
     if model.config.model_type in OUTSIDE:
         known = signature(model.forward).parameters
@@ -216,10 +232,10 @@ def run(model: Any, inputs: Mapping[str, Any], engine: Any) -> Float[Tensor, "b 
             name: x for name, x in inputs.items() if name != "step" and (name != "position_ids" or name in known)
         }
     else:
-        arguments = dict(inputs, engine=engine)
+        arguments = dict(inputs, layer_pools=pools)
     if model.config.model_type in SELECTED:
         arguments["attention_mask"] = NO_MASK
-    before = _UNDER_WAY.set((engine, inputs["step"]))
+    before = _UNDER_WAY.set((pools, inputs["step"]))
     try:
         logits: Tensor = model(**arguments, use_cache=False).logits[0]
     finally:
@@ -234,7 +250,7 @@ def paged_attention(
     value: Float[Tensor, "1 hk t dv"],
     attention_mask: Tensor | None,
     *,
-    engine: Any = None,
+    layer_pools: Any = None,
     **step: Any,
 ) -> tuple[Float[Tensor, "1 t h dout"], None]:
     """Compute a layer's attention by the engine that runs the model; transformers calls this instead of its own.
@@ -242,13 +258,13 @@ def paged_attention(
     Raises:
         ValueError: if no engine runs the model, or the model has a mask of its own.
     """
-    if engine is None:
+    if layer_pools is None:
         raise ValueError(
             'engine: expected one to run this model; model.set_attn_implementation("sdpa") frees it, got None'
         )
     if attention_mask is not None and attention_mask is not NO_MASK:
         raise ValueError(f"attention_mask: expected None, as the batch says who sees whom, got {attention_mask.shape}")
-    return engine.attend(module, query, key, value, **step), None
+    return layer_pools.attend(module, query, key, value, **step), None
 
 
 def _expand_latents(
@@ -274,12 +290,12 @@ def _forward(
 ) -> Any:
     """Call an attention of `REPLACED` in place of a `forward`, if an engine runs the model; else it is what it was."""
     under_way = _UNDER_WAY.get()
-    if "engine" in options:
-        under_way = options.pop("engine"), options.pop("step")
+    if "layer_pools" in options:
+        under_way = options.pop("layer_pools"), options.pop("step")
     if under_way is None:
         return type(module).forward(module, hidden_states, *args, **options)
-    engine, step = under_way
-    attend = partial(engine.attend, module, step=step, alibi_slopes=alibi_slopes)
+    pools, step = under_way
+    attend = partial(pools.attend, module, step=step, alibi_slopes=alibi_slopes)
     return attention(module, attend, hidden_states, *args, **options), None
 
 

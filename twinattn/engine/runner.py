@@ -35,6 +35,11 @@ class UnderWay:
     requests: Sequence[Request]
     tokens: Callable[[], list[int | None]]
 
+    @property
+    def going_on(self) -> dict[Request, int]:
+        """What is scheduled for requests that have not ended since it was launched."""
+        return {request: count for request, count in self.scheduled.items() if request.status == "running"}
+
 
 @runtime_checkable
 class AsyncRunner(Runner, Protocol):

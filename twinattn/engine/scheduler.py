@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from twinattn.engine.block_pool import BlockPool, block_key
 from twinattn.engine.request import Request
+from twinattn.engine.sampling import GREEDY
 from twinattn.engine.state_pool import StatePool
 from twinattn.engine.window_pool import WindowPool
 
@@ -293,6 +294,16 @@ class Scheduler:
             self.states.release(request)
         request.status, request.num_computed_tokens, request.blocks, request.contents = status, 0, [], []
 
+    def hold_one_token(self) -> Request:
+        """Return a request of one token that has the first block, though it does not run; `undo` frees the block."""
+        request = Request([0], 1, GREEDY, blocks=[0])
+        for pool in self.window_pools:
+            pool.hold(request, 1, 1, request.blocks)
+        if self.states is not None:
+            self.states.share(request, [])
+            self.states.hold(request, 1, 1)
+        return request
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks for some tokens."""
         return -(-num_tokens // self.block_size)
@@ -307,7 +318,7 @@ class Scheduler:
 
         Args:
             unfinished: the requests that were not finished before, oldest first.
-            before: how many tokens some of them had, and which of them had been decoded last.
+            before: how many tokens some of them had, and which of them had been decoded last: `progress_of` then.
             counted: the counters.
         """
         self.pool = BlockPool(len(self.pool.users), self.block_size)
@@ -326,6 +337,14 @@ class Scheduler:
             request.draft, request.accepted = None, []
         self.running, self.waiting = [], deque([*unfinished, *new])
         vars(self.counters).update(counted or {})
+
+
+def progress_of(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int] | None]]:
+    """Return how far the outputs and the texts of requests are, for `undo`.
+
+    Not in a step itself: from Python 3.12 on, `except` and `finally` may miss an interrupt inside of a comprehension.
+    """
+    return {request: (request.num_outputs, request.decoded) for request in requests}
 
 
 def _together(scheduled: Mapping[Request, int]) -> dict[Request, int]:

@@ -9,17 +9,25 @@ This works well for text that repeats itself (summaries, edited code, answers th
 costs only a few rows of a step that waits for memory anyway. Several occurrences give several branches; common
 beginnings are merged, which gives a tree. A draft model works for any text, and takes time itself.
 
+A draft is right if the model chooses the same token with the same random number that the token would have without
+drafts. So the answers are the same, in fewer steps.
+
 Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees: Miao et al. 2024, "SpecInfer"; a draft
 model: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import torch
+
+from refattn.batch import Batch
 from refattn.checks import check_sizes, describe
+from refattn.trees import MOST_NODES, Accepted, Trees
 from twinattn.engine.request import Draft, Request
 from twinattn.engine.sampling import SamplingParams
+from twinattn.engine.twin import Twin
 
 
 @runtime_checkable
@@ -153,3 +161,78 @@ def _merge(branches: Sequence[Sequence[int]], nodes: int) -> Draft | None:
                 children[at, token] = len(tokens)
             at = children[at, token]
     return Draft(tuple(tokens), tuple(parents)) if tokens else None
+
+
+def add_drafts(
+    scheduled: dict[Request, int],
+    speculation: NGram | DraftModel,
+    room: int,
+    allocate: Callable[[Request, int], bool],
+) -> None:
+    """Add drafts to the decodes of a step, as far as step, pool and output have room.
+
+    Args:
+        scheduled: the number of new tokens of each request, which grow by its draft.
+        speculation: how to draft.
+        room: how many tokens the step has room for.
+        allocate: allocates the blocks for new tokens of a request; False if too few are free.
+    """
+    has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
+    branches = 1 if has_spans or max(scheduled.values(), default=0) > MOST_NODES else None
+    for request, count in scheduled.items():
+        request.draft, request.accepted = None, []
+        depth = request.sampling.max_tokens - request.num_outputs - 1
+        if count != 1 or request.num_pending != 1 or depth < 1 or room < 1:
+            continue
+        nodes = min(room, MOST_NODES - 1)
+        draft = speculation.propose(request.tokens, depth=depth, nodes=nodes, branches=branches)
+        if draft is not None and allocate(request, 1 + len(draft.tokens)):
+            request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
+            room -= len(draft.tokens)
+
+
+class Verified(NamedTuple):
+    """What came of the drafts of a step.
+
+    Attributes:
+        tokens: the next tokens of each request: those of its draft that the model chose, too, and one more.
+        batch: the lengths and blocks of the requests, on the model's device.
+        trees: their new tokens, on the host.
+        accepted: those that were accepted, on the host.
+    """
+
+    tokens: dict[Request, list[int | None]]
+    batch: Batch
+    trees: Trees
+    accepted: Accepted
+
+
+def verify(
+    requests: Sequence[Request], drafts: Sequence[Draft], chosen: Sequence[int | None], twin: Twin, device: torch.device
+) -> Verified:
+    """Compare drafts with what the model chose after each of their nodes.
+
+    Args:
+        requests: those that get a token.
+        drafts: of each, the root alone if nothing is drafted.
+        chosen: the token after each node of all drafts; None for one whose logits are not finite.
+        twin: the package that computes.
+        device: the model's.
+    """
+    path, metadata = twin.speculative, twin.metadata
+    trees = path.make_trees([draft.parents for draft in drafts])
+    sizes = [len(draft.parents) for draft in drafts]
+    seq_lens = [request.num_computed_tokens + size for request, size in zip(requests, sizes, strict=True)]
+    accepted = path.accept(
+        metadata.make_batch(sizes, seq_lens),
+        trees,
+        torch.tensor([token for draft in drafts for token in (0, *draft.tokens)]),
+        torch.tensor([-1 if token is None else token for token in chosen]),
+    )
+    batch = metadata.make_batch(sizes, seq_lens, [request.blocks for request in requests], device=device)
+    nodes, next_tokens = accepted.nodes.tolist(), accepted.next_tokens.tolist()
+    tokens = {
+        request: [*(draft.tokens[node - 1] for node in path if node > 0), token if token >= 0 else None]
+        for request, draft, path, token in zip(requests, drafts, nodes, next_tokens, strict=True)
+    }
+    return Verified(tokens, batch, trees, accepted)

@@ -23,8 +23,8 @@ from torch import Tensor
 from refattn.batch import Batch, Part
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
-from twinattn.engine.layers import Twin
 from twinattn.engine.state_pool import Slots, StatePool
+from twinattn.engine.twin import Twin
 
 # The query rows of each part of a step, and their plan. If every part has all rows, a row is padding in all but one.
 StateParts = tuple[tuple[slice, StatePlan], ...]

@@ -196,14 +196,14 @@ def _forward(
     Raises:
         ValueError: if the model has a mask or a cache of its own, or an option that the engine does not know.
     """
-    if "engine" not in options:
+    if "layer_pools" not in options:
         return type(module).forward(module, hidden_states, *args, **options)
     if args:
         raise ValueError(f"hidden_states: expected all other arguments by name, got {len(args)} without one")
-    engine, step = options.pop("engine"), options.pop("step")
+    pools, step = options.pop("layer_pools"), options.pop("step")
     options.pop("position_embeddings", None)  # these layers do not use them
     for name in ("attention_mask", "cache", "cache_params"):  # cache_params until transformers 5.23
         value = options.pop(name, None)
         if value is not None:
             raise ValueError(f"{name}: expected None, as the step says who sees whom, got {type(value).__name__}")
-    return forward(module, engine.recurrence(module, step, **options), hidden_states)
+    return forward(module, pools.recurrence(module, step, **options), hidden_states)

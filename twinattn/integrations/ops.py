@@ -24,11 +24,10 @@ since is not the same. There are no gradients: PyTorch raises an error if one is
 """
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
-from typing import Any, get_args, get_origin
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,23 +49,24 @@ from fastattn import speculative as speculative_path
 from fastattn import varlen as varlen_path
 from fastattn.kernels import problem
 from refattn import scales
-from refattn.batch import Batch
-from refattn.checks import tensors_of
 from refattn.options import PER_HEAD, AttentionOptions, RecurrentOptions
-from refattn.plan import CascadePlan, ContextChunk, Plan, PrefillPlan
+from refattn.plan import CascadePlan, Plan, PrefillPlan
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan
-from refattn.trees import TreePlan, Trees
-
-PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # a list of sizes begins with an index into these
-TABLES = tensors_of(Plan)  # fields of a plan, beside its batch
-SIZES = {one.name: one.type for one in fields(Plan) if one.init and one.name not in ("batch", *TABLES)}
-OF_BATCH = 3, 4  # tensors and whole numbers of a `Batch`
-REMEMBERED = 16  # plans: a step has one for each kind of layer
+from refattn.trees import TreePlan
+from twinattn.integrations.plan_lists import (
+    AnyPlan,
+    Lists,
+    check_type,
+    lists_of_plan,
+    lists_of_scales,
+    lists_of_states,
+    same_plan,
+    scales_of_lists,
+    states_of_lists,
+)
 
 Answer = Tensor | tuple[Tensor, Tensor]
-AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
-Lists = tuple[list[Tensor | None], list[int]]
 
 
 # --- plans, for a graph ---
@@ -102,7 +102,7 @@ def prepare(plan: AnyPlan | StatePlan) -> PreparedPlan:
         ValueError: if it is none.
     """
     if type(plan) is not StatePlan:
-        _check_type(plan)
+        check_type(plan)
     number = next(_numbers)
     prepared = PreparedPlan(plan, torch.tensor(number, device="cpu"))
     _prepared[number] = prepared
@@ -121,7 +121,7 @@ def flatten(plan: AnyPlan) -> Lists:
     Raises:
         ValueError: if it is none.
     """
-    return _plan_lists(plan)
+    return lists_of_plan(plan)
 
 
 # --- the paths ---
@@ -189,7 +189,7 @@ def differential(
         raise NotImplementedError(
             "norm: an operator takes no function; norm_weight has the norm by the root mean square"
         )
-    more = (lambda_full, lambda_init, norm_weight, norm_eps, *_scales_lists(scales))
+    more = (lambda_full, lambda_init, norm_weight, norm_eps, *lists_of_scales(scales))
     return _attend("differential", (query, cache), plan, options, return_lse, *more)
 
 
@@ -239,7 +239,7 @@ def quantized(
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of quantized values; the operator of `fastattn.quantized.attention`."""
-    return _attend("quantized", (query, key_cache, value_cache), plan, options, return_lse, *_scales_lists(scales))
+    return _attend("quantized", (query, key_cache, value_cache), plan, options, return_lse, *lists_of_scales(scales))
 
 
 def recurrent(
@@ -313,7 +313,7 @@ def write_differential(
     scales: Fp8Scales | None = None,
 ) -> None:
     """Write pairs of heads into the pool; the operator of `fastattn.differential.write`."""
-    torch.ops.fastattn.write_differential(key, value, cache, slot_mapping, *_scales_lists(scales))
+    torch.ops.fastattn.write_differential(key, value, cache, slot_mapping, *lists_of_scales(scales))
 
 
 def write_latents(
@@ -338,7 +338,7 @@ def write_quantized(
     scales: Fp8Scales | Int8Scales,
 ) -> None:
     """Quantize new tokens and write them into the pool; the operator of `fastattn.quantized.write`."""
-    tensors, numbers, kind = _scales_lists(scales)
+    tensors, numbers, kind = lists_of_scales(scales)
     token_scales = None
     if isinstance(scales, Int8Scales):  # written to, so an argument of its own
         token_scales, tensors = tensors[0], [None, *tensors[1:]]
@@ -359,7 +359,7 @@ def _attend(
     if isinstance(plan, PreparedPlan):
         answer = getattr(torch.ops.fastattn, name + BY_NUMBER)(*tensors, plan.number, *given, *more)
     else:
-        answer = getattr(torch.ops.fastattn, name)(*tensors, *_plan_lists(plan), *given, *more)
+        answer = getattr(torch.ops.fastattn, name)(*tensors, *lists_of_plan(plan), *given, *more)
     return answer if return_lse else answer[0]
 
 
@@ -368,40 +368,10 @@ def _fold(name: str, tensors: Sequence[Tensor], plan: StatePlan | PreparedPlan, 
     if isinstance(plan, PreparedPlan):
         getattr(torch.ops.fastattn, name + BY_NUMBER)(*tensors, plan.number, *more)
     else:
-        getattr(torch.ops.fastattn, name)(*tensors, *_state_lists(plan), *more)
+        getattr(torch.ops.fastattn, name)(*tensors, *lists_of_states(plan), *more)
 
 
-# --- plans and scales, taken apart and put together ---
-
-
-def _plan_lists(plan: AnyPlan) -> Lists:
-    """Return the tables and the sizes of a plan: first those of the plans in it, then its own.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    _check_type(plan)
-    plans: Sequence[Any] = [plan]
-    own: Lists = ([], [])
-    if isinstance(plan, CascadePlan):
-        plans, own = plan.levels, _batch_lists(plan.batch)
-    elif isinstance(plan, TreePlan):
-        plans, own = (plan.whole, plan.prefix), ([plan.trees.parents, plan.trees.lens, plan.depths, plan.ancestors], [])
-    elif isinstance(plan, PrefillPlan):
-        plans = [plan.own, *(chunk.plan for chunk in plan.chunks)]
-        own = [chunk.slots for chunk in plan.chunks], [plan.block_size, _or_minus_one(plan.blocks)]
-    tables: list[Tensor | None] = []
-    sizes = [PLANS.index(type(plan))]
-    for x in plans:
-        batch_tables, batch_sizes = _batch_lists(x.batch)
-        tables += [*batch_tables, *(getattr(x, name) for name in TABLES)]
-        sizes += [*batch_sizes, *(size for name in SIZES for size in _sizes_of(getattr(x, name)))]
-    return tables + own[0], sizes + own[1]
-
-
-def _check_type(plan: object) -> None:
-    if type(plan) not in PLANS:
-        raise ValueError(f"plan: expected a plan of the path, got {type(plan).__name__}")
+# --- what the operators call ---
 
 
 def _plan_of(number: Tensor) -> AnyPlan | StatePlan:
@@ -416,132 +386,12 @@ def _plan_of(number: Tensor) -> AnyPlan | StatePlan:
     return prepared.plan
 
 
-_plans: OrderedDict[tuple[object, ...], tuple[list[Any], AnyPlan]] = OrderedDict()
-
-
-def _same_plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
-    """Return the plan of such lists: for the same tensors, unwritten since, the same one.
-
-    The tensors are kept with it, so that no other can have their identity.
-    """
-    try:
-        key = (*sizes, *[None if x is None else (id(x), x._version) for x in tables])
-    except RuntimeError:  # tensors made in inference mode have no version
-        return _plan(tables, sizes)
-    found = _plans.pop(key, None)
-    if found is None:
-        found = list(tables), _plan(tables, sizes)
-    _plans[key] = found  # the newest
-    while len(_plans) > REMEMBERED:
-        _plans.popitem(last=False)
-    return found[1]
-
-
-def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
-    """Return the plan of such lists."""
-    kind, *sizes = sizes
-    (of_batch, sizes_of_batch), plans = OF_BATCH, []
-    of_plan = sizes_of_batch + sum(len(get_args(x)) if get_origin(x) is tuple else 1 for x in SIZES.values())
-    for _ in range(len(sizes) // of_plan):
-        batch, its_own = _batch(tables[:of_batch], sizes[:sizes_of_batch]), iter(sizes[sizes_of_batch:of_plan])
-        its_sizes = {name: _from_sizes(its_kind, its_own) for name, its_kind in SIZES.items()}
-        tables, sizes = tables[of_batch:], sizes[of_plan:]
-        plans.append(Plan(batch, **its_sizes, **dict(zip(TABLES, tables, strict=False))))
-        tables = tables[len(TABLES) :]
-    if PLANS[kind] is CascadePlan:
-        return CascadePlan(_batch(tables, sizes), tuple(plans))
-    if PLANS[kind] is TreePlan:
-        parents, lens, depths, ancestors = tables
-        whole, prefix = plans
-        return TreePlan(whole, prefix, Trees(parents, lens), depths, ancestors)
-    if PLANS[kind] is PrefillPlan:
-        own, *chunks = plans
-        return PrefillPlan(own, tuple(map(ContextChunk, chunks, tables)), sizes[0], _or_none(sizes[1]))
-    return plans[0]
-
-
-def _state_lists(plan: StatePlan) -> Lists:
-    """Return the tables and the sizes of a plan of states.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    if type(plan) is not StatePlan:
-        raise ValueError(f"plan: expected a StatePlan, from recurrent.plan, got {type(plan).__name__}")
-    tables, sizes = _batch_lists(plan.batch)
-    own = plan.state_indices, plan.has_initial_state, plan.num_accepted, plan.checkpoint_indices
-    return [*tables, *own], [*sizes, _or_minus_one(plan.block_size)]
-
-
-def _state_plan(tables: list[Any], sizes: list[int]) -> StatePlan:
-    """Return the plan of states of such lists."""
-    state_indices, has_initial_state, num_accepted, checkpoint_indices = tables[3:]
-    kept = num_accepted, checkpoint_indices, _or_none(sizes[-1])
-    return StatePlan(_batch(tables[:3], sizes[:-1]), state_indices, has_initial_state, *kept)
-
-
 def _recurrent(plan: StatePlan, scale: float | None, delta: bool, **tensors: Tensor) -> None:
     recurrent_path.attention(**tensors, plan=plan, options=RecurrentOptions(scale, delta))
 
 
 def _convolve(**arguments: Any) -> None:
     recurrent_path.convolve(**arguments)
-
-
-def _batch_lists(batch: Batch) -> Lists:
-    known = [_or_minus_one(batch.num_keys), _or_minus_one(batch.num_tokens)]
-    return [batch.cu_seqlens_q, batch.seq_lens, batch.block_table], [batch.max_query_len, batch.max_seq_len, *known]
-
-
-def _batch(tables: list[Any], sizes: list[int]) -> Batch:
-    cu_seqlens_q, seq_lens, block_table = tables
-    lengths, known = sizes[:2], map(_or_none, sizes[2:])
-    return Batch(cu_seqlens_q, seq_lens, block_table, *lengths, *known)
-
-
-def _sizes_of(value: int | bool | tuple[int, ...] | None) -> Sequence[int]:
-    """Return a field of a plan that is no tensor as whole numbers."""
-    return value if isinstance(value, tuple) else [int(value) if isinstance(value, bool) else _or_minus_one(value)]
-
-
-def _from_sizes(kind: Any, sizes: Iterator[int]) -> Any:
-    """Return a field of a plan, of the type that it is declared with, from the next of its whole numbers."""
-    if get_origin(kind) is tuple:
-        return tuple(next(sizes) for _ in get_args(kind))
-    size = next(sizes)
-    return bool(size) if kind is bool else size if kind is int else _or_none(size)
-
-
-def _or_minus_one(number: int | None) -> int:
-    return -1 if number is None else number
-
-
-def _or_none(number: int) -> int | None:
-    return None if number == -1 else number
-
-
-def _scales_lists(
-    scales: Fp8Scales | Int8Scales | None,
-) -> tuple[list[Tensor | None], list[float], torch.dtype | None]:
-    if scales is None:
-        return [], [], None
-    if isinstance(scales, Int8Scales):
-        return [scales.key, scales.value], [], None
-    parts = (scales.key, scales.value, scales.query)
-    tensors = [x if isinstance(x, Tensor) else None for x in parts]
-    return tensors, [0.0 if x is None or isinstance(x, Tensor) else x for x in parts], scales.format
-
-
-def _scales(tensors: list[Tensor | None], numbers: list[float], kind: torch.dtype | None) -> Any:
-    if not tensors:
-        return None
-    if kind is None:
-        token_scales, channel_scales = tensors
-        assert token_scales is not None
-        return Int8Scales(token_scales, channel_scales)
-    key, value, query = (number or tensor for tensor, number in zip(tensors, numbers, strict=True))
-    assert key is not None and value is not None
-    return Fp8Scales(key, value, query, kind)
 
 
 # --- the operators ---
@@ -644,16 +494,16 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
         if "plan_number" in named:
             named["plan"] = _plan_of(named.pop("plan_number"))
         elif "tables" in named:
-            named["plan"] = _same_plan(named.pop("tables"), named.pop("sizes"))
+            named["plan"] = same_plan(named.pop("tables"), named.pop("sizes"))
         elif "state_tables" in named:
-            named["plan"] = _state_plan(named.pop("state_tables"), named.pop("state_sizes"))
+            named["plan"] = states_of_lists(named.pop("state_tables"), named.pop("state_sizes"))
         if "softcap" in named:
             named["options"] = AttentionOptions(**{option: named.pop(option) for option in OPTIONS})
             named["return_lse"] = True
         if "scale_format" in named:
             scales, token_scales = named["scales"], named.pop("token_scales", None)
             scales = scales if token_scales is None else [token_scales, *scales[1:]]
-            named["scales"] = _scales(scales, named.pop("scale_numbers"), named.pop("scale_format"))
+            named["scales"] = scales_of_lists(scales, named.pop("scale_numbers"), named.pop("scale_format"))
         return path(**named)
 
     def fake(*values: Any) -> Any:

@@ -6,7 +6,7 @@ from fastattn.kernels.problem import Problem
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None: nearly all operations run on any device."""
-    if problem.operation in ("recurrent", "convolve", "score_index") and problem.device.type in (
+    if problem.operation in ("recurrent", "convolve", "replay", "flush", "score_index") and problem.device.type in (
         "cuda",
         "meta",
     ):
@@ -20,6 +20,7 @@ FUNCTIONS = {
     "metadata": ("slot_mapping", "trim", "cut_chunks", "draw_trees"),
     "sparse": ("write_index", "read_index", "score_index", "select", "selected_slots", "plan_selected"),
     "recurrent": ("recurrent", "convolve"),
+    "replay": ("replay", "flush"),
 }
 KERNEL = Kernel(
     "torch",

@@ -178,15 +178,43 @@ def _by_token(
     for token in range(sequences[0].length):
         sequences = [sequence for sequence in sequences if sequence.length > token]
         rows = torch.tensor([sequence.row + token for sequence in sequences])
-        query, key, value, decay, beta = tokens.read(rows)
-        query, key = (x.repeat_interleave(tokens.group, 1)[..., None] for x in (query, key))  # [b, hv, dk, 1]
         now = state[: len(sequences)]
-        now.mul_(decay[:, :, None, :] if tokens.per_channel else decay[:, :, None, None])
-        new = value[..., None]  # [b, hv, dv, 1]
-        new = (new - now @ key if delta else new) * beta[..., None, None]
-        now.flatten(0, 1).baddbmm_(new.flatten(0, 1), key.mT.flatten(0, 1))
-        result[rows] = (now @ query)[..., 0].to(result.dtype)
+        answer, _ = _fold(now, *tokens.read(rows), tokens.group, delta)
+        result[rows] = answer.to(result.dtype)
         keep.write(states, now, sequences, [token + 1] * len(sequences))
+
+
+def _fold(
+    state: Float[Tensor, "b hv dv dk"],
+    query: Float[Tensor, "b h dk"],
+    key: Float[Tensor, "b h dk"],
+    value: Float[Tensor, "b hv dv"],
+    decay: Float[Tensor, "b hv"] | Float[Tensor, "b hv dk"],
+    beta: Float[Tensor, "b hv"],
+    group: int,
+    delta: bool,
+) -> tuple[Float[Tensor, "b hv dv"], Float[Tensor, "b hv dv"]]:
+    """Fold one token of each sequence into its state, in place; return the outputs, and the rows that were written."""
+    query, key = (x.repeat_interleave(group, 1)[..., None] for x in (query, key))  # [b, hv, dk, 1]
+    _fade(state, decay)
+    new = value[..., None]  # [b, hv, dv, 1]
+    new = (new - state @ key if delta else new) * beta[..., None, None]
+    _write(state, new, key)
+    return (state @ query)[..., 0], new[..., 0]
+
+
+def _fade(
+    state: Float[Tensor, "b hv dv dk"], decay: Float[Tensor, "b hv"] | Float[Tensor, "b hv dk"]
+) -> Float[Tensor, "b hv dv dk"]:
+    """Multiply states by decays per head or per key channel, in place."""
+    return state.mul_(decay[:, :, None, :] if decay.ndim == 3 else decay[:, :, None, None])
+
+
+def _write(
+    state: Float[Tensor, "b hv dv dk"], written: Float[Tensor, "b hv dv 1"], key: Float[Tensor, "b hv dk 1"]
+) -> None:
+    """Write a row under a key into each state, in place."""
+    state.flatten(0, 1).baddbmm_(written.flatten(0, 1), key.mT.flatten(0, 1))
 
 
 def _by_chunk(

@@ -60,7 +60,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.operation in ("write_index", "score_index") and problem.dtype == torch.float64:
         return "computes in float32, and rounds float64 to it"
     types = float_types(problem.device)
-    over_states = problem.operation in ("recurrent", "convolve")
+    over_states = problem.operation in ("recurrent", "convolve", "replay", "flush")
     if (problem.is_attention or over_states) and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
@@ -104,5 +104,7 @@ KERNEL = Kernel(
         "plan_selected": f"{__name__}.sparse:plan_selected",
         "recurrent": f"{__name__}.recurrent:recurrent",
         "convolve": f"{__name__}.convolution:convolve",
+        "replay": f"{__name__}.replay:replay",
+        "flush": f"{__name__}.replay:flush",
     },
 )

@@ -34,7 +34,11 @@ from fastattn.kernels.triton.states import (
     Tokens,
     checkpoint_slot,
     draft_slot,
+    find_part,
     find_sequence,
+    fold_token,
+    states_of,
+    store_zeros,
     tables_of,
 )
 from refattn.options import RecurrentOptions
@@ -283,62 +287,24 @@ def _stages(query: Tensor, chunk: int) -> int:
 # Triton's interpreter finds a function only if it is defined above its caller.
 
 
-@triton.jit
-@no_type_check
-def _load_row(rows, strides, row, head, at, in_row):
-    """Load elements of one token and head."""
-    of_row = rows + row * strides[0] + head * strides[1]
-    return tl.load(of_row + at * strides[2], in_row, 0.0).to(tl.float32)
-
-
-@triton.jit
-@no_type_check
-def _load_gate(gate, strides, row, head):
-    """Load the gate of one token and head."""
-    return tl.load(gate + row * strides[0] + head * strides[1]).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _tokens_kernel(
     tokens, gates, states, out, out_strides, tables, scale, NUM_HEADS: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """Fold the tokens of a sequence into part of one head's state, one by one."""
-    PARTS: tl.constexpr = (tokens.DV + BLOCK_V - 1) // BLOCK_V
-    part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % NUM_HEADS
-    key_head, head = (head // tokens.GROUP).to(tl.int64), head.to(tl.int64)
-    sequence = find_sequence(tables, tl.program_id(0) // (PARTS * NUM_HEADS))
-    at_v = (part * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
-    at_k = tl.arange(0, tokens.PAD_K).to(tl.int64)
-    in_v, in_k = at_v < tokens.DV, at_k < tokens.DK
-    of_out = out + head * out_strides[1] + at_v * out_strides[2]
-    of_states = states.pool + head * states.strides[1]
-    of_states = of_states + at_v[:, None] * states.strides[2] + at_k[None, :] * states.strides[3]
-    in_state = in_v[:, None] & in_k[None, :]
+    part = find_part(tokens, NUM_HEADS, BLOCK_V)
+    sequence = find_sequence(tables, part.sequence)
+    of_out = out + part.head * out_strides[1] + part.at_v * out_strides[2]
+    of_states = states_of(states, part)
+    in_state = part.in_v[:, None] & part.in_k[None, :]
     in_start = in_state & (sequence.start >= 0)
     state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
-    first_zero = tl.where(sequence.slot < 0, 0, sequence.length)
-    is_last = sequence.number + 1 >= tables.num_seqs
-    last_zero = tl.where(is_last, tables.num_tokens - sequence.first_row, sequence.length)
-    for token in range(first_zero, last_zero):  # padding rows; the last sequence writes those past the end
-        at_row = (sequence.first_row + token) * out_strides[0]
-        tl.store(of_out + at_row, tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
+    store_zeros(out, out_strides, of_out, tables, sequence, part, BLOCK_V)
     for token in range(0, tl.where(sequence.slot < 0, 0, sequence.length)):
         row = sequence.first_row + token
-        k = _load_row(tokens.key, tokens.key_strides, row, key_head, at_k, in_k)
-        q = _load_row(tokens.query, tokens.query_strides, row, key_head, at_k, in_k) * scale
-        v = _load_row(tokens.value, tokens.value_strides, row, head, at_v, in_v)
-        if gates.PER_CHANNEL:
-            state *= tl.exp(_load_row(gates.log_decay, gates.log_decay_strides, row, head, at_k, in_k))[None, :]
-        else:
-            state *= tl.exp(_load_gate(gates.log_decay, gates.log_decay_strides, row, head))
-        if gates.DELTA:
-            v -= tl.sum(state * k[None, :], 1)
-        v *= _load_gate(gates.beta, gates.beta_strides, row, head)
-        state += v[:, None] * k[None, :]
-        result = tl.sum(state * q[None, :], 1)
-        tl.store(of_out + row * out_strides[0], result.to(out.dtype.element_ty), in_v)
+        state, _, result = fold_token(state, tokens, gates, row, part, scale)
+        tl.store(of_out + row * out_strides[0], result.to(out.dtype.element_ty), part.in_v)
         kept = state.to(states.pool.dtype.element_ty)
         if tables.PER_DRAFT:
             own = draft_slot(tables, sequence, token)

@@ -131,6 +131,30 @@ class Sequence(NamedTuple):
     start: Any
 
 
+class Part(NamedTuple):
+    """What a program that goes token by token computes: some values of one head of one sequence.
+
+    Attributes:
+        sequence: the number of the sequence.
+        head: the value head.
+        key_head: that of its queries and keys.
+        at_v: the elements of a value.
+        at_k: those of a key, all of them.
+        in_v: which of `at_v` are there.
+        in_k: which of `at_k` are there.
+        is_first: whether it has the first values of the head.
+    """
+
+    sequence: Any
+    head: Any
+    key_head: Any
+    at_v: Any
+    at_k: Any
+    in_v: Any
+    in_k: Any
+    is_first: Any
+
+
 def tables_of(plan: StatePlan, num_tokens: int) -> Tables:
     """Return the tables of a plan as a kernel takes them."""
     indices, accepted, checkpoints = plan.state_indices, plan.num_accepted, plan.checkpoint_indices
@@ -197,3 +221,72 @@ def checkpoint_slot(tables, sequence, end):
     row = tables.checkpoints + sequence.number.to(tl.int64) * tables.checkpoint_stride
     column = (end // tables.BLOCK_SIZE - 1).to(tl.int64)
     return tl.load(row + column * tables.checkpoint_column_stride).to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def find_part(sizes, NUM_HEADS: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return the part of a program; `sizes` has GROUP, DK, DV and PAD_K."""
+    PARTS: tl.constexpr = (sizes.DV + BLOCK_V - 1) // BLOCK_V
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % NUM_HEADS
+    key_head, head = (head // sizes.GROUP).to(tl.int64), head.to(tl.int64)
+    at_v = (part * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    at_k = tl.arange(0, sizes.PAD_K).to(tl.int64)
+    sequence = tl.program_id(0) // (PARTS * NUM_HEADS)
+    return Part(sequence, head, key_head, at_v, at_k, at_v < sizes.DV, at_k < sizes.DK, part == 0)
+
+
+@triton.jit
+@no_type_check
+def states_of(states, part):
+    """Return where the elements of a part are in the first state of the pool."""
+    of_states = states.pool + part.head * states.strides[1]
+    return of_states + part.at_v[:, None] * states.strides[2] + part.at_k[None, :] * states.strides[3]
+
+
+@triton.jit
+@no_type_check
+def store_zeros(out, out_strides, of_out, tables, sequence, part, BLOCK_V: tl.constexpr):
+    """Write zeros to the rows of a padding sequence; the last one has those past the end, too."""
+    first_zero = tl.where(sequence.slot < 0, 0, sequence.length)
+    is_last = sequence.number + 1 >= tables.num_seqs
+    last_zero = tl.where(is_last, tables.num_tokens - sequence.first_row, sequence.length)
+    for token in range(first_zero, last_zero):
+        at_row = (sequence.first_row + token) * out_strides[0]
+        tl.store(of_out + at_row, tl.zeros([BLOCK_V], out.dtype.element_ty), part.in_v)
+
+
+@triton.jit
+@no_type_check
+def load_row(rows, strides, row, head, at, in_row):
+    """Load elements of one token and head."""
+    of_row = rows + row * strides[0] + head * strides[1]
+    return tl.load(of_row + at * strides[2], in_row, 0.0).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def load_gate(gate, strides, row, head):
+    """Load the gate of one token and head."""
+    return tl.load(gate + row * strides[0] + head * strides[1]).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
+def fold_token(state, tokens, gates, row, part, scale):
+    """Return a state after one token, the row that the token wrote into it, and its output."""
+    k = load_row(tokens.key, tokens.key_strides, row, part.key_head, part.at_k, part.in_k)
+    q = load_row(tokens.query, tokens.query_strides, row, part.key_head, part.at_k, part.in_k) * scale
+    v = load_row(tokens.value, tokens.value_strides, row, part.head, part.at_v, part.in_v)
+    if gates.PER_CHANNEL:
+        state *= tl.exp(load_row(gates.log_decay, gates.log_decay_strides, row, part.head, part.at_k, part.in_k))[
+            None, :
+        ]
+    else:
+        state *= tl.exp(load_gate(gates.log_decay, gates.log_decay_strides, row, part.head))
+    if gates.DELTA:
+        v -= tl.sum(state * k[None, :], 1)
+    v *= load_gate(gates.beta, gates.beta_strides, row, part.head)
+    state += v[:, None] * k[None, :]
+    return state, v, tl.sum(state * q[None, :], 1)

@@ -31,7 +31,14 @@ short and friendly sentences, with plain words. When you are not sure, you say s
 QUESTIONS = ("Why is the sky blue?", "Why do cats purr?")
 MAX_TOKENS = 8
 MIXED = ("paged", *OTHERS)  # layers of other models between those of its own
-ELSEWHERE = ("span_mask", "select_keys", "fold", "rollback", "backward")  # for images, an indexer, a state, training
+ELSEWHERE = (
+    "span_mask",
+    "select_keys",
+    "fold",
+    "rollback",
+    "backward",
+    "replay",
+)  # for images, an indexer, a state, training
 SERVED = tuple(exercise for exercise in EXERCISES if exercise.name not in ELSEWHERE)
 
 

@@ -22,7 +22,8 @@ import torch
 import uvicorn
 
 from twinattn.engine import CudaGraphs, Engine, fuse
-from twinattn.engine.demo import TWINS, check_device
+from twinattn.engine.arguments import check_device
+from twinattn.engine.demo import TWINS
 from twinattn.engine.demo_model import MODEL, load, model_file
 from twinattn.engine.server.api import Api
 from twinattn.engine.server.folder import load_folder

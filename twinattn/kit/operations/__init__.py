@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from twinattn.kit.kernel import BadKernelError, resolve
-from twinattn.kit.operations import batches, drafts, latents, moves, ranks, scores, states, written
+from twinattn.kit.operations import batches, drafts, latents, moves, ranks, rings, scores, states, written
 from twinattn.kit.operations.operation import Case, Operation, OperationKernel
 from twinattn.kit.operations.properties import OperationProperty, of_operation
 
@@ -21,6 +21,7 @@ OPERATIONS: dict[str, Operation] = {
         *moves.OPERATIONS,
         *written.OPERATIONS,
         *states.OPERATIONS,
+        *rings.OPERATIONS,
         *scores.OPERATIONS,
         *latents.OPERATIONS,
         *ranks.OPERATIONS,

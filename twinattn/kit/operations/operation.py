@@ -308,7 +308,7 @@ class OperationKernel:
 
 IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # names of the command line -> names in cases
 IN = {
-    "plan": ("window_size", "num_accepted", "causal"),
+    "plan": ("window_size", "num_accepted", "causal", "flush"),
     "options": ("sinks", "softcap", "alibi_slopes"),
 }  # arguments that contain others
 

@@ -34,4 +34,5 @@ EXERCISES = (
     model.RMS_NORM,
     model.ROTATE,
     model.SAMPLE,
+    states.REPLAY,
 )

@@ -1,6 +1,7 @@
-"""Layers that keep a state: one token folded into it, and drafts rolled back."""
+"""Layers that keep a state: one token folded into it, drafts rolled back, and the last inputs replayed."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -106,4 +107,99 @@ ROLLBACK = Exercise(
         "The state after token i is in column i, and the first accepted token is token 0.",
     ),
     in_page=True,
+)
+
+
+Left = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the output, the checkpoint, and the ring
+
+
+def replay(
+    checkpoint: Float[Tensor, "dv dk"],
+    decays: Float[Tensor, "m"],
+    keys: Float[Tensor, "m dk"],
+    written: Float[Tensor, "m dv"],
+    query: Float[Tensor, "dk"],
+    key: Float[Tensor, "dk"],
+    value: Float[Tensor, "dv"],
+    decay: float,
+    beta: float,
+    room: int,
+) -> Left:
+    """Return the output of one more token, and the checkpoint and the ring after it."""
+    return _replay(**locals())
+
+
+def _replay(
+    checkpoint: Tensor,
+    decays: Tensor,
+    keys: Tensor,
+    written: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: float,
+    beta: float,
+    room: int,
+    *,
+    fades: bool = True,
+    pushes_value: bool = False,
+    reads_first: bool = False,
+    empties: bool = True,
+    is_late: bool = False,
+) -> Left:
+    """Compute a step, or what people write instead."""
+    state = checkpoint
+    for old_decay, old_key, old_row in zip(decays, keys, written, strict=True):
+        state = (old_decay if fades else 1.0) * state + torch.outer(old_row, old_key)
+    state, is_full = decay * state, len(keys) + (not is_late) >= room
+    row = beta * (value - state @ key)
+    before, state = state, state + torch.outer(row, key)
+    decays = torch.cat([decays, torch.as_tensor([decay]).to(decays)])
+    keys, written = torch.cat([keys, key[None]]), torch.cat([written, (value if pushes_value else row)[None]])
+    if is_full:
+        checkpoint = state
+    if is_full and empties:
+        decays, keys, written = decays[:0], keys[:0], written[:0]
+    return (before if reads_first else state) @ query, checkpoint, decays, keys, written
+
+
+def _replay_trials() -> Iterator[Trial]:
+    for says, held, room, decay, beta in (
+        ("two tokens in the ring, and room for four", 2, 4, 0.5, 1.0),
+        ("an empty ring", 0, 4, 0.7, 0.4),
+        ("the token fills the ring", 3, 4, 0.9, 0.6),
+        ("room for one token", 0, 1, 0.7, 0.4),
+        ("a gate that forgets everything", 2, 8, 0.0, 0.5),
+        ("a token that writes nothing", 2, 8, 0.9, 0.0),
+    ):
+        keys = normalize(draw(held + 1, 3, seed=2), dim=1)
+        ring = dict(decays=draw(held, seed=3).sigmoid(), keys=keys[:held], written=draw(held, 2, seed=4))
+        token = dict(query=draw(3, seed=5), key=keys[held], value=draw(2, seed=6), decay=decay, beta=beta)
+        yield Trial(says, dict(checkpoint=draw(2, 3), **ring, **token, room=room))
+
+
+REPLAY = Exercise(
+    "replay",
+    replay,
+    _replay_trials,
+    {
+        "the state fades with each token in the ring, too": partial(_replay, fades=False),
+        "the ring keeps what a token wrote, beta times the difference; here it is the value": (
+            partial(_replay, pushes_value=True)
+        ),
+        "a token sees itself: the query reads after it was written": partial(_replay, reads_first=True),
+        "the ring has to be empty once its tokens are in the checkpoint, or they count twice": (
+            partial(_replay, empties=False)
+        ),
+        "the checkpoint moves with the token that fills the ring, and not with the next one": (
+            partial(_replay, is_late=True)
+        ),
+    },
+    (
+        "Rebuild the state first: what did each token in the ring do to it? Its row is known.",
+        "Then it is `fold`, from exercise 26, with what it writes kept. Move the checkpoint last.",
+    ),
+    parts=("out", "checkpoint", "decays", "keys", "written"),
+    level=2,
+    minutes=10,
 )

@@ -1,0 +1,335 @@
+"""States that are rebuilt from a checkpoint and a ring, token by token, as decodes and drafts of `recurrent` are.
+
+One program per sequence, head and part of the values. It reads its part of the checkpoint once and folds the inputs of
+the ring into it, in registers; then the new tokens. It writes the ring, or, where the checkpoint moves, that alone:
+
+    a step              one launch; a program that pushes inputs writes where no other one reads
+    a step of drafts    before it one that moves checkpoints without room for the drafts, as those go to the first
+                        places of the ring, which all programs of the sequence have to have read; others do nothing
+    flush               that launch alone
+
+Of what all programs of a head push, the first one pushes the decay, and the first one of the first head of a group the
+key. Cursors are read where they are, so a captured graph replays with those of the next step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.launch import Launch
+from fastattn.kernels.triton.recurrent import TOKENS_WARPS, _gates_of, _pad, _tokens_of, _values_by_token
+from fastattn.kernels.triton.states import (
+    CHANGING,
+    States,
+    find_part,
+    find_sequence,
+    fold_token,
+    load_gate,
+    load_row,
+    states_of,
+    store_zeros,
+    tables_of,
+)
+from refattn.options import RecurrentOptions
+from refattn.rings import ReplayPlan, Ring
+from refattn.states import StatePlan
+
+
+class Rings(NamedTuple):
+    """The inputs of each slot since its checkpoint, and the sizes of a layer.
+
+    Attributes:
+        key: [n, l, h, dk].
+        written: [n, l, hv, dv].
+        log_decay: [n, l, hv], or [n, l, hv, dk].
+        key_strides: of slots, inputs, heads and elements.
+        written_strides: the same.
+        log_decay_strides: the same, without the elements where a head has one decay.
+        PER_CHANNEL: whether each key channel has a decay of its own.
+        GROUP: value heads that share a key, hv // h.
+        DK: elements of a key.
+        DV: elements of a value.
+        PAD_K: elements of a key in a tile.
+    """
+
+    key: Any
+    written: Any
+    log_decay: Any
+    key_strides: Any
+    written_strides: Any
+    log_decay_strides: Any
+    PER_CHANNEL: Any
+    GROUP: Any
+    DK: Any
+    DV: Any
+    PAD_K: Any
+
+
+class Cursors(NamedTuple):
+    """How many inputs the ring of each slot holds, and which checkpoints move.
+
+    Attributes:
+        cursors: [n].
+        flush: [b], or None.
+        cursor_stride: of slots.
+        flush_stride: of sequences, 0 without `flush`.
+        SIZE: inputs that a ring has room for.
+        DRAFTS: whether the new tokens may be rejected.
+    """
+
+    cursors: Any
+    flush: Any
+    cursor_stride: Any
+    flush_stride: Any
+    SIZE: Any
+    DRAFTS: Any
+
+
+# query, key, value, log_decay, beta, states, the fields of the ring, out
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def replay(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    ring: Ring,
+    plan: ReplayPlan,
+    options: RecurrentOptions,
+    out: Float[Tensor, "t hv dv"] | None,
+) -> Float[Tensor, "t hv dv"]:
+    """Rebuild states and fold new tokens in; see `fastattn.dispatch`."""
+    out = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
+    if not len(query):
+        return out
+    scale = query.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    tensors = query, key, value, log_decay, beta, states, *ring, out
+    cache_key = key_of_launch(("replay", scale, options.delta), tensors)
+    launch_once(plan, cache_key, tensors, partial(_launch_step, tensors, plan, scale, options.delta))
+    return out
+
+
+def flush(states: Float[Tensor, "n hv dv dk"], ring: Ring, cursors: Int32[Tensor, "n"], plan: StatePlan) -> None:
+    """Fold rings into the checkpoints of some slots; see `fastattn.dispatch`."""
+    if not plan.batch.num_seqs:
+        return
+    tensors = states, *ring
+    cache_key = key_of_launch(("flush",), tensors)
+    held = _cursors_of(cursors, None, ring.key.shape[1], drafts=False)
+    launch_once(plan, cache_key, tensors, partial(_launch_flush, tensors, plan, plan.batch.num_seqs, held))
+
+
+def _launch_step(tensors: Tensors, plan: ReplayPlan, scale: float, delta: bool) -> Callable[..., None]:
+    """Go token by token; with drafts, checkpoints move before."""
+    query, key, value, log_decay, beta, states, *fields, out = tensors
+    ring = Ring(*fields)
+    num_tokens, num_heads, size = value.shape
+    block_v = min(_values_by_token(plan.batch.num_seqs * num_heads, query, value), _pad(size))
+    cursors = _cursors_of(plan.cursors, plan.flush, plan.ring_size, drafts=plan.drafts)
+    before = _launch_flush((states, *ring), plan.slots, num_tokens, cursors) if plan.drafts else None
+    step = Launch(
+        _step_kernel,
+        (max(1, plan.batch.num_seqs) * num_heads * triton.cdiv(size, block_v),),
+        {"tokens.query": query, "tokens.key": key, "tokens.value": value}
+        | {"gates.log_decay": log_decay, "gates.beta": beta, "states.pool": states}
+        | {f"rings.{name}": x for name, x in ring._asdict().items()}
+        | {"out": out},
+        dict(
+            tokens=_tokens_of(query, key, value),
+            gates=_gates_of(log_decay, beta, delta),
+            states=States(states, states.stride()),
+            rings=_rings_of(ring, states),
+            out_strides=out.stride(),
+            tables=tables_of(plan.slots, num_tokens),
+            cursors=cursors,
+            scale=scale,
+            NUM_HEADS=num_heads,
+            BLOCK_V=block_v,
+        ),
+        dict(num_warps=TOKENS_WARPS),
+    ).replay
+
+    def again(*tensors: Tensor) -> None:
+        if before is not None:
+            before(*tensors[5:9])
+        step(*tensors)
+
+    return again
+
+
+def _launch_flush(
+    tensors: tuple[Tensor, ...], slots: StatePlan, num_tokens: int, cursors: Cursors
+) -> Callable[..., None]:
+    """Move checkpoints to the last input of their rings: all, or before drafts those that need room."""
+    states, ring = tensors[0], Ring(*tensors[1:])
+    _, num_heads, size, _ = states.shape
+    block_v = min(_values_by_token(slots.batch.num_seqs * num_heads, states, states.mT), _pad(size))
+    return Launch(
+        _flush_kernel,
+        (max(1, slots.batch.num_seqs) * num_heads * triton.cdiv(size, block_v),),
+        {"states.pool": states} | {f"rings.{name}": x for name, x in ring._asdict().items()},
+        dict(
+            states=States(states, states.stride()),
+            rings=_rings_of(ring, states),
+            tables=tables_of(slots, num_tokens),
+            cursors=cursors,
+            NUM_HEADS=num_heads,
+            BLOCK_V=block_v,
+        ),
+        dict(num_warps=TOKENS_WARPS),
+    ).replay
+
+
+def _rings_of(ring: Ring, states: Tensor) -> Rings:
+    """Return rings as a kernel takes them."""
+    _, num_heads, value_size, key_size = states.shape
+    return Rings(
+        key=ring.key,
+        written=ring.written,
+        log_decay=ring.log_decay,
+        key_strides=ring.key.stride(),
+        written_strides=ring.written.stride(),
+        log_decay_strides=ring.log_decay.stride(),
+        PER_CHANNEL=tl.constexpr(ring.log_decay.ndim == 4),
+        GROUP=tl.constexpr(num_heads // ring.key.shape[2]),
+        DK=tl.constexpr(key_size),
+        DV=tl.constexpr(value_size),
+        PAD_K=tl.constexpr(_pad(key_size)),
+    )
+
+
+def _cursors_of(cursors: Tensor, flush: Tensor | None, ring_size: int, *, drafts: bool) -> Cursors:
+    """Return cursors as a kernel takes them."""
+    return Cursors(
+        cursors=cursors,
+        flush=flush,
+        cursor_stride=cursors.stride(0),
+        flush_stride=0 if flush is None else flush.stride(0),
+        SIZE=tl.constexpr(ring_size),
+        DRAFTS=tl.constexpr(drafts),
+    )
+
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.jit
+@no_type_check
+def _load_cursor(cursors, sequence):
+    """Return how many inputs the ring of a sequence holds; 0 for one that begins, and for padding."""
+    of_cursor = cursors.cursors + sequence.start * cursors.cursor_stride
+    held = tl.load(of_cursor, (sequence.slot >= 0) & (sequence.start >= 0), 0)
+    return tl.minimum(tl.maximum(held, 0), cursors.SIZE)
+
+
+@triton.jit
+@no_type_check
+def _rebuild(state, rings, slot, held, part):
+    """Return a state after the inputs in a ring, each of which goes through the operations of `fold_token`."""
+    keys = rings.key + slot * rings.key_strides[0] + part.key_head * rings.key_strides[2]
+    keys += part.at_k * rings.key_strides[3]
+    rows = rings.written + slot * rings.written_strides[0] + part.head * rings.written_strides[2]
+    rows += part.at_v * rings.written_strides[3]
+    decays = rings.log_decay + slot * rings.log_decay_strides[0] + part.head * rings.log_decay_strides[2]
+    for number in range(0, held):
+        at = tl.cast(number, tl.int64)
+        k = tl.load(keys + at * rings.key_strides[1], part.in_k, 0.0).to(tl.float32)
+        v = tl.load(rows + at * rings.written_strides[1], part.in_v, 0.0).to(tl.float32)
+        if rings.PER_CHANNEL:
+            of_decay = decays + at * rings.log_decay_strides[1] + part.at_k * rings.log_decay_strides[3]
+            state *= tl.exp(tl.load(of_decay, part.in_k, 0.0).to(tl.float32))[None, :]
+        else:
+            state *= tl.exp(tl.load(decays + at * rings.log_decay_strides[1]).to(tl.float32))
+        state += v[:, None] * k[None, :]
+    return state
+
+
+@triton.jit
+@no_type_check
+def _push(rings, tokens, gates, slot, at, row, written, part):
+    """Push the input of a token: each program its part of what was written, one of them the key, and one the decay."""
+    of_written = rings.written + slot * rings.written_strides[0] + at * rings.written_strides[1]
+    of_written += part.head * rings.written_strides[2] + part.at_v * rings.written_strides[3]
+    tl.store(of_written, written.to(rings.written.dtype.element_ty), part.in_v)
+    if part.is_first & (part.head % rings.GROUP == 0):
+        k = load_row(tokens.key, tokens.key_strides, row, part.key_head, part.at_k, part.in_k)
+        of_key = rings.key + slot * rings.key_strides[0] + at * rings.key_strides[1]
+        of_key += part.key_head * rings.key_strides[2] + part.at_k * rings.key_strides[3]
+        tl.store(of_key, k.to(rings.key.dtype.element_ty), part.in_k)
+    if part.is_first:
+        of_decay = rings.log_decay + slot * rings.log_decay_strides[0] + at * rings.log_decay_strides[1]
+        of_decay += part.head * rings.log_decay_strides[2]
+        if rings.PER_CHANNEL:
+            decay = load_row(gates.log_decay, gates.log_decay_strides, row, part.head, part.at_k, part.in_k)
+            of_decay += part.at_k * rings.log_decay_strides[3]
+            tl.store(of_decay, decay.to(rings.log_decay.dtype.element_ty), part.in_k)
+        else:
+            decay = load_gate(gates.log_decay, gates.log_decay_strides, row, part.head)
+            tl.store(of_decay, decay.to(rings.log_decay.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _step_kernel(
+    tokens, gates, states, rings, out, out_strides, tables, cursors, scale,
+    NUM_HEADS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Rebuild part of one head's state, fold the tokens of a sequence in, and write the ring or the checkpoint."""
+    part = find_part(rings, NUM_HEADS, BLOCK_V)
+    sequence = find_sequence(tables, part.sequence)
+    held = _load_cursor(cursors, sequence)
+    total = held + sequence.length
+    if cursors.DRAFTS:  # without room for them the checkpoint has moved, and the ring is empty
+        held = tl.where(total > cursors.SIZE, 0, held)
+        moves = False
+    else:
+        moves = (sequence.start < 0) | (total >= cursors.SIZE)
+        if cursors.flush is not None:
+            of_flush = cursors.flush + sequence.number.to(tl.int64) * cursors.flush_stride
+            moves |= tl.load(of_flush, sequence.slot >= 0, 0) != 0
+    of_out = out + part.head * out_strides[1] + part.at_v * out_strides[2]
+    of_states = states_of(states, part)
+    in_state = part.in_v[:, None] & part.in_k[None, :]
+    in_start = in_state & (sequence.start >= 0) & (sequence.slot >= 0)
+    state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
+    state = _rebuild(state, rings, sequence.slot, held, part)
+    store_zeros(out, out_strides, of_out, tables, sequence, part, BLOCK_V)
+    for token in range(0, tl.where(sequence.slot < 0, 0, sequence.length)):
+        row = sequence.first_row + token
+        state, written, result = fold_token(state, tokens, gates, row, part, scale)
+        tl.store(of_out + row * out_strides[0], result.to(out.dtype.element_ty), part.in_v)
+        if not moves and held + token < cursors.SIZE:
+            at = tl.cast(held + token, tl.int64)
+            _push(rings, tokens, gates, sequence.slot, at, row, written, part)
+    if not cursors.DRAFTS:
+        in_slot = in_state & (sequence.slot >= 0) & moves
+        kept = state.to(states.pool.dtype.element_ty)  # not read before the next step, so it leaves the cache first
+        tl.store(of_states + sequence.slot * states.strides[0], kept, in_slot, cache_modifier=".cs")
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _flush_kernel(states, rings, tables, cursors, NUM_HEADS: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Fold a ring into part of one head's checkpoint; zeros where a sequence begins."""
+    part = find_part(rings, NUM_HEADS, BLOCK_V)
+    sequence = find_sequence(tables, part.sequence)
+    held = _load_cursor(cursors, sequence)
+    moves = sequence.slot >= 0
+    if cursors.DRAFTS:
+        moves &= (sequence.start < 0) | (held + sequence.length > cursors.SIZE)
+    if moves:
+        of_state = states_of(states, part) + sequence.slot * states.strides[0]
+        in_state = part.in_v[:, None] & part.in_k[None, :]
+        state = tl.load(of_state, in_state & (sequence.start >= 0), 0.0).to(tl.float32)
+        state = _rebuild(state, rings, sequence.slot, held, part)
+        tl.store(of_state, state.to(states.pool.dtype.element_ty), in_state)

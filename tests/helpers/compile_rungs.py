@@ -1,0 +1,67 @@
+"""Compile the rungs of a ladder on a GPU that is not there: `python -m tests.helpers.compile_rungs prefill sm_90`.
+
+Each is called with the first timed batch of its ladder, whose sequences are shorter here. With a third argument, a
+file, what the compiler says is written there; docs/results/ladder/compiled has what the page of a ladder shows.
+"""
+
+import io
+import json
+import os
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+import triton
+
+from tests.helpers.compile_kernels import GPUS, pretend, to_the_end
+from twinattn.bench.measure import circumstances
+from twinattn.course import ladder
+
+SHORT = 2048  # keys of a sequence, at most: nothing is computed, but memory is allocated
+# Shared memory and threads of an SM: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+SM = {"sm_90": (228 * 1024, 2048)}
+
+
+def compiled(rung, inputs, gpu):
+    """Return what the compiler says of the first kernel of a rung."""
+    module = rung.load()
+    if hasattr(module, "missing"):
+        module.missing = lambda device: None
+        module.chunked_prefill.attention = attend_as_on_a_gpu
+    said = io.StringIO()
+    with redirect_stdout(said), to_the_end():
+        ladder._call(rung, inputs)()
+    about = json.loads(said.getvalue().splitlines()[0])
+    registers, shared, warps = about["registers"], about["shared"], about["threads"] // 32
+    found = {"registers": registers, "spills": about["spilled"], "shared_bytes": shared, "warps": warps}
+    return found | {"programs_per_sm": ladder.programs_that_fit(registers, warps, shared, *SM[gpu])}
+
+
+def attend_as_on_a_gpu(query, key_cache, value_cache, plan, options):
+    """Attend as the path does where it finds a GPU."""
+    from fastattn.kernels.triton.attention import attend_levels
+
+    return attend_levels(query, key_cache, value_cache, [plan], options)[0]
+
+
+def compile_all(name, gpu):
+    """Return what the compiler says of each rung but the reference, by name."""
+    pretend(GPUS[gpu])
+    _, lens = next(iter(ladder.BATCHES[name].items()))
+    lens = [(min(queries, SHORT), min(keys, SHORT)) for queries, keys in lens]
+    inputs = ladder.make_inputs(lens, torch.device("cpu"), rows=name == "prefill")
+    return {rung.name: compiled(rung, inputs, gpu) for rung in ladder.rungs(name)[1:]}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as nowhere:
+        os.environ["TRITON_CACHE_DIR"] = nowhere
+        name, gpu, *results = sys.argv[1:]
+        found = {"ladder": name, "gpu": gpu, "date": circumstances()["date"]}
+        found |= {"versions": {"triton": triton.__version__}, "rungs": compile_all(name, gpu)}
+        text = json.dumps(found, indent=1) + "\n"
+        if results:
+            Path(results[0]).write_text(text)
+        sys.stdout.write(text)

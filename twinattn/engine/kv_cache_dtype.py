@@ -1,0 +1,94 @@
+"""What the pools hold by the engine's `kv_cache_dtype`: the storage of each layer, and its scales by a calibration."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from refattn.checks import check, describe
+from refattn.packed_latents import packed_size
+from twinattn.engine.layers import Layer
+from twinattn.engine.storages import CalibrationStats, LatentStorage, PagedStorage, QuantizedStorage, Storage
+from twinattn.engine.twin import Twin
+
+KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+PACKED_ROWS = "fp8_ds_mla"  # bytes per latent: quantized values, a scale for each 128 of them, and a rotary key
+KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
+
+
+def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
+    """Return layers with pools of a type: those given for "auto", else quantized ones.
+
+    Raises:
+        ValueError: if there is no such type, or no packed rows of a layer's sizes.
+        NotImplementedError: if a storage has no such type.
+    """
+    if kv_cache_dtype == "auto":
+        return list(layers)
+    if kv_cache_dtype == PACKED_ROWS:
+        return [replace(layer, storage=_pack(layer.storage)) for layer in layers]
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        types = ", ".join(["auto", *KV_CACHE_DTYPES, PACKED_ROWS])
+        raise ValueError(f"kv_cache_dtype: expected {types}, got {kv_cache_dtype!r}")
+    return [replace(layer, storage=_quantize(layer.storage, KV_CACHE_DTYPES[kv_cache_dtype])) for layer in layers]
+
+
+def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
+    if isinstance(storage, PagedStorage | QuantizedStorage):
+        return QuantizedStorage(storage.num_kv_heads, storage.head_size, dtype)
+    if dtype == torch.int8:
+        latent = isinstance(storage, LatentStorage)
+        kind, others = ("latents", f", {PACKED_ROWS}") if latent else (storage.kind.lower(), "")
+        raise NotImplementedError(
+            f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
+        )
+    return replace(storage, dtype=dtype)
+
+
+def _pack(storage: Storage) -> Storage:
+    if not isinstance(storage, LatentStorage):
+        kind = storage.kind.lower()
+        raise NotImplementedError(
+            f"kv_cache_dtype: the engine keeps no {kind} in the packed rows of {PACKED_ROWS}, only latents (MLA)"
+        )
+    try:
+        packed_size(storage.latent_rank, storage.rope_size)
+    except ValueError as error:
+        raise ValueError(f"kv_cache_dtype: expected another than {PACKED_ROWS} for this model; {error}") from None
+    return replace(storage, dtype=torch.uint8)
+
+
+def set_scales(
+    layers: Sequence[Layer],
+    calibration: Sequence[CalibrationStats],
+    twin: Twin,
+    owners: Sequence[int],
+    device: torch.device,
+) -> list[Layer]:
+    """Return quantized layers with the scales that a calibration asks for.
+
+    Args:
+        layers: from `quantize`.
+        calibration: from `calibrate`, one for each layer.
+        twin: the package that computes.
+        owners: of each layer the one whose pool it reads, and so whose scales it has.
+        device: where the scales are to be.
+
+    Raises:
+        ValueError: if the calibration is not that of these layers.
+    """
+    if not isinstance(calibration, Sequence) or len(calibration) != len(layers):
+        number = len(calibration) if isinstance(calibration, Sequence) else type(calibration).__name__
+        raise ValueError(f"calibration: expected CalibrationStats for each of {len(layers)} layers, got {number}")
+    for i, (layer, amax) in enumerate(zip(layers, calibration, strict=True)):
+        if not isinstance(amax, CalibrationStats):
+            raise ValueError(f"calibration[{i}]: expected CalibrationStats, got {describe(amax)}")
+        stored = layer.storage
+        key_size = value_size = stored.num_kv_heads, stored.head_size
+        if isinstance(stored, LatentStorage):
+            key_size, value_size = (1, stored.latent_rank), (1, stored.rope_size)
+        for name, largest, size in (("key", amax.key, key_size), ("value", amax.value, value_size)):
+            check(dict(zip(("hk", "d"), size, strict=True)), **{f"calibration[{i}].{name}": (largest, "float32 hk d")})
+            if not largest.is_cpu or not largest.isfinite().all() or (largest < 0).any():
+                raise ValueError(f"calibration[{i}].{name}: expected finite magnitudes on the CPU, got others")
+    return [layer.calibrated(twin, calibration[owner], device) for layer, owner in zip(layers, owners, strict=True)]
