@@ -407,7 +407,7 @@ def test_a_prediction_is_remembered(page, site):
     expect(asked.locator("output")).to_have_text("✓ Right.")
     page.locator("#predict-1\\.7").get_by_label("yes").check()
     page.locator("#predict-1\\.7").get_by_role("button", name="Check").click()
-    expect(page.locator("#predict-1\\.7 output")).to_have_text("Not so.")
+    expect(page.locator("#predict-1\\.7 output")).to_have_text("Not quite.")
     page.reload()
     expect(asked.get_by_role("textbox")).to_have_value("0, 2, 3, 6")
     expect(asked.locator("output")).to_have_text("✓ Right.")
