@@ -404,6 +404,24 @@ def test_twins_agree(kernel, per_channel, options, drafts, dtype):
     assert_close(states, expected_states, low_states, name="states")
 
 
+@pytest.mark.covers("R215")
+@each_computer
+def test_rings_of_16_bits_are_folded_in_float32(kernel):
+    """What a ring rounded when it was pushed is widened first: the fold rounds nothing else."""
+    torch.manual_seed(0)
+    states = torch.randn(2, 2, 3, 5)
+    fields = torch.randn(2, 6, 1, 5), torch.randn(2, 6, 2, 3), -torch.rand(2, 6, 2)
+    ring = Ring(*(x.half() for x in fields))
+    slots = Slots(kernel, states.clone(), ring, torch.tensor([6, 4], dtype=torch.int32))
+    slots.flush(0, 1)
+    for slot, cursor in ((0, 6), (1, 4)):
+        state = states[slot].double()
+        for at in range(cursor):
+            key, written, log_decay = (field[slot, at].double() for field in ring)
+            state = state * log_decay.exp()[:, None, None] + written[..., None] * key
+        torch.testing.assert_close(slots.states[slot].double(), state, rtol=1e-5, atol=1e-5)
+
+
 @each_kernel
 def test_tensors_may_have_any_strides(kernel):
     """Slots last in memory, every second input of a ring, keys before values in a checkpoint."""

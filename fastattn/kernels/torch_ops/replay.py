@@ -78,7 +78,8 @@ def replay(
 def flush(states: Float[Tensor, "n hv dv dk"], ring: Ring, cursors: Int32[Tensor, "n"], plan: StatePlan) -> None:
     """Fold rings into the checkpoints of some slots; see `fastattn.dispatch`."""
     slots = [slot for slot in plan.state_indices.tolist() if slot >= 0]
-    rebuilt = _rebuild(states, ring, [(slot, int(cursors[slot])) for slot in slots], ring.written.dtype)
+    compute = torch.promote_types(ring.written.dtype, torch.float32)
+    rebuilt = _rebuild(states, ring, [(slot, int(cursors[slot])) for slot in slots], compute)
     states[torch.tensor(slots, dtype=torch.int64)] = rebuilt.to(states.dtype)
 
 
