@@ -128,7 +128,7 @@ def bars(ladder: str, found: dict[str, Any]) -> str:
 
 
 def compiled_rungs(ladder: str) -> dict[str, Any]:
-    """Return what `tests.helpers.compile_rungs` has written of the rungs of a ladder; nothing if there is no file."""
+    """Return the compiler's report on a ladder, written by `tests.helpers.compile_rungs`; empty if there is none."""
     files = sorted(COMPILED.glob(f"{ladder}-*.json"))
     return json.loads(files[0].read_text()) if files else {}
 

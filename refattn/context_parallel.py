@@ -206,7 +206,7 @@ def recurrent_attention(
     The ranks exchange their maps once, whatever the number of tokens, and each then computes its own outputs.
 
     Args:
-        query: as in `recurrent.attention`, of the rank's own tokens, possibly none; likewise the other arguments.
+        query: as in `recurrent.attention`. All arguments have the rank's own tokens, possibly none.
         key: the rank's keys.
         value: the rank's values.
         log_decay: natural logarithm of the rank's decays.

@@ -148,7 +148,7 @@ def _step(
 def _fade(
     state: Float[Tensor, "hv dv dk"], decay: Float[Tensor, "hv"] | Float[Tensor, "hv dk"]
 ) -> Float[Tensor, "hv dv dk"]:
-    """Return what a decay, per head or per key channel, leaves of a state."""
+    """Return a state times its decay, per head or per key channel."""
     return state * (decay[:, None, None] if decay.ndim == 1 else decay[:, None, :])
 
 

@@ -240,7 +240,7 @@ def check_ring(
 
 
 def _memory(ring: Ring, states: Tensor) -> dict[str, Tensor]:
-    """Return what a step writes to, by the names of errors."""
+    """Return the tensors that a step writes to, under their names in errors."""
     return dict(states=states) | {f"ring.{name}": x for name, x in ring._asdict().items()}
 
 

@@ -18,8 +18,8 @@ quantized values or latents.
     slots, plan           their slots, and the plan of attention to them
     attention             over pages; `latent_attention` over latents
 
-Ties are common: a score is a sum of ReLUs, so many are exactly 0, and the `topk` boundary often falls among them.
-Without a rule, the selection would differ from run to run and from rank to rank.
+Ties are common: a score is a sum of ReLUs, so many scores are exactly 0, and the `topk` boundary often falls among
+these. Without a rule, the selection would differ from run to run and from rank to rank.
 
 Source: DeepSeek-AI 2025, "DeepSeek-V3.2".
 """

@@ -52,7 +52,7 @@ def few_keys_are_split(monkeypatch):
 
 
 def arguments_of(paged):
-    """Return what a rung takes; poison is wherever no query may look, and in the table past a last block."""
+    """Return the arguments of a rung, with poison wherever no query may look and past the last blocks."""
     return paged.query, paged.key_cache, paged.value_cache, paged.batch.seq_lens, paged.batch.block_table
 
 

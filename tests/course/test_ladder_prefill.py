@@ -35,7 +35,7 @@ CASES = {  # first rows at any place of a step of 16 keys: the last but one, the
 
 @pytest.fixture(autouse=True)
 def a_few_rows_are_several_tiles(monkeypatch):
-    """Let a few rows be several tiles, and a few keys several steps."""
+    """Make tiles and steps small, so that short sequences have several."""
     shape = LaunchConfig(block_m=16, block_n=16, num_warps=4, num_stages=2, splits=1, most_splits=1)
     for rung in RUNGS:
         for name, value in dict(ROWS=16, KEYS=16, SHAPE=shape).items():
@@ -44,7 +44,7 @@ def a_few_rows_are_several_tiles(monkeypatch):
 
 
 def arguments_of(rung, paged):
-    """Return what a rung takes, by name; poison is wherever no query may look, and in the table past a last block."""
+    """Return the arguments of a rung by name, with poison wherever no query may look and past the last blocks."""
     names = inspect.signature(rung.load().attention).parameters
     batch, (_, key, value, _) = paged.batch, paged.rows
     given = dict(query=paged.query, key=key, value=value, key_cache=paged.key_cache, value_cache=paged.value_cache)

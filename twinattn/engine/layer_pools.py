@@ -41,7 +41,7 @@ class Step:
         batch: the lengths and blocks of its requests.
         slot_mappings: where the new tokens go, in the pool of each kind of layer.
         plans: the plans of each kind of layer, with the query rows of each.
-        states: the plans of all layers that keep a state, likewise.
+        states: the plans of all layers that keep a state, with their query rows.
     """
 
     batch: Batch
@@ -66,7 +66,7 @@ class LayerPools:
         caches: the pool of each.
         window_pools: the blocks of those with a smaller pool, one for all equal ones.
         state_layers: the layers that keep a state, by their index in the model.
-        state_caches: the pools of those, likewise.
+        state_caches: their pools, by the same index.
         calculates_scales: whether a pass sets the scales of fp8 by its keys and values.
 
     Args:

@@ -79,8 +79,8 @@ class Schedule:
         """Return the number of sequences, if all have one length and a full or causal mask; else 0.
 
         Args:
-            num_rows: query rows; with padding the result is 0.
-            num_keys: rows of keys, likewise.
+            num_rows: query rows of the call; if more than those of the sequences, the result is 0.
+            num_keys: key rows of the call; the same holds for them.
         """
         count = len(self.lengths)
         length = self.lengths[0][1] if count else 0
@@ -100,8 +100,8 @@ class Schedule:
 
         Args:
             block: shape of a block of the pool, `[p, hk, d]`.
-            most: elements of keys that a thread gathers at a time. They limit a group to so many sequences, but not to
-                less than one per thread: outputs over keys that are gathered in parts have to be merged.
+            most: elements of keys that a thread gathers at a time. A group has as many sequences as fit, and at least
+                one per thread: outputs over keys that are gathered in parts have to be merged.
             prompts: whether prompts may be in groups, too.
         """
         return self.once(("together", block, most, prompts), lambda: self._together(block, most, prompts))
@@ -399,7 +399,7 @@ def _of_like_length(sequences: list[int], num_keys: list[int], most: int) -> Ite
     Args:
         sequences: indices of sequences.
         num_keys: keys that each one sees.
-        most: keys per thread. They limit a group to so many sequences, but not to less than one per thread.
+        most: keys per thread. A group has as many sequences as fit, and at least one per thread.
     """
     group: list[int] = []
     for i in sorted(sequences, key=lambda i: -num_keys[i]):

@@ -287,7 +287,7 @@ def _forward(
     Args:
         query: query rows of all sequences.
         key: rows or pages.
-        value: likewise.
+        value: rows or pages.
         plan: the lengths, and the mask.
         options: the layer's options.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.

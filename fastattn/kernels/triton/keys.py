@@ -227,7 +227,7 @@ class Numbers(NamedTuple):
         key: the pool of keys, or key rows.
         value: the pool of values; for latents, the pool of keys.
         key_strides: of blocks (in pages), tokens, heads and elements.
-        value_strides: likewise.
+        value_strides: the same, of the values.
         HEAD_SIZE: elements of a key.
         VALUE_HEAD_SIZE: elements of a value.
         KEY_PAD: elements of a key in a tile, without those that are values.

@@ -212,7 +212,7 @@ def step_in_intervals(mask, tile, sight, start, is_key, TILE):
 @triton.jit
 @no_type_check
 def visible_if_seen(mask, tile, step, TILE):
-    """Return what `step` has found."""
+    """Return the mask of a step, which `step` has computed."""
     return step.is_key[None, :] & step.seen
 
 

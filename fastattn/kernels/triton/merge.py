@@ -23,7 +23,7 @@ may lie anywhere in memory, so each is an argument of its own, and each number o
 part of the next launch:
 
     parts       0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 | 15 16
-    launches    ^ first           ^ with its result     ^ likewise
+    launches    ^ first           ^ with its result     ^ with that of the second
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer";
     Dao et al. 2023, "Flash-Decoding"; programmatic dependent launches: CUDA C++ Programming Guide.

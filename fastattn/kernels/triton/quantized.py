@@ -32,7 +32,7 @@ class Quantization(NamedTuple):
         kind: the format of quantized values, "e4m3", "e5m2" or "int8".
         numbers: scales of the queries, the keys and the values; 1 where a tensor has them.
         query: scales of the queries, per head `[hk]`, or per sequence and head `[b, hk]`.
-        key: scales of the keys, likewise; for int8 per token of the pool and head, `[n, p, hk]`.
+        key: scales of the keys, as `query`; for int8 per token of the pool and head, `[n, p, hk]`.
         value: scales of the values, as `query`; for int8 per head and channel, `[hk, dv]`.
         rounds_query: queries are rounded to fp8, too.
         groups: scales of packed latents, `[n, p, groups]`, one per 128 elements of a latent; None for all others.

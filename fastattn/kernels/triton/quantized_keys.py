@@ -56,8 +56,8 @@ class Quantized(NamedTuple):
         query_number: the scale of the queries, for fp8.
         value_number: the scale of the values, for fp8.
         query_scales: a tensor in place of the number, per head `[hk]` or per sequence and head `[b, hk]`; else None.
-        key_scales: likewise; for int8 per token of the pool and head, `[n, p, hk]`.
-        value_scales: likewise; for int8 per head and channel, `[hk, dv]`.
+        key_scales: as `query_scales`; for int8 per token of the pool and head, `[n, p, hk]`.
+        value_scales: as `query_scales`; for int8 per head and channel, `[hk, dv]`.
         sequences: for each sequence of the plan, the sequence that its scales belong to; None if they are the same.
         KIND: "e4m3", "e5m2" or "int8".
         PAIRS: whether values are read two at a time.
@@ -356,7 +356,7 @@ class Packed(NamedTuple):
     group_scale_strides: Any
     HAS_FP8_CVT: Any
     VALUE_TYPE: Any
-    ROW_ALIGN: Any  # each row begins at a multiple of so many bytes
+    ROW_ALIGN: Any  # alignment of each row in bytes
 
 
 @triton.jit

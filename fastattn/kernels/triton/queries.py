@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
         FIRST_PHASE: the first phase.
         ONE_TILE: whether a tile holds all rows of any sequence.
         ENDS: the number of tiles at the end of each sequence that have programs, or 0 where all tiles do.
-        STARTS: likewise at its start.
+        STARTS: the number of tiles at the start of each sequence that have programs, or 0.
         LAST_FIRST: whether the last tiles, which see most keys, go first.
     """
 

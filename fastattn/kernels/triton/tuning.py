@@ -173,7 +173,7 @@ def tune(
 
 
 def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
-    """Give each thread a quarter of the elements: products are FMAs, whose operands take registers, too.
+    """Give each thread a quarter of the elements: without tensor cores, operands take registers, too.
 
     In float32, 64 rows of 64 elements by steps of 64 keys spill 10 KB and take the compiler four times as long.
     """

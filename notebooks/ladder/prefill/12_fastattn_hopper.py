@@ -28,7 +28,7 @@ from twinattn.course.ladder import check_pages
 
 
 def missing(device: torch.device) -> str | None:
-    """Return what this rung needs and a device does not have."""
+    """Return the GPU that this rung needs, or None if the device is one."""
     has_it = device.type == "cuda" and is_there(device)
     return None if has_it else "a Hopper GPU (compute capability 9.0)"
 

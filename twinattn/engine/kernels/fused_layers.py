@@ -92,7 +92,7 @@ def qk_norm_rope(
         head_size: elements of a head, an even number.
         cos: cosines of each token, in the type of `qkv`, for all heads; one row of tokens stands for all of a batch.
             None rotates nothing.
-        sin: sines likewise.
+        sin: sines, in the same shape and type.
         query_weight: the weight of the norm of each query head; None norms nothing.
         key_weight: that of each KV head.
         eps: of the norms.
