@@ -32,7 +32,7 @@ OVER_ROWS = PROMPTS._replace(keys="rows", block_size=None)
 DECODES = PROMPTS._replace(max_query_len=1, num_seqs=64, num_tokens=64)
 COLUMNS = {
     "prompts, no pages": OVER_ROWS,
-    "with a window": OVER_ROWS._replace(window=(1023, 0)),
+    "windows, no pages": OVER_ROWS._replace(window=(1023, 0)),
     "prompts over pages": PROMPTS,
     "decodes": DECODES,
     "latents": DECODES._replace(
