@@ -17,17 +17,6 @@
   let state = states.fromHash(location.hash)
   let trace = states.play(state)
 
-  /** Make an element: `on...` are listeners, a null or false attribute is left out, children are elements or text. */
-  function el(name, attributes = {}, ...children) {
-    const node = document.createElement(name)
-    for (const [key, value] of Object.entries(attributes)) {
-      if (key.startsWith("on")) node.addEventListener(key.slice(2), value)
-      else if (value !== null && value !== false) node.setAttribute(key, value)
-    }
-    node.append(...children.flat(Infinity).filter((child) => child !== null))
-    return node
-  }
-
   const paint = (name) => `--fill: ${COLOURS[name]}; --on: ${name === "a" ? "#fff" : "#000"}; --off: ${name === "a" ? "#000" : "#fff"}`
   const chip = (name) => el("span", { class: "chip", style: paint(name) }, name)
   const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`

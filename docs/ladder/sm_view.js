@@ -16,17 +16,6 @@
   const root = document.getElementById("sm-app")
   let state = sm.fromHash(location.hash)
 
-  /** Make an element: `on...` are listeners, a null or false attribute is left out, children are elements or text. */
-  function el(name, attributes = {}, ...children) {
-    const node = document.createElement(name)
-    for (const [key, value] of Object.entries(attributes)) {
-      if (key.startsWith("on")) node.addEventListener(key.slice(2), value)
-      else if (value !== null && value !== false) node.setAttribute(key, value)
-    }
-    node.append(...children.flat(Infinity).filter((child) => child !== null))
-    return node
-  }
-
   const percent = (share) => `${Math.round(100 * share)} %`
   const kb = (bytes) => `${(bytes / 1024).toPrecision(3)} KB`
   const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`
