@@ -4,11 +4,13 @@ import gc
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from types import FunctionType
+from unittest import mock
 
 import jaxtyping
 import pytest
@@ -79,6 +81,9 @@ def pytest_configure(config):
         sys.modules.setdefault(package, None)
     torch.manual_seed(0)
     gc.disable()  # until all tests are collected: there is no garbage among them
+    # Beartype draws which element of a list it checks. By a generator of its own: the kit watches that of Python.
+    with mock.patch.object(random, "getrandbits", random.Random(0).getrandbits):
+        import beartype  # noqa: F401
     # Annotated shapes are checked on every call, in the cases that are chosen below, except in Triton's own language.
     jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(["refattn", "fastattn", "twinattn"], "beartype.beartype")
