@@ -79,7 +79,6 @@ POSITIONS = Operation(
     ),
     derived=BATCH,
     exact=frozenset({"out"}),
-    tables=("block_table",),
     dtypes=NUMBERS,
     mistakes=(
         Mistake(
@@ -108,7 +107,6 @@ SLOT_MAPPING = Operation(
     ),
     derived=BATCH,
     exact=frozenset({"out"}),
-    tables=("block_table",),
     dtypes=NUMBERS,
     mistakes=(
         Mistake(
@@ -243,7 +241,6 @@ ADVANCE = Operation(
     changes=("seq_lens", "slots", "input_positions", "input_ids"),
     exact=frozenset({"seq_lens", "slots", "input_positions", "input_ids"}),
     strided=("slots", "input_positions", "input_ids", "sampled_ids"),
-    tables=("block_table",),
     dtypes=NUMBERS,
     mistakes=(
         Mistake(
@@ -356,7 +353,6 @@ SPLIT = Operation(
     ),
     derived={"batch": lambda a: batch_of({**a, "seq_lens": torch.tensor(a["seq_lens"], dtype=torch.int32)})},
     exact=frozenset(f"{part}.{x}" for part in ("decodes", "prefills") for x in (*FIELDS[:3], "rows")),
-    tables=("block_table",),
     seen=seen_parts,
     dtypes=NUMBERS,
     mistakes=(

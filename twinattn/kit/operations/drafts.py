@@ -383,7 +383,6 @@ COMPACT = Operation(
     exact=frozenset({"caches"}),
     moves=True,
     strided=("caches", "parents", "nodes", "lens"),
-    tables=("block_table",),
     pools=("caches",),
     dtypes=MOVED,
     mistakes=(

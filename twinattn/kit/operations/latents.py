@@ -236,7 +236,6 @@ MLA_PREFILL = Operation(
     optional=frozenset({"lse"}),
     types=dict(out="query"),
     strided=("query", "latent", "rope_key", "cache", "key_projection", "value_projection"),
-    tables=("block_table",),
     pools=("cache",),
     nan=("query", "latent"),
     has_out=True,

@@ -68,13 +68,9 @@ def _side_by_side(sizes: list[int]) -> list[int]:
     return strides[::-1]
 
 
-def layout_of(operation: Operation, name: str, layout: str, dense: frozenset[str]) -> str:
-    """Return the layout of a tensor: `layout` if it may have any strides, "gaps" for tables, else "dense"."""
-    if name in dense or word_of(name) in dense:
-        return "dense"
-    if word_of(name) in operation.strided:
-        return layout
-    return "gaps" if word_of(name) in operation.tables and layout != "dense" else "dense"
+def layout_of(name: str, layout: str, dense: frozenset[str]) -> str:
+    """Return the layout of a tensor: `layout`, for lists of lengths, slots and blocks, too, unless it is in `dense`."""
+    return "dense" if name in dense or word_of(name) in dense else layout
 
 
 def far_apart(operation: Operation, arguments: Arguments) -> Arguments:

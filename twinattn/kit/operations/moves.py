@@ -13,7 +13,7 @@ MOVED = (
     *(torch.float64, torch.int32),
 )
 OTHERS = (torch.int8, torch.float32, torch.bfloat16)  # types of pools, in addition to that of the case
-MANY = 65600  # more than 16 bits count
+MANY = 2**17 + 28  # more than 17 bits count
 
 
 PAST_TILES = dict(
@@ -68,13 +68,13 @@ GATHER = Operation(
         Special("empty", "A sequence may have no token.", dict(seq_len=(0,))),
         Special(
             "far blocks",
-            "Numbers of blocks may need more than 16 bits.",
+            "Numbers of blocks may need more than 17 bits.",
             dict(first_block=(MANY,), block_size=(2,)),
             once=True,
         ),
         Special(
             "long",
-            "A sequence may have more tokens than 16 bits count.",
+            "A sequence may have more tokens than 17 bits count.",
             dict(seq_len=(MANY,), heads=(1,)),
             once=True,
         ),
@@ -83,7 +83,6 @@ GATHER = Operation(
     moves=True,
     types=dict(out="cache"),
     strided=("cache",),
-    tables=("blocks",),
     pools=("cache",),
     dtypes=MOVED,
     mistakes=(
@@ -179,7 +178,7 @@ COPY = Operation(
         Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
         Special(
             "many",
-            "There may be more pairs than 16 bits count.",
+            "There may be more pairs than 17 bits count.",
             dict(pairs=(MANY,), block=((1, 1),), caches=(1,)),
             once=True,
         ),
@@ -219,15 +218,29 @@ COPY = Operation(
 
 
 def draw_swap(case: Case, dtype: torch.dtype) -> Inputs:
-    """Draw pools and other pools with another number of blocks."""
+    """Draw pools and other pools with another number of blocks; or the same pools twice."""
     drawn, k = Drawn(case, dtype), case["pairs"]
     n, n2 = case["blocks"], k + 4
     shapes = layers(case, case["block"])
+    if case["same"]:  # blocks move inside each pool, and some sources are destinations of other pairs
+        n += k
+        caches, to = pools(case, drawn, *((n, *shape) for shape in shapes)), drawn.order(n)[:k]
+        pairs = _pairs(drawn, n, to)
+        unread = _overwritten("sources", caches, set(to) - {*pairs[:, 0].tolist()})
+        return Inputs(dict(sources=caches, destinations=list(caches), pairs=pairs), unread)
     sources, destinations = (pools(case, drawn, *((count, *shape) for shape in shapes)) for count in (n, n2))
     pairs = torch.stack([drawn.whole(0, n, k), torch.tensor(drawn.order(n2)[:k], dtype=torch.int64)], dim=1)
     unread = _overwritten("destinations", destinations, {*pairs[:, 1].tolist()})
     unread |= _overwritten("sources", sources, {*range(n)} - {*pairs[:, 0].tolist()})
     return Inputs(dict(sources=sources, destinations=destinations, pairs=pairs), unread)
+
+
+def swapped_in_order(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
+    """Return the destinations after copies one after the other."""
+    if not all(x is y for x, y in zip(a["sources"], a["destinations"], strict=True)):
+        return swapped(a, compute)
+    caches = copied_in_order(dict(caches=a["sources"], pairs=a["pairs"]), compute)
+    return {f"destinations[{i}]": x for i, x in enumerate(caches.values())}
 
 
 def swapped(a: Arguments, compute: torch.dtype) -> dict[str, Tensor]:
@@ -246,14 +259,24 @@ SWAP = Operation(
     draw=draw_swap,
     oracle=swapped,
     sizes=dict(
-        pairs=(3, 1, 8, 40), blocks=(5, 1, 90), caches=(2, 1, 3), block=((4, 2, 8), (3, 5), (1, 1)), types=(1, 2)
+        pairs=(3, 1, 8, 40),
+        blocks=(5, 1, 90),
+        caches=(2, 1, 3),
+        block=((4, 2, 8), (3, 5), (1, 1)),
+        types=(1, 2),
+        same=(False, True),
     ),
     dimensions=PAST_TILES,
     specials=(
+        Special(
+            "same pool",
+            "A source may be a destination, too: all blocks are read before any is written.",
+            dict(same=(True,), pairs=(8, 40)),
+        ),
         Special("empty", "There may be no pairs, and no pools.", dict(pairs=(0, 3), caches=(1, 0))),
         Special(
             "many",
-            "There may be more pairs than 16 bits count.",
+            "There may be more pairs than 17 bits count.",
             dict(pairs=(MANY,), block=((1, 1),), caches=(1,)),
             once=True,
         ),
@@ -267,6 +290,11 @@ SWAP = Operation(
     flips=("pairs",),
     dtypes=MOVED,
     mistakes=(
+        Mistake(
+            "swapped-one-after-another",
+            "Copies one pair after the other: in one pool, a source that is the destination of an earlier pair is lost.",
+            swapped_in_order,
+        ),
         Mistake(
             "same-block-in-both",
             "Writes to the block with the number of the source.",

@@ -111,8 +111,7 @@ class Operation:
         moves: whether data only moves, so that a NaN keeps its bits, too.
         optional: outputs that a function need not return.
         types: for an output that must have the type of an argument, the name of that argument.
-        strided: tensors that may have any strides.
-        tables: tensors of block numbers; their rows may be part of a larger table.
+        strided: tensors whose numbers are others in the second of two calls.
         pools: tensors with a first dimension that may span more than 2^31 elements.
         flips: tensors of integers that stay valid if they are flipped.
         seen: makes the named outputs from the returned value and the arguments after the call, if `outputs` does not.
@@ -142,7 +141,6 @@ class Operation:
     optional: frozenset[str] = frozenset()
     types: Mapping[str, str] = field(default_factory=dict)
     strided: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ()
     pools: tuple[str, ...] = ()
     flips: tuple[str, ...] = ()
     seen: Callable[[Any, Arguments], Answers] | None = None
@@ -198,13 +196,22 @@ def tensors_of(arguments: Arguments) -> dict[str, Tensor]:
 
 
 def with_tensors(arguments: Arguments, change: Callable[[str, Tensor], Tensor]) -> Arguments:
-    """Return the arguments with each tensor replaced by `change(name, tensor)`."""
-    changed = dict(arguments)
+    """Return the arguments with each tensor replaced by `change(name, tensor)`.
+
+    A tensor that is two arguments is replaced once, under its first name, and is again both.
+    """
+    changed, known = dict(arguments), dict[int, Tensor]()
+
+    def once(name: str, x: Tensor) -> Tensor:
+        if id(x) not in known:
+            known[id(x)] = change(name, x)
+        return known[id(x)]
+
     for name, x in arguments.items():
         if isinstance(x, Tensor):
-            changed[name] = change(name, x)
+            changed[name] = once(name, x)
         elif isinstance(x, list):
-            changed[name] = [change(f"{name}[{i}]", y) if isinstance(y, Tensor) else y for i, y in enumerate(x)]
+            changed[name] = [once(f"{name}[{i}]", y) if isinstance(y, Tensor) else y for i, y in enumerate(x)]
     return changed
 
 

@@ -239,7 +239,7 @@ class _Call:
         """Copy the tensors into memory with margins, and with other strides where they may have any."""
 
         def put(name: str, x: Tensor) -> Tensor:
-            self.placed[name] = place(x, layout_of(self.operation, name, layout, self.inputs.dense), self.device)
+            self.placed[name] = place(x, layout_of(name, layout, self.inputs.dense), self.device)
             return self.placed[name].view
 
         return with_tensors(arguments, put)
@@ -298,8 +298,9 @@ def writes(call: _Call) -> None:
     for placed in call.placed.values():
         placed.keep()
     call.ask(given)
+    changed = {id(x) for name, x in tensors_of(given).items() if word_of(name) in (*call.operation.changes, "out")}
     for name, placed in call.placed.items():
-        if word_of(name) not in (*call.operation.changes, "out"):
+        if id(placed.view) not in changed:
             if placed.was_written():
                 raise Broken(f"{name}: was changed, and is an input")
         elif placed.was_written_outside():
@@ -412,7 +413,7 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
     says = "No output depends on memory that no token has, on entries past the last block, or on rows of padding."
     if operation.draw(_first(operation), operation.dtypes[0]).unread:
         found.append(OperationProperty("unread", says, operation, unread))
-    if operation.strided or operation.tables:
+    if any(x.numel() for x in tensors_of(operation.draw(_first(operation), operation.dtypes[0]).arguments).values()):
         says = "Tensors may have any strides; memory between their elements is not read."
         found.append(OperationProperty("strides", says, operation, strides))
     says = "Inputs are not changed, and nothing is written around a tensor or between its elements."

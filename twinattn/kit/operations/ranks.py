@@ -125,7 +125,7 @@ CONTEXT_PARALLEL = Operation(
     sizes=dict(
         lens=LENS,
         block_size=(4, 1, 16),
-        heads=((2, 1), (1, 1), (2, 2)),
+        heads=((2, 1), (1, 1), (2, 2), (12, 2), (5, 1), (10, 2)),
         head_size=(16, 8),
         ranks=(2, 1, 3),
         interleave=(1, 2, 16),
@@ -165,7 +165,6 @@ CONTEXT_PARALLEL = Operation(
     optional=frozenset({"lse"}),
     types=dict(out="query"),
     strided=("query", "key", "value", "key_cache", "value_cache", "sinks"),
-    tables=("block_table",),
     pools=("key_cache", "value_cache"),
     invoke=on_each_rank,
     size=lambda a: 8.0,

@@ -137,15 +137,14 @@ INDEX_SCORES = Operation(
         LONG,
         Special(
             "many keys",
-            "A sequence may have more keys than 2^15.",
-            dict(lens=(((2, 33_000),),), heads=(1,), head_size=(8,), block_size=(16,)),
+            "A sequence may have more keys than 2^17.",
+            dict(lens=(((2, 2**17 + 28),),), heads=(1,), head_size=(8,), block_size=(16,)),
             once=True,
         ),
         Special("many heads", "There may be 64 index heads and more.", dict(heads=(64, 70), head_size=(128,))),
     ),
     derived={**BATCH, "plan": lambda a: chunked_prefill.plan(batch_of(a), block_size=a["index_cache"].shape[1])},
     strided=("query", "weights", "index_cache"),
-    tables=("block_table",),
     pools=("index_cache",),
     nan=("query",),
     size=lambda a: (
@@ -173,7 +172,11 @@ INDEX_SCORES = Operation(
 # --- int8 pools ---
 
 
-TINY = {torch.float32: 1e-9, torch.bfloat16: 1e-9, torch.float16: 2.0**-12}  # elements of queries under a large scale
+TINY = {  # elements of queries under a large scale
+    torch.float32: (1e-9, 1e-24, 1e-32, 1e-5),
+    torch.bfloat16: (1e-9, 1e-24, 1e-32, 1e-5),
+    torch.float16: (2.0**-12, 2.0**-6),
+}
 
 
 def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
@@ -198,7 +201,8 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         return_lse=True,
     )
     if case["values"] == "tiny":
-        a["query"], a["softmax_scale"] = a["query"] * TINY[dtype], 0.21 / TINY[dtype]
+        tiny = TINY[dtype][case.seed % len(TINY[dtype])]
+        a["query"], a["softmax_scale"] = a["query"] * tiny, 0.21 / tiny
     quotient = a["query"].double() / (a["query"].double().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     a["query"][(quotient % 1 - 0.5).abs() < 1e-4] = 0  # near halves, which float32 and float64 may round differently
     if case["values"] == "zeros":
@@ -237,7 +241,7 @@ INT8 = Operation(
     sizes=dict(
         lens=LENS,
         block_size=(4, 1, 16, 3),
-        heads=((2, 1), (1, 1), (6, 2), (3, 3)),
+        heads=((2, 1), (1, 1), (6, 2), (3, 3), (10, 2), (32, 4), (12, 1)),
         head_size=(16, 64, 20),
         more=(0, 8),
         value_scales=(True, False),
@@ -265,7 +269,6 @@ INT8 = Operation(
     optional=frozenset({"lse"}),
     types=dict(out="query"),
     strided=("query", "key_cache", "value_cache", "key_scales", "value_scales"),
-    tables=("block_table",),
     pools=("key_cache", "value_cache", "key_scales"),
     nan=("query", "key_scales"),
     has_out=True,

@@ -245,8 +245,8 @@ STATE_MAP = Operation(
     oracle=mapped,
     sizes=dict(
         lens=LENS[:4],
-        heads=(1, 2),
-        group=(1, 2, 3),
+        heads=(1, 2, 3),
+        group=(1, 2, 3, 4, 8),
         key_size=(16, 8),
         value_size=(16, 5),
         padding=(0, 2),
@@ -284,6 +284,11 @@ STATE_MAP = Operation(
             "decay-after-write",
             "The decay of a token is applied after it was written.",
             lambda a, c: mapped(a, c, decay_last=True),
+        ),
+        Mistake(
+            "value-heads-in-turn",
+            "Value heads take the keys in turn, where neighbours share one.",
+            lambda a, c: mapped({**a, "key": a["key"][:, torch.arange(a["value"].shape[1]) % a["key"].shape[1]]}, c),
         ),
         Mistake("delta-left-out", "Old values are not subtracted.", lambda a, c: mapped({**a, "delta": False}, c)),
     ),

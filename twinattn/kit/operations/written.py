@@ -18,8 +18,9 @@ from twinattn.kit.operations.tiles import BLOCKS, of_size
 
 HALF = 3e-7  # the relative error that a quotient in float32 may have
 TIED = (7.0, 1.0, 13.0, 0.75, 41.0, 47.0, 3.0)  # scales that a write computes: 127 / largest is not their inverse
+SMALLEST = (1e-12, 1e-10, 1e-8, 1e-6, 1e-5)  # what kernels add to a scale, so as not to divide by 0
 EXACT = (1.0, 0.5, 4.0, 2.0**-7)  # given scales with an exact inverse, so that a kernel may multiply by it
-MANY = 65600
+MANY = 2**17 + 28  # more than 17 bits count
 TOKENS = (5, 1, 17, 40)
 PAST_TILES = dict(
     tokens=of_size("tokens"),
@@ -28,8 +29,13 @@ PAST_TILES = dict(
 )
 EMPTY = Special("empty", "There may be no token, and no token with a slot.", dict(tokens=(0, 1)))
 MANY_TOKENS = Special(
-    "many", "There may be more tokens than 16 bits count.", dict(tokens=(MANY,), heads=(1,), head_size=(8,)), once=True
+    "many", "There may be more tokens than 17 bits count.", dict(tokens=(MANY,), heads=(1,), head_size=(8,)), once=True
 )
+MAGNITUDES = {  # powers of two: a scale of a 127th is still a normal number
+    torch.float32: (-112, 100),
+    torch.bfloat16: (-112, 100),
+    torch.float16: (-20, 10),
+}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -91,8 +97,8 @@ def draw_index(case: Case, dtype: torch.dtype) -> Inputs:
     n = t // p + 3
     key = drawn.normal(t, d)
     if case["values"] == "tiny" and t:
-        key[::2] = 0
-        key[1::2] *= 1e-6
+        key = key * 2.0 ** -drawn.whole(0, 40, t, 1)  # on both sides of the smallest scale
+        key[::3] = 0
     if case["values"] == "nan" and t:
         key[::2, 1] = torch.nan
     index_cache = drawn.normal(n, p, d)
@@ -158,7 +164,7 @@ INDEX_WRITE = Operation(
     specials=(
         Special(
             "tiny",
-            "The scale of a key of zeros, and of a tiny one, is 1e-4 / 448.",
+            "The scale of a key of zeros, and of one below 1e-4, is 1e-4 / 448.",
             dict(values=("tiny",), bytes=(True,)),
         ),
         Special("keeps nan", "The scale of a key with a NaN is NaN.", dict(values=("nan",), bytes=(True,))),
@@ -203,6 +209,9 @@ def _rows(case: Case, dtype: torch.dtype) -> tuple[Drawn, dict[str, Tensor], int
         value[1::3, 0, 1] = torch.nan
     if case["values"] == "zeros" and rows:
         key[::2], value[::2] = 0, 0
+    if case["values"] == "any size" and rows:
+        smallest, largest = MAGNITUDES[dtype]
+        key = (key.double() * 2.0 ** drawn.whole(smallest, largest, rows, hk, 1).double()).to(dtype)
     return drawn, dict(key=key, value=value, slot_mapping=drawn.slots(t, n * p)), n
 
 
@@ -337,12 +346,14 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     return Inputs(arguments, _unread(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
 
 
-def int8_written(a: Arguments, compute: torch.dtype, largest: float = 127.0, of_zeros: float = 1.0) -> Answers:
+def int8_written(
+    a: Arguments, compute: torch.dtype, largest: float = 127.0, of_zeros: float = 1.0, smallest: float = 0.0
+) -> Answers:
     """Return the pools after the write; quantized values under a scale that is not finite are 0, to be ignored."""
     t, off = len(a["slot_mapping"]), 0.0 if a["exact_halves"] else HALF
     key, value = a["key"][:t].double(), a["value"][:t].double()
     most = key.abs().amax(-1)
-    scale = torch.where(most == 0, of_zeros, most / largest).float()
+    scale = torch.where(most == 0, of_zeros, (most / largest).clamp(min=smallest)).float()
     if a["value_scales"] is not None:
         scale = scale.masked_fill(value.isnan().any(-1), torch.nan)
         values = to_int8(value / a["value_scales"].double(), off)
@@ -390,6 +401,9 @@ INT8_WRITE = Operation(
     specials=(
         Special("ties", "Halves are rounded to the even number.", dict(values=("ties",))),
         Special("zeros", "A key of zeros has a scale of 1.", dict(values=("zeros",))),
+        Special(
+            "any size", "A key may be of any size, its elements subnormal, too.", dict(values=("any size",))
+        ),
         Special("keeps nan", "The scale of a token and head with a NaN is NaN.", dict(values=("nan",))),
         EMPTY,
         MANY_TOKENS,
@@ -407,6 +421,14 @@ INT8_WRITE = Operation(
     ),
     mistakes=(
         Mistake("int8-of-128", "Divides by 128, not by 127.", lambda a, c: int8_written(a, c, 128.0)),
+        *(
+            Mistake(
+                f"int8-scale-at-least-{least:.0e}",
+                f"The scale of a key is at least {least:.0e}.",
+                lambda a, c, least=least: int8_written(a, c, smallest=least),
+            )
+            for least in SMALLEST
+        ),
         Mistake(
             "int8-scale-of-zeros", "The scale of a key of zeros is 0.", lambda a, c: int8_written(a, c, of_zeros=0.0)
         ),
