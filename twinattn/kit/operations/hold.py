@@ -10,7 +10,7 @@ from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.operation import Answers, Mistake, Operation, word_of
 from twinattn.kit.property import Broken
-from twinattn.kit.tolerance import bound, distance
+from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, bound, distance
 
 LOOSER = 4.0  # factor of the tolerance when an output is compared with that of a mistake
 
@@ -49,7 +49,11 @@ def hold(operation: Operation, arguments: Arguments, came: Answers, size: float)
             _hold_exactly(name, got, right if isinstance(right, list) else [right], operation.moves)
         else:
             terms = operation.terms(arguments) if operation.terms is not None else 1
-            _hold_closely(name, got, right, low[name], size, 1.0, terms)
+            roundings = size
+            if name == "lse" and operation.score is not None:
+                eps = [torch.finfo(kind).eps for kind in (_type_of(operation, arguments), torch.float32)]
+                roundings = max(size, operation.score(arguments) * eps[0] / eps[1] / FLOAT32_ROUNDINGS)
+            _hold_closely(name, got, right, low[name], roundings, 1.0, terms)
 
 
 def agrees(operation: Operation, mistake: Mistake, arguments: Arguments, came: Answers, size: float) -> bool:

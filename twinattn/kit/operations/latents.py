@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from refattn import mla
-from refattn.options import AttentionOptions
+from refattn.packed_latents import LATENT_GROUP, SMALLEST_SCALE, packed_parts, packed_size
+from twinattn.kit import packed
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, padding_of, rows_of, slots_of, unused
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
-from twinattn.kit.operations.scores import PADDING, expanded, softmax, visible
+from twinattn.kit.operations.scores import PADDING, biased, expanded, options_of, softmax, sunk, visible
 from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
 from twinattn.kit.operations.written import (
     EMPTY,
@@ -25,6 +27,9 @@ from twinattn.kit.operations.written import (
     to_fp8,
     written,
 )
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+PACKED_RANK = 2 * LATENT_GROUP  # elements of a packed latent
 
 
 def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
@@ -144,27 +149,86 @@ def draw_prefill(case: Case, dtype: torch.dtype) -> Inputs:
         int(a["cu_seqlens_q"][-1]) + case["padding"],
         *(case[x] for x in ("heads", "rank", "rope", "nope")),
     )
+    kind, scale = FP8.get(case["stored"]), 1.0
+    shape = n, case["block_size"], r + rope + case["more"]
+    if kind is None:
+        cache = drawn.normal(*shape)
+    else:
+        cache, scale = drawn.normal(*shape, dtype=torch.float32).mul(14).to(kind), 0.0713
+    if case["stored"] == "packed":
+        r, rope = PACKED_RANK, rope + rope % 2
+        numbers = drawn.normal(n, case["block_size"], r + rope, dtype=torch.float32)
+        cache = packed.pool(numbers, r, packed.KINDS[case.seed % len(packed.KINDS)], case.seed)
     a |= dict(
         query=drawn.normal(t, h, nope + rope),
         latent=drawn.normal(t, r),
         rope_key=drawn.normal(t, rope),
-        cache=drawn.normal(n, case["block_size"], r + rope + case["more"]),
+        cache=cache,
+        cache_scale=scale,
+        sinks=drawn.normal(h, dtype=torch.float32) if case["sinks"] else None,
+        alibi_slopes=drawn.uniform(h, low=0.01, high=0.4, dtype=torch.float32) if case["alibi_slopes"] else None,
+        softcap=case["softcap"],
+        max_context_len=case["max_context_len"] and max((s - q for q, s in lens), default=0) + 5,
         key_projection=drawn.normal(h, nope, r) / r**0.5,
         value_projection=drawn.normal(h, case["value_size"], r) / r**0.5,
         softmax_scale=0.23,
         return_lse=True,
         workspace=case["workspace"],
     )
+    without_ties(a, case["stored"])
     unread = expanded(free, a["cache"]).clone()
-    unread[..., r + rope :] = True
-    return Inputs(a, past | dict(cache=unread) | {x: padding_of(a, a[x]) for x in ("query", "latent", "rope_key")})
+    unread[..., packed_size(r, rope) if case["stored"] == "packed" else r + rope :] = True
+    dense = frozenset({"cache"}) if case["stored"] == "packed" else frozenset[str]()
+    of_rows = {x: padding_of(a, a[x]) for x in ("query", "latent", "rope_key")}
+    return Inputs(a, past | dict(cache=unread) | of_rows, dense)
 
 
-def prefilled(a: Arguments, compute: torch.dtype, *, context: bool = True, causal: bool = True) -> Answers:
+def without_ties(a: Arguments, stored: str) -> None:
+    """Zero the new latents that are halfway between two quantized values, up to the rounding of a quotient."""
+    kind = torch.float8_e4m3fn if stored == "packed" else FP8.get(stored)
+    for name in ("latent", "rope_key") if kind is not None else ():
+        if stored == "packed" and name == "rope_key":
+            continue
+        low, _, high = to_fp8(a[name].double() / scales_of(a, stored, a[name]), kind)
+        a[name][low != high] = 0
+
+
+def scales_of(a: Arguments, stored: str, latent: Tensor) -> Tensor:
+    """Return the scale of each element of new latents: that of the pool, or of its group, computed."""
+    if stored != "packed":
+        return torch.tensor(a["cache_scale"], dtype=torch.float32).double()
+    most = latent.double().unflatten(-1, (-1, LATENT_GROUP)).abs().amax(-1)
+    return (most / LARGEST).float().clamp(min=SMALLEST_SCALE).double().repeat_interleave(LATENT_GROUP, -1)
+
+
+def as_read(a: Arguments, *, rounded: bool = True, scaled: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the slots of the pool `[slots, r + rope]` and the new tokens `[t, r + rope]`, as numbers in float64."""
+    cache, latent, rope_key = a["cache"].flatten(0, 1), a["latent"], a["rope_key"]
+    rank, rope = latent.shape[1], rope_key.shape[1]
+    if cache.dtype == torch.uint8:
+        quantized, scales, rotary = packed_parts(cache, rank, rope)
+        by_element = scales.double().repeat_interleave(LATENT_GROUP, -1)
+        rows = torch.cat([quantized.view(torch.float8_e4m3fn).double() * by_element, rotary.double()], dim=1)
+        if rounded:
+            scale = scales_of(a, "packed", latent)
+            latent = to_fp8(latent.double() / scale, torch.float8_e4m3fn)[1].double() * scale
+            rope_key = rope_key.to(torch.bfloat16)
+    elif cache.dtype in FP8.values():
+        scale = scales_of(a, "", latent)
+        rows = cache[:, : rank + rope].double() * (scale if scaled else 1.0)
+        if rounded:
+            latent, rope_key = (to_fp8(x.double() / scale, cache.dtype)[1].double() * scale for x in (latent, rope_key))
+    else:
+        rows = cache[:, : rank + rope].double()
+    return rows, torch.cat([latent.double(), rope_key.double()], dim=1)
+
+
+def prefilled(
+    a: Arguments, compute: torch.dtype, *, context: bool = True, causal: bool = True, **reads: bool
+) -> Answers:
     """Expand keys and values of all tokens of a sequence, and attend in one softmax."""
     rank, h = a["latent"].shape[1], a["query"].shape[1]
-    query, rows = a["query"].to(compute), a["cache"].flatten(0, 1)[:, : rank + a["rope_key"].shape[1]].to(compute)
-    new = torch.cat([a["latent"], a["rope_key"]], dim=1).to(compute)
+    query, (rows, new) = a["query"].to(compute), (x.to(compute) for x in as_read(a, **reads))
     to_key, to_value = a["key_projection"].to(compute), a["value_projection"].to(compute)
     out, lse = query.new_zeros(len(query), h, to_value.shape[1]), query.new_full((len(query), h), -torch.inf)
     for i, (q0, q1, s) in enumerate(rows_of(a)):
@@ -173,15 +237,17 @@ def prefilled(a: Arguments, compute: torch.dtype, *, context: bool = True, causa
         latent, shared = tokens[:, :rank], tokens[:, rank:].expand(h, -1, -1)
         key = torch.cat([latent @ to_key.transpose(1, 2), shared], dim=-1)
         scores = query[q0:q1].transpose(0, 1) @ key.transpose(1, 2) * a["softmax_scale"]
+        scores = biased(scores, a, q1 - q0)
         mask = visible(q1 - q0, len(tokens)) | (not causal)
         out[q0:q1], lse[q0:q1] = softmax(scores, mask, latent @ to_value.transpose(1, 2))
-    return dict(out=out, lse=lse)
+    return sunk(a, out, lse)
 
 
 def prefill_plan(a: Arguments) -> Any:
     """Plan chunks of context for a workspace of some tokens per sequence."""
     b = max(1, len(a["seq_lens"]))
-    return mla.plan_prefill(batch_of(a), block_size=a["cache"].shape[1], workspace=a["workspace"] * b)
+    more = dict(block_size=a["cache"].shape[1], max_context_len=a["max_context_len"] or None)
+    return mla.plan_prefill(batch_of(a), workspace=a["workspace"] * b, **more)
 
 
 MLA_PREFILL = Operation(
@@ -204,13 +270,31 @@ MLA_PREFILL = Operation(
         nope=(12, 5),
         value_size=(10, 20, 12),
         padding=(0, 2),
+        stored=("numbers",),
+        max_context_len=(False, True),
+        sinks=(False, True),
+        alibi_slopes=(False, True),
+        softcap=(0.0, 3.0),
     ),
+    options=dict(sinks=False, alibi_slopes=False, softcap=0.0),
     dimensions=of_lengths(1025, 257, 129, heads=1, workspace=64)
     | dict(block_size=of_size("block_size", BLOCKS), heads=of_size("heads", 129), padding=of_size("padding", 1025))
     | {name: of_size(name, 513) for name in ("rank", "rope", "more", "nope", "value_size")},
     specials=(
         Special(
             "empty", "Sequences may have no query, and no context.", dict(lens=((), ((0, 3), (2, 2)), ((0, 0), (1, 1))))
+        ),
+        Special(
+            "fp8",
+            "A pool may hold fp8: new tokens are rounded to what a write would store.",
+            dict(stored=("e4m3", "e5m2"), max_context_len=(False,)),
+            ("cache_scale",),
+        ),
+        Special(
+            "packed",
+            "A pool may hold packed rows: new tokens are rounded to what a write would store.",
+            dict(stored=("packed",), max_context_len=(False,)),
+            ("cache_scale",),
         ),
         PADDING,
         Special(
@@ -221,8 +305,8 @@ MLA_PREFILL = Operation(
         ),
         Special(
             "many keys",
-            "A context may have more tokens than 2^15.",
-            dict(lens=(((2, 33_000), (1, 9)),), heads=(1,), block_size=(16,), workspace=(4096,)),
+            "A context may have more tokens than 2^17.",
+            dict(lens=(((2, 2**17 + 28), (1, 9)),), heads=(1,), block_size=(16,), workspace=(4096,)),
             once=True,
         ),
     ),
@@ -230,18 +314,29 @@ MLA_PREFILL = Operation(
         **BATCH,
         "plan": prefill_plan,
         "block_size": lambda a: a["cache"].shape[1],
-        "options": lambda a: AttentionOptions(softmax_scale=a["softmax_scale"]),
+        "options": options_of,
     },
     outputs=("out", "lse"),
     optional=frozenset({"lse"}),
     types=dict(out="query"),
-    strided=("query", "latent", "rope_key", "cache", "key_projection", "value_projection"),
+    strided=("query", "latent", "rope_key", "cache", "key_projection", "value_projection", "sinks"),
     pools=("cache",),
     nan=("query", "latent"),
     has_out=True,
     size=lambda a: 12.0,
+    score=lambda a: a["softmax_scale"] * a["query"].shape[-1] ** 0.5 / 2,
     mistakes=(
         Mistake("context-left-out", "New tokens do not see the context.", lambda a, c: prefilled(a, c, context=False)),
+        Mistake(
+            "new-latents-not-rounded",
+            "Over a quantized pool, new tokens are not rounded as a write would.",
+            lambda a, c: prefilled(a, c, rounded=False),
+        ),
+        Mistake(
+            "context-without-scale",
+            "The context is not multiplied by the scale of the pool.",
+            lambda a, c: prefilled(a, c, scaled=False),
+        ),
         Mistake("new-tokens-not-causal", "New tokens see later ones.", lambda a, c: prefilled(a, c, causal=False)),
         Mistake(
             "rotary-part-left-out",

@@ -13,6 +13,7 @@ from twinattn.kit.operations.operation import Operation, with_tensors, word_of
 MARGIN = 64  # elements before and after each tensor
 POISON = (torch.nan, torch.inf, 1e4)  # one per case, in floating-point tensors
 NONSENSE = (-1, 2**30, -7)  # one per case, in tables
+SIDE_BY_SIDE = ("cu_seqlens_q", "seq_lens", "tree_lens")  # lengths: kernels read them in place
 LAYOUTS = ("reversed", "gaps", "apart")
 
 
@@ -69,8 +70,8 @@ def _side_by_side(sizes: list[int]) -> list[int]:
 
 
 def layout_of(name: str, layout: str, dense: frozenset[str]) -> str:
-    """Return the layout of a tensor: `layout`, for lists of lengths, slots and blocks, too, unless it is in `dense`."""
-    return "dense" if name in dense or word_of(name) in dense else layout
+    """Return the layout of a tensor: `layout`, of slots and block numbers, too, unless it has to be contiguous."""
+    return "dense" if {name, word_of(name)} & {*dense, *SIDE_BY_SIDE} else layout
 
 
 def far_apart(operation: Operation, arguments: Arguments) -> Arguments:

@@ -120,6 +120,7 @@ class Operation:
         has_out: whether it takes memory for the output as `out`.
         dtypes: types of the numbers.
         size: the size of the terms of an output, which is their sum; the largest output if None.
+        score: the size of a score, for a kernel that rounds keys to the type of the query; it is an error of the LSE.
         terms: the number of terms of an output: if no type is wider, so many roundings are allowed.
         mistakes: known mistakes.
     """
@@ -149,6 +150,7 @@ class Operation:
     has_out: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     size: Callable[[Arguments], float] | None = None
+    score: Callable[[Arguments], float] | None = None
     terms: Callable[[Arguments], int] | None = None
     mistakes: tuple[Mistake, ...] = ()
 
@@ -305,7 +307,10 @@ class OperationKernel:
 
 
 IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # names of the command line -> names in cases
-IN = {"plan": ("window_size", "num_accepted", "flush"), "options": ("sinks",)}  # arguments that contain others
+IN = {  # arguments that contain others
+    "plan": ("window_size", "num_accepted", "flush"),
+    "options": ("sinks", "softcap", "alibi_slopes"),
+}
 
 
 def named(came: Any, names: tuple[str, ...], optional: frozenset[str] = frozenset()) -> Answers:

@@ -53,6 +53,34 @@ def softmax(scores: Tensor, mask: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     return out.transpose(0, 1), (total.log() + most)[..., 0].transpose(0, 1)
 
 
+def biased(scores: Tensor, a: Arguments, q: int) -> Tensor:
+    """Apply the cap and the biases of a call to the scores of a sequence, `[h, t, s]`."""
+    if a["softcap"]:
+        scores = a["softcap"] * torch.tanh(scores / a["softcap"])
+    if a["alibi_slopes"] is not None:
+        s = scores.shape[-1]
+        distance = (torch.arange(s - q, s)[:, None] - torch.arange(s)).abs()
+        scores = scores - a["alibi_slopes"].to(scores.dtype)[:, None, None] * distance
+    return scores
+
+
+def sunk(a: Arguments, out: Tensor, lse: Tensor) -> Answers:
+    """Return outputs and log-sum-exps with the sinks of a call, if it has some, but not in rows of padding."""
+    if a["sinks"] is None:
+        return dict(out=out, lse=lse)
+    found = with_sinks(dict(out=out, lse=lse, sinks=a["sinks"]), out.dtype)
+    end = int(a["cu_seqlens_q"][-1])
+    found["out"], found["lse"] = found["out"].to(out.dtype), found["lse"].to(out.dtype)
+    found["lse"][end:] = -torch.inf
+    return found
+
+
+def options_of(a: Arguments) -> AttentionOptions:
+    """Return the options of a call."""
+    names = ("softmax_scale", "softcap", "alibi_slopes", "sinks")
+    return AttentionOptions(**{name: a[name] for name in names})
+
+
 def paged(drawn: Drawn) -> tuple[Arguments, dict[str, Tensor], Tensor, int]:
     """Draw a ragged batch and its table; return both, masks of unused entries and slots, and the number of blocks."""
     case = drawn.case
