@@ -23,7 +23,7 @@ from twinattn.kit.bits import bits_of
 from twinattn.kit.drawn import Drawn
 from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected
 from twinattn.kit.finding import FAILED, Finding, Report
-from twinattn.kit.kernel import BadKernelError, Kernel, check_device, notes_on
+from twinattn.kit.kernel import BadKernelError, Kernel, NoMemoryError, check_device, notes_on
 from twinattn.kit.landmarks import is_huge, is_large, without_an_option
 from twinattn.kit.operations import Case, OperationProperty
 from twinattn.kit.property import (
@@ -209,7 +209,7 @@ def _look(
     """Search for a batch on which a property does not hold, one type after the other."""
     if isinstance(prop, OperationProperty):
         return Finding(prop.name, prop.promise, **prop.look(kernel, dtypes, device, examples, on_example))
-    tried, refused, reason = 0, 0, ""
+    tried, refused, reason, undrawn, no_memory = 0, 0, "", 0, ""
     drawn = examples if prop.examples is None else prop.examples
     most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
@@ -222,11 +222,15 @@ def _look(
         if search.not_claimed:
             return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason
+        undrawn, no_memory = undrawn + search.undrawn, search.no_memory or no_memory
         if failure is not None:
             return search.finding(failure, blamed)
-    if tried and refused == tried:
+    if tried and undrawn == tried:
+        return Finding(prop.name, prop.promise, "not claimed", no_memory, tried)
+    if tried and refused == tried - undrawn:
         return Finding(prop.name, prop.promise, "refused", reason, tried, refused)
     detail = f"{refused} of {tried} batches refused: {reason}" if refused else ""
+    detail = f"{undrawn} of {tried} batches {no_memory}" if undrawn and not refused else detail
     without_lse = kernel.without_lse and prop.compares_lse
     return Finding(prop.name, prop.promise, "honoured", detail, tried, refused, without_lse=without_lse)
 
@@ -247,6 +251,7 @@ class _Search:
         self.shrinking, self.repeat = shrinking, repeat
         self.kernel, self.prop, self.dtype, self.device, self.on_example = kernel, prop, dtype, device, on_example
         self.tried, self.refused, self.reason, self.not_claimed = 0, 0, "", False
+        self.undrawn, self.no_memory = 0, ""
         self.trials: list[_Trial] = []
         self.failures: dict[str, Broken] = {}  # by batch
         self.smallest: Example | None = None
@@ -325,6 +330,8 @@ class _Search:
         try:
             for _ in range(self.repeat):
                 self._keep(example, self.prop.check)
+        except NoMemoryError as error:
+            self.undrawn, self.no_memory = self.undrawn + 1, str(error)
         except RefusedError as error:
             self.refused, self.reason = self.refused + 1, str(error)
             self.not_claimed = isinstance(error, NotClaimedError)

@@ -13,6 +13,7 @@ from twinattn.kit.kernel import Kernel, Shape
 from twinattn.kit.property import OTHER_LENGTHS, Draw
 
 SCALES, CAPS = (0.3, 1.0, 0.0, -0.3, 0.0437), (1.0, 5.3, 30.0)
+DEEPEST = 7  # prefixes one inside another
 FAR_BLOCK, MOST_ELEMENTS = 2**16, 2**26  # the first block of a batch in a large pool, and the most elements of a pool
 
 
@@ -34,6 +35,8 @@ def draw_example(
         options["window_size"] = (draw(st.integers(0, 20)), 0)
     if path == "local":
         options["chunk_size"] = block_size * draw(st.integers(1, 2))
+        if options.get("window_size", (-1, -1))[0] >= 0:  # several chunks of new tokens, and a window in each
+            options["chunk_size"] = min(options["chunk_size"], max(block_size, 16 // block_size * block_size))
     if path == "cascade":
         shared = options["shared"] = draw_prefixes(draw, kernel, len(pairs))
         prefixes = ((0, len(pairs), shared),) if isinstance(shared, int) else shared
@@ -67,12 +70,12 @@ def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[i
     """Draw how many blocks all sequences share; for a kernel that takes prefixes, also nested prefixes of some."""
     if count < 2 or not kernel.takes("prefixes") or draw(st.booleans()):
         return draw(st.integers(0, 2))
-    first = draw(st.integers(0, count - 2))
-    last = draw(st.integers(first + 2, count))
-    blocks = draw(st.integers(1, 2))
-    inner = draw(st.integers(first, last - 2))
-    nested = ((inner, min(inner + 2, last), blocks + 1),) if draw(st.booleans()) else ()
-    return ((first, last, blocks), *nested)
+    first, last, blocks, found = 0, count, 0, list[tuple[int, int, int]]()
+    for _ in range(draw(st.integers(1, DEEPEST))):  # each inside of the one before
+        first = draw(st.integers(first, last - 2))
+        last, blocks = draw(st.integers(first + 2, last)), blocks + draw(st.integers(1, 2))
+        found.append((first, last, blocks))
+    return tuple(found)
 
 
 def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
@@ -150,7 +153,7 @@ def windowed(draw: Draw, kernel: Kernel) -> Example:
 def of_several_sequences(draw: Draw, kernel: Kernel) -> Example:
     """Draw three or four sequences, some of which share a prefix."""
     one = sequences(kernel, most=1).map(lambda pairs: pairs[0])
-    return draw_example(draw, kernel, st.lists(one, min_size=3, max_size=4))
+    return draw_example(draw, kernel, st.lists(one, min_size=3, max_size=9 if kernel.takes("prefixes") else 4))
 
 
 def scales_of(several: str) -> Callable[[Draw, Kernel], Example]:

@@ -76,7 +76,8 @@ class Example(Workload):
             alone) or the name of their type; `alibi_slopes`: True, "far" (so small that keys far away have weight),
             "root" (for `alibi_sqrt`) or the name of their type; the numbers are then made.
             `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
-            first. `merge`: `parts`; `empty`: whether some rows are. `quantized`: `scales` of keys and values;
+            first. `merge`: `parts`; `empty`: whether some rows are;
+            `lse_dtype`: "float64" for large log-sum-exps in that type. `quantized`: `scales` of keys and values;
             `scales_of`: "heads", "sequences" or one of `corners.MIXED`; `format`: "e5m2" instead of e4m3; `bytes`:
             whether the pools are uint8; `query_scale`: whether there is one. `interval`: `seen`: "spans", "prefix" or
             "drawn". `sparse`, `sparse_latents`, `packed_latents`: `topk`: the most keys of a query; `twice`: whether a
@@ -574,7 +575,9 @@ def _wider(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list):
         return [_wider(x, dtype) for x in value]
     is_code = isinstance(value, Tensor) and value.dtype.itemsize == 1
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_code else value
+    if not isinstance(value, Tensor) or not value.is_floating_point() or is_code:
+        return value
+    return value.to(torch.promote_types(dtype, value.dtype))
 
 
 POOLS = (("key_cache", 0), ("value_cache", 0))
@@ -592,7 +595,7 @@ PATHS = {
         ),
         Path("chunked_prefill", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
         Path("sliding_window", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
-        Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size",), pools=POOLS),
+        Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size", "window_size"), pools=POOLS),
         Path("cascade", ROWS_AND_PAGES, _paged, planned=("prefixes", "window_size"), pools=POOLS),
         Path("interval", ROWS_AND_PAGES, _paged, planned=("first_visible", "last_visible"), pools=POOLS),
         Path(

@@ -12,7 +12,7 @@ from refattn.keys import read_packed
 from twinattn.kit import gradients
 from twinattn.kit.bits import bits_of
 from twinattn.kit.example import PACKED, PATHS, Answers, Arguments, Example, expected
-from twinattn.kit.kernel import Kernel, device_of
+from twinattn.kit.kernel import Kernel, NoMemoryError, device_of
 from twinattn.kit.property import Broken, CrashedError, RefusedError
 from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, assert_close, on_cpu
 
@@ -51,6 +51,8 @@ def raised(kernel: Kernel, arguments: Arguments) -> Iterator[None]:
     """
     try:
         yield
+    except NoMemoryError:
+        raise
     except NotImplementedError as error:
         raise RefusedError(str(error)) from error
     except (Exception, SystemExit) as error:  # another author's kernel may raise anything

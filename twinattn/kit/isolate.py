@@ -58,7 +58,8 @@ def check_apart(
         examples: batches per property in the first type, and fewer in each other type.
         only: names of properties.
         seconds: for all properties; those after that are reported as not reached.
-        patience: seconds without a new line in the log after which the process is killed.
+        patience: seconds without a new line in the log after which the process is killed; those in which it is ready
+            to run, and others run on the machine, do not count.
         repeat: how often each batch is tried.
         limits: claims that replace those of the kernel.
         on_finding: called with every finding.
@@ -148,15 +149,16 @@ def watch(
             start_new_session=True,
             env={**environment, **os.environ},
         )
-    size, began = 0, time.monotonic()
-    since = began
+    size, began, waited = 0, time.monotonic(), 0.0
+    clock = _Clock(process.pid)
     try:
         while process.poll() is None:
             now, before = time.monotonic(), size
             size = log.stat().st_size if log.exists() else 0
-            since = now if size != before else since
-            if now - since > (patience if size else max(patience, STARTS)):
-                return "hung", f"no answer in {now - since:.0f} s"
+            took = clock.tick()
+            waited = waited + took if size == before else 0.0
+            if waited > (patience if size else max(patience, STARTS)):
+                return "hung", f"no answer in {waited:.0f} s of its own: --patience says how many it may take"
             if now - began > seconds:
                 return "not reached", "the time was over while it was checked"
             time.sleep(LOOK)
@@ -170,6 +172,28 @@ def watch(
         return "crashed", f"its process ended with {signal.Signals(-process.returncode).name}"
     words = (said.read_text().strip().splitlines() or [""])[-1]
     return "crashed", f"its process ended with status {process.returncode}: {words}"
+
+
+class _Clock:
+    """The time that a process has had: not that in which it was ready to run, and others ran on the machine."""
+
+    def __init__(self, process: int) -> None:
+        self.file = Path(f"/proc/{process}/stat")
+        self.last, self.used = time.monotonic(), self._read()[1]
+
+    def tick(self) -> float:
+        """Return the seconds since the last tick: those on a processor if it wants to run, all of them if it waits."""
+        now, before, (wants_to_run, used) = time.monotonic(), self.used, self._read()
+        passed, self.last, self.used = now - self.last, now, used
+        return min(passed, max(0.0, used - before)) if wants_to_run else passed
+
+    def _read(self) -> tuple[bool, float]:
+        """Return whether it wants to run, and its seconds on a processor; without a /proc, as if it waited."""
+        try:
+            words = self.file.read_text().rpartition(")")[2].split()
+        except OSError:
+            return False, 0.0
+        return words[0] == "R", (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def finding_of(values: dict[str, Any]) -> Finding:

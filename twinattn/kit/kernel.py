@@ -131,7 +131,7 @@ OF_PATH = {
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
     "recurrent": Claims(  # heads: of values first
-        heads=((1, 1), (3, 3), (6, 2), (8, 1), (4, 2)),
+        heads=((1, 1), (3, 3), (6, 2), (8, 1), (8, 2), (20, 4), (32, 2), (4, 2)),
         head_sizes=((64, 64), (256, 256), (72, 40), (128, 64)),
         block_sizes=(16,),
     ),
@@ -150,6 +150,10 @@ def claims(**limits: Any) -> Callable[[Callable], Callable]:
 
 class BadKernelError(Exception):
     """A function that the kit cannot call, with the reason."""
+
+
+class NoMemoryError(Exception):
+    """The kit has no memory for a batch, which is no fault of the kernel."""
 
 
 def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[str]) -> dict[str, str]:
@@ -412,11 +416,19 @@ def preserving_clone(x: Tensor) -> Tensor:
 
 
 def untouched(elements: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Allocate memory without writing it: on a CPU the pages that are never written take no RAM."""
-    if device != "cpu":
-        return torch.zeros(elements, dtype=dtype, device=device)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
+    """Allocate memory without writing it: on a CPU the pages that are never written take no RAM.
+
+    Raises:
+        NoMemoryError: if the machine has no room for it.
+    """
+    size = elements * dtype.itemsize
+    try:
+        if device != "cpu":
+            return torch.zeros(elements, dtype=dtype, device=device)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
+    except (OSError, torch.OutOfMemoryError) as error:
+        raise NoMemoryError(f"not drawn: this machine has no {size / 1e9:.0f} GB for a pool") from error
 
 
 def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None) -> Kernel:

@@ -149,7 +149,10 @@ def many_sequences(kernel: Kernel) -> list[Example]:
     decodes = tuple((1, 1 + (7 * i) % PAST_8_BITS) for i in range(PAST_8_BITS))
     crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_2048))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
-    return [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
+    batches = [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
+    if kernel.path == "quantized" and "scales per sequence" not in kernel.claims.not_claimed:
+        batches = [replace(x, options={**x.options, "scales_of": "sequences"}) for x in batches]
+    return batches
 
 
 def many_slots(kernel: Kernel) -> list[Example]:
@@ -198,6 +201,16 @@ def of_far_windows(kernel: Kernel) -> list[Example]:
         windows += [dict(window_size=window, causal=False) for window in far]
     wide = [example(kernel, ((1, WIDE_WINDOW + 1905), (3, WIDE_WINDOW + 405)), window_size=(WIDE_WINDOW, 0))]
     return wide + [example(kernel, ((3, 20), (1, 33), (2, 700)), **window) for window in windows]
+
+
+def of_windows_in_chunks(kernel: Kernel) -> list[Example]:
+    """Return windows over several chunks of new tokens, decodes in the middle of a chunk, and a window of 0."""
+    p = kernel.claims.shapes[0][2]
+    batches = (((7 * p + 3, 9 * p), (1, 5 * p + 2)), 2), (((5 * p, 5 * p), (2, 40 * p + 9), (3, 3)), 1), (((1, 1100),), 30)
+    windows = (p // 2 + 1, 0), (0, 0), (p + p // 2, 0)
+    return [
+        example(kernel, lens, chunk_size=blocks * p, window_size=window) for lens, blocks in batches for window in windows
+    ]
 
 
 def long_lists(kernel: Kernel) -> list[Example]:
@@ -262,12 +275,22 @@ def most_heads(kernel: Kernel) -> Shape:
 
 
 def of_prefixes(kernel: Kernel) -> list[Example]:
-    """Return prefixes on three levels, one of many blocks; and two prefixes with another sequence in between."""
+    """Return prefixes on three levels, one of many blocks; two prefixes with another sequence in between; and more.
+
+    One batch has 17 prefixes one inside another, and one has more rows of queries times heads in a group than 16 bits
+    count.
+    """
     p = kernel.claims.shapes[0][2]
     nested, apart = ((0, 6, 1), (0, 4, 2), (0, 2, 640 // p), (4, 6, 3)), ((0, 2, 2), (3, 5, 1))
     lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
-    made = example(kernel, lens), example(kernel, lens[1:])
-    return [replace(x, options={**x.options, "shared": of}) for x, of in zip(made, (nested, apart), strict=True)]
+    deep = tuple((i // 2, 20 - i // 3, i + 1) for i in range(17))
+    made = [
+        (example(kernel, lens), nested),
+        (example(kernel, lens[1:]), apart),
+        (example(kernel, tuple((1 + i % 2, 20 * p + 3 + i) for i in range(20))), deep),
+        (example(kernel, ((64, 70),) * 22, most_heads(kernel)), ((0, 22, 3), (5, 22, 5))),  # many rows of a group
+    ]
+    return [replace(x, options={**x.options, "shared": of}) for x, of in made]
 
 
 def one_part(kernel: Kernel) -> list[Example]:
@@ -286,7 +309,7 @@ def many_parts(kernel: Kernel) -> list[Example]:
 def many_scores(kernel: Kernel) -> list[Example]:
     """Return queries with more than 2^16 scores, queries that select many keys, and nearly equal scores."""
     return [
-        example(kernel, ((1, 70_000),)),
+        example(kernel, ((1, PAST_A_MODEL),)),
         example(kernel, ((3, 900),), topk=300),
         example(kernel, ((1, 9000),), topk=5000),
         example(kernel, ((1, 40_000),), topk=64, kind="near"),

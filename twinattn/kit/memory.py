@@ -15,6 +15,9 @@ from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import LARGE, Kernel, untouched
 from twinattn.kit.property import ATTENDS, Broken, Check, Draw, NotClaimedError, Property, outputs_alone
 
+PER_HEAD = ("alibi_slopes", "sinks", "norm_weight", "lambda_full")  # their strides are asked of by `option_strides`
+SIDE_BY_SIDE = ("first_visible", "last_visible")  # tables of a plan: kernels read them in place
+
 
 def poisoned(name: str) -> Check:
     """Return a check that poison in a part of the hidden memory does not change the outputs."""
@@ -86,13 +89,16 @@ def with_gap(x: Tensor) -> Tensor:
 
 
 def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare with tensors, the block table included, that are not contiguous in their last dimension."""
+    """Compare with tensors that are not contiguous in their last dimension, tables of blocks and slots included."""
     arguments = example.tensors(dtype, device)
-    words = ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out", "slot_mapping")
-    for word in (*words, "log_decay", "beta", "outs", "lses"):
-        if word in arguments:
-            x = arguments[word]
-            arguments[word] = [every_other(y) for y in x] if isinstance(x, list) else every_other(x)
+    for word, x in arguments.items():
+        if isinstance(x, list) and x and isinstance(x[0], Tensor):
+            arguments[word] = [every_other(y) for y in x]
+        elif isinstance(x, Tensor) and word not in (*PER_HEAD, *SIDE_BY_SIDE, *PATHS[example.path].in_place):
+            arguments[word] = every_other(x)
+    if "trees" in arguments:
+        trees = arguments["trees"]
+        arguments["trees"] = replace(trees, parents=every_other(trees.parents))
     if "batch" in arguments and arguments["batch"].block_table is not None:
         batch = arguments["batch"]
         arguments["batch"] = replace(batch, block_table=every_other(batch.block_table))
@@ -130,7 +136,7 @@ def far_rows(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
         if word in arguments:
             x = arguments[word]
             stride = (LARGE // max(1, len(x) - 1) // 4096 + 2) * 4096
-            memory = untouched(stride * len(x), x.dtype, device)
+            memory = untouched(stride * max(0, len(x) - 1) + x[:1].numel() + 1, x.dtype, device)
             arguments[word] = memory.as_strided(x.shape, (stride, *x.stride()[1:])).copy_(x)
     hold(example, arguments, ask(kernel, example, arguments))
     kernel.calls.clear()
@@ -160,7 +166,10 @@ def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     (first, before), *_ = pools = PATHS[example.path].pools or (("states", 0),)
     n = max(2, arguments[first].shape[before])
     stride = (LARGE // (n - 1) // 4096 + 2) * 4096  # keeps pages aligned
-    memory = untouched(stride * n, arguments[first].dtype, device)
+    pages = [math.prod(arguments[word].shape[before + 1 :]) for word, _ in pools]
+    room = stride * (n - 1) + sum(max(2**18, page) for page in pages)
+    outer = math.prod(arguments[first].shape[:before])
+    memory = untouched(room + outer * max(pages), arguments[first].dtype, device)
     begin = 0
     for word, _ in pools:
         pool = arguments[word]

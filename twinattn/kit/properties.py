@@ -24,6 +24,7 @@ from twinattn.kit.checks import (
     upper_bounds,
     without_lse,
 )
+from twinattn.kit.corners import unless_refused
 from twinattn.kit.draws import (
     CAPS,
     SCALES,
@@ -74,7 +75,7 @@ def all_together(kernel: Kernel) -> list[Example]:
     return at_once + combinations.every_pair(kernel)
 
 
-WINDOWED = ("varlen", "chunked_prefill", "sliding_window", "cascade", "speculative", "differential", "quantized")
+WINDOWED = ("varlen", "chunked_prefill", "sliding_window", "local", "cascade", "speculative", "differential", "quantized")
 INVARIANT = ("varlen", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla")
 PROPERTIES = (
     Property(
@@ -119,6 +120,16 @@ PROPERTIES = (
         ("window_size",),
         ("varlen", "chunked_prefill", "sliding_window", "cascade", "speculative"),
         landmarks=landmarks.long(window_size=(90, 0)),
+        check_landmark=outputs_at_landmarks,
+    ),
+    Property(
+        "window",
+        "A token sees what lies in its window and in its chunk.",
+        windowed,
+        mask,
+        ("window_size",),
+        ("local",),
+        landmarks=landmarks.of_windows_in_chunks,
         check_landmark=outputs_at_landmarks,
     ),
     Property(
@@ -270,6 +281,14 @@ PROPERTIES = (
         landmarks=landmarks.one_part,
     ),
     Property(
+        "float64",
+        "Log-sum-exps in float64 are merged in float64, if they are taken.",
+        with_option("lse_dtype", "float64"),
+        unless_refused(everything),
+        paths=("merge",),
+        examples=6,
+    ),
+    Property(
         "many parts",
         "Each of many parts counts.",
         plain,
@@ -328,7 +347,7 @@ PROPERTIES = (
     ),
     Property(
         "many scores",
-        "A query may have more scores than 16 bits count.",
+        "A query may have more scores than 18 bits count.",
         plain,
         answer,
         paths=("select",),

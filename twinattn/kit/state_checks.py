@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from twinattn.kit import landmarks
+from twinattn.kit.corners import unless_refused
 from twinattn.kit.checks import everything
 from twinattn.kit.draws import (
     of_entries_unused,
@@ -45,6 +46,30 @@ def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
             assert_close(answers[name].cpu()[rows], wide[name][rows], low[name][rows], name=name)
         except AssertionError as error:
             raise Broken(f"with NaN in free slots, {error}") from None
+
+
+def of_narrow_states(kernel: Kernel) -> list[Example]:
+    """Return runs of more tokens than a chunk, over pools of 16 bits."""
+    if kernel.claims.max_query_len == 1:
+        return []
+    lens = ((150, 200), (70, 70)), ((300, 303), (2, 9))
+    return [
+        landmarks.example(kernel, pairs, states=kind) for pairs, kind in zip(lens, ("bfloat16", "float16"), strict=True)
+    ]
+
+
+def out_of_states(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Pass memory for the output, a view of a larger tensor: it is written, and nothing around it."""
+    arguments = example.tensors(dtype, device)
+    t, hv, dv = arguments["value"].shape
+    memory = torch.full((t + 2, 2 * hv, dv), 7.0, dtype=dtype, device=device)
+    view = memory[1:-1, :hv]
+    answers = ask(kernel, example, arguments, out=view)
+    hold(example, arguments, answers | dict(out=view))
+    if not (memory[:, hv:] == 7).all() or not (memory[[0, -1]] == 7).all():
+        raise Broken("out: memory around the given one was written")
+    if t and answers["out"].data_ptr() != view.data_ptr():
+        raise Broken("out: the output that is returned is not the memory that was given")
 
 
 def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -180,6 +205,24 @@ PROPERTIES = (
         over_states(decays="strong"),
         everything,
         paths=("recurrent",),
+    ),
+    Property(
+        "state types",
+        "A pool of states may be of 16 bits: a state is computed in float32 in a step, and rounded as it is written.",
+        over_states(states=["bfloat16", "float16"]),
+        unless_refused(everything),
+        paths=("recurrent",),
+        examples=6,
+        landmarks=of_narrow_states,
+    ),
+    Property(
+        "out",
+        "out= is written whole, also a view, and is what is returned.",
+        plain,
+        out_of_states,
+        ("out",),
+        ("recurrent",),
+        examples=6,
     ),
     Property(
         "forgets",

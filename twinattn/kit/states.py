@@ -33,7 +33,8 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
 
     Options: `layer`: one of `LAYERS`. `padding`: every second sequence is padding, beginning with the second. `drafts`:
     each sequence has a slot per token, and begins after some token of the step before. `stale`: sequences without new
-    tokens have the slots of one that has some; "anything": invalid slots. `decays`: "weak"; "strong": some of them,
+    tokens have the slots of one that has some; "anything": invalid slots. `states`: the type of the pool; float32
+    without it. `decays`: "weak"; "strong": some of them,
     down to e^-60; "forget": some are 0. `scale` of the queries, and `delta`: those of `RecurrentOptions`.
     """
     generator = torch.Generator().manual_seed(example.seed)
@@ -65,7 +66,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
         value=normal(t, hv, dv).to(dtype),
         log_decay=log_decay,
         beta=1.5 * torch.rand(t, hv, generator=generator, dtype=torch.float32),  # above 1 the delta rule overshoots
-        states=normal(b * columns + 3, hv, dv, dk),
+        states=normal(b * columns + 3, hv, dv, dk).to(getattr(torch, options.get("states", "float32"))),
         batch=Batch(ends, seq_lens, None, max([0, *queries.tolist()]), max([0, *seq_lens.tolist()])),
         state_indices=slots if options.get("drafts") else slots[:, 0].contiguous(),
         has_initial_state=seq_lens > queries,

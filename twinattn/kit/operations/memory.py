@@ -81,7 +81,7 @@ def far_apart(operation: Operation, arguments: Arguments) -> Arguments:
         if word_of(name) not in operation.pools or len(x) < 2:
             return x
         stride = (LARGE // (len(x) - 1) // 4096 + 2) * 4096
-        memory = untouched(stride * len(x), x.dtype, "cpu")
+        memory = untouched(stride * (len(x) - 1) + x[0].numel(), x.dtype, "cpu")
         return memory.as_strided(x.shape, (stride, *x.contiguous().stride()[1:])).copy_(x)
 
     return with_tensors(arguments, far)

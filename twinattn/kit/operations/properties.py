@@ -21,7 +21,7 @@ from torch import Tensor
 
 from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import synchronize
+from twinattn.kit.kernel import NoMemoryError, synchronize
 from twinattn.kit.operations.hold import agrees, hold
 from twinattn.kit.operations.memory import LAYOUTS, Placed, far_apart, layout_of, place, poisoned
 from twinattn.kit.operations.operation import (
@@ -122,6 +122,7 @@ class OperationProperty:
     ) -> dict[str, Any]:
         """Search for a case in which it does not hold, and return the fields of a finding."""
         tried, refused, reason, trials = 0, 0, "", []
+        undrawn, no_memory = 0, ""
         chosen = dict(self.sizes)
         if self.all_options:
             taken = [name for name in self.operation.options if kernel.takes(name)]
@@ -133,16 +134,21 @@ class OperationProperty:
                     on_example(self.name, case)
                 try:
                     trials.append(self.attempt(kernel, case, dtype, device))
+                except NoMemoryError as error:
+                    undrawn, no_memory = undrawn + 1, str(error)
                 except RefusedError as error:
                     refused, reason = refused + 1, str(error)
                 except Broken as error:
                     return self._finding(kernel, case, dtype, device, error, trials) | dict(
                         examples=tried, refused=refused
                     )
-        if tried and refused == tried:
+        if tried and undrawn == tried:
+            outcome, detail = "not claimed", no_memory
+        elif tried and refused == tried - undrawn:
             outcome, detail = "refused", reason
         else:
             outcome, detail = "honoured", f"{refused} of {tried} cases refused: {reason}" if refused else ""
+            detail = f"{undrawn} of {tried} cases {no_memory}" if undrawn and not refused else detail
         return dict(outcome=outcome, detail=detail, examples=tried, refused=refused)
 
     def _cases(self, kernel: OperationKernel, chosen: Mapping[str, Any], examples: int, i: int) -> list[Case]:
@@ -252,6 +258,8 @@ class _Call:
             came = self.kernel(arguments)
             if self.device != "cpu":
                 synchronize({"device": torch.empty(0, device=self.device)})
+        except NoMemoryError:
+            raise
         except NotImplementedError as error:
             raise RefusedError(str(error)) from error
         except Exception as error:  # another author's function may raise anything
