@@ -469,7 +469,12 @@ KERNELS = (
         ),
         *(None, "torch", varlen),
     ),
-    Adapter("fa2-backward", "varlen_backward", prepared(fa2.prepare, dtypes=HALVES), *FA2),
+    Adapter(
+        "fa2-backward",
+        "varlen_backward",
+        prepared(fa2.prepare, dtypes=HALVES, not_claimed={"slopes gradient": "it has none of alibi_slopes"}),
+        *FA2,
+    ),
     Adapter(
         "fa3-backward",
         "varlen_backward",

@@ -165,6 +165,27 @@ def one_at_a_time(kernel: Kernel, example: Example, dtype: torch.dtype, device: 
             raise Broken(f"where {name} alone requires a gradient, {error}") from None
 
 
+def of_slopes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the gradient of the slopes of ALiBi, which a model may learn."""
+    if kernel.is_backward:
+        raise NotClaimedError("is a backward itself, which returns no gradient of slopes")
+    arguments = example.tensors(dtype, device)
+    try:
+        came = ask(kernel, example, arguments, wanted=("alibi_slopes",))["dslopes"].detach().cpu()
+    except RefusedError as error:
+        raise NotClaimedError(f"has no gradient of alibi_slopes: {error}") from error
+    finally:
+        kernel.calls.clear()  # known mistakes have no gradient of slopes
+    arguments = on_cpu(arguments)
+    (wide, low), sizes = gradients.expected(arguments, ("alibi_slopes",)), gradients.sizes(example, arguments)
+    if not came.any() and wide["dslopes"].any():
+        raise Broken("dslopes: all zeros, or none: the slopes require a gradient, and get none")
+    try:
+        gradients.assert_close("dslopes", came, wide["dslopes"], low["dslopes"], sizes["dslopes"], dtype)
+    except AssertionError as error:
+        raise Broken(str(error)) from None
+
+
 def deterministic(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare the bits of repeated calls."""
     arguments = example.tensors(dtype, device) | dict(deterministic=True)
@@ -382,6 +403,15 @@ PROPERTIES = (
         everything,
         ("sinks",),
         landmarks=landmarks.of_sinks,
+    ),
+    Property(
+        "slopes gradient",
+        "Slopes of ALiBi have a gradient: minus the distance times that of each score, summed over all pairs.",
+        with_options("alibi_slopes"),
+        of_slopes,
+        ("alibi_slopes",),
+        examples=6,
+        landmarks=landmarks.each(alibi_slopes=(True,)),
     ),
     Property(
         "together",

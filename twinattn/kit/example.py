@@ -55,6 +55,7 @@ SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
 HOLES = ("first", "middle", "last")  # where the entries of a list are -1
 FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # keys tens of thousands of tokens away still have weight
 SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; with the small ones thousands of keys have weight
+LATENT_SCALE = 0.0713  # of latents in fp8
 QUERY_SCALE = 0.0213  # the quantized values of a query of about 1 are then about 50
 CALLED = (
     "return_lse",
@@ -82,7 +83,8 @@ class Example(Workload):
             whether the pools are uint8; `query_scale`: whether there is one. `interval`: `seen`: "spans", "prefix" or
             "drawn". `sparse`, `sparse_latents`, `packed_latents`: `topk`: the most keys of a query; `twice`: whether a
             key may be listed several times; `full`: whether all lists have as many keys as possible; `holes`: where
-            the entries are -1, one of `HOLES`. `packed_latents`, `packed_mla`: `rows`, one of `packed.KINDS`.
+            the entries are -1, one of `HOLES`. `mla`, `sparse_latents`: `stored`: the type of an fp8 pool;
+            `query_scale`: whether queries are rounded, too. `packed_latents`, `packed_mla`: `rows`, one of `packed.KINDS`.
             `select`: `topk`, and the `kind` of the scores. `kv_cache`: `holes`: whether some slots are -1; `slots`:
             "run", "backwards" or "anywhere". `speculative`: `growing`: nodes of each tree before those of the query
             rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a gradient of
@@ -447,6 +449,11 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
     if example.path in PACKED:
         kind = options.pop("rows", "mixed") if keys is None else "exact"
         cache = packed.pool(drawn.key_cache[:, :, 0], rank, kind, example.seed)
+    if options.pop("query_scale", False):
+        options["query_scale"] = QUERY_SCALE
+    if options.get("stored"):
+        options["cache_scale"] = LATENT_SCALE
+        cache = (cache.float() / LATENT_SCALE).to(getattr(torch, options.pop("stored")))
     batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
     batch = _forked(example, batch)
     if example.path in SELECTED:

@@ -18,6 +18,7 @@ from twinattn.kit.tolerance import WIDER, bound, distance
 from twinattn.kit.workload import Workload
 
 OF = {"query": "dq", "key": "dk", "value": "dv", "sinks": "dsinks"}  # the gradient of each, by its name in an answer
+NAMES = {**OF, "alibi_slopes": "dslopes"}  # and those that are asked for alone
 OURS = ("grad_out", "grad_lse", "deterministic")  # not parameters of the reference's forward
 
 
@@ -42,7 +43,7 @@ def leaves_of(arguments: Mapping[str, Any], wanted: Sequence[str] = ()) -> dict[
     chosen = wanted or tuple(OF)
     return {
         name: arguments[name].detach().requires_grad_()
-        for name in OF
+        for name in NAMES
         if name in chosen and isinstance(arguments.get(name), Tensor)
     }
 
@@ -79,7 +80,7 @@ def differentiate(
     inputs = list(leaves.values())
     found = torch.autograd.grad(outputs, inputs, grads, allow_unused=True) if outputs else [None] * len(inputs)
     return {
-        OF[name]: torch.zeros_like(x) if grad is None else grad
+        NAMES[name]: torch.zeros_like(x) if grad is None else grad
         for (name, x), grad in zip(leaves.items(), found, strict=True)
     }
 
@@ -92,7 +93,9 @@ def forward(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return answer
 
 
-def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def expected(
+    arguments: Mapping[str, Any], wanted: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the gradients of the reference in a wider type, and those of its formula in the type of the query."""
     dtype = arguments["query"].dtype
     wider = {
@@ -100,8 +103,8 @@ def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
         for name, x in arguments.items()
     }
     with computing_in(dtype):
-        low = differentiate(forward, arguments)
-    return differentiate(forward, wider), low
+        low = differentiate(forward, arguments, wanted)
+    return differentiate(forward, wider, wanted), low
 
 
 def sizes(example: Workload, arguments: Mapping[str, Any]) -> dict[str, float]:
@@ -112,7 +115,8 @@ def sizes(example: Workload, arguments: Mapping[str, Any]) -> dict[str, float]:
     lse = torch.zeros(arguments["query"].shape[:2]) if lse is None else lse
     options: dict[str, Any] = dict(scale=scale, softcap=arguments.get("softcap", 0.0))
     options |= dict(slopes=arguments.get("alibi_slopes"), sinks=arguments.get("sinks"))
-    largest, of_sinks, row, first = dict.fromkeys(OF.values(), 0.0), torch.zeros(()), 0, 0
+    largest, of_sinks, of_slopes = dict.fromkeys(OF.values(), 0.0), torch.zeros(()), torch.zeros(())
+    row, first = 0, 0
     for i, (q, s) in enumerate(example.lens):
         rows, keys = slice(row, row + q), slice(first, first + s)
         query, grad_out, grad_lse = (x.detach()[rows] for x in (arguments["query"], arguments["grad_out"], lse))
@@ -121,9 +125,10 @@ def sizes(example: Workload, arguments: Mapping[str, Any]) -> dict[str, float]:
         _, found = oracle.differentiate(query, key, value, seen, grad_out, grad_lse, **options)
         for name, x in zip(("dq", "dk", "dv"), found, strict=False):
             largest[name] = max(largest[name], float(x.abs().max()) if x.numel() else 0.0)
-        of_sinks = of_sinks + found.dsinks
+        of_sinks, of_slopes = of_sinks + found.dsinks, of_slopes + found.dslopes
         row, first = rows.stop, keys.stop
-    largest["dsinks"] = float(of_sinks.abs().max()) if of_sinks.numel() else 0.0
+    for name, x in (("dsinks", of_sinks), ("dslopes", of_slopes)):
+        largest[name] = float(x.abs().max()) if x.numel() else 0.0
     return largest
 
 

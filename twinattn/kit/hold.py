@@ -202,11 +202,14 @@ def score_size(example: Example, arguments: Arguments) -> float:
         keys = arguments["cache"][:, 0]
     else:
         keys = next(arguments[name] for name in ("key", "key_cache", "cache") if name in arguments)[..., :size]
+    if "cache_scale" in arguments:
+        factor = arguments["cache_scale"]
     if "scales" in arguments:
         scale = arguments["scales"].key
         factor = float(scale.max()) if isinstance(scale, Tensor) else scale
         kind = arguments["scales"].format
         keys = keys.view(kind) if keys.dtype == torch.uint8 else keys
+    if "scales" in arguments or "cache_scale" in arguments:
         if query.dtype != torch.float32:
             factor *= torch.finfo(query.dtype).eps / torch.finfo(torch.float32).eps / FLOAT32_ROUNDINGS / size**0.5
     if not query.numel() or not keys.numel():

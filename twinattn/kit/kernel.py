@@ -45,7 +45,32 @@ NEUTRAL = {
     "delta": True,
     "grad_lse": None,
     "deterministic": False,
+    "cache_scale": 1.0,
+    "query_scale": None,
 }  # the value of an option that a batch does not set
+NOT_DRAWN = {  # options of a path, of an operation or of its plan that no batch sets, each with the reason
+    "speculative": {"causal": "trees are causal, and what has none is chunked_prefill"},
+    "differential": {
+        "scales": "over fp8 pools each half is that of quantized",
+        "norm": "it is any function of the caller's",
+    },
+    "mla": {"fp8_weights": "it allows a wider error, which has no reference"},
+    "packed_mla": {"fp8_weights": "packed latents refuse it"},
+    "recurrent": {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")},
+    "mla_prefill": {"batch_invariant": "bits are held by the tests of the path"},
+    "int8_attention": {
+        name: "held over fp8 by the path quantized, and by search"
+        for name in ("alibi_slopes", "alibi_sqrt", "batch_invariant")
+    },
+    "context_parallel": {
+        name: "held by the tests of the path"
+        for name in ("softcap", "alibi_slopes", "alibi_sqrt", "batch_invariant", "scales", "out")
+    },
+    **dict.fromkeys(
+        ("state_map", "convolve"),
+        {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")},
+    ),
+}
 LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
@@ -169,8 +194,13 @@ def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[s
 
 def notes_on(kernel: Any) -> tuple[str, ...]:
     """Return a sentence for each optional parameter that a path has no argument for, which keeps its default."""
-    unknown = unknown_words(kernel.parameters, kernel.words())
-    return tuple(f"the parameter {name} is none of this path's{hint}" for name, hint in unknown.items())
+    unknown, known = unknown_words(kernel.parameters, kernel.words()), NOT_DRAWN.get(kernel.path, {})
+    return tuple(
+        f"the parameter {name} is not drawn: {known[name]}"
+        if name in known
+        else f"the parameter {name} is none of this path's{hint}"
+        for name, hint in unknown.items()
+    )
 
 
 @dataclass
@@ -232,7 +262,8 @@ class Kernel:
         words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "out"]
         words += [] if path.in_place else ["return_lse"]
         extra = {"varlen": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
-        extra["sparse_latents"] = extra["packed_latents"] = ["slots"]
+        extra["sparse_latents"] = extra["packed_latents"] = ["slots", "cache_scale"]
+        extra["mla"] = extra["packed_mla"] = ["cache_scale", "query_scale"]
         extra["varlen_backward"] = ["cu_seqlens_k", "lse", "deterministic"]
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from refattn.scales import Fp8Scales
 from twinattn.kit import landmarks
-from twinattn.kit.checks import answer, counted, glance
+from twinattn.kit.checks import answer, counted, everything, glance
 from twinattn.kit.draws import draw_example, padded, plain, with_option
 from twinattn.kit.example import PACKED, Arguments, Example, expected
 from twinattn.kit.hold import ask, hold
@@ -31,6 +31,7 @@ from twinattn.kit.property import (
 )
 from twinattn.kit.tolerance import assert_close
 
+FP8_NAMES = ("float8_e4m3fn", "float8_e5m2")
 LARGE_PRODUCT = 40.0  # elements of a query and a key: 64 products are beyond 65504, the largest number of fp16
 SIZES = {torch.float16: (2.0**-16, 1e4), torch.bfloat16: (1e-30, 1e30), torch.float32: (1e-30, 1e30)}  # magnitudes
 LARGEST_SQUARED = 1e15
@@ -380,6 +381,24 @@ PROPERTIES = (
             replace(x, options={**x.options, "query_scale": True})
             for x in landmarks.each(scales_of=("heads", "sequences"), format=("e5m2",))(kernel)
         ],
+    ),
+    Property(
+        "fp8 latents",
+        "A pool of latents may hold fp8 under one scale.",
+        drawn(stored=FP8_NAMES),
+        everything,
+        ("cache_scale",),
+        ("mla", "sparse_latents"),
+        landmarks=lambda kernel: landmarks.long(stored="float8_e4m3fn")(kernel)[:3],
+    ),
+    Property(
+        "query scale",
+        "Queries over latents in fp8 may be rounded to it, too, under a scale of their own.",
+        drawn(stored=FP8_NAMES, query_scale=(True,)),
+        everything,
+        ("query_scale",),
+        ("mla",),
+        examples=8,
     ),
     Property(
         "bytes",

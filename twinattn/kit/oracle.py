@@ -26,12 +26,14 @@ class Slopes(NamedTuple):
         dk: `[s, hk, d]`.
         dv: `[s, hk, dv]`.
         dsinks: `[h]`; zeros without sinks.
+        dslopes: `[h]`, of ALiBi without a root.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dsinks: Tensor
+    dslopes: Tensor
 
 
 class Answer(NamedTuple):
@@ -166,6 +168,7 @@ def differentiate(
 
         ds = p * (grad_out . v - delta + grad_lse)      times 1 - tanh^2 where scores are capped
         dq = scale * ds k       dk = scale * ds^T q       dv = p^T grad_out      dsinks = sum p_sink (grad_lse - delta)
+        dslopes = - sum distance * ds, without the derivative of the cap
 
     Args:
         query: `[t, h, d]`.
@@ -206,7 +209,8 @@ def differentiate(
         ds, rows = p * slope * of_scores, (p_sink * of_sinks).sum((1, 2))
         of_keys = scale * (ds.mT @ q), p.mT @ go
         dk, dv = (x.unflatten(0, (-1, group)).sum(1).transpose(0, 1) for x in of_keys)
-        return Slopes(scale * (ds @ k).transpose(0, 1), dk, dv, rows)
+        of_biases = -(p * of_scores * seen.distance).sum((1, 2))
+        return Slopes(scale * (ds @ k).transpose(0, 1), dk, dv, rows, of_biases)
 
     products = go * out.transpose(0, 1)
     delta, walk = products.sum(-1, keepdim=True), products.square().sum(-1, keepdim=True).sqrt()

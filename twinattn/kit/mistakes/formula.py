@@ -112,6 +112,8 @@ class Attention(Formula, is_base=True):
         a = self.arguments
         if "cache" in a:  # latents
             rows = a["cache"].flatten(0, 1)
+            scale = a.get("cache_scale", 1.0)
+            rows = rows.double() * scale if scale != 1 else rows
             rows = (rows if rows.is_floating_point() else self._unpacked(rows, a["latent_rank"]))[:, None]
             return rows[..., : self.example.head_size], rows[..., : a["latent_rank"]]
         if "key" in a:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from twinattn.kit.example import Arguments, Example
 from twinattn.kit.mistakes.formula import Attention
+from twinattn.kit.mistakes.where import given
 
 
 class RotaryDropped(Attention):
@@ -26,6 +27,18 @@ class RotaryOnly(Attention):
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         rank = self.arguments["latent_rank"]
         return super()._scores(query[..., rank:], key[..., rank:], pos, j)
+
+
+class CacheScaleIgnored(Attention):
+    """The scale of a pool of latents in fp8 is ignored."""
+
+    paths: tuple[str, ...] = ("mla", "sparse_latents")
+    where = given("cache_scale")
+
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        scale = self.arguments["cache_scale"]
+        key, value = super()._pools()
+        return key / scale, value / scale
 
 
 class RankFixed(Attention):

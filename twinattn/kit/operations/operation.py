@@ -308,7 +308,7 @@ class OperationKernel:
 
 IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # names of the command line -> names in cases
 IN = {  # arguments that contain others
-    "plan": ("window_size", "num_accepted", "flush"),
+    "plan": ("window_size", "num_accepted", "flush", "causal"),
     "options": ("sinks", "softcap", "alibi_slopes"),
 }
 

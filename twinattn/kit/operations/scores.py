@@ -1,5 +1,7 @@
 """Attention that is not among the kit's paths: index scores, int8 pools, sinks added to an output."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -227,6 +229,11 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         value_scales=drawn.uniform(hk, dv, low=0.005, high=0.03, dtype=torch.float32) if case["value_scales"] else None,
         softmax_scale=0.21,
         return_lse=True,
+        sinks=drawn.normal(h, dtype=torch.float32) if case["sinks"] else None,
+        softcap=case["softcap"],
+        alibi_slopes=None,
+        causal=case["causal"],
+        window_size=case["window_size"],
     )
     if case["values"] == "tiny":
         tiny = TINY[dtype][case.seed % len(TINY[dtype])]
@@ -237,6 +244,12 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         a["query"][::2], a["query"][1::2, :1] = 0, 0
     unread = {name: expanded(free, a[name]) for name in ("key_cache", "value_cache", "key_scales")}
     return Inputs(a, past | unread | dict(query=padding_of(a, a["query"])))
+
+
+def int8_plan(a: Arguments) -> Any:
+    """Return the plan of a step."""
+    more = dict(causal=a["causal"], window_size=a["window_size"])
+    return quantized.plan(batch_of(a), block_size=a["key_cache"].shape[1], **more)
 
 
 def int8_attention(a: Arguments, compute: torch.dtype, *, one_scale: bool = False, round_query: bool = True) -> Answers:
@@ -254,8 +267,12 @@ def int8_attention(a: Arguments, compute: torch.dtype, *, one_scale: bool = Fals
         slots = slots_of(a, i, s, a["key_cache"].shape[1])
         key, value = (x[slots].repeat_interleave(h // x.shape[1], dim=1).transpose(0, 1) for x in (keys, values))
         scores = query[q0:q1].transpose(0, 1) @ key.transpose(1, 2) * a["softmax_scale"]
-        out[q0:q1], lse[q0:q1] = softmax(scores, visible(q1 - q0, s), value)
-    return dict(out=out, lse=lse)
+        scores, (left, right) = biased(scores, a, q1 - q0), a["window_size"]
+        ahead = torch.arange(s) - torch.arange(s - q1 + q0, s)[:, None]
+        mask = (ahead <= 0) if a["causal"] else torch.ones_like(ahead, dtype=torch.bool)
+        mask = mask & ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
+        out[q0:q1], lse[q0:q1] = softmax(scores, mask, value)
+    return sunk(a, out, lse)
 
 
 INT8 = Operation(
@@ -275,7 +292,12 @@ INT8 = Operation(
         value_scales=(True, False),
         padding=(0, 2),
         values=("normal",),
+        causal=(True, False),
+        window_size=((-1, -1), (3, 0), (20, 2), (-1, 1)),
+        softcap=(0.0, 2.0),
+        sinks=(False, True),
     ),
+    options=dict(causal=True, window_size=(-1, -1), softcap=0.0, sinks=False),
     dimensions=of_lengths(queries=513, sequences=513)
     | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
     | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 129))
@@ -289,9 +311,10 @@ INT8 = Operation(
     ),
     derived={
         **BATCH,
-        "plan": lambda a: quantized.plan(batch_of(a), block_size=a["key_cache"].shape[1]),
+        "plan": int8_plan,
+        "block_size": lambda a: a["key_cache"].shape[1],
         "scales": lambda a: Int8Scales(a["key_scales"], a["value_scales"]),
-        "options": lambda a: AttentionOptions(softmax_scale=a["softmax_scale"]),
+        "options": options_of,
     },
     outputs=("out", "lse"),
     optional=frozenset({"lse"}),
