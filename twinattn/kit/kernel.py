@@ -55,20 +55,24 @@ NOT_DRAWN = {  # options of a path, of an operation or of its plan that no batch
         "norm": "it is any function of the caller's",
     },
     "mla": {"fp8_weights": "it allows a wider error, which has no reference"},
-    "packed_mla": {"fp8_weights": "packed latents refuse it"},
+    "packed_mla": dict.fromkeys(("fp8_weights", "cache_scale", "query_scale"), "packed latents refuse it"),
+    "packed_latents": {"cache_scale": "packed latents have scales of their own"},
+    "varlen_backward": {"out": "memory that is given has no gradient"},
+    "make_batch": {"device": "it is that of the check"},
     "recurrent": {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")},
-    "mla_prefill": {"batch_invariant": "bits are held by the tests of the path"},
+    "mla_prefill": dict.fromkeys(("alibi_sqrt", "batch_invariant"), "held by the tests of the path"),
     "int8_attention": {
         name: "held over fp8 by the path quantized, and by search"
         for name in ("alibi_slopes", "alibi_sqrt", "batch_invariant")
     },
     "context_parallel": {
         name: "held by the tests of the path"
-        for name in ("softcap", "alibi_slopes", "alibi_sqrt", "batch_invariant", "scales", "out")
+        for name in ("causal", "softcap", "alibi_slopes", "alibi_sqrt", "batch_invariant", "scales", "out")
     },
     **dict.fromkeys(
         ("state_map", "convolve"),
-        {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")},
+        {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")}
+        | {"scale": "it is of queries, and there are none"},
     ),
 }
 LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
