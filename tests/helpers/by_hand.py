@@ -133,10 +133,21 @@ def varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, ca
     return (out, lse) if return_lse else out
 
 
-def local(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, chunk_size, return_lse=False):
-    """Attention inside chunks."""
+def local(
+    query,
+    key_cache,
+    value_cache,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    chunk_size,
+    window_size=(-1, -1),
+    return_lse=False,
+):
+    """Attention inside chunks, and inside windows in them."""
     batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
-    return paged(query, key_cache, value_cache, *batch, chunk_size=chunk_size, return_lse=return_lse)
+    options = dict(chunk_size=chunk_size, window_size=window_size, return_lse=return_lse)
+    return paged(query, key_cache, value_cache, *batch, **options)
 
 
 def sliding_window(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, window_size, return_lse=False):

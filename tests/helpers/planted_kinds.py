@@ -417,4 +417,59 @@ KINDS = {
         "lses = [x.nan_to_num(-torch.inf, torch.inf, -torch.inf) for x in lses]\n"
         "    top = torch.stack(list(lses)).amax(0)",
     ),
+    "a-window-in-the-first-chunk": (
+        "local",
+        "window",
+        "float32",
+        "see = see & (j >= pos - window_size[0])",
+        "see = see & ((j >= pos - window_size[0]) | (pos // chunk_size != pos[:1] // chunk_size))",
+    ),
+    "five-levels-of-a-cascade": (
+        "cascade_of_prefixes",
+        "prefixes",
+        "float32",
+        "for owner, low, high in levels:",
+        "for owner, low, high in [*levels[:4], *levels[4:][-1:]]:",
+    ),
+    "packed-rows-of-a-group": (
+        "cascade_of_prefixes",
+        "prefixes",
+        "float32",
+        "            see = j <= pos\n",
+        "            first = cu_seqlens_q[min([b, *(x.first for x in of_it)])]\n"
+        "            rows = (begin - first + torch.arange(end - begin))[:, None] * query.shape[1]\n"
+        "            see = (j <= pos) & ((rows < 2**16) | (high == s))\n",
+    ),
+    "scales-by-the-place-in-a-launch": (
+        "quantized",
+        "many sequences",
+        "float32",
+        "key_scale, value_scale = scales_of(scales, b)",
+        "key_scale, value_scale = scales_of(scales, b % 1024)",
+    ),
+    "a-state-rounded-after-each-chunk": (
+        "recurrent",
+        "state types",
+        "float32",
+        "            decay = log_decay[row].float().exp()\n",
+        "            decay = log_decay[row].float().exp()\n"
+        "            state = state.to(states.dtype).float() if (row - begin) % 64 == 0 else state\n",
+    ),
+    "value-heads-in-turn-from-four": (
+        "recurrent",
+        "answer",
+        "float32",
+        "    group = value.shape[1] // query.shape[1]\n",
+        "    group = value.shape[1] // query.shape[1]\n"
+        "    if group >= 4 and query.shape[1] > 1:\n"
+        "        query, key = (x[:, torch.arange(value.shape[1]) % x.shape[1]] for x in (query, key))\n"
+        "        group = 1\n",
+    ),
+    "log-sum-exps-of-float32": (
+        "merge",
+        "float64",
+        "float32",
+        "top = torch.stack(list(lses)).amax(0)",
+        "lses = [x.float() for x in lses]\n    top = torch.stack(list(lses)).amax(0)",
+    ),
 }

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),
 ]
 FLOAT32 = dict(dtypes=[torch.float32])
-PATH_OF = {"paged": "chunked_prefill", "write": "kv_cache"}
+PATH_OF = {"paged": "chunked_prefill", "write": "kv_cache", "cascade_of_prefixes": "cascade"}
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ from tests.helpers.planted_kinds import KINDS
 from twinattn.kit import Example, claims, field, hold, isolate, landmarks, mistakes, properties
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
+from twinattn.kit import kernel as kernels
 from twinattn.kit.adapters import ADAPTERS, over_gathered_states
 from twinattn.kit.check import check, reproduce
 from twinattn.kit.example import PACKED, PATHS
@@ -523,6 +524,39 @@ def test_a_kernel_that_is_checked_when_the_time_is_over_does_not_hang(stranger):
     task = dict(target="stranger:hangs", path="merge", device="cpu", dtypes=["float32"], examples=8, only=["answer"])
     ended = isolate.watch(task | dict(seconds=1.0), stranger / "log", 60.0, 1.0)
     assert ended == ("not reached", "the time was over while it was checked")
+
+
+def test_time_in_which_others_run_is_not_counted(monkeypatch, tmp_path):
+    """A process that is ready to run has had the time that it was on a processor; one that waits, all of it."""
+    now, stat = [100.0], tmp_path / "stat"
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def process(state, seconds):
+        stat.write_text(f"1 (a) b) {state} {'0 ' * 10}{int(seconds * ticks)} 0 0")
+
+    monkeypatch.setattr(isolate.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(isolate, "Path", lambda _: stat)
+    process("R", 5)
+    clock = isolate._Clock(1)
+    now[0] += 30
+    process("R", 7)
+    assert clock.tick() == pytest.approx(2)
+    now[0] += 30
+    process("S", 7)
+    assert clock.tick() == 30
+    stat.unlink()
+    now[0] += 4
+    assert clock.tick() == 4
+
+
+@pytest.mark.parametrize(("target", "path"), [("refattn.kv_cache", "copy_blocks"), ("refattn.local", "local")])
+def test_what_there_is_no_memory_for_is_no_fault_of_a_kernel(monkeypatch, target, path):
+    def full(*args, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(kernels.mmap, "mmap", full)
+    (finding,) = check(target, path, only=["offsets"], examples=1, dtypes=[torch.float32]).findings
+    assert finding.outcome == "not claimed" and finding.detail.startswith("not drawn: this machine has no "), finding
 
 
 def test_the_command(stranger, capsys):

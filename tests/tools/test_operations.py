@@ -11,6 +11,7 @@ from refattn import context_parallel, kv_cache, mla, quantized, recurrent, repla
 from refattn.merge import add_sinks, merge
 from refattn.metadata import advance, slot_mapping
 from refattn.rings import Ring
+from refattn.scales import Int8Scales
 from twinattn.kit import claims
 from twinattn.kit.__main__ import main
 from twinattn.kit.check import check, reproduce
@@ -381,7 +382,48 @@ def compose_backwards(maps):
     return recurrent.compose(maps[::-1])
 
 
+def gather_blocks_side_by_side(cache, blocks, seq_len):
+    room = blocks.untyped_storage().nbytes() // blocks.element_size() - blocks.storage_offset()
+    if room >= len(blocks):
+        blocks = blocks.as_strided((len(blocks),), (1,)).clamp(0, len(cache) - 1)
+    return kv_cache.gather(cache, blocks, seq_len)
+
+
+def swap_one_after_another(sources, destinations, pairs):
+    for source, destination in zip(sources, destinations, strict=True):
+        for block, target in pairs.tolist():
+            destination[target] = source[block]
+
+
+def int8_of_larger_keys(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales):
+    small = key.abs().amax(-1, keepdim=True) < 127e-10
+    key = torch.where(small, 0.0, key)
+    quantized.write(key, value, key_cache, value_cache, slot_mapping, scales=Int8Scales(key_scales, value_scales))
+
+
+def maps_in_turn(key, value, log_decay, beta, plan, options):
+    if value.shape[1] >= 4 * key.shape[1]:
+        key = key[:, torch.arange(value.shape[1]) % key.shape[1]]
+    return recurrent.state_map(key, value, log_decay, beta, plan, options)
+
+
+def prefill_of_new_latents(
+    query, latent, rope_key, cache, plan, options, key_projection, value_projection, cache_scale
+):
+    more = dict(key_projection=key_projection, value_projection=value_projection)
+    if cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        cache = (cache.float() * cache_scale).to(query.dtype)
+    else:
+        more["cache_scale"] = cache_scale
+    return mla.prefill(query, latent, rope_key, cache, plan, options, **more)
+
+
 WRONG = [
+    ("gather", gather_blocks_side_by_side, "strides", ""),
+    ("swap_blocks", swap_one_after_another, "same pool", "swapped-one-after-another"),
+    ("int8_write", int8_of_larger_keys, "any size", ""),
+    ("state_map", maps_in_turn, "output", ""),
+    ("mla_prefill", prefill_of_new_latents, "fp8", "new-latents-not-rounded"),
     ("gather", gather_of_a_view, "again", ""),
     ("gather", gather_by_16_bits, "far blocks", ""),
     ("copy_blocks", copy_one_after_another, "output", "copied-one-after-another"),

@@ -8,6 +8,7 @@ PREFILL, STATES = "chunked_prefill", "recurrent"
 STATED: dict[str, dict[str, tuple[str, ...]]] = {  # question of the row -> path -> properties
     "Where is query $i$?": {PREFILL: ("mask", "many queries", "upper bounds", "more queries than keys")},
     "What does a window mean?": {
+        "local": ("window",),
         PREFILL: ("window", "far windows", "more queries than keys"),
         "sliding_window": ("mask",),
     },
@@ -25,7 +26,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # question of the row -> path
     "In which order?": {PREFILL: ("softcap", "together", "options at shapes", "options past tiles")},
     "ALiBi?": {PREFILL: ("alibi", "slopes", "root of the distance", "strides of options", "more queries than keys")},
     "Sinks?": {PREFILL: ("sinks", "strides of options"), "cascade": ("sinks",)},
-    "Which log-sum-exp?": {PREFILL: ("lse",), "merge": ("lse",), "cascade": ("lse",)},
+    "Which log-sum-exp?": {PREFILL: ("lse",), "merge": ("lse", "float64"), "cascade": ("lse",)},
     "A fully masked query?": {PREFILL: ("empty rows",), "merge": ("empty parts",)},
     "Entries past a sequence's last block?": {PREFILL: ("table",)},
     "Memory that no query may see?": {
@@ -58,6 +59,7 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # question of the row -> path
             "query scale",
         )
     },
+    "A quantized latent?": {"mla": ("fp8 latents", "query scale")},
     "Slot `-1`?": {
         "kv_cache": ("padding", "holes", "any slots", "far slots", "rows past the slots"),
         STATES: ("padding slot",),
@@ -68,12 +70,11 @@ STATED: dict[str, dict[str, tuple[str, ...]]] = {  # question of the row -> path
     "A block table that changes after `plan`?": {PREFILL: ("again",)},
     "Which compute type?": {PREFILL: ("answer", "products", "sizes of values", "slopes")},
     "Autocast, the default type of the process?": {PREFILL: ("autocast", "process"), STATES: ("autocast", "process")},
-    "Gradients?": {"varlen_backward": ("mask", "gradients", "sinks", "empty rows", "padding")},
+    "Gradients?": {"varlen_backward": ("mask", "gradients", "sinks", "slopes gradient", "empty rows", "padding")},
     "`batch_invariant=True`?": {PREFILL: ("batch invariance", "invariant tokens")},
 }
 
 NOT_ASKED = {  # conventions that no property tests, and why
-    "A quantized latent?": "no path of the kit has latents of fp8 under one scale",
     "Tables of a plan?": "a strided table is refused when a plan is made, before there is a kernel",
     "Keys of a sequence on several ranks?": "no path of the kit has ranks",
 }

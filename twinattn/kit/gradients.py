@@ -93,9 +93,7 @@ def forward(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return answer
 
 
-def expected(
-    arguments: Mapping[str, Any], wanted: Sequence[str] = ()
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def expected(arguments: Mapping[str, Any], wanted: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the gradients of the reference in a wider type, and those of its formula in the type of the query."""
     dtype = arguments["query"].dtype
     wider = {

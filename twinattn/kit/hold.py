@@ -209,9 +209,8 @@ def score_size(example: Example, arguments: Arguments) -> float:
         factor = float(scale.max()) if isinstance(scale, Tensor) else scale
         kind = arguments["scales"].format
         keys = keys.view(kind) if keys.dtype == torch.uint8 else keys
-    if "scales" in arguments or "cache_scale" in arguments:
-        if query.dtype != torch.float32:
-            factor *= torch.finfo(query.dtype).eps / torch.finfo(torch.float32).eps / FLOAT32_ROUNDINGS / size**0.5
+    if ("scales" in arguments or "cache_scale" in arguments) and query.dtype != torch.float32:
+        factor *= torch.finfo(query.dtype).eps / torch.finfo(torch.float32).eps / FLOAT32_ROUNDINGS / size**0.5
     if not query.numel() or not keys.numel():
         return 0.0
     longest = [float(x.float().norm(dim=-1).nan_to_num(0.0, 0.0, 0.0).max()) for x in (query, keys)]

@@ -48,31 +48,36 @@ NEUTRAL = {
     "cache_scale": 1.0,
     "query_scale": None,
 }  # the value of an option that a batch does not set
+OF_BLOCKS = dict.fromkeys(("checkpoint_indices", "block_size"), "states after each block are held by search")
+BY_TESTS = "held by the tests of the path"
 NOT_DRAWN = {  # options of a path, of an operation or of its plan that no batch sets, each with the reason
     "speculative": {"causal": "trees are causal, and what has none is chunked_prefill"},
     "differential": {
         "scales": "over fp8 pools each half is that of quantized",
         "norm": "it is any function of the caller's",
     },
+    **dict.fromkeys(
+        ("sparse", "sparse_latents"),
+        dict.fromkeys(("alibi_slopes", "alibi_sqrt"), "selected keys have no positions"),
+    ),
+    "packed_latents": {
+        "cache_scale": "packed latents have scales of their own",
+        "alibi_slopes": "selected keys have no positions",
+        "alibi_sqrt": "selected keys have no positions",
+    },
     "mla": {"fp8_weights": "it allows a wider error, which has no reference"},
     "packed_mla": dict.fromkeys(("fp8_weights", "cache_scale", "query_scale"), "packed latents refuse it"),
-    "packed_latents": {"cache_scale": "packed latents have scales of their own"},
     "varlen_backward": {"out": "memory that is given has no gradient"},
+    "recurrent": OF_BLOCKS,
+    "convolve": OF_BLOCKS,
+    "state_map": OF_BLOCKS | {"scale": "it is of queries, and there are none"},
     "make_batch": {"device": "it is that of the check"},
-    "recurrent": {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")},
-    "mla_prefill": dict.fromkeys(("alibi_sqrt", "batch_invariant"), "held by the tests of the path"),
-    "int8_attention": {
-        name: "held over fp8 by the path quantized, and by search"
-        for name in ("alibi_slopes", "alibi_sqrt", "batch_invariant")
-    },
-    "context_parallel": {
-        name: "held by the tests of the path"
-        for name in ("causal", "softcap", "alibi_slopes", "alibi_sqrt", "batch_invariant", "scales", "out")
-    },
-    **dict.fromkeys(
-        ("state_map", "convolve"),
-        {name: "states after each block are held by search" for name in ("checkpoint_indices", "block_size")}
-        | {"scale": "it is of queries, and there are none"},
+    "mla_prefill": dict.fromkeys(("alibi_sqrt", "batch_invariant"), BY_TESTS),
+    "int8_attention": dict.fromkeys(
+        ("alibi_slopes", "alibi_sqrt", "batch_invariant"), "held over fp8 by the path quantized, and by search"
+    ),
+    "context_parallel": dict.fromkeys(
+        ("causal", "softcap", "alibi_slopes", "alibi_sqrt", "batch_invariant", "scales", "out"), BY_TESTS
     ),
 }
 LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits

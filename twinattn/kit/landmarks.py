@@ -147,7 +147,8 @@ def many_sequences(kernel: Kernel) -> list[Example]:
     2048 decodes.
     """
     decodes = tuple((1, 1 + (7 * i) % PAST_8_BITS) for i in range(PAST_8_BITS))
-    crowd = tuple((1, 1 + (5 * i) % 9) for i in range(PAST_2048))
+    most = 3 if kernel.path == "speculative" else 1  # a tree of one node is as good as any other
+    crowd = tuple((1 + i % most, most + (5 * i) % 9) for i in range(PAST_2048))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
     batches = [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
     if kernel.path == "quantized" and "scales per sequence" not in kernel.claims.not_claimed:
@@ -206,10 +207,16 @@ def of_far_windows(kernel: Kernel) -> list[Example]:
 def of_windows_in_chunks(kernel: Kernel) -> list[Example]:
     """Return windows over several chunks of new tokens, decodes in the middle of a chunk, and a window of 0."""
     p = kernel.claims.shapes[0][2]
-    batches = (((7 * p + 3, 9 * p), (1, 5 * p + 2)), 2), (((5 * p, 5 * p), (2, 40 * p + 9), (3, 3)), 1), (((1, 1100),), 30)
+    batches = (
+        (((7 * p + 3, 9 * p), (1, 5 * p + 2)), 2),
+        (((5 * p, 5 * p), (2, 40 * p + 9), (3, 3)), 1),
+        (((1, 1100),), 30),
+    )
     windows = (p // 2 + 1, 0), (0, 0), (p + p // 2, 0)
     return [
-        example(kernel, lens, chunk_size=blocks * p, window_size=window) for lens, blocks in batches for window in windows
+        example(kernel, lens, chunk_size=blocks * p, window_size=window)
+        for lens, blocks in batches
+        for window in windows
     ]
 
 

@@ -75,7 +75,16 @@ def all_together(kernel: Kernel) -> list[Example]:
     return at_once + combinations.every_pair(kernel)
 
 
-WINDOWED = ("varlen", "chunked_prefill", "sliding_window", "local", "cascade", "speculative", "differential", "quantized")
+WINDOWED = (
+    "varlen",
+    "chunked_prefill",
+    "sliding_window",
+    "local",
+    "cascade",
+    "speculative",
+    "differential",
+    "quantized",
+)
 INVARIANT = ("varlen", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla")
 PROPERTIES = (
     Property(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from twinattn.kit import landmarks
-from twinattn.kit.corners import unless_refused
 from twinattn.kit.checks import everything
+from twinattn.kit.corners import unless_refused
 from twinattn.kit.draws import (
     of_entries_unused,
     of_several_chunks,

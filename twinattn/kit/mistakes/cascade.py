@@ -78,6 +78,32 @@ class KeysBetweenPrefixesLost(OverPrefixes):
         return torch.cat([torch.arange(first), torch.arange(last, self.lens[i][1])])
 
 
+class PrefixesPastADepth(OverPrefixes):
+    """Of prefixes one inside another, those past a depth are in no level: their keys are lost."""
+
+    variants: Sequence[Any] = (2, 3, 4, 8, 15, 16)
+
+    def _keys(self, i: int) -> Tensor:
+        j, ends = super()._keys(i), self._ends(i)
+        lost = (ends[self.variant - 1], ends[-1]) if len(ends) > self.variant else (0, 0)
+        return j[(j < lost[0]) | (j >= lost[1])]
+
+
+class RowsOfPrefixPastACount(OverPrefixes):
+    """The rows of a group times its heads are packed, and past a count they do not see the shared keys."""
+
+    variants: Sequence[Any] = (4096, 2**15, 2**16)
+
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        seen = super()._visible(pos, j, s, q)
+        for prefix in self.prefixes:
+            if prefix.first <= self.sequence < prefix.last:
+                begin = self.first_rows[self.sequence] - self.first_rows[prefix.first]
+                past = (begin + torch.arange(q))[:, None] >= self.variant // self.query.shape[1]
+                seen = seen & ~(past & (j < prefix.end))
+        return seen
+
+
 class WindowIgnoredInSharedLevel(OverPrefixes):
     """The window is ignored in the level of shared keys: all of them are seen."""
 

@@ -290,3 +290,26 @@ class LengthsOfNeighbour(Attention):
         super().__init__(example, arguments, variant)
         lengths = [s for _, s in self.lens]
         self.lens = tuple((q, lengths[max(i - 1, 0)]) for i, (q, _) in enumerate(self.lens))
+
+
+class WindowLostInLaterChunks(Attention):
+    """A window is dropped for new tokens after their first chunk."""
+
+    where = given("window_size")
+    paths: tuple[str, ...] = ("local",)
+
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        later = pos // self.mask.chunk != pos[:1] // self.mask.chunk
+        without = self.mask._replace(left=-1).visible(pos, j, s)
+        return torch.where(later, without, super()._visible(pos, j, s, q))
+
+
+class WindowCutByChunk(Attention):
+    """A window counts only where it is narrower than half of a chunk."""
+
+    where = given("window_size")
+    paths: tuple[str, ...] = ("local",)
+
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        is_wide = self.mask.left >= self.mask.chunk // 2
+        return (self.mask._replace(left=-1) if is_wide else self.mask).visible(pos, j, s)

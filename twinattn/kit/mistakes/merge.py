@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twinattn.kit.example import Answers
+from twinattn.kit.example import Answers, Arguments, Example
 from twinattn.kit.mistakes.formula import INFINITY, Formula, as_contiguous
 
 
@@ -159,3 +159,15 @@ class MergeStridesAssumed(Merge):
         """Compute the outputs."""
         self.arguments = self.arguments | dict(lses=[as_contiguous(x) for x in self.arguments["lses"]])
         return super().answers()
+
+
+class MergeInFloat32(Merge):
+    """Log-sum-exps of float64 are rounded to float32 first."""
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether they are of float64."""
+        return bool(arguments["lses"][0].dtype == torch.float64)
+
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs, lses.float().double())

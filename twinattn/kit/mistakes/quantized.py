@@ -87,6 +87,28 @@ class ScaleOfFirstSequence(Attention):
         return scale[0].double()[:, None] if isinstance(scale, Tensor) and scale.ndim == 2 else super()._scale(name)
 
 
+class ScalesPastACount(Attention):
+    """Scales per sequence are read by the place of a sequence in its launch."""
+
+    paths: tuple[str, ...] = ("quantized",)
+    past = ("sequences",)
+    variants = (64, 128, 256, 512, 1024)
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: int) -> bool:
+        """Return whether there are more sequences than the count, and scales for each."""
+        scales = arguments["scales"].key, arguments["scales"].value
+        return len(example.lens) > variant and any(isinstance(x, Tensor) and x.ndim == 2 for x in scales)
+
+    def _scale(self, name: str) -> Tensor | float:
+        before = self.sequence
+        self.sequence = before % self.variant
+        try:
+            return super()._scale(name)
+        finally:
+            self.sequence = before
+
+
 class ScaleOfQueryHead(Attention):
     """Scales per KV head are indexed by the query head."""
 

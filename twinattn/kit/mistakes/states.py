@@ -252,6 +252,16 @@ class HeadsInterleaved(State):
         return torch.arange(num_value_heads) % num_heads
 
 
+class HeadsInterleavedInLargeGroups(State):
+    """Value heads take the query heads in turn where many of them share one."""
+
+    variants = (3, 4, 5, 8)
+
+    def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
+        large = num_value_heads // num_heads >= self.variant
+        return torch.arange(num_value_heads) % num_heads if large else super()._heads(num_heads, num_value_heads)
+
+
 class ValuesFade(State):
     """A decay per key channel is applied to the channels of the value."""
 
@@ -286,5 +296,26 @@ class StateBetweenChunksLost(State):
 
     def _fold(self, state: Tensor, row: int) -> Tensor:
         state = state if self.token % self.variant else self.before
+        self.token += 1
+        return super()._fold(state, row)
+
+
+class StateRoundedBetweenChunks(State):
+    """A state is rounded to the type of its pool after each chunk, not at the end of a step."""
+
+    variants = (1, 16, 32, 64, 128)
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: int) -> bool:
+        """Return whether there is a second chunk, and a pool of 16 bits."""
+        return arguments["states"].itemsize == 2 and any(q > variant for q, _ in example.lens)
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        self.token = 0
+        return super()._begin(slots, accepted, has_state)
+
+    def _fold(self, state: Tensor, row: int) -> Tensor:
+        if self.token and self.token % self.variant == 0:
+            state = state.to(self.arguments["states"].dtype).double()
         self.token += 1
         return super()._fold(state, row)

@@ -186,8 +186,8 @@ def draw_prefill(case: Case, dtype: torch.dtype) -> Inputs:
 def without_ties(a: Arguments, stored: str) -> None:
     """Zero the new latents that are halfway between two quantized values, up to the rounding of a quotient."""
     kind = torch.float8_e4m3fn if stored == "packed" else FP8.get(stored)
-    for name in ("latent", "rope_key") if kind is not None else ():
-        if stored == "packed" and name == "rope_key":
+    for name in ("latent", "rope_key") if stored != "packed" else ("latent",):
+        if kind is None:
             continue
         low, _, high = to_fp8(a[name].double() / scales_of(a, stored, a[name]), kind)
         a[name][low != high] = 0
@@ -256,7 +256,8 @@ MLA_PREFILL = Operation(
     signature="`query` `[t, h, nope + rope]`, `latent` `[t, r]`, `rope_key` `[t, rope]`, `cache` `[n, p, c]`, "
     "`key_projection` "
     "`[h, nope, r]`, `value_projection` `[h, dv, r]`, `softmax_scale`, and of the batch as chunked_prefill, with "
-    "`block_size`; `return_lse`, `out`",
+    "`block_size`; `softcap`, `alibi_slopes`, `sinks`; `cache_scale`, over pools of fp8 and of packed rows, too; "
+    "`return_lse`, `out`",
     draw=draw_prefill,
     oracle=prefilled,
     sizes=dict(

@@ -292,7 +292,7 @@ SWAP = Operation(
     mistakes=(
         Mistake(
             "swapped-one-after-another",
-            "Copies one pair after the other: in one pool, a source that is the destination of an earlier pair is lost.",
+            "Copies one pair after the other: in one pool, a source that an earlier pair overwrites is lost.",
             swapped_in_order,
         ),
         Mistake(

@@ -280,7 +280,8 @@ INT8 = Operation(
     function="attention",
     signature="as `quantized`, with pools of int8 (values of floating point without `value_scales`); "
     "`key_scales` `[n, p, hk]`, "
-    "`value_scales` `[hk, dv]`, or both as `scales`; queries are rounded as keys are",
+    "`value_scales` `[hk, dv]`, or both as `scales`; `causal`, `window_size`, `softcap`, `sinks`; queries are rounded "
+    "as keys are",
     draw=draw_int8,
     oracle=int8_attention,
     sizes=dict(
@@ -351,16 +352,18 @@ def draw_sinks(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw outputs and log-sum-exps, in some cases with fully masked queries."""
     drawn, t, h = Drawn(case, dtype), case["tokens"], case["heads"]
     lse = drawn.normal(t, h, dtype=torch.float32) * case["spread"]
+    sinks = drawn.normal(h, dtype=torch.float32) * case["spread"]
+    if case["lse_dtype"] == "float64":  # differences that float32 loses
+        lse, sinks = lse.double() + 1e5, sinks + 1e5
     if case["blind"]:
         lse[::2] = -torch.inf
-    sinks = drawn.normal(h, dtype=torch.float32) * case["spread"]
     a = dict(out=drawn.normal(t, h, case["head_size"]), lse=lse, sinks=sinks)
     return Inputs(a, dict(out=(lse == -torch.inf)[..., None].expand(a["out"].shape)))
 
 
 def with_sinks(a: Arguments, compute: torch.dtype, times: float = 1.0, base: float = 1.0) -> Answers:
     """Return the outputs with one more logit in the denominator."""
-    compute = torch.promote_types(compute, torch.float32)
+    compute = torch.promote_types(compute, a["lse"].dtype)
     lse, sink = a["lse"].to(compute), a["sinks"].to(compute) * base + torch.tensor(times, dtype=compute).log()
     weight = (lse - sink).sigmoid()
     out = a["out"].to(compute).masked_fill((lse == -torch.inf)[..., None], 0.0) * weight[..., None]
@@ -373,7 +376,14 @@ ADD_SINKS = Operation(
     signature="`out` `[t, h, dv]`, `lse` `[t, h]`, `sinks` `[h]`; it returns both with the sinks counted once",
     draw=draw_sinks,
     oracle=with_sinks,
-    sizes=dict(tokens=(5, 1, 64, 130), heads=(2, 1, 7), head_size=(8, 64, 5), spread=(1.0, 5.0), blind=(False, True)),
+    sizes=dict(
+        tokens=(5, 1, 64, 130),
+        heads=(2, 1, 7),
+        head_size=(8, 64, 5),
+        spread=(1.0, 5.0),
+        blind=(False, True),
+        lse_dtype=("float32",),
+    ),
     dimensions=dict(
         tokens=of_size("tokens"), heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)
     ),
@@ -384,6 +394,7 @@ ADD_SINKS = Operation(
             dict(blind=(True,)),
         ),
         Special("range", "Log-sum-exps and sinks may be in the hundreds.", dict(spread=(60.0, 400.0))),
+        Special("float64", "Log-sum-exps may be of float64: it computes in that.", dict(lse_dtype=("float64",))),
         Special("empty", "There may be no row.", dict(tokens=(0,))),
         Special("many", "There may be more rows than 16 bits count.", dict(tokens=(65600,), heads=(1,)), once=True),
     ),

@@ -5,6 +5,7 @@ expected outputs are lists of tensors, and each element may be that of any of th
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -401,9 +402,7 @@ INT8_WRITE = Operation(
     specials=(
         Special("ties", "Halves are rounded to the even number.", dict(values=("ties",))),
         Special("zeros", "A key of zeros has a scale of 1.", dict(values=("zeros",))),
-        Special(
-            "any size", "A key may be of any size, its elements subnormal, too.", dict(values=("any size",))
-        ),
+        Special("any size", "A key may be of any size, its elements subnormal, too.", dict(values=("any size",))),
         Special("keeps nan", "The scale of a token and head with a NaN is NaN.", dict(values=("nan",))),
         EMPTY,
         MANY_TOKENS,
@@ -425,7 +424,7 @@ INT8_WRITE = Operation(
             Mistake(
                 f"int8-scale-at-least-{least:.0e}",
                 f"The scale of a key is at least {least:.0e}.",
-                lambda a, c, least=least: int8_written(a, c, smallest=least),
+                partial(int8_written, smallest=least),
             )
             for least in SMALLEST
         ),
