@@ -41,6 +41,7 @@ class Attention(torch.autograd.Function):
         empty = base == -torch.inf
         base = base.masked_fill(empty, 0.0)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dslopes = torch.zeros(h) if slopes is not None else None
         for first in range(0, s, TILE):
             j = range(first, min(first + TILE, s))
             kj, vj = k[:, j], v[:, j]
@@ -52,6 +53,8 @@ class Attention(torch.autograd.Function):
                 p = (scores - base[:, i, None]).exp().masked_fill(~see, 0.0)
                 dp = go[:, i] @ vj.mT
                 ds = p * (dp - delta[:, i, None])
+                if slopes is not None:
+                    dslopes -= (ds * (torch.tensor(i)[:, None] + s - n - torch.tensor(j)).abs()).sum((1, 2))
                 ds = ds * slope
                 dq[:, i] += scale * (ds @ kj)
                 dk[:, j] += scale * (ds.mT @ qi)
@@ -62,7 +65,7 @@ class Attention(torch.autograd.Function):
             p_sink = (sinks.float()[:, None] - base).exp()
             dsinks = -(p_sink * delta).sum(-1).to(sinks.dtype)
         found = (x.transpose(0, 1).to(query.dtype) for x in (dq, dk, dv))
-        return *found, dsinks, *[None] * 6
+        return *found, dsinks, dslopes, *[None] * 5
 
 
 def compute_scores(q, k, slopes, scale, cap, i, j, n, s):

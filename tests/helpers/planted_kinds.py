@@ -438,7 +438,7 @@ KINDS = {
         "            see = j <= pos\n",
         "            first = cu_seqlens_q[min([b, *(x.first for x in of_it)])]\n"
         "            rows = (begin - first + torch.arange(end - begin))[:, None] * query.shape[1]\n"
-        "            see = (j <= pos) & ((rows < 2**16) | (high == s))\n",
+        "            see = (j <= pos) & ((rows < 2**15) | (high == s))\n",
     ),
     "scales-by-the-place-in-a-launch": (
         "quantized",

@@ -54,6 +54,17 @@ def test_enough_is_planted():
     assert named <= {x.name for x in mistakes.of_path(PATH)}
 
 
+def test_slopes_without_a_gradient_are_found():
+    @claims(heads=((4, 2),), head_sizes=((64, 64),))
+    @functools.wraps(backward_by_hand.varlen)
+    def kernel(**arguments):
+        slopes = arguments["alibi_slopes"]
+        return backward_by_hand.varlen(**arguments | dict(alibi_slopes=None if slopes is None else slopes.detach()))
+
+    (finding,) = check(kernel, PATH, examples=2, only=["slopes gradient"], **FLOAT32).findings
+    assert finding.outcome == "wrong" and finding.detail.startswith("dslopes: all zeros, or none")
+
+
 # --- right kernels ---
 
 

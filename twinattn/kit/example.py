@@ -86,9 +86,9 @@ class Example(Workload):
             the entries are -1, one of `HOLES`. `mla`, `sparse_latents`: `stored`: the type of an fp8 pool;
             `query_scale`: whether queries are rounded, too. `packed_latents`, `packed_mla`: `rows`, one of
             `packed.KINDS`. `select`: `topk`, and the `kind` of the scores. `kv_cache`: `holes`: whether some slots are
-            -1; `slots`: "run", "backwards" or "anywhere". `speculative`: `growing`: nodes of each tree before those of the query
-            rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a gradient of
-            the log-sum-exp. `CALLED`, how a check calls a kernel: `return_lse`, `out`, `layout`, `poison`;
+            -1; `slots`: "run", "backwards" or "anywhere". `speculative`: `growing`: nodes of each tree before those of
+            the query rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a
+            gradient of the log-sum-exp. `CALLED`, how a check calls a kernel: `return_lse`, `out`, `layout`, `poison`;
             `first_block`: the first block of the batch in a large pool; `forked`: whether sequences begin with blocks
             of others; `nan_at`: where among the keys of a sequence the NaN is, from 0 to 1.
     """

@@ -290,12 +290,13 @@ def of_prefixes(kernel: Kernel) -> list[Example]:
     p = kernel.claims.shapes[0][2]
     nested, apart = ((0, 6, 1), (0, 4, 2), (0, 2, 640 // p), (4, 6, 3)), ((0, 2, 2), (3, 5, 1))
     lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
+    many = min(130, 2**16 // (64 * max(kernel.claims.heads)[0]) + 2)  # sequences: of 64 rows, times the heads
     deep = tuple((i // 2, 20 - i // 3, i + 1) for i in range(17))
     made = [
         (example(kernel, lens), nested),
         (example(kernel, lens[1:]), apart),
         (example(kernel, tuple((1 + i % 2, 20 * p + 3 + i) for i in range(20))), deep),
-        (example(kernel, ((64, 70),) * 22, most_heads(kernel)), ((0, 22, 3), (5, 22, 5))),  # many rows of a group
+        (example(kernel, ((64, 70),) * many, most_heads(kernel)), ((0, many, 3), (5, many, 5))),
     ]
     return [replace(x, options={**x.options, "shared": of}) for x, of in made]
 

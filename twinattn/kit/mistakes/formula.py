@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twinattn.kit import oracle
 from twinattn.kit.example import Answers, Arguments, Example
 from twinattn.kit.mistakes.where import Where, anywhere, causal, has
 
@@ -184,7 +185,7 @@ class Attention(Formula, is_base=True):
         scores = self._scores(query, self._grouped(key), pos, j[None])
         visible = self._visible(pos, j[None], s, q)
         if "trees" in self.arguments:
-            visible = self._in_tree(visible, self.example.masks()[i])
+            visible = self._in_tree(visible, oracle.sight(self.example, i).visible)
         rows = slice(self.first_rows[i], self.first_rows[i] + q)
         if "first_visible" in self.arguments:
             first, last = (self.arguments[name][rows, None] for name in ("first_visible", "last_visible"))
