@@ -133,8 +133,9 @@ def build(
     num_blocks = sum(needed) + 3
     free = list(range(num_blocks))
     shuffle.shuffle(free)
-    columns = max(needed) + 2
-    table = torch.tensor([[shuffle.choice(GARBAGE) for _ in range(columns)] for _ in seq_lens], dtype=torch.int32)
+    columns = max(needed, default=0) + 2
+    rows_of_table = [[shuffle.choice(GARBAGE) for _ in range(columns)] for _ in seq_lens]
+    table = torch.tensor(rows_of_table, dtype=torch.int32).view(len(seq_lens), columns)
     pools = []
     owned = [[free.pop() for _ in range(count)] for count in needed]
     for kind, (rows, size) in enumerate(((keys, d), (values, dv))):
@@ -153,8 +154,8 @@ def build(
         cu_seqlens_q=lengths.cumsum(0).int().to(device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_table=table.to(device),
-        max_query_len=max(q for q, _ in case.lens),
-        max_seq_len=max(seq_lens),
+        max_query_len=max((q for q, _ in case.lens), default=0),
+        max_seq_len=max(seq_lens, default=0),
         num_tokens=case.num_tokens,
     )
     more_keys, more_values = (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twinattn.kit import packed
 from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected, poison
-from twinattn.kit.hold import LOUD, ask, hold
+from twinattn.kit.hold import LOUD, ask, hold, named_tensors
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.memory import laid_out
 from twinattn.kit.property import (
@@ -282,13 +282,13 @@ def without_lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
 
 
 def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare with `max_query_len` and `max_seq_len` above the longest of the batch."""
+    """Compare with `max_query_len` and `max_seq_len` above the longest of the batch, and a wrong `num_keys`."""
     arguments = example.tensors(dtype, device)
     batch = arguments["batch"]
     more = 0 if kernel.claims.max_query_len == 1 else 3
     columns = example.block_size if batch.block_table is None else batch.block_table.shape[1] * example.block_size
     most = max(batch.max_seq_len, min(columns, batch.max_seq_len + example.block_size))
-    batch = replace(batch, max_query_len=batch.max_query_len + more, max_seq_len=most)
+    batch = replace(batch, max_query_len=batch.max_query_len + more, max_seq_len=most, num_keys=_wrong(example))
     hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
 
 
@@ -300,8 +300,15 @@ def far_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
         more = torch.full_like(batch.block_table[:, :1], -1).expand(-1, -(-most // example.block_size))
         batch = replace(batch, block_table=torch.cat([batch.block_table, more], dim=1))
     longest = 1 if kernel.claims.max_query_len == 1 else kernel.claims.max_query_len or most // 8
-    batch = replace(batch, max_query_len=max(batch.max_query_len, longest), max_seq_len=max(batch.max_seq_len, most))
+    longest, most = max(batch.max_query_len, longest), max(batch.max_seq_len, most)
+    batch = replace(batch, max_query_len=longest, max_seq_len=most, num_keys=_wrong(example))
     hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
+
+
+def _wrong(example: Example) -> int | None:
+    """Return a number of keys that a batch may state: far too small, too small, far too large, or none."""
+    keys = sum(s for _, s in example.lens)
+    return (1, 100 * keys + 9, keys // 2, None)[example.seed]
 
 
 def decode_is_prefill(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -396,12 +403,43 @@ def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -
     if batch.block_table is not None and example.path != "cascade":  # the sequences of a cascade share blocks
         pool, before = PATHS[example.path].pools[0]
         batch.block_table.neg_().add_(arguments[pool].shape[before] - 1)
+    batch = arguments["batch"] = replace(batch, max_seq_len=batch.max_seq_len + 1)  # it holds for later steps, too
     answers = ask(kernel, example, arguments)
     del kernel.calls[:-1]  # their numbers have changed
     try:
         hold(example, arguments, answers)
     except Broken as error:
         raise Broken(f"with other numbers in the same memory, {error}") from None
+    in_the_same_tables(kernel, example, arguments)
+
+
+def in_the_same_tables(kernel: Kernel, example: Example, arguments: Arguments) -> None:
+    """Compare a call after other lengths and blocks were written into the tensors of the batch, as in a next step.
+
+    The sequences are those of the batch in reverse order. One that has room in its last block is one token longer; if it
+    has none, one token shorter.
+    """
+    p, lens = example.block_size, list(example.lens if "prefixes" in arguments else example.lens[::-1])
+    if arguments["batch"].block_table is not None and not {"positions", "first_visible", "prefixes"} & arguments.keys():
+        least = kernel.claims.min_seq_len
+        lens = [(q, s + 1 if s % p else s - 1 if p > 1 and s > max(q, least) else s) for q, s in lens]
+    other = replace(example, lens=tuple(lens))
+    device = str(arguments["batch"].seq_lens.device)
+    tables = dict(named_tensors(other.tensors(arguments["query"].dtype, device)))
+    before = [(x, x.clone()) for _, x in named_tensors(arguments)]
+    for name, x in named_tensors(arguments):
+        if not x.is_floating_point() and name in tables and tables[name].shape == x.shape:
+            x.copy_(tables[name])
+    first = kernel.calls[:]
+    answers = ask(kernel, other, arguments)
+    kernel.calls.clear()  # known mistakes are tried on the lengths of the example
+    try:
+        hold(other, arguments, answers)
+    except Broken as error:
+        raise Broken(f"with other lengths and blocks in the same tensors, {error}") from None
+    for x, numbers in before:
+        x.copy_(numbers)
+    kernel.calls[:] = first
 
 
 def again_with(arguments: Arguments) -> Arguments:

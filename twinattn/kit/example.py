@@ -54,8 +54,11 @@ OF_A_LAYER = ("norm_eps", "lambda_init", "lambda_full", "norm_weight")  # number
 SCALES_OF = ("", "heads", "sequences")  # whether there is one scale, or several
 HOLES = ("first", "middle", "last")  # where the entries of a list are -1
 FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # keys tens of thousands of tokens away still have weight
+SIGNED_SLOPES = (-0.1137, 3.1701, 0.0, -0.0013, -2.0417)  # far keys are preferred, or hidden by all but large scores
+KINDS_OF_SLOPES = {"far": FAR_SLOPES, "signs": SIGNED_SLOPES}
 SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; with the small ones thousands of keys have weight
 LATENT_SCALE = 0.0713  # of latents in fp8
+TYPES_OF_OPTIONS = ("bfloat16", "float16", "float64")  # of slopes and sinks, which may differ from that of queries
 QUERY_SCALE = 0.0213  # the quantized values of a query of about 1 are then about 50
 CALLED = (
     "return_lse",
@@ -65,6 +68,7 @@ CALLED = (
     "forked",
     "first_block",
     "nan_at",
+    "num_keys",
 )  # options of the call, not of the path
 
 
@@ -75,7 +79,8 @@ class Example(Workload):
     Attributes:
         options: by name. All paths: those of the plan and of `AttentionOptions`. `sinks`: True, "large" (in some heads
             alone) or the name of their type; `alibi_slopes`: True, "far" (so small that keys far away have weight),
-            "root" (for `alibi_sqrt`) or the name of their type; the numbers are then made.
+            "signs" (of either sign, 0 and large), "root" (for `alibi_sqrt`) or the name of their type; the numbers are
+            then made.
             `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
             first. `merge`: `parts`; `empty`: whether some rows are;
             `lse_dtype`: "float64" for large log-sum-exps in that type. `quantized`: `scales` of keys and values;
@@ -89,7 +94,7 @@ class Example(Workload):
             -1; `slots`: "run", "backwards" or "anywhere". `speculative`: `growing`: nodes of each tree before those of
             the query rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a
             gradient of the log-sum-exp. `CALLED`, how a check calls a kernel: `return_lse`, `out`, `layout`, `poison`;
-            `first_block`: the first block of the batch in a large pool; `forked`: whether sequences begin with blocks
+            `num_keys`: how many the batch says there are, right or wrong; `first_block`: the first block of the batch in a large pool; `forked`: whether sequences begin with blocks
             of others; `nan_at`: where among the keys of a sequence the NaN is, from 0 to 1.
     """
 
@@ -202,7 +207,10 @@ class Example(Workload):
             device: of all tensors.
             changed: `values`, a list of tensors `[s, hk, dv]`, and `query`, instead of random numbers.
         """
-        return moved(PATHS[self.path].build(self, dtype, changed), device)
+        arguments = moved(PATHS[self.path].build(self, dtype, changed), device)
+        if "num_keys" in self.options and "batch" in arguments:
+            arguments["batch"] = replace(arguments["batch"], num_keys=self.options["num_keys"])
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -403,8 +411,8 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
         spans = [example.span(i) for i in range(len(example.lens))]
         padding = torch.zeros(example.padding_rows)  # any value would do
         options.pop("seen", None)
-        for name, ends in zip(("first_visible", "last_visible"), zip(*spans, strict=True), strict=True):
-            options[name] = torch.cat([*ends, padding]).int()
+        for i, name in enumerate(("first_visible", "last_visible")):
+            options[name] = torch.cat([*(ends[i] for ends in spans), padding]).int()
     options.pop("growing", None)
     if example.path == "sparse":
         options["positions"] = _positions(example, options)
@@ -516,7 +524,7 @@ def _options(example: Example) -> Arguments:
     options = {name: value for name, value in example.options.items() if name not in (*CALLED, *OF_A_LAYER)}
     slopes, sinks = options.get("alibi_slopes"), options.get("sinks")
     if slopes:
-        numbers = torch.tensor(FAR_SLOPES if slopes == "far" else SLOPES, dtype=torch.float32)
+        numbers = torch.tensor(KINDS_OF_SLOPES.get(slopes, SLOPES), dtype=torch.float32)
         options["alibi_slopes"] = numbers[(torch.arange(h) + example.seed) % len(numbers)]
         if slopes == "root":
             options["alibi_sqrt"] = True
@@ -525,7 +533,7 @@ def _options(example: Example) -> Arguments:
             torch.linspace(-1.13, 3.07, h, dtype=torch.float32) if h > 1 else torch.tensor([1.07], dtype=torch.float32)
         )
     for name, kind in (("alibi_slopes", slopes), ("sinks", sinks)):
-        if kind in ("bfloat16", "float16"):
+        if kind in TYPES_OF_OPTIONS:
             options[name] = options[name].to(getattr(torch, kind))
     if sinks == "large":
         options["sinks"] = torch.tensor([0.5, 120.0, -120.0])[torch.arange(h) % 3]  # exp(120) is infinite

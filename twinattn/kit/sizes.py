@@ -15,7 +15,7 @@ from twinattn.kit.example import PATHS, SELECTED, Example
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.property import ATTENDS, Property
 
-CALLS = ("shape", "padding_rows", "layout", "poison", "return_lse", "out")  # choices that are not options
+CALLS = ("shape", "padding_rows", "layout", "poison", "num_keys", "return_lse", "out")  # choices that are not options
 PAST_TILES: tuple[landmarks.Lens, ...] = (  # more sequences, queries and keys than tiles have
     ((1, 8270), (3, 2100)),
     ((1030, 1100),),
