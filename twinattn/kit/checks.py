@@ -26,6 +26,7 @@ from twinattn.kit.tolerance import assert_close
 
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
 MOST_COMPARED = 500  # sequences of a batch; in a larger one only the masks, or some sequences, are compared
+MOST_ROWS = 4096  # of queries, likewise
 FEW_DECODES = 100  # the same for a batch with options
 EVERY, LAST = 7, 24  # the decodes compared in a larger batch: every seventh, and the last ones
 FLOAT32_EPS = torch.finfo(torch.float32).eps
@@ -187,7 +188,7 @@ def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
     """Check the mask where the output shows it and no option changes the weights, and compare everything."""
     if example.path in READ_OUT and not {"alibi_slopes", "sinks"} & set(example.options):
         glance(kernel, example, dtype, device)
-        if len(example.lens) > MOST_COMPARED:
+        if len(example.lens) > MOST_COMPARED or example.num_tokens > MOST_ROWS:
             return
     arguments = example.tensors(dtype, device)
     hold_some(example, arguments, ask(kernel, example, arguments), most=MOST_COMPARED)
@@ -416,8 +417,8 @@ def in_the_same_memory(kernel: Kernel, example: Example, arguments: Arguments) -
 def in_the_same_tables(kernel: Kernel, example: Example, arguments: Arguments) -> None:
     """Compare a call after other lengths and blocks were written into the tensors of the batch, as in a next step.
 
-    The sequences are those of the batch in reverse order. One that has room in its last block is one token longer; if it
-    has none, one token shorter.
+    The sequences are those of the batch in reverse order. One that has room in its last block is a token longer; one
+    that has none is a token shorter.
     """
     p, lens = example.block_size, list(example.lens if "prefixes" in arguments else example.lens[::-1])
     if arguments["batch"].block_table is not None and not {"positions", "first_visible", "prefixes"} & arguments.keys():

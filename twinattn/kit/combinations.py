@@ -30,7 +30,7 @@ def choices(kernel: Kernel) -> dict[str, tuple[Any, ...]]:
     """Return the choices of a kernel's caller, with the values of each, the plain one first.
 
     Options have their names. The others are `shape` (0 or 1, an index into the `few_shapes` that the kernel claims),
-    `padding_rows`, and how the kernel is called: `return_lse`, `out`, `layout`, `poison` and `num_keys` of an `Example`.
+    `padding_rows`, and how the kernel is called: `return_lse`, `out`, `layout`, `poison`, `num_keys` of an `Example`.
     """
     path, claimed = kernel.path, lambda name: name not in kernel.claims.not_claimed
     windows = WINDOWS if kernel.takes("causal") else CAUSAL_WINDOWS

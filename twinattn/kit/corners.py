@@ -3,14 +3,19 @@
 And side effects of a call: an output that overlaps the query, changes to the process.
 """
 
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from twinattn.kit import combinations, landmarks
-from twinattn.kit.checks import at_landmarks, everything
+from twinattn.kit.checks import at_landmarks, combined, everything
 from twinattn.kit.draws import plain
-from twinattn.kit.example import PATHS, SELECTED, Example
+from twinattn.kit.example import PACKED, PATHS, SELECTED, Arguments, Example
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.landmarks import example
@@ -21,8 +26,10 @@ from twinattn.kit.sizes import CALLS
 OVER_ROWS = tuple(name for name in ATTENDS if "latent_rank" not in PATHS[name].words)
 IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # names of keys and of their values
 HIGH = 40.0  # an element of a key among zero keys: its weight is then 1, and all others are rounded to 0
-MODEL_SIZES = ((192, 128), (64, 96), (512, 512), (112, 112), (32, 32))  # head sizes that are not in the default claims
+MODEL_SIZES = ((192, 128), (64, 96), (512, 512))  # head sizes that are not in the default claims
 MODEL_HEADS = ((128, 8), (71, 1), (64, 64))
+GROUPS, FEW_KV_HEADS, MANY_KV_HEADS, MOST_HEADS = range(1, 17), range(2, 9), range(9, 33), 128
+HEAD_SIZES, ROTARY_SIZES, RANKS = range(16, 257, 8), range(8, 65, 8), range(16, 513, 8)
 MODEL_BLOCK = 784  # tokens: a page of a hybrid model
 SIZES_OF_WRITES = ((1, 2), (2, 1), (64, 192), (128, 64))
 BEFORE_THE_FIRST = ((5, 2), (4, 1), (3, 3), (3, 2))  # lengths: the first queries have positions below 0
@@ -75,6 +82,31 @@ def of_model_sizes(kernel: Kernel, type_number: int) -> list[Example]:
     return of_models(kernel)
 
 
+def of_other_sizes(kernel: Kernel, type_number: int) -> list[Example]:
+    """Return small batches of sizes between those of models, other ones for each type, unless a kernel claims its own.
+
+    Together they have each group of up to 16 heads, most numbers of 9 to 32 KV heads, in groups, and each head size of
+    16 to 256 in steps of 8; of latents most numbers of heads up to 128.
+    """
+    claims, usual, chosen = kernel.claims, kernel.usual, random.Random(type_number)
+    is_of_latents, unit = "latent_rank" in PATHS[kernel.path].words, 2 if kernel.path == "differential" else 1
+    heads, sizes = list(claims.heads), list(claims.head_sizes)
+    if claims.heads == usual.heads:
+        few = [(chosen.choice(FEW_KV_HEADS), group) for group in GROUPS]
+        many = [(n, chosen.randint(2, MOST_HEADS // n)) for n in chosen.sample(MANY_KV_HEADS, 15)]
+        heads = [(unit * n * group, unit * n) for n, group in few + many]
+        heads = [(h, 1) for h in chosen.sample(range(2, MOST_HEADS), 16)] if is_of_latents else heads
+    if claims.head_sizes == usual.head_sizes and kernel.path not in PACKED:
+        sizes = [(d, d) for d in chosen.sample(HEAD_SIZES, len(HEAD_SIZES))]
+        if is_of_latents:
+            sizes = [(r + chosen.choice(ROTARY_SIZES), r) for r in chosen.sample(RANKS, 16)]
+    if (heads, sizes) == (list(claims.heads), list(claims.head_sizes)):
+        return []
+    count, p = max(len(heads), len(sizes)), claims.block_sizes[0]
+    shapes = [(heads[i % len(heads)], sizes[i % len(sizes)], p) for i in range(count)]
+    return [example(kernel, ((2, 9), (1, 3)), shape) for shape in shapes]
+
+
 def of_writes(kernel: Kernel) -> list[Example]:
     """Return keys that are larger or smaller than values."""
     heads, _, block_size = kernel.claims.shapes[0]
@@ -107,9 +139,18 @@ def of_mixed_scales(kernel: Kernel) -> list[Example]:
     return [example(kernel, ((3, 20), (1, 33), (2, 40)), shape, scales_of=kind) for kind in kinds]
 
 
-def of_one_sequence(kernel: Kernel) -> list[Example]:
-    """Return batches of one sequence: of several, a right kernel may write one before it reads the next."""
-    return [example(kernel, (pair,)) for pair in ((3, 20), (5, 40), (1, 9))]
+def of_overlaps(kernel: Kernel) -> list[Example]:
+    """Return batches of one sequence and of several: no row may be written before all inputs have been read."""
+    return [example(kernel, lens) for lens in (((3, 20), (1, 33), (4, 40)), ((5, 40),), ((1, 9), (1, 20)))]
+
+
+def of_nothing(kernel: Kernel) -> list[Example]:
+    """Return batches of no sequence, with rows of padding and with none, without and with memory for the output."""
+    has_padding = kernel.knows_query_lens and "padding" not in kernel.claims.not_claimed
+    outs: tuple[dict[str, Any], ...] = ({}, {"out": True}) if kernel.takes("out") else ({},)
+    shape = max(kernel.claims.shapes[0], kernel.claims.shapes[-1])
+    counts = (3, 0) if has_padding else (0,)
+    return [replace(example(kernel, (), shape, **out), padding_rows=rows) for rows in counts for out in outs]
 
 
 def repeated(kernel: Kernel) -> list[Example]:
@@ -178,18 +219,33 @@ def nan_without_weight(kernel: Kernel, example: Example, dtype: torch.dtype, dev
 
 @outputs_alone
 def out_beside_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Pass memory for the output that begins one row before the query: each row overwrites one that was read."""
-    if example.output_size != example.head_size:
-        raise NotClaimedError("has outputs of another size than queries")
+    """Pass memory for the output that overlaps an input: the query, a row or a head before or after it, or keys."""
+    for name, arguments, given, out in overlaps(example, dtype, device):
+        answers = ask(kernel, example, given, out=out)
+        kernel.calls[-1] = arguments, kernel.calls[-1][1]
+        try:
+            hold(example, arguments, answers | dict(out=out), only=("out",))
+        except Broken as error:
+            raise Broken(f"with an output that {name}, {error}") from None
+
+
+def overlaps(example: Example, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Arguments, Arguments, Tensor]]:
+    """Yield ways in which an output overlaps an input: words, the arguments as they were and as given, the output."""
     arguments = example.tensors(dtype, device)
-    query = arguments["query"]
-    memory = torch.cat([torch.zeros_like(query[:1]), query])
-    answers = ask(kernel, example, arguments | dict(query=memory[1:]), out=memory[:-1])
-    kernel.calls[-1] = arguments, kernel.calls[-1][1]
-    try:
-        hold(example, arguments, answers | dict(out=memory[:-1]), only=("out",))
-    except Broken as error:
-        raise Broken(f"with an output that overlaps the query partly, {error}") from None
+    query, size = arguments["query"], example.output_size
+    shape = (*query.shape[:2], size)
+    if size == example.head_size and query.numel():
+        room = query[0].numel()
+        for words, shift in (("a row before", -room), ("a row after", room), ("a head after", size)):
+            memory = query.new_zeros(query.numel() + 2 * room)
+            rows, out = memory[room:-room].view_as(query), memory[room + shift :][: query.numel()].view_as(query)
+            yield f"begins {words} the query", arguments, arguments | dict(query=rows.copy_(query)), out
+    for word in ("key", "value", "key_cache", "value_cache", "cache"):
+        x = arguments.get(word)
+        if x is not None and x.dtype == dtype and x.numel() >= math.prod(shape):
+            mine = x.clone(memory_format=torch.contiguous_format)
+            out = mine.flatten()[-math.prod(shape) :].view(shape)
+            yield f"lies in {word}", arguments, arguments | {word: mine}, out
 
 
 PROPERTIES = (
@@ -211,13 +267,32 @@ PROPERTIES = (
     ),
     Property(
         "sizes of models",
-        "Heads of 32, 112 and 512 elements, values of another size than keys, 128 heads, pages of 784, if taken.",
+        "Heads of 512 elements, values of another size than keys, 128 heads, pages of 784, if taken.",
         plain,
         unless_refused(at_landmarks),
         paths=OVER_ROWS,
         examples=0,
         landmarks=of_models,
         in_type=of_model_sizes,
+    ),
+    Property(
+        "other sizes",
+        "Any number of KV heads, any group of heads and any head size that is a multiple of 8, if taken.",
+        plain,
+        unless_refused(everything),
+        paths=(*ATTENDS, "merge", "kv_cache"),
+        examples=0,
+        landmarks=lambda kernel: of_other_sizes(kernel, 0),
+        in_type=of_other_sizes,
+    ),
+    Property(
+        "no sequences",
+        "A batch may have no sequence, and rows of padding alone, if taken: they are 0 also in memory that is given.",
+        plain,
+        unless_refused(combined),
+        paths=ATTENDS,
+        examples=0,
+        landmarks=of_nothing,
     ),
     Property(
         "sizes",
@@ -239,13 +314,13 @@ PROPERTIES = (
     ),
     Property(
         "out beside the query",
-        "out= may overlap the query of a sequence partly: a row is written after the query there has been read.",
+        "out= may overlap an input partly: the query, a row before or after it, keys or values. It is written last.",
         plain,
         out_beside_query,
         ("out",),
         ATTENDS,
         examples=0,
-        landmarks=of_one_sequence,
+        landmarks=of_overlaps,
     ),
     Property(
         "numbers of a layer",

@@ -145,7 +145,7 @@ def in_combination(draw: Draw, kernel: Kernel) -> Example:
 def windowed(draw: Draw, kernel: Kernel) -> Example:
     """Draw a window, on the left and, where a mask need not be causal, on both sides."""
     left = draw(st.integers(0, 20))
-    right = draw(st.sampled_from((None, 4, 1, 9, 0))) if kernel.takes("causal") else None
+    right = draw(st.sampled_from((None, 4, 1, 9, 0, 23, -1))) if kernel.takes("causal") else None
     options = {"window_size": (left, 0)} if right is None else {"window_size": (left, right), "causal": False}
     return draw_example(draw, kernel, options=options)
 
@@ -232,14 +232,15 @@ def sinks_over_many_keys(draw: Draw, kernel: Kernel) -> Example:
     pairs = st.one_of(
         sequences(kernel), st.lists(st.tuples(st.just(1), st.sampled_from((300, 700))), min_size=1, max_size=1)
     )
-    kind = draw(st.sampled_from((True, *(("bfloat16",) if kernel.claims.conventions else ()))))
+    kind = draw(st.sampled_from((True, *(("bfloat16", "float64") if kernel.claims.conventions else ()))))
     options: Arguments = {"sinks": kind} | ({"window_size": (700, 0)} if kernel.path == "sliding_window" else {})
     return draw_example(draw, kernel, pairs, options=options)
 
 
 def of_any_layout(draw: Draw, kernel: Kernel) -> Example:
     """Draw how tensors lie in memory."""
-    return draw_example(draw, kernel, options={"layout": draw(st.sampled_from(landmarks.LAYOUTS))})
+    layouts = (*landmarks.LAYOUTS, *landmarks.EXPANDED)
+    return draw_example(draw, kernel, options={"layout": draw(st.sampled_from(layouts))})
 
 
 def padded(draw: Draw, kernel: Kernel) -> Example:

@@ -80,8 +80,7 @@ class Example(Workload):
         options: by name. All paths: those of the plan and of `AttentionOptions`. `sinks`: True, "large" (in some heads
             alone) or the name of their type; `alibi_slopes`: True, "far" (so small that keys far away have weight),
             "signs" (of either sign, 0 and large), "root" (for `alibi_sqrt`) or the name of their type; the numbers are
-            then made.
-            `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
+            then made. `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
             first. `merge`: `parts`; `empty`: whether some rows are;
             `lse_dtype`: "float64" for large log-sum-exps in that type. `quantized`: `scales` of keys and values;
             `scales_of`: "heads", "sequences" or one of `corners.MIXED`; `format`: "e5m2" instead of e4m3; `bytes`:
@@ -94,8 +93,8 @@ class Example(Workload):
             -1; `slots`: "run", "backwards" or "anywhere". `speculative`: `growing`: nodes of each tree before those of
             the query rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a
             gradient of the log-sum-exp. `CALLED`, how a check calls a kernel: `return_lse`, `out`, `layout`, `poison`;
-            `num_keys`: how many the batch says there are, right or wrong; `first_block`: the first block of the batch in a large pool; `forked`: whether sequences begin with blocks
-            of others; `nan_at`: where among the keys of a sequence the NaN is, from 0 to 1.
+            `num_keys`: how many the batch says there are, right or wrong; `first_block`: the first block of the batch
+            in a large pool; `forked`: whether sequences begin with blocks of others; `nan_at`: where among the keys of a sequence the NaN is, from 0 to 1.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -19,6 +19,7 @@ CROWDED = (*ATTENDS, "merge", "kv_cache", "recurrent")  # paths with the landmar
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # nodes per tree
 LAYOUTS = (1, 2, 3, 4, 5)  # layouts of tensors in memory, by their number in `memory.laid_out`
+EXPANDED = (6, 7, 8)  # ways to repeat numbers without memory for each, by their number in `memory.expanded`
 OPTIONAL = (*CALLED, *PATHS["varlen"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 PAST_A_MODEL = 2**18 + 77  # keys: more than the longest sequences of most models
@@ -26,6 +27,9 @@ FAR = 2**12  # keys: for longer sequences windows and chunks are long, too
 LONG_STEP = 577  # tokens of a step
 LONG_LIST = 2048  # selected keys
 WIDE_WINDOW = 4095
+LONG_CHUNK = (290, 411)  # new tokens and keys: more than a right side of a window of two tiles
+LONG_PROMPT = (4217, 4330)  # new tokens and keys: more rows than 12 bits can count
+LATE_QUERIES = (8300, 300)  # most of them have positions below 0, and cost little
 TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # sizes of a state's keys and values
 PAST_2048 = 2**11 + 5  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # numbers of keys that kernels split; no powers of two
@@ -41,7 +45,8 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
     """Make a batch that a kernel claims, with lengths as near to the given ones as its path and claims allow."""
     claims, path = kernel.claims, kernel.path
     heads, (head_size, value_head_size), block_size = shape or claims.shapes[0]
-    most = min(claims.max_query_len or max(q for q, _ in lens), MOST_NODES if path == "speculative" else 10**6)
+    longest = max((q for q, _ in lens), default=0)
+    most = min(claims.max_query_len or longest, MOST_NODES if path == "speculative" else 10**6)
     pairs = [(min(q, most), max(s, claims.min_seq_len, 0 if path != "speculative" else min(q, most))) for q, s in lens]
     longest = max((s for _, s in pairs), default=0)
     if path == "sliding_window":
@@ -136,8 +141,12 @@ def both(*several: Landmarks) -> Landmarks:
 
 
 def of_layouts(kernel: Kernel) -> list[Example]:
-    """Return three sequences, in each layout."""
-    return [example(kernel, ((3, 20), (1, 33), (2, 40)), layout=layout) for layout in LAYOUTS]
+    """Return three sequences, in each layout, and with tensors that are expanded over heads, rows or elements."""
+    lens = ((3, 20), (1, 33), (2, 40))
+    heads = next((x for x in kernel.claims.heads if x[0] > x[1] > 1), kernel.claims.heads[0])
+    shape = heads, kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
+    batches = [example(kernel, lens, layout=layout) for layout in LAYOUTS]
+    return batches + [example(kernel, lens, shape, layout=layout) for layout in EXPANDED]
 
 
 def many_sequences(kernel: Kernel) -> list[Example]:
@@ -167,7 +176,22 @@ def many_queries(kernel: Kernel) -> list[Example]:
     """Return prompts and chunks of several tiles of queries, some that fill them exactly, and of each small number."""
     batches = ((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150))
     each_number = tuple((n, n + n % 3) for n in range(1, 50))
-    return [example(kernel, lens) for lens in (*batches, each_number)]
+    found = [example(kernel, lens) for lens in (*batches, each_number)]
+    is_short = kernel.path in ("speculative", "differential", "quantized")  # or its output does not show the mask
+    return found if is_short else [*a_long_prompt(kernel), *found]
+
+
+def a_long_prompt(kernel: Kernel) -> list[Example]:
+    """Return a prompt of more than 4096 tokens, under a window if a kernel takes one: its first rows see few keys."""
+    if kernel.claims.max_query_len is not None:
+        return []
+    shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
+    options: dict[str, Any] = dict(window_size=(100, 0)) if kernel.takes("window_size") else {}
+    if options and kernel.takes("causal"):
+        options = dict(window_size=(100, 4100), causal=False)
+    if kernel.path == "local":
+        options["chunk_size"] = 7 * shape[2]
+    return [example(kernel, (LONG_PROMPT,), shape, **options)]
 
 
 def of_large_trees(kernel: Kernel) -> list[Example]:
@@ -192,6 +216,13 @@ def of_chunks(kernel: Kernel) -> list[Example]:
     p = kernel.claims.shapes[0][2]
     lens = ((3, 20), (1, 7 * p + 1), (1, 1100))
     return [example(kernel, lens, chunk_size=n * p) for n in (1, 5, 7, 2**20)]
+
+
+def of_windows(kernel: Kernel) -> list[Example]:
+    """Return windows over keys that kernels split, and, without a causal mask, sides of up to several tiles of keys."""
+    sides = ((-1, 129), (255, 16), (17, 257), (0, 64), (130, 33), (-1, 271)) if kernel.takes("causal") else ()
+    both_sides = [example(kernel, (LONG_CHUNK, (1, 9)), window_size=x, causal=False) for x in sides]
+    return [*long(window_size=(90, 0))(kernel), *both_sides]
 
 
 def of_far_windows(kernel: Kernel) -> list[Example]:

@@ -31,7 +31,8 @@ def poisoned(name: str) -> Check:
 
 def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare with tensors in one of the layouts, and a block table that is a view of a larger one."""
-    arguments = laid_out(example.tensors(dtype, device), example.options.get("layout", 1))
+    arguments, layout = example.tensors(dtype, device), example.options.get("layout", 1)
+    arguments = expanded(arguments, layout) if layout in landmarks.EXPANDED else laid_out(arguments, layout)
     if "states" in arguments:
         arguments["states"] = with_gap(arguments["states"]) if example.seed % 2 else outside_in(arguments["states"])
         for word in ("log_decay", "beta"):  # [t, hv], as they come from a projection of all heads
@@ -74,6 +75,35 @@ def laid_out(arguments: Arguments, layout: int) -> Arguments:
         both = torch.stack(pools, dim=1)
         changed |= dict(key_cache=both[:, 0], value_cache=both[:, 1])
     return changed
+
+
+def expanded(arguments: Arguments, layout: int) -> Arguments:
+    """Return the arguments with inputs that repeat numbers with a stride of 0, one of `landmarks.EXPANDED`.
+
+    Args:
+        arguments: of a call.
+        layout: 6: the keys of a head are those of all, and a query row; 7: the values of a head, and its queries; 8: an
+            element of a query or of a value is all of it.
+    """
+    ways = {
+        "query": (_over(0), _over(-2), _over(-1)),
+        "key": (_over(-2), None, None),
+        "value": (None, _over(-2), _over(-1)),
+        "scores": (_over(0), None, _over(0)),
+        "grad_out": (_over(0), _over(-2), _over(-1)),
+    }
+    changed = dict(arguments)
+    for word in ("query", "key", "value", "key_cache", "value_cache", "scores", "grad_out"):
+        is_pool, way = word.endswith("_cache"), ways[word.removesuffix("_cache")][layout - landmarks.EXPANDED[0]]
+        is_written = is_pool and "slot_mapping" in arguments
+        if word in arguments and way is not None and not is_written:
+            changed[word] = way(arguments[word])
+    return changed
+
+
+def _over(dim: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that repeats the first elements of a dimension, with a stride of 0."""
+    return lambda x: x.narrow(dim, 0, min(1, x.shape[dim])).expand_as(x)
 
 
 def outside_in(x: Tensor) -> Tensor:

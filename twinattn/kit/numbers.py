@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from refattn.scales import Fp8Scales
 from twinattn.kit import landmarks
-from twinattn.kit.checks import answer, counted, everything, glance
+from twinattn.kit.checks import answer, counted, glance, loud, without_queries
 from twinattn.kit.draws import draw_example, padded, plain, with_option
 from twinattn.kit.example import PACKED, Arguments, Example, expected
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel, untouched
 from twinattn.kit.property import (
     ATTENDS,
+    LOUDLY,
     READ_OUT,
     Broken,
     Draw,
@@ -39,7 +41,7 @@ LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # log-sum-exps of parts
 LSE_ROUNDINGS = 16  # ulps of float32 that a log-sum-exp may be off
 FAR_SLOT = 2**24
 BELOW = 200.0  # difference of two log-sum-exps: the weight of the lower part is then 0 in float32
-OF_16_BITS = ("bfloat16", "float16")  # types of slopes
+OF_OTHER_TYPES = ("bfloat16", "float16", "float64")  # of slopes and sinks
 ROTARY = 300.0  # elements of the rotary part, which is not in the values
 
 
@@ -111,20 +113,51 @@ def infinite_key(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
     hold(example, arguments, ask(kernel, example, arguments))
 
 
-def bias_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare everything, and the log-sum-exp of biases alone in float32 precision, whatever the types are.
+@outputs_alone
+def infinite_value(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put infinity, of either sign, into a value of each sequence: a query that sees it returns it, or NaN.
 
-    A kernel may raise anything for slopes of 16 bits, but not use wrong ones.
+    All keys have the same weight. Queries that do not see it share a tile with it, and may return anything.
+    """
+    arguments = without_queries(example.tensors(dtype, device))
+    word = next(word for word in ("value", "value_cache") if word in arguments)
+    value = arguments[word] = arguments[word].clone()
+    seen, first = list[Tensor](), 0
+    for i, ((q, s), mask) in enumerate(zip(example.lens, example.masks(), strict=True)):
+        key = (0, s // 2, s - 1)[i % 3] if s else 0
+        if s:
+            at: Any = first + key
+            if word == "value_cache":
+                at = int(arguments["batch"].block_table[i, key // example.block_size]), key % example.block_size
+            value[at][..., 0], value[at][..., 1] = torch.inf, -torch.inf
+        seen.append(mask[:, key] if s else torch.zeros(q, dtype=torch.bool))
+        first += s
+    out = ask(kernel, example, arguments)["out"].detach().cpu()[: example.num_tokens][torch.cat(seen)]
+    for element, want in ((0, torch.inf), (1, -torch.inf)):
+        wrong = ~((out[..., element] == want) | (out[..., element].isnan() & (not kernel.claims.conventions)))
+        if wrong.any():
+            raise Broken(f"out: {out[..., element][wrong][0]} where a query sees a value of {want}")
+
+
+def options_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare everything, and the log-sum-exp of biases or sinks alone in float32 precision, whatever the types are.
+
+    A kernel may raise anything for slopes and sinks that are not float32, but not use wrong ones. With slopes of either
+    sign scores may be in the hundreds, and are also compared where products are.
     """
     arguments = example.tensors(dtype, device)
     try:
         answers = ask(kernel, example, arguments)
     except Broken as error:
-        if kernel.claims.conventions or example.options.get("alibi_slopes") not in OF_16_BITS:
+        kinds = {example.options.get(name) for name in ("alibi_slopes", "sinks")}
+        if kernel.claims.conventions or not kinds & {*OF_OTHER_TYPES}:
             raise
         raise RefusedError(str(error)) from None
-    hold(example, arguments, answers)
-    if "lse" in answers:
+    has_far_scores = example.options.get("alibi_slopes") == "signs"
+    hold(example, arguments, answers, is_loud=has_far_scores)
+    if has_far_scores and example.path in LOUDLY:
+        loud(kernel, example, dtype, device)
+    elif "lse" in answers:
         counted(kernel, example, arguments)
 
 
@@ -285,14 +318,18 @@ def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
 
 
 def with_biases(draw: Draw, kernel: Kernel) -> Example:
-    """Draw slopes of float32 and of 16 bits, and of `alibi_sqrt` if the kernel takes it."""
-    kinds = (True, *OF_16_BITS, *(("root",) if kernel.takes("alibi_sqrt") else ()))
+    """Draw slopes of float32 and of other types, of either sign, and of `alibi_sqrt` if the kernel takes it."""
+    kinds = (True, *OF_OTHER_TYPES, "signs", *(("root",) if kernel.takes("alibi_sqrt") else ()))
     return draw_example(draw, kernel, options={"alibi_slopes": draw(st.sampled_from(kinds))})
 
 
-def of_short_slopes(kernel: Kernel) -> list[Example]:
-    """Return decodes over many keys with slopes of 16 bits."""
-    return [landmarks.example(kernel, ((1, 700), (1, 2500)), alibi_slopes=kind) for kind in OF_16_BITS]
+def of_slopes(kernel: Kernel) -> list[Example]:
+    """Return decodes over many keys with slopes of other types, and of either sign, and a chunk with such slopes."""
+    kinds = (*OF_OTHER_TYPES, "signs")
+    decodes = [landmarks.example(kernel, ((1, 700), (1, 2500)), alibi_slopes=kind) for kind in kinds]
+    mask: dict[str, Any] = {"causal": False} if kernel.takes("causal") else {}
+    shape = landmarks.most_heads(kernel)
+    return [*decodes, landmarks.example(kernel, ((5, 90), (1, 300)), shape, alibi_slopes="signs", **mask)]
 
 
 def summed(kernel: Kernel, type_number: int) -> list[Example]:
@@ -354,19 +391,28 @@ PROPERTIES = (
         examples=4,
     ),
     Property(
+        "infinite value",
+        "A query that sees an infinite value returns infinity, or NaN: nothing hides a broken model.",
+        plain,
+        infinite_value,
+        paths=tuple(name for name in READ_OUT if "latents" not in name and "mla" not in name),
+        examples=4,
+        landmarks=landmarks.some,
+    ),
+    Property(
         "slopes",
-        "Biases are computed in float32, whatever the types of queries and slopes.",
+        "Biases are computed in float32, whatever the types of queries and slopes, and the signs of slopes.",
         with_biases,
-        bias_in_compute_type,
+        options_in_compute_type,
         ("alibi_slopes",),
         ATTENDS,
-        landmarks=landmarks.both(landmarks.long(alibi_slopes=True), of_short_slopes),
+        landmarks=landmarks.both(landmarks.long(alibi_slopes=True), of_slopes),
     ),
     Property(
         "root of the distance",
         "With alibi_sqrt a bias is -slope * |distance| ** 0.5.",
         with_option("alibi_slopes", "root"),
-        bias_in_compute_type,
+        options_in_compute_type,
         ("alibi_slopes", "alibi_sqrt"),
         ATTENDS,
         landmarks=landmarks.long(alibi_slopes="root"),

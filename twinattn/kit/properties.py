@@ -128,7 +128,7 @@ PROPERTIES = (
         mask,
         ("window_size",),
         ("varlen", "chunked_prefill", "sliding_window", "cascade", "speculative"),
-        landmarks=landmarks.long(window_size=(90, 0)),
+        landmarks=landmarks.of_windows,
         check_landmark=outputs_at_landmarks,
     ),
     Property(
@@ -164,7 +164,7 @@ PROPERTIES = (
         everything,
         ("window_size",),
         ("differential", "quantized"),
-        landmarks=landmarks.long(window_size=(90, 0)),
+        landmarks=landmarks.of_windows,
     ),
     Property(
         "prefixes",
@@ -489,7 +489,7 @@ PROPERTIES = (
         "sinks",
         "A sink is one more logit in the denominator, counted once.",
         sinks_over_many_keys,
-        everything,
+        numbers.options_in_compute_type,
         ("sinks",),
         ATTENDS,
         landmarks=landmarks.of_sinks,

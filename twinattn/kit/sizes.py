@@ -18,7 +18,7 @@ from twinattn.kit.property import ATTENDS, Property
 CALLS = ("shape", "padding_rows", "layout", "poison", "num_keys", "return_lse", "out")  # choices that are not options
 PAST_TILES: tuple[landmarks.Lens, ...] = (  # more sequences, queries and keys than tiles have
     ((1, 8270), (3, 2100)),
-    ((1030, 1100),),
+    (landmarks.LATE_QUERIES, (150, 160)),
     tuple((1, 1 + (7 * i) % 19) for i in range(landmarks.PAST_8_BITS)),
     ((1, 40_000), (2, 9)),  # distances past 16 bits
 )
@@ -59,6 +59,8 @@ def past_tiles(kernel: Kernel) -> list[Example]:
     shape = heads, kernel.claims.head_sizes[0], kernel.claims.block_sizes[0]
     batches = []
     for i, lens in enumerate(PAST_TILES if kernel.path not in SELECTED else FEWER_PAST_TILES):
+        if landmarks.LATE_QUERIES in lens and not landmarks.sees_nothing(kernel):
+            lens = ((1030, 1100),)
         far = dict(window_size=(max(s for _, s in lens) * 7 // 8, 0), alibi_slopes="far", sinks=True)
         for options in _halves(kernel, i):
             options.pop("batch_invariant", None)  # batch invariance has batches of its own
