@@ -945,6 +945,37 @@ PLANTED = [
             "            state = state if (row - begin) % 64 else first\n            decay = log_decay[row]",
         ),
     ),
+    (
+        "paged",
+        "groups-past-a-tile",
+        "other sizes",
+        "k = k.repeat_interleave(h // hk, dim=1)\n                v = v.repeat_interleave(h // hk, dim=1)",
+        "heads = (torch.arange(h) // min(h // hk, 4)).clamp(max=hk - 1)\n                k, v = k[:, heads], v[:, heads]",
+    ),
+    (
+        "paged",
+        "kv-heads-wrap",
+        "answer",
+        "k = k.repeat_interleave(h // hk, dim=1)\n                v = v.repeat_interleave(h // hk, dim=1)",
+        "heads = (torch.arange(h) // (h // hk)) % 8\n                k, v = k[:, heads], v[:, heads]",
+    ),
+    (
+        "paged",
+        "part-of-head-dropped",
+        "other sizes",
+        'torch.einsum("thd,jhd->htj", q, k) * scale',
+        'torch.einsum("thd,jhd->htj", q[..., : d // 32 * 32], k[..., : d // 32 * 32]) * scale',
+    ),
+    ("paged", "window-right-past-a-tile", "window", "if window_size[1] >= 0 and", "if 0 <= window_size[1] < 128 and"),
+    ("paged", "alibi-of-positive-slopes", "slopes", "alibi_slopes.float()", "alibi_slopes.float().abs()"),
+    (
+        "paged",
+        "alibi-hides-far-keys",
+        "slopes",
+        "scores = scores.masked_fill(~see, -torch.inf)",
+        "far = 0.0 if alibi_slopes is None else alibi_slopes[:, None, None] * (pos - j).abs()\n"
+        "                scores = scores.masked_fill(~see, -torch.inf).masked_fill(torch.as_tensor(far > 64), -torch.inf)",
+    ),
 ]
 
 SEE = "see = torch.ones(n, len(j), dtype=torch.bool)"

@@ -471,5 +471,107 @@ KINDS = {
         "float32",
         "top = torch.stack(list(lses)).amax(0)",
         "lses = [x.float() for x in lses]\n    top = torch.stack(list(lses)).amax(0)",
+    "kv-heads-of-three-bits": (
+        "paged",
+        "other sizes",
+        "float32",
+        REPEAT,
+        "k, v = (x[:, torch.arange(hk) % 8 if h > hk else ...] for x in (k, v))\n                " + REPEAT,
+    ),
+    "groups-of-nine-to-fifteen": (
+        "paged",
+        "other sizes",
+        "float32",
+        REPEAT,
+        "group = 8 if 8 < h // hk < 16 else h // hk\n"
+        "                k, v = (x[:, (torch.arange(h) // group).clamp(max=hk - 1)] for x in (k, v))",
+    ),
+    "the-rest-of-a-head-past-128": (
+        "paged",
+        "other sizes",
+        "float16",
+        LOAD,
+        LOAD.replace(".float()", ".float().clone()") + "\n        q[..., d // 64 * 64 if d > 128 else d :] = 0",
+    ),
+    "windows-of-a-launch": (
+        "paged",
+        "many queries",
+        "float32",
+        "see = see & (j >= pos - window_size[0])",
+        "see = see & (j >= pos[:1] + torch.arange(n)[:, None] % 4096 - window_size[0])",
+    ),
+    "a-right-side-of-a-tile": (
+        "paged",
+        "window",
+        "float32",
+        "if window_size[1] >= 0 and not causal:",
+        "if 0 <= window_size[1] < 128 and not causal:",
+    ),
+    "a-cap-past-8192-rows": (
+        "paged",
+        "options past tiles",
+        "float32",
+        "if softcap:",
+        "if softcap and n < 8192:",
+    ),
+    "infinity-saturates": (
+        "paged",
+        "infinite value",
+        "float16",
+        "answer.transpose(0, 1).to(query.dtype)",
+        "answer.transpose(0, 1).clamp(-65504, 65504).to(query.dtype)",
+    ),
+    "nothing-to-do": (
+        "paged",
+        "no sequences",
+        "float32",
+        "    out[int(cu_seqlens_q[-1]) :] = 0\n",
+        "    out[int(cu_seqlens_q[-1]) if len(seq_lens) else t :] = 0\n",
+    ),
+    "out-is-written-by-sequences": (
+        "paged",
+        "out beside the query",
+        "float32",
+        "query = query if out is None else query.clone()",
+        "query = query.clone() if out is not None and len(seq_lens) == 1 else query",
+    ),
+    "a-stride-of-zero-is-none": (
+        "paged",
+        "strides",
+        "float32",
+        "    t, h, d = query.shape\n    p,",
+        "    t, h, d = query.shape\n"
+        "    first = torch.arange(key_cache.shape[2])[:, None] < 1\n"
+        "    key_cache = key_cache if key_cache.stride(2) else key_cache * first\n"
+        "    p,",
+    ),
+    "slopes-are-positive": ("paged", "slopes", "float32", "alibi_slopes.float()", "alibi_slopes.float().abs()"),
+    "far-keys-are-skipped": (
+        "paged",
+        "slopes",
+        "float32",
+        HIDE,
+        HIDE + "\n                if alibi_slopes is not None:"
+        "\n                    far = alibi_slopes[:, None, None] * (pos - j).abs() > 64"
+        "\n                    scores = scores.masked_fill(far, -torch.inf)",
+    ),
+    "sinks-of-the-type-of-queries": (
+        "paged",
+        "sinks",
+        "bfloat16",
+        "    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()\n",
+        "    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()\n"
+        "    sinks = None if sinks is None else sinks.to(query.dtype)\n",
+    ),
+    "lengths-are-kept-by-address": (
+        "paged",
+        "again",
+        "float32",
+        "    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()\n",
+        "    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()\n"
+        "    kept = paged.__dict__.setdefault('lengths', {})\n"
+        "    _, before = kept.setdefault(seq_lens.data_ptr(), (seq_lens, lengths))\n"
+        "    fits = len(before) == len(lengths) and max(before) <= block_table.shape[1] * p\n"
+        "    lengths = before if fits else lengths\n",
     ),
 }

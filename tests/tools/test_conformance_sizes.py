@@ -114,6 +114,13 @@ def test_an_lse_that_was_rounded_is_named():
     assert report.failures[0].mistakes[0][0] == "lse-rounded"
 
 
+@pytest.mark.usefixtures("no_shrinking")
+def test_sinks_that_were_rounded_are_named():
+    kernel = plant("paged", "sinks.float()[:, None] - whole", "sinks.to(query.dtype).float()[:, None] - whole")
+    report = check(kernel, "chunked_prefill", examples=3, only=["sinks"], dtypes=[torch.bfloat16])
+    assert report.failures[0].mistakes[0][0] == "sinks-rounded"
+
+
 # --- what is no mistake ---
 
 
@@ -255,6 +262,12 @@ def row_b_is_of_sequence_b(query, key_cache, value_cache, batch):
     return attention(query, key_cache, value_cache, batch)
 
 
+def keys_of_the_stated_number(query, key_cache, value_cache, batch):
+    if batch.num_keys is not None and batch.num_keys < int(batch.seq_lens.sum()):
+        batch = replace(batch, seq_lens=batch.seq_lens.clamp(max=batch.num_keys))
+    return attention(query, key_cache, value_cache, batch)
+
+
 def window_of_one_instance(query, key_cache, value_cache, batch, window_size=(-1, -1)):
     if query.dtype == torch.bfloat16 and query.shape[-1] == 192 and window_size[0] >= 0:
         window_size = (window_size[0] + 1, window_size[1])
@@ -318,6 +331,7 @@ WRONG = [
     ("chunked_prefill", blocks_by_shifts, "answer", torch.float32),
     ("chunked_prefill", heads_of_whole_16, "answer", torch.float32),
     ("chunked_prefill", row_b_is_of_sequence_b, "empty rows", torch.float32),
+    ("chunked_prefill", keys_of_the_stated_number, "upper bounds", torch.float32),
     ("chunked_prefill", light_keys_hide_nan, "nan without weight", torch.float32),
     ("chunked_prefill", window_of_one_instance, "options at shapes", torch.bfloat16),
     ("merge", merge_of_high_parts, "levels", torch.float32),

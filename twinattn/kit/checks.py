@@ -233,7 +233,7 @@ def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
     """Read the attention weights of each sequence out of the output, `[t, h, columns]`."""
     width = example.value_size
     rows, pieces = example.num_tokens, []
-    for first in range(0, max(1, max(s for _, s in example.lens)), width):
+    for first in range(0, max(1, max((s for _, s in example.lens), default=0)), width):
         out = ask(kernel, example, one_hot(example, dtype, device, first))["out"].detach().float().cpu()
         pieces.append(out[:rows])
     return list(torch.cat(pieces, dim=-1).split([q for q, _ in example.lens]))

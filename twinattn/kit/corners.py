@@ -96,6 +96,7 @@ def of_other_sizes(kernel: Kernel, type_number: int) -> list[Example]:
         many = [(n, chosen.randint(2, MOST_HEADS // n)) for n in chosen.sample(MANY_KV_HEADS, 15)]
         heads = [(unit * n * group, unit * n) for n, group in few + many]
         heads = [(h, 1) for h in chosen.sample(range(2, MOST_HEADS), 16)] if is_of_latents else heads
+        chosen.shuffle(heads)  # any few of them are of all kinds
     if claims.head_sizes == usual.head_sizes and kernel.path not in PACKED:
         sizes = [(d, d) for d in chosen.sample(HEAD_SIZES, len(HEAD_SIZES))]
         if is_of_latents:
@@ -219,8 +220,11 @@ def nan_without_weight(kernel: Kernel, example: Example, dtype: torch.dtype, dev
 
 @outputs_alone
 def out_beside_query(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Pass memory for the output that overlaps an input: the query, a row or a head before or after it, or keys."""
-    for name, arguments, given, out in overlaps(example, dtype, device):
+    """Pass memory for the output that begins a row or a head before or after the query, or overlaps keys or values.
+
+    Keys and values only if the conventions are claimed: a kernel without memory of its own could not compute this.
+    """
+    for name, arguments, given, out in overlaps(example, dtype, device, in_keys=kernel.claims.conventions):
         answers = ask(kernel, example, given, out=out)
         kernel.calls[-1] = arguments, kernel.calls[-1][1]
         try:
@@ -229,7 +233,9 @@ def out_beside_query(kernel: Kernel, example: Example, dtype: torch.dtype, devic
             raise Broken(f"with an output that {name}, {error}") from None
 
 
-def overlaps(example: Example, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Arguments, Arguments, Tensor]]:
+def overlaps(
+    example: Example, dtype: torch.dtype, device: str, *, in_keys: bool
+) -> Iterator[tuple[str, Arguments, Arguments, Tensor]]:
     """Yield ways in which an output overlaps an input: words, the arguments as they were and as given, the output."""
     arguments = example.tensors(dtype, device)
     query, size = arguments["query"], example.output_size
@@ -240,7 +246,7 @@ def overlaps(example: Example, dtype: torch.dtype, device: str) -> Iterator[tupl
             memory = query.new_zeros(query.numel() + 2 * room)
             rows, out = memory[room:-room].view_as(query), memory[room + shift :][: query.numel()].view_as(query)
             yield f"begins {words} the query", arguments, arguments | dict(query=rows.copy_(query)), out
-    for word in ("key", "value", "key_cache", "value_cache", "cache"):
+    for word in ("key", "value", "key_cache", "value_cache", "cache") if in_keys else ():
         x = arguments.get(word)
         if x is not None and x.dtype == dtype and x.numel() >= math.prod(shape):
             mine = x.clone(memory_format=torch.contiguous_format)
@@ -314,7 +320,7 @@ PROPERTIES = (
     ),
     Property(
         "out beside the query",
-        "out= may overlap an input partly: the query, a row before or after it, keys or values. It is written last.",
+        "out= may begin a row before the query or after it, and by the conventions overlap any input: it comes last.",
         plain,
         out_beside_query,
         ("out",),

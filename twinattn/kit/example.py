@@ -79,10 +79,10 @@ class Example(Workload):
     Attributes:
         options: by name. All paths: those of the plan and of `AttentionOptions`. `sinks`: True, "large" (in some heads
             alone) or the name of their type; `alibi_slopes`: True, "far" (so small that keys far away have weight),
-            "signs" (of either sign, 0 and large), "root" (for `alibi_sqrt`) or the name of their type; the numbers are
-            then made. `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
-            first. `merge`: `parts`; `empty`: whether some rows are;
-            `lse_dtype`: "float64" for large log-sum-exps in that type. `quantized`: `scales` of keys and values;
+            "signs" (of either sign, 0, large), "root" (for `alibi_sqrt`) or the name of their type; the numbers are
+            then made. `cascade`: `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix,
+            outer ones first. `merge`: `parts`; `empty`: whether some rows are; `lse_dtype`: "float64" for large
+            log-sum-exps in that type. `quantized`: `scales` of both pools;
             `scales_of`: "heads", "sequences" or one of `corners.MIXED`; `format`: "e5m2" instead of e4m3; `bytes`:
             whether the pools are uint8; `query_scale`: whether there is one. `interval`: `seen`: "spans", "prefix" or
             "drawn". `sparse`, `sparse_latents`, `packed_latents`: `topk`: the most keys of a query; `twice`: whether a

@@ -325,11 +325,11 @@ def with_biases(draw: Draw, kernel: Kernel) -> Example:
 
 def of_slopes(kernel: Kernel) -> list[Example]:
     """Return decodes over many keys with slopes of other types, and of either sign, and a chunk with such slopes."""
-    kinds = (*OF_OTHER_TYPES, "signs")
+    kinds = ("signs", *OF_OTHER_TYPES)
     decodes = [landmarks.example(kernel, ((1, 700), (1, 2500)), alibi_slopes=kind) for kind in kinds]
     mask: dict[str, Any] = {"causal": False} if kernel.takes("causal") else {}
     shape = landmarks.most_heads(kernel)
-    return [*decodes, landmarks.example(kernel, ((5, 90), (1, 300)), shape, alibi_slopes="signs", **mask)]
+    return [landmarks.example(kernel, ((5, 90), (1, 300)), shape, alibi_slopes="signs", **mask), *decodes]
 
 
 def summed(kernel: Kernel, type_number: int) -> list[Example]:
@@ -406,7 +406,7 @@ PROPERTIES = (
         options_in_compute_type,
         ("alibi_slopes",),
         ATTENDS,
-        landmarks=landmarks.both(landmarks.long(alibi_slopes=True), of_slopes),
+        landmarks=landmarks.both(of_slopes, landmarks.long(alibi_slopes=True)),
     ),
     Property(
         "root of the distance",

@@ -34,7 +34,7 @@ class CausalPadded(Attention):
     where = of_unlike_lengths
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
-        return torch.arange(q) + max(s for _, s in self.lens) - q
+        return torch.arange(q) + max((s for _, s in self.lens), default=0) - q
 
 
 class CausalMaxQuery(Attention):
@@ -43,7 +43,7 @@ class CausalMaxQuery(Attention):
     where = of_unlike_queries
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
-        return torch.arange(q) + s - max(q for q, _ in self.lens)
+        return torch.arange(q) + s - max((q for q, _ in self.lens), default=0)
 
 
 class CausalSeesNext(Attention):
@@ -275,7 +275,7 @@ class EverybodyLongest(Attention):
     where = of_unlike_lengths
 
     def _keys(self, i: int) -> Tensor:
-        return torch.arange(max(s for _, s in self.lens))
+        return torch.arange(max((s for _, s in self.lens), default=0))
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) | (j >= s)

@@ -58,7 +58,7 @@ class TableWithoutPadding(Attention):
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         p = self.example.block_size
-        columns = -(-max(s for _, s in self.lens) // p)
+        columns = -(-max((s for _, s in self.lens), default=0) // p)
         flat = self.batch.block_table.flatten().long()
         return flat[(i * columns + column).clamp(max=len(flat) - 1)]
 

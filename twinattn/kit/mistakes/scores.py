@@ -148,6 +148,30 @@ class AlibiAdded(Attention):
         return -super()._distance(pos, j)
 
 
+class AlibiOfPositiveSlopes(Attention):
+    """Slopes are taken for positive: a negative one should prefer far keys."""
+
+    option = "alibi_slopes"
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.slopes = None if self.slopes is None else self.slopes.abs()
+
+
+class AlibiHidesFarKeys(Attention):
+    """Keys whose ALiBi bias is below a bound are skipped, as if no score could make up for it."""
+
+    option = "alibi_slopes"
+    variants = (16.0, 32.0, 64.0, 100.0)
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        scores = super()._scores(query, key, pos, j)
+        if self.slopes is None:
+            return scores
+        bias = -self.slopes.double()[:, None, None] * self._distance(pos, j)
+        return scores.masked_fill(bias < -self.variant, -INFINITY)
+
+
 class AlibiSigned(Attention):
     """The ALiBi distance has a sign: without a causal mask later keys get a bonus."""
 

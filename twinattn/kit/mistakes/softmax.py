@@ -39,7 +39,7 @@ class NotNormalizedByTile(Attention):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second tile, or a sink, which is in no tile."""
-        return arguments.get("sinks") is not None or max(s for _, s in example.lens) > variant
+        return arguments.get("sinks") is not None or max((s for _, s in example.lens), default=0) > variant
 
     def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
         n = weights.shape[-1]
@@ -54,7 +54,7 @@ class NotRescaled(Attention):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second tile."""
-        return max(s for _, s in example.lens) > variant[0]
+        return max((s for _, s in example.lens), default=0) > variant[0]
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         size, rescales_sum = self.variant
@@ -99,7 +99,7 @@ class SinksOfEverySplit(Attention):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second split, and a sink."""
-        return max(s for _, s in example.lens) > variant and arguments.get("sinks") is not None
+        return max((s for _, s in example.lens), default=0) > variant and arguments.get("sinks") is not None
 
     def _of_sinks(self, peak: Tensor) -> Tensor | float:
         return super()._of_sinks(peak) * self.count
@@ -107,6 +107,16 @@ class SinksOfEverySplit(Attention):
     def _keys(self, i: int) -> Tensor:
         self.count = max(1, -(-self.lens[i][1] // self.variant))
         return super()._keys(i)
+
+
+class SinksRounded(Attention):
+    """The sinks are rounded to the type of the query."""
+
+    where = given("sinks") & rounded
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.sinks = None if self.sinks is None else self.sinks.to(arguments["query"].dtype)
 
 
 class SinksTwice(Attention):
@@ -234,7 +244,7 @@ class LseOfLastTile(Attention):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second tile."""
-        return max(s for _, s in example.lens) > variant
+        return max((s for _, s in example.lens), default=0) > variant
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         out, _ = super()._softmax(scores, visible, value)

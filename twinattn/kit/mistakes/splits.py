@@ -19,7 +19,7 @@ class Split(Attention, is_base=True):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second split."""
-        is_split = variant is None or max(s for _, s in example.lens) > (
+        is_split = variant is None or max((s for _, s in example.lens), default=0) > (
             variant[0] if isinstance(variant, tuple) else variant
         )
         return is_split and super().may_show(example, arguments, variant)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twinattn.kit.example import Answers, Arguments, Example
 from twinattn.kit.mistakes.formula import INFINITY, Attention
-from twinattn.kit.mistakes.where import given, in_odd_groups, written_into_a_view
+from twinattn.kit.mistakes.where import given, in_groups, in_odd_groups, not_causal, written_into_a_view
 
 SIZES = (16, 32, 64, 128, 256)
 COUNTS = (4, 8, 16, 32, 64, 128, 256)
@@ -177,6 +177,68 @@ class GroupsOfPowersOfTwo(Attention):
         return x[:, (torch.arange(h) // group).clamp(max=hk - 1)]
 
 
+class GroupsPastATile(Attention):
+    """A tile of query heads counts as a KV head: those of a larger group read the next KV head."""
+
+    where = in_groups
+    variants: Sequence[Any] = (4, 8, 16)
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether a group is larger than the tile."""
+        h, hk = example.heads
+        return bool(h // max(hk, 1) > variant) and super().may_show(example, arguments, variant)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x[:, (torch.arange(self.query.shape[1]) // self.variant).clamp(max=x.shape[1] - 1)]
+
+
+class KvHeadsWrap(Attention):
+    """Numbers of KV heads have too few bits: from some head on, the first ones are read again."""
+
+    variants: Sequence[Any] = (2, 4, 8, 16, 32)
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are more KV heads."""
+        return bool(example.heads[1] > variant) and super().may_show(example, arguments, variant)
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return super()._grouped(x[:, torch.arange(x.shape[1]) % self.variant])
+
+
+class PartOfHeadDropped(Attention):
+    """Products are summed over whole tiles of a head, and the elements after the last one are dropped."""
+
+    variants: Sequence[Any] = (16, 32, 64, 128)
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether a head does not fill its tiles."""
+        return bool(example.head_size % variant) and super().may_show(example, arguments, variant)
+
+    def _products(self, query: Tensor, key: Tensor) -> Tensor:
+        size = query.shape[-1] // self.variant * self.variant
+        return super()._products(query[..., :size], key[..., :size])
+
+
+class WindowRightPastATile(Attention):
+    """A right side of a window that is a tile of keys, or longer, is taken for no limit."""
+
+    where = given("window_size") & not_causal
+    variants: Sequence[Any] = SIZES
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether the right side is as long as the tile."""
+        right = arguments.get("window_size", (-1, -1))[1]
+        return bool(right >= variant) and super().may_show(example, arguments, variant)
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.mask = self.mask._replace(right=-1)
+
+
 # --- keys that are split ---
 
 
@@ -257,7 +319,7 @@ class AlibiFromSplit(Attention):
     @classmethod
     def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
         """Return whether there is a second split, and ALiBi."""
-        return max(s for _, s in example.lens) > variant and arguments.get("alibi_slopes") is not None
+        return max((s for _, s in example.lens), default=0) > variant and arguments.get("alibi_slopes") is not None
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return super()._distance(pos, j % self.variant)
