@@ -440,6 +440,15 @@ PROPERTIES = (
         in_type=corners.of_model_sizes,
     ),
     Property(
+        "other sizes",
+        "Any number of KV heads, any group of heads and any head size that is a multiple of 8, if taken.",
+        plain,
+        corners.unless_refused(everything),
+        examples=0,
+        landmarks=lambda kernel: corners.of_other_sizes(kernel, 0),
+        in_type=corners.of_other_sizes,
+    ),
+    Property(
         "process",
         "A call leaves the process as it was: random numbers, default type, threads, and how numbers are computed.",
         plain,

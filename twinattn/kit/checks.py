@@ -26,7 +26,7 @@ from twinattn.kit.tolerance import assert_close
 
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5
 MOST_COMPARED = 500  # sequences of a batch; in a larger one only the masks, or some sequences, are compared
-MOST_ROWS = 4096  # of queries, likewise
+MOST_ROWS = 4096  # query rows of a batch; in a larger one only the masks are compared
 FEW_DECODES = 100  # the same for a batch with options
 EVERY, LAST = 7, 24  # the decodes compared in a larger batch: every seventh, and the last ones
 FLOAT32_EPS = torch.finfo(torch.float32).eps

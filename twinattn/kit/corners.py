@@ -26,7 +26,7 @@ from twinattn.kit.sizes import CALLS
 OVER_ROWS = tuple(name for name in ATTENDS if "latent_rank" not in PATHS[name].words)
 IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # names of keys and of their values
 HIGH = 40.0  # an element of a key among zero keys: its weight is then 1, and all others are rounded to 0
-MODEL_SIZES = ((192, 128), (64, 96), (512, 512))  # head sizes that are not in the default claims
+MODEL_SIZES = ((192, 128), (64, 96), (512, 512), (112, 112), (32, 32))  # head sizes that are not in the default claims
 MODEL_HEADS = ((128, 8), (71, 1), (64, 64))
 GROUPS, FEW_KV_HEADS, MANY_KV_HEADS, MOST_HEADS = range(1, 17), range(2, 9), range(9, 33), 128
 HEAD_SIZES, ROTARY_SIZES, RANKS = range(16, 257, 8), range(8, 65, 8), range(16, 513, 8)
@@ -273,7 +273,7 @@ PROPERTIES = (
     ),
     Property(
         "sizes of models",
-        "Heads of 512 elements, values of another size than keys, 128 heads, pages of 784, if taken.",
+        "Heads of 32, 112 and 512 elements, values of another size than keys, 128 heads, pages of 784, if taken.",
         plain,
         unless_refused(at_landmarks),
         paths=OVER_ROWS,

@@ -57,8 +57,8 @@ FAR_SLOPES = (1.3e-5, 3.1e-5, 0.7e-5)  # keys tens of thousands of tokens away s
 SIGNED_SLOPES = (-0.1137, 3.1701, 0.0, -0.0013, -2.0417)  # far keys are preferred, or hidden by all but large scores
 KINDS_OF_SLOPES = {"far": FAR_SLOPES, "signs": SIGNED_SLOPES}
 SLOPES = (0.0041, 0.2431, 0.6029, 0.0007, 0.0397)  # no powers of two; with the small ones thousands of keys have weight
-LATENT_SCALE = 0.0713  # of latents in fp8
-TYPES_OF_OPTIONS = ("bfloat16", "float16", "float64")  # of slopes and sinks, which may differ from that of queries
+LATENT_SCALE = 0.0713  # the scale of fp8 latents
+TYPES_OF_OPTIONS = ("bfloat16", "float16", "float64")  # types of slopes and sinks other than float32
 QUERY_SCALE = 0.0213  # the quantized values of a query of about 1 are then about 50
 CALLED = (
     "return_lse",

@@ -17,7 +17,7 @@ from refattn.scales import Fp8Scales
 from twinattn.kit import landmarks
 from twinattn.kit.checks import answer, counted, glance, loud, without_queries
 from twinattn.kit.draws import draw_example, padded, plain, with_option
-from twinattn.kit.example import PACKED, Arguments, Example, expected
+from twinattn.kit.example import PACKED, TYPES_OF_OPTIONS, Arguments, Example, expected
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel, untouched
 from twinattn.kit.property import (
@@ -41,7 +41,6 @@ LEVELS = (10.3, -110.7, -20_000.4, 317.1)  # log-sum-exps of parts
 LSE_ROUNDINGS = 16  # ulps of float32 that a log-sum-exp may be off
 FAR_SLOT = 2**24
 BELOW = 200.0  # difference of two log-sum-exps: the weight of the lower part is then 0 in float32
-OF_OTHER_TYPES = ("bfloat16", "float16", "float64")  # of slopes and sinks
 ROTARY = 300.0  # elements of the rotary part, which is not in the values
 
 
@@ -150,7 +149,7 @@ def options_in_compute_type(kernel: Kernel, example: Example, dtype: torch.dtype
         answers = ask(kernel, example, arguments)
     except Broken as error:
         kinds = {example.options.get(name) for name in ("alibi_slopes", "sinks")}
-        if kernel.claims.conventions or not kinds & {*OF_OTHER_TYPES}:
+        if kernel.claims.conventions or not kinds & {*TYPES_OF_OPTIONS}:
             raise
         raise RefusedError(str(error)) from None
     has_far_scores = example.options.get("alibi_slopes") == "signs"
@@ -319,13 +318,13 @@ def drawn(**options: Any) -> Callable[[Draw, Kernel], Example]:
 
 def with_biases(draw: Draw, kernel: Kernel) -> Example:
     """Draw slopes of float32 and of other types, of either sign, and of `alibi_sqrt` if the kernel takes it."""
-    kinds = (True, *OF_OTHER_TYPES, "signs", *(("root",) if kernel.takes("alibi_sqrt") else ()))
+    kinds = (True, *TYPES_OF_OPTIONS, "signs", *(("root",) if kernel.takes("alibi_sqrt") else ()))
     return draw_example(draw, kernel, options={"alibi_slopes": draw(st.sampled_from(kinds))})
 
 
 def of_slopes(kernel: Kernel) -> list[Example]:
     """Return decodes over many keys with slopes of other types, and of either sign, and a chunk with such slopes."""
-    kinds = ("signs", *OF_OTHER_TYPES)
+    kinds = ("signs", *TYPES_OF_OPTIONS)
     decodes = [landmarks.example(kernel, ((1, 700), (1, 2500)), alibi_slopes=kind) for kind in kinds]
     mask: dict[str, Any] = {"causal": False} if kernel.takes("causal") else {}
     shape = landmarks.most_heads(kernel)
