@@ -190,7 +190,8 @@ class GroupsPastATile(Attention):
         return bool(h // max(hk, 1) > variant) and super().may_show(example, arguments, variant)
 
     def _grouped(self, x: Tensor) -> Tensor:
-        return x[:, (torch.arange(self.query.shape[1]) // self.variant).clamp(max=x.shape[1] - 1)]
+        h, hk = self.query.shape[1], x.shape[1]
+        return x[:, (torch.arange(h) // min(h // hk, self.variant)).clamp(max=hk - 1)]
 
 
 class KvHeadsWrap(Attention):
@@ -236,7 +237,8 @@ class WindowRightPastATile(Attention):
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
-        self.mask = self.mask._replace(right=-1)
+        if self.mask.right >= self.variant:
+            self.mask = self.mask._replace(right=-1)
 
 
 # --- keys that are split ---
