@@ -471,6 +471,7 @@ KINDS = {
         "float32",
         "top = torch.stack(list(lses)).amax(0)",
         "lses = [x.float() for x in lses]\n    top = torch.stack(list(lses)).amax(0)",
+    ),
     "kv-heads-of-three-bits": (
         "paged",
         "other sizes",

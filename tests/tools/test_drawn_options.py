@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from refattn.options import AttentionOptions, RecurrentOptions
-from tests.tools.test_operations import MODULES
+from tests.helpers.operations import MODULES
 from twinattn.kit import check, properties
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import NOT_DRAWN, find
@@ -55,6 +55,8 @@ def drawn_arguments(path):
     """Return the names of all arguments that some batch of a path sets."""
     kernel, smallest, names = find(PATHS[path].module, path), {}, set()
     for prop in properties.of_path(path):
+        if prop.not_asked(kernel, "cpu") is not None:
+            continue
         names.update(name for name in prop.needs if name in BY_NEED)
         for example in drawn_batches(kernel, prop):
             kind = frozenset((name, x if isinstance(x, str) else "") for name, x in example.options.items())

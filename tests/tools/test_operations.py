@@ -12,26 +12,13 @@ from refattn.merge import add_sinks, merge
 from refattn.metadata import advance, slot_mapping
 from refattn.rings import Ring
 from refattn.scales import Int8Scales
+from tests.helpers.operations import MODULES
 from twinattn.kit import claims
 from twinattn.kit.__main__ import main
 from twinattn.kit.check import check, reproduce
 from twinattn.kit.kernel import BadKernelError
 from twinattn.kit.operations import OPERATIONS, Case, of_operation
 
-MODULES = {
-    "kv_cache": ("gather", "copy_blocks", "swap_blocks"),
-    "sparse": ("index_write", "index_scores"),
-    "quantized": ("fp8_write", "int8_write", "int8_attention"),
-    "mla": ("mla_write", "mla_prefill"),
-    "recurrent": ("convolve", "state_map", "compose"),
-    "replay": ("replay", "cursors"),
-    "merge": ("add_sinks",),
-    "context_parallel": ("context_parallel",),
-    "metadata": (
-        "make_batch", "positions", "slot_mapping", "advance", "order_decodes_first", "split_decodes_and_prefills"
-    ),
-    "speculative": ("accept", "accept_sampled", "compact"),
-}  # fmt: skip
 LARGE = (
     "many",
     "many keys",
