@@ -94,7 +94,8 @@ class Example(Workload):
             the query rows. `recurrent`: those of `states.tensors`. `varlen_backward`: `grad_lse`: whether there is a
             gradient of the log-sum-exp. `CALLED`, how a check calls a kernel: `return_lse`, `out`, `layout`, `poison`;
             `num_keys`: how many the batch says there are, right or wrong; `first_block`: the first block of the batch
-            in a large pool; `forked`: whether sequences begin with blocks of others; `nan_at`: where among the keys of a sequence the NaN is, from 0 to 1.
+            in a large pool; `forked`: whether sequences begin with blocks of others; `nan_at`: where among the keys of
+            a sequence the NaN is, from 0 to 1.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

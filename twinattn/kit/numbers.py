@@ -15,7 +15,7 @@ from torch import Tensor
 
 from refattn.scales import Fp8Scales
 from twinattn.kit import landmarks
-from twinattn.kit.checks import answer, counted, glance, loud, without_queries
+from twinattn.kit.checks import answer, counted, everything, glance, loud, without_queries
 from twinattn.kit.draws import draw_example, padded, plain, with_option
 from twinattn.kit.example import PACKED, TYPES_OF_OPTIONS, Arguments, Example, expected
 from twinattn.kit.hold import ask, hold
