@@ -28,6 +28,7 @@ def plant(name, old, new, **numbers):
 
 
 TILES = "range(begin, min(begin + SPLIT, s), TILE)"
+SPLITS, SPLITS_OF_BLOCKS = "range(0, max(s, 1), SPLIT)", "range(0, max(-(-s // p) * p, 1), SPLIT)"
 TILES_OF_BLOCKS = "range(begin, min(begin + SPLIT, -(-s // p) * p), TILE)"
 TILE_END = "end = min(tile + TILE, s, begin + SPLIT)"
 WHOLE_BLOCKS = "end = min(tile + TILE, -(-s // p) * p, begin + SPLIT)"
@@ -376,8 +377,8 @@ PLANTED = [
         "paged",
         "past-the-end",
         "mask",
-        (TILES, TILE_END, UNSEEN_VALUES),
-        (TILES_OF_BLOCKS, WHOLE_BLOCKS, "see = see | (j >= s)\n                " + UNSEEN_VALUES),
+        (SPLITS, TILES, TILE_END, UNSEEN_VALUES),
+        (SPLITS_OF_BLOCKS, TILES_OF_BLOCKS, WHOLE_BLOCKS, "see = see | (j >= s)\n                " + UNSEEN_VALUES),
     ),
     (
         "paged",

@@ -161,9 +161,11 @@ class WindowRightZero(Attention):
     """The right side of the window is taken as 0: no later key is seen."""
 
     where = not_causal
+    variants: Sequence[Any] = (-1, 0)  # the least right side that is: there may be no limit
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super()._visible(pos, j, s, q) & (j <= pos)
+        seen = super()._visible(pos, j, s, q)
+        return seen & (j <= pos) if self.mask.right >= self.variant else seen
 
 
 class WindowRightBeatsCausal(Attention):
