@@ -26,13 +26,14 @@ from twinattn.course.exercises.functions.visibility import virtual_batches
 from twinattn.course.exercises.puzzles import PUZZLES
 from twinattn.engine.window_pool import WindowPool
 from twinattn.kit import states
-from twinattn.kit.example import Arguments, Example, expected
+from twinattn.kit.example import Arguments, Example
 from twinattn.kit.mistakes import differential as of_differential
 from twinattn.kit.mistakes import empty, hidden, pages, selection, softmax
 from twinattn.kit.mistakes import masks as of_masks
 from twinattn.kit.mistakes import merge as of_merge
 from twinattn.kit.mistakes import states as of_states
 from twinattn.kit.mistakes.formula import Attention, as_contiguous
+from twinattn.kit.reference import expected
 
 PUZZLE_FILES = sorted((Path(__file__).parent.parent / "notebooks/exercises/puzzles").glob("[0-9]*.py"))
 Cells = list[list[float]] | list[list[str]]

@@ -13,7 +13,6 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 600, 80
 LONG_FILES = {
     "fastattn/kernels/cpu/attention.py": 754,
     "twinattn/kit/adapters.py": 661,
-    "twinattn/kit/example.py": 648,
     "twinattn/kit/mistakes/backward.py": 601,
     "twinattn/kit/search/inputs.py": 773,
     "twinattn/kit/search/moves.py": 613,

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from twinattn.kit import __main__ as command
 from twinattn.kit import traces
-from twinattn.kit.example import Example, expected
+from twinattn.kit.example import Example
+from twinattn.kit.reference import expected
 from twinattn.kit.timed import time_kernel
 
 GQA = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)

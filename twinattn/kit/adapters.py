@@ -390,6 +390,7 @@ SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many
 # --- all of them, in the order of the tables ---
 
 TORCH = None, "torch", lambda: None
+NO_SLOPES = {"slopes gradient": "it has none of alibi_slopes"}
 FA2, FA3 = ("flash_attn", "flash-attn", fa2.available), (None, "vllm", fa3.available)
 FA4 = "flash_attn.cute", "flash-attn-4", fa4.available
 FLASHINFER, FLASH_MLA = (
@@ -469,12 +470,7 @@ KERNELS = (
         ),
         *(None, "torch", varlen),
     ),
-    Adapter(
-        "fa2-backward",
-        "varlen_backward",
-        prepared(fa2.prepare, dtypes=HALVES, not_claimed={"slopes gradient": "it has none of alibi_slopes"}),
-        *FA2,
-    ),
+    Adapter("fa2-backward", "varlen_backward", prepared(fa2.prepare, dtypes=HALVES, not_claimed=NO_SLOPES), *FA2),
     Adapter(
         "fa3-backward",
         "varlen_backward",
@@ -482,10 +478,7 @@ KERNELS = (
         *("flash_attn_interface", "flash-attn-3", fa3.no_backward),
     ),
     Adapter(
-        "fa4-backward",
-        "varlen_backward",
-        prepared(fa4.prepare_for_gradients, dtypes=HALVES, **HEADS_OF_FA4),
-        *FA4,
+        "fa4-backward", "varlen_backward", prepared(fa4.prepare_for_gradients, dtypes=HALVES, **HEADS_OF_FA4), *FA4
     ),
     Adapter("fa2", "varlen", prepared(fa2.prepare, dtypes=HALVES), *FA2),
     Adapter("fa2-pages", "chunked_prefill", prepared(fa2.prepare, IN_PAGES, dtypes=HALVES, block_sizes=(256,)), *FA2),

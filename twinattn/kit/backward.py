@@ -13,11 +13,12 @@ from torch import Tensor
 from twinattn.kit import checks, corners, draws, gradients, landmarks, memory, properties, sizes
 from twinattn.kit.checks import everything
 from twinattn.kit.draws import draw_example, plain, with_options
-from twinattn.kit.example import Answers, Arguments, Example, expected
+from twinattn.kit.example import Answers, Arguments, Example
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.memory import with_gap
 from twinattn.kit.property import Broken, Draw, NotClaimedError, Property, RefusedError
+from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import on_cpu
 
 REPEATS = 4  # calls that have to return the same bits with deterministic=True

@@ -21,21 +21,13 @@ from twinattn.kit import checks, draws, gradients, landmarks, mistakes, properti
 from twinattn.kit.adapters import kernel_of
 from twinattn.kit.bits import bits_of
 from twinattn.kit.drawn import Drawn
-from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected
+from twinattn.kit.example import PATHS, Answers, Arguments, Example
 from twinattn.kit.finding import FAILED, Finding, Report
 from twinattn.kit.kernel import BadKernelError, Kernel, NoMemoryError, check_device, notes_on
 from twinattn.kit.landmarks import is_huge, is_large, without_an_option
 from twinattn.kit.operations import Case, OperationProperty
-from twinattn.kit.property import (
-    READ_OUT,
-    Broken,
-    Check,
-    CrashedError,
-    Draw,
-    NotClaimedError,
-    Property,
-    RefusedError,
-)
+from twinattn.kit.property import READ_OUT, Broken, Check, CrashedError, Draw, NotClaimedError, Property, RefusedError
+from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import Distance, bound, distance, on_cpu
 
 SEED = 3  # the seed of the batches

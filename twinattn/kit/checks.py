@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twinattn.kit import packed
-from twinattn.kit.example import PATHS, Answers, Arguments, Example, expected, poison
+from twinattn.kit.example import PATHS, Answers, Arguments, Example, poison
 from twinattn.kit.hold import LOUD, ask, hold, named_tensors
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.memory import laid_out
@@ -22,6 +22,7 @@ from twinattn.kit.property import (
     outputs_alone,
 )
 from twinattn.kit.readout import one_hot_values
+from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import assert_close
 
 LSE_OF_ZEROS = 2e-4  # the error of a log-sum-exp where all products are 0, in any type: ATen's is 5e-5

@@ -11,9 +11,10 @@ from torch import Tensor
 from refattn.keys import read_packed
 from twinattn.kit import gradients
 from twinattn.kit.bits import bits_of
-from twinattn.kit.example import PACKED, PATHS, Answers, Arguments, Example, expected
+from twinattn.kit.example import PACKED, PATHS, Answers, Arguments, Example
 from twinattn.kit.kernel import Kernel, NoMemoryError, device_of
 from twinattn.kit.property import Broken, CrashedError, RefusedError
+from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import FLOAT32_ROUNDINGS, assert_close, on_cpu
 
 MOST_COMPARED = 2**22  # elements: larger inputs are not compared with their values before the call

@@ -58,8 +58,7 @@ def check_apart(
         examples: batches per property in the first type, and fewer in each other type.
         only: names of properties.
         seconds: for all properties; those after that are reported as not reached.
-        patience: seconds without a new line in the log after which the process is killed; those in which it is ready
-            to run, and others run on the machine, do not count.
+        patience: seconds without a new line in the log, but for those it waits for a CPU, until the process is killed.
         repeat: how often each batch is tried.
         limits: claims that replace those of the kernel.
         on_finding: called with every finding.

@@ -17,7 +17,7 @@ from refattn.scales import Fp8Scales
 from twinattn.kit import landmarks
 from twinattn.kit.checks import answer, counted, everything, glance, loud, without_queries
 from twinattn.kit.draws import draw_example, padded, plain, with_option
-from twinattn.kit.example import PACKED, TYPES_OF_OPTIONS, Arguments, Example, expected
+from twinattn.kit.example import PACKED, TYPES_OF_OPTIONS, Arguments, Example
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel, untouched
 from twinattn.kit.property import (
@@ -31,6 +31,7 @@ from twinattn.kit.property import (
     RefusedError,
     outputs_alone,
 )
+from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import assert_close
 
 FP8_NAMES = ("float8_e4m3fn", "float8_e5m2")

@@ -17,10 +17,11 @@ from twinattn.kit.draws import (
     plain,
     without_tokens,
 )
-from twinattn.kit.example import Example, expected
+from twinattn.kit.example import Example
 from twinattn.kit.hold import ask, hold
 from twinattn.kit.kernel import Kernel
 from twinattn.kit.property import OTHER_LENGTHS, Broken, Property
+from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import assert_close
 
 LONGEST_TILE = 256  # tokens that a kernel takes at a time

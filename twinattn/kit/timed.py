@@ -24,13 +24,14 @@ from twinattn.kit import traces
 from twinattn.kit.adapters import kernel_of
 from twinattn.kit.bits import bits_of
 from twinattn.kit.check import claims_as_words, parse_example
-from twinattn.kit.example import PATHS, SELECTED, Answers, Arguments, Example, forget_expected
+from twinattn.kit.example import PATHS, SELECTED, Answers, Arguments, Example
 from twinattn.kit.finding import Finding, Report
 from twinattn.kit.hold import ask, hold, raised
 from twinattn.kit.isolate import tuples, watch
 from twinattn.kit.kernel import BadKernelError, Kernel, find, notes_on
 from twinattn.kit.landmarks import Lens, example
 from twinattn.kit.property import Broken, CrashedError, RefusedError
+from twinattn.kit.reference import forget_expected
 
 WARM_UPS = 3  # calls before the clock, after the one that compiles
 CALLS = 20  # timed calls
