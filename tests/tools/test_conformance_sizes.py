@@ -13,7 +13,7 @@ from refattn.merge import merge
 from refattn.options import AttentionOptions
 from tests.helpers import by_hand
 from tests.helpers.planted import PAST_A_SIZE, RETURNED, UNNAMED, plant
-from twinattn.kit import Example, claims, combinations, landmarks, mistakes, properties, sizes
+from twinattn.kit import Example, claims, combinations, landmarks, mistakes, options, properties, sizes
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.check import check
@@ -77,7 +77,7 @@ def test_any_two_choices_meet():
     for (one, xs), (other, ys) in itertools.combinations(of.items(), 2):
         assert {(case[one], case[other]) for case in cases} == set(itertools.product(xs, ys))
     assert {"causal", "window_size", "sinks", "layout", "poison", "return_lse", "out"} <= set(of)
-    assert len(properties.all_together(kernel)) <= 40
+    assert len(options.all_together(kernel)) <= 40
 
 
 def test_each_option_meets_each_shape():

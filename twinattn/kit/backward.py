@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twinattn.kit import checks, corners, draws, gradients, landmarks, memory, properties, sizes
+from twinattn.kit import checks, corners, draws, gradients, landmarks, memory, options, sizes
 from twinattn.kit.checks import everything
 from twinattn.kit.draws import draw_example, plain, with_options
 from twinattn.kit.example import Answers, Arguments, Example
@@ -421,7 +421,7 @@ PROPERTIES = (
         "All options can be combined, any two of them, with any layout, and with a gradient of the log-sum-exp.",
         draws.in_combination,
         combined,
-        landmarks=properties.all_together,
+        landmarks=options.all_together,
     ),
     Property(
         "more queries than keys",
