@@ -14,7 +14,7 @@ from twinattn.bench.contender import (
 )
 from twinattn.bench.generation import Generation
 from twinattn.bench.row import Row, row_of, work_of
-from twinattn.bench.states import States, states_transformers, states_twin
+from twinattn.bench.states import States, states_transformers, states_twin, steps_twin
 from twinattn.bench.step_work import CacheWrite, Slots, VirtualBatches
 from twinattn.bench.work import drafts, latent_prefill, latents
 
@@ -32,6 +32,8 @@ def rows_on_cpu(shrink: int) -> Iterator[Row]:
         (1, 4096 // shrink, (8, 4), True, "10 x refattn"),
         (16, 1, (8, 4), False, "ahead of transformers"),
     )
+    decodes = States(16, 1, (8, 4), steps=8)
+    yield Row("replay", "8-decodes-16x8-heads", decodes, (steps_twin("replay", 8), steps_twin("recurrent")))
     yield from _selected(shrink)
     yield from _engine(shrink)
 

@@ -7,6 +7,7 @@ before it; the first answer is judged. A prompt's calls all begin without a stat
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class States:
         heads: heads of values, and of queries and keys.
         head_size: elements of a query, a key and a value.
         per_channel: each key channel has a decay of its own.
+        steps: decodes of a call, one after the other, each of one token of every request.
     """
 
     num_seqs: int
@@ -41,11 +43,12 @@ class States:
     heads: tuple[int, int] = (16, 16)
     head_size: int = 128
     per_channel: bool = False
+    steps: int = 1
 
     @property
     def tokens(self) -> int:
-        """New tokens of all requests."""
-        return self.num_seqs * self.query_len
+        """New tokens of all requests, in all steps."""
+        return self.num_seqs * self.query_len * self.steps
 
     def flops(self) -> int:
         """Count three products of a vector and the state for each token: what it answers, the write, the output."""
@@ -56,10 +59,10 @@ class States:
         hv, h = self.heads
         gates = 4 * hv * (1 + (self.head_size if self.per_channel else 1))
         rows = self.tokens * (itemsize * (2 * h + hv) * self.head_size + gates)
-        return rows + (self._state_bytes() if self.query_len == 1 else 0)
+        return rows + (self.steps * self._state_bytes() if self.query_len == 1 else 0)
 
     def writes(self, itemsize: int) -> int:
-        """Count the outputs, and the states after them."""
+        """Count the outputs, and the states after them, once: no step has to write what the next one can compute."""
         return itemsize * self.tokens * self.heads[0] * self.head_size + self._state_bytes()
 
     def _state_bytes(self) -> int:
@@ -108,7 +111,7 @@ class States:
         state = inputs.states[inputs.slots[:, 1].long(), -1, :SAMPLED_VALUES].to(dtype)  # [b, sampled, d]
         state = state * (self.query_len == 1)
         outs = []
-        for i in range(self.query_len):
+        for i in range(self.query_len * self.steps):
             state = state * decay[:, i].view(self.num_seqs, 1, -1)
             written = value[:, i, :SAMPLED_VALUES] - (state * key[:, None, i]).sum(-1)
             state = state + (beta[:, i, None] * written)[..., None] * key[:, None, i]
@@ -117,7 +120,7 @@ class States:
 
 
 class StateInputs(NamedTuple):
-    """The inputs of such a step."""
+    """The inputs of such a step. Of several steps a request's tokens lie one after the other, as those of a prompt."""
 
     work: States
     query: Float[Tensor, "t h d"]
@@ -140,6 +143,57 @@ def states_twin(package: str = "fastattn") -> Contender:
         return lambda: path.attention(*inputs[1:6], states, plan)
 
     return Contender(package, prepare, judge=_judge_of_the_first)
+
+
+def steps_twin(path: str, ring_size: int = 0) -> Contender:
+    """Our layer in several decodes: `recurrent`, or `replay` with a ring, whose cursor goes from none to full.
+
+    Which inputs a ring holds is the same in all layers, so the cursor is moved once per step, outside of the layer.
+    """
+
+    def prepare(inputs: StateInputs) -> Call:
+        module, states = importlib.import_module(f"fastattn.{path}"), inputs.states.clone()
+        slots = inputs.slots[:, 1].contiguous()
+        memory: tuple[Any, ...] = (states,)
+        if ring_size:
+            (hv, h), size = inputs.work.heads, inputs.work.head_size
+            kind: dict[str, Any] = dict(per_channel=inputs.work.per_channel, dtype=inputs.key.dtype)
+            memory += (module.allocate(len(states), ring_size, h, hv, size, size, **kind, device=states.device),)
+        calls, outs = [], torch.empty_like(inputs.value.unflatten(0, (-1, inputs.work.steps)).transpose(0, 1))
+        for step in range(inputs.work.steps):
+            more: dict[str, Any] = {}
+            if ring_size:
+                cursors = torch.full((len(states),), step % ring_size, dtype=torch.int32, device=states.device)
+                more = dict(cursors=cursors, ring_size=ring_size)
+            plan = module.plan(inputs.batch, state_indices=slots, **more)
+            calls.append(partial(module.attention, *_tokens_of_step(inputs, step), *memory, plan, out=outs[step]))
+
+        def call() -> Tensor:
+            for step in calls:
+                step()
+            return outs
+
+        return call
+
+    name = f"fastattn, a ring of {ring_size}" if ring_size else "fastattn, no ring"
+    return Contender(name, prepare, rows="steps b h d -> (b steps) h d", judge=_judge_of_the_first)
+
+
+def steps_attn_gym() -> Contender:
+    """attention-gym over slots, one decode after the other."""
+
+    def prepare(inputs: StateInputs) -> Call:
+        states = torch.cat((inputs.states[:1], inputs.states))  # its slot 0 is padding
+        slots = inputs.slots[:, 1].contiguous() + 1
+        tokens = (_tokens_of_step(inputs, step) for step in range(inputs.work.steps))
+        calls = [attn_gym.prepare_decode(*step, states, slots) for step in tokens]
+        return lambda: torch.stack([call() for call in calls])
+
+    return Contender("attention-gym", prepare, rows="steps b h d -> (b steps) h d", judge=_judge_of_the_first)
+
+
+def _tokens_of_step(inputs: StateInputs, step: int) -> list[Tensor]:
+    return [x.unflatten(0, (-1, inputs.work.steps))[:, step].contiguous() for x in inputs[1:6]]
 
 
 def states_transformers() -> Contender:
