@@ -341,6 +341,38 @@ def a_convolution_that_forgets_what_was_before():
     return "recurrent", changed("recurrent", convolve=convolve)
 
 
+def an_input_in_a_ring_that_is_left_out():
+    def attention(*arguments, **more):
+        *rest, ring, plan, options = arguments
+        few = replace(plan, cursors=(plan.cursors - 1).clamp(min=0))
+        return REFERENCE["replay"].attention(*rest, ring, few, options, **more)
+
+    return "replay", changed("replay", attention=attention)
+
+
+def drafts_that_are_all_kept():
+    def advance(cursors, plan, num_accepted=None):
+        kept = None if num_accepted is None else plan.batch.query_lens.int()
+        REFERENCE["replay"].advance(cursors, plan, kept)
+
+    return "replay", changed("replay", advance=advance)
+
+
+def a_snapshot_that_is_not_taken():
+    def plan(batch, *, flush=None, **tables):
+        return REFERENCE["replay"].plan(batch, **tables)
+
+    return "replay", changed("replay", plan=plan)
+
+
+def a_flush_of_an_empty_ring():
+    def flush(states, rings, cursors, state_indices):
+        cursors.zero_()
+        REFERENCE["replay"].flush(states, rings, cursors, state_indices)
+
+    return "replay", changed("replay", flush=flush)
+
+
 def copies_of_states_one_after_the_other():
     def copy(pools, pairs):
         for pair in pairs.split(1):
@@ -383,6 +415,10 @@ MISTAKES = [
     a_decay_after_the_write,
     a_byte_after_the_states,
     a_convolution_that_forgets_what_was_before,
+    an_input_in_a_ring_that_is_left_out,
+    drafts_that_are_all_kept,
+    a_snapshot_that_is_not_taken,
+    a_flush_of_an_empty_ring,
     copies_of_states_one_after_the_other,
     the_slot_after_the_last_accepted_one,
 ]

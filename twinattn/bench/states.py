@@ -192,8 +192,11 @@ def steps_attn_gym() -> Contender:
     return Contender("attention-gym", prepare, rows="steps b h d -> (b steps) h d", judge=_judge_of_the_first)
 
 
-def _tokens_of_step(inputs: StateInputs, step: int) -> list[Tensor]:
-    return [x.unflatten(0, (-1, inputs.work.steps))[:, step].contiguous() for x in inputs[1:6]]
+def _tokens_of_step(inputs: StateInputs, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, log_decay, beta = (
+        x.unflatten(0, (-1, inputs.work.steps))[:, step].contiguous() for x in inputs[1:6]
+    )
+    return query, key, value, log_decay, beta
 
 
 def states_transformers() -> Contender:

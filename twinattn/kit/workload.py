@@ -31,7 +31,9 @@ ATTENTION = (
     "interval",
     "sparse",
     "recurrent",
+    "replay",
 )
+STATES = ("recurrent", "replay")  # paths of layers that keep a state
 MOVES = ("kv_cache", "metadata", "state_cache")  # paths that move data or make tables: compared bit for bit
 PATHS = (*ATTENTION, "merge", *MOVES)
 
@@ -109,7 +111,9 @@ class Workload:
         parts: the number of partial outputs to merge.
         intervals: the keys that queries see: any intervals, spans as of images, or a prefix; one of `INTERVALS`.
         topk: keys that are selected for a query, at most.
-        slots: of states: one per sequence, one per draft, one per block that ends, or both; one of `SLOTS`.
+        slots: of states: one per sequence, one per draft, one per block that ends, or both; one of `SLOTS`. Of replayed
+            inputs "drafts" is a step of drafts, and with blocks the plan asks for some checkpoints.
+        ring: inputs that a ring has room for.
         state_dtype: of the states.
         delta: whether a layer with states has the delta rule.
         per_channel: whether it has a decay per key channel.
@@ -159,6 +163,7 @@ class Workload:
     intervals: str = "any"
     topk: int = 8
     slots: str = "one"
+    ring: int = 8
     state_dtype: str = "float32"
     delta: bool = True
     per_channel: bool = False

@@ -4,7 +4,8 @@ draw        random workloads, and how to shrink them
 inputs      the tensors, the plan and the call of a workload
 sparse      the same for selected keys, and their scores
 recurrent   the same for layers that keep a state
-layout      the choice between these three
+replay      the same for those that replay their last inputs
+layout      the choice between these four
 moves       checks of functions that move data or make tables
 trial       one call of one kernel, and its comparison
 loop        many calls

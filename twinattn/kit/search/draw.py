@@ -23,6 +23,7 @@ from twinattn.kit.workload import (
     POOLS,
     ROWS,
     SLOTS,
+    STATES,
     STORED,
     TABLES,
     Workload,
@@ -84,7 +85,7 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
     if path == "sparse" and random.random() < 0.5:
         head_size, value_head_size = random.choice(((576, 512), (40, 32), (96, 64), (24, 16)))
         h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "e4m3", "e5m2"))
-    if path == "recurrent":
+    if path in STATES:
         head_size, value_head_size = random.choice((16, 32, 64, 128, 5, 24)), random.choice((0, 0, 16, 64, 7))
         hk = random.choice((1, 1, 2, 3))
         h = hk * random.choice((1, 1, 2, 4))
@@ -220,6 +221,7 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         intervals=random.choice(INTERVALS),
         topk=random.choice((1, 3, 8, 40, 64)),
         slots=random.choice(SLOTS),
+        ring=random.choice((1, 2, 4, 5, 8, 16)),
         state_dtype=palette.state_dtype,
         delta=palette.delta,
         per_channel=palette.per_channel,
@@ -248,7 +250,7 @@ def bounded(work: Workload) -> Workload:
         work = replace(work, workspace=max(work.workspace, -(-parts // MOST_PARTS)))
 
     def products(work: Workload) -> int:
-        if work.path == "recurrent":
+        if work.path in STATES:
             tokens = work.num_tokens if work.operation == "attention" else 1
             states = tokens + len(work.lens) * max(q for q, _ in work.lens)
             too_many = MOST_PRODUCTS / MOST_TOKENS * (work.num_tokens - 1) if work.num_tokens > MOST_TOKENS else 0
@@ -319,6 +321,8 @@ def normalized(work: Workload) -> Workload:
             changes["growing"] = 0
     if path in ("mla_prefill", "context_parallel"):
         changes["lens"] = tuple((min(q, s), s) for q, s in work.lens)
+    if path == "replay" and work.slots == "drafts":  # a ring has room for all of them
+        changes["lens"] = tuple((min(q, work.ring), s) for q, s in work.lens)
     if plan == "cascade":
         kept: list[tuple[int, int, int]] = []
         for first, last, blocks in work.prefixes:
@@ -333,10 +337,10 @@ def normalized(work: Workload) -> Workload:
     if path == "sparse":
         changes |= _of_selection(work)
     operation = changes.get("operation", work.operation)
-    takes_no_window = path in ("mla", "mla_prefill", "merge", "recurrent") or work.is_exact or "attention" in operation
+    takes_no_window = path in ("mla", "mla_prefill", "merge", *STATES) or work.is_exact or "attention" in operation
     if (takes_no_window and plan != "speculative") or plan == "interval":
         changes["window"] = (-1, -1)
-    if plan == "interval" or path == "recurrent" or work.is_exact or "attention" in operation:
+    if plan == "interval" or path in STATES or work.is_exact or "attention" in operation:
         changes["causal"] = True
     if path in ("mla", "mla_prefill") or operation == "latent_attention":
         changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
@@ -380,15 +384,16 @@ def normalized(work: Workload) -> Workload:
         cache_scale=work.stored in ("e4m3", "e5m2")
         and (path in ("mla", "mla_prefill") or operation in ("write_latents", "latent_attention")),
         nan_at=path in ATTENTION
-        and path not in ("mla_prefill", "context_parallel", "recurrent")
+        and path not in ("mla_prefill", "context_parallel", *STATES)
         and operation not in EXACT
         and work.stored == "numbers",
         intervals=plan == "interval",
         topk=path == "sparse" and operation not in ("scores", "write_index"),
-        slots=path == "recurrent",
-        state_dtype=path in ("recurrent", "state_cache"),
-        delta=path == "recurrent" and operation == "attention",
-        per_channel=path == "recurrent" and operation == "attention",
+        slots=path in STATES,
+        ring=path == "replay",
+        state_dtype=path in (*STATES, "state_cache"),
+        delta=path in STATES and operation == "attention",
+        per_channel=path in STATES and operation == "attention",
     )
     changes |= {name: DEFAULTS[name] for name, is_taken in takes.items() if not is_taken}
     if plan == "cascade" and work.window[0] >= 0:
@@ -396,13 +401,13 @@ def normalized(work: Workload) -> Workload:
     if path == "sparse":
         changes |= dict(alibi="", alibi_sqrt=False)  # a list of slots has no positions
     no_options = work.is_exact or operation in ("scores", "convolve")
-    if path == "merge" or no_options or path == "recurrent":
+    if path == "merge" or no_options or path in STATES:
         changes |= dict(alibi="", alibi_sqrt=False, softcap=0.0, batch_invariant=False)
     if path == "merge" or no_options:
         changes |= dict(softmax_scale=None)
-    if path == "merge" or work.is_exact or path == "recurrent":
+    if path == "merge" or work.is_exact or path in STATES:
         changes |= dict(nan_at="")
-    if no_options or path == "recurrent":
+    if no_options or path in STATES:
         changes["sinks"] = ""
     return replace(work, **changes)
 

@@ -90,12 +90,12 @@ def tables(work: Workload) -> Tables:
 def call(work: Workload, generator: torch.Generator) -> Call:
     """Make the tensors of a layer, or of the convolution before it."""
     where = tables(work)
-    tensors: dict[str, Any] = (_channels if work.operation == "convolve" else _tokens)(work, generator)
+    tensors: dict[str, Any] = (_channels if work.operation == "convolve" else layer_tokens)(work, generator)
     rows = work.num_tokens + work.padding_rows
     shape = tuple(tensors["states"].shape[1:])
     states = torch.randn(where.num_slots, *shape, generator=generator)
     unread = [slot for slot in range(where.num_slots) if slot not in where.starts]
-    states[unread] = _poison(work, len(unread)).view(-1, *[1] * len(shape))
+    states[unread] = poison(work, len(unread)).view(-1, *[1] * len(shape))
     pool = "NHD" if work.pool == "expanded" else work.pool
     tensors["states"] = laid(states.to(getattr(torch, work.state_dtype)), pool)
     tensors["tables"] = where.arguments
@@ -132,7 +132,8 @@ def call(work: Workload, generator: torch.Generator) -> Call:
     )
 
 
-def _poison(work: Workload, count: int) -> Tensor:
+def poison(work: Workload, count: int) -> Tensor:
+    """Return values `[count]` for memory that nobody may read."""
     kinds = {"mixed": POISON, "nan": (torch.nan,), "finite": (1e4, -1e4), "none": (0.5,)}[work.poison]
     return torch.tensor([kinds[k % len(kinds)] for k in range(count)])
 
@@ -140,11 +141,12 @@ def _poison(work: Workload, count: int) -> Tensor:
 def _rows(work: Workload, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return rows in the layout of a workload, with poison after those of the last sequence."""
     if work.padding_rows:
-        rows[work.num_tokens :] = _poison(work, work.padding_rows).view(-1, *[1] * (rows.ndim - 1))
+        rows[work.num_tokens :] = poison(work, work.padding_rows).view(-1, *[1] * (rows.ndim - 1))
     return laid(rows.to(getattr(torch, work.dtype) if dtype is None else dtype), work.rows)
 
 
-def _tokens(work: Workload, generator: torch.Generator) -> dict[str, Any]:
+def layer_tokens(work: Workload, generator: torch.Generator) -> dict[str, Any]:
+    """Draw the tokens of a layer, their gates, and `states` of the right sizes without any slot."""
     (hv, h), dk, dv, t = work.heads, work.head_size, work.value_size, work.num_tokens + work.padding_rows
 
     def normal(*shape: int) -> Tensor:

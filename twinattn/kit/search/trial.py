@@ -40,7 +40,7 @@ from twinattn.kit.search import moves
 from twinattn.kit.search.inputs import Call, Modules, copied, laid, memory, moved
 from twinattn.kit.search.layout import lay_out
 from twinattn.kit.tolerance import WIDER, Distance, bound, distance
-from twinattn.kit.workload import Workload
+from twinattn.kit.workload import STATES, Workload
 
 REFERENCE = {
     path.__name__.removeprefix("refattn."): path
@@ -224,7 +224,7 @@ class Truth:
         """The difference of the reference in a wider type and the oracle as a message; "" if they agree."""
         wide = WIDER[getattr(torch, self.work.dtype)]
         out, lse = self._by_reference(wide)
-        in_float32 = self.work.path in ("merge", "recurrent") or self.work.operation == "scores"  # LSE, states, scores
+        in_float32 = self.work.path in ("merge", *STATES) or self.work.operation == "scores"  # LSE, states, scores
         loose = 1e-9 if wide == torch.float64 and not in_float32 else 1e-4
         for name, one, right in zip(self.call.answers, (out, lse), self.expected[:2], strict=True):
             one, right = self._said(one), self._said(right)
