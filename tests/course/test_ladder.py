@@ -260,6 +260,7 @@ def test_timed_calls_are_held_to_the_reference_at_both_ends(name, monkeypatch):
             judge(wrong)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the tensors are on a CPU")
 @each_ladder
 def test_rows_and_pages_of_a_timed_batch_hold_the_same(name, monkeypatch):
     """A rung over pages is timed on the numbers of one over rows; each finds its arguments by their names."""

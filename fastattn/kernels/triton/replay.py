@@ -250,7 +250,7 @@ def _rebuild(state, rings, slot, held, part):
             state *= tl.exp(tl.load(of_decay, part.in_k, 0.0).to(tl.float32))[None, :]
         else:
             state *= tl.exp(tl.load(decays + at * rings.log_decay_strides[1]).to(tl.float32))
-        state += v[:, None] * k[None, :]
+        state = tl.fma(v[:, None], k[None, :], state)
     return state
 
 

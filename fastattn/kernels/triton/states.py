@@ -288,5 +288,5 @@ def fold_token(state, tokens, gates, row, part, scale):
     if gates.DELTA:
         v -= tl.sum(state * k[None, :], 1)
     v *= load_gate(gates.beta, gates.beta_strides, row, part.head)
-    state += v[:, None] * k[None, :]
+    state = tl.fma(v[:, None], k[None, :], state)  # left to the compiler, either product may be the one that is rounded
     return state, v, tl.sum(state * q[None, :], 1)
