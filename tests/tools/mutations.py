@@ -2610,10 +2610,18 @@ MUTATIONS: list[Mutation] = [
         ("refattn.replay:attention", "(inputs[0][row], written, ", "(inputs[0][row], value[row], "),
         ("fastattn.kernels.torch_ops.replay:replay", "written[pushed], ", "value[rows[pushed]], "),
         (
-            "fastattn.kernels.triton.replay:_push",
+            "fastattn.kernels.triton.replay:_push_written",
             "written.to(rings.written.dtype.element_ty)",
-            "load_row(tokens.value, tokens.value_strides, row, part.head, part.at_v, part.in_v)",
+            "(2 * written).to(rings.written.dtype.element_ty)",
         ),
+    ),
+    *breaks(
+        "R214",
+        "a decode takes another part of the ring beside the checkpoint",
+        ("fastattn.kernels.triton.replay:_since", "at + 1 < held, (at == 0)", "at < held, (at == 0)"),
+        ("fastattn.kernels.triton.replay:_share_kernel", "        keys *= left\n", ""),
+        ("fastattn.kernels.triton.replay:_decode_kernel", "(read + v * tl.load(of_product))", "read"),
+        ("fastattn.kernels.triton.replay:_decode_kernel", "in_ring = (at[None, :] < held) & ", "in_ring = "),
     ),
     *breaks(
         "R215",
@@ -2625,7 +2633,7 @@ MUTATIONS: list[Mutation] = [
             "(not has_state or total >=",
         ),
         (
-            "fastattn.kernels.triton.replay:_step_kernel",
+            "fastattn.kernels.triton.replay:_find_ring",
             "            moves |= tl.load(of_flush, sequence.slot >= 0, 0) != 0",
             "            moves |= tl.load(of_flush, sequence.slot >= 0, 0) > 1",
         ),
@@ -2636,7 +2644,7 @@ MUTATIONS: list[Mutation] = [
         ("refattn.replay:_moves", "return False, begins or asked or inputs", "return False, asked or inputs"),
         ("fastattn.kernels.torch_ops.replay:_sequences", "(not has_state or flushes or", "(flushes or"),
         (
-            "fastattn.kernels.triton.replay:_step_kernel",
+            "fastattn.kernels.triton.replay:_find_ring",
             "moves = (sequence.start < 0) | (total >= cursors.SIZE)",
             "moves = total >= cursors.SIZE",
         ),
@@ -2702,7 +2710,7 @@ MUTATIONS: list[Mutation] = [
             "flushes or total >= plan.ring_size",
             "flushes or total > plan.ring_size",
         ),
-        ("fastattn.kernels.triton.replay:_step_kernel", "(total >= cursors.SIZE)", "(total > cursors.SIZE)"),
+        ("fastattn.kernels.triton.replay:_find_ring", "(total >= cursors.SIZE)", "(total > cursors.SIZE)"),
         ("fastattn.replay:advance", "(total >= plan.ring_size)", "(total > plan.ring_size)"),
     ),
     *breaks(

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn import context_parallel, kv_cache, mla, quantized, recurrent, replay, sparse, speculative
+from refattn import context_parallel, kv_cache, mla, quantized, recurrent, sparse, speculative
 from refattn.merge import add_sinks, merge
 from refattn.metadata import advance, slot_mapping
-from refattn.rings import Ring
 from refattn.scales import Int8Scales
 from tests.helpers.operations import MODULES
 from twinattn.kit import claims
@@ -342,17 +341,6 @@ def maps_scaled_in_place(key, value, log_decay, beta, plan, options):
     return recurrent.state_map(key, value, log_decay, beta, plan, options)
 
 
-def replay_in_another_order(query, key, value, log_decay, beta, states, ring, plan, options):
-    """A ring is folded in float64: right within any tolerance, and no clone of the step."""
-    wide = Ring(*(x.double() for x in ring))
-    tokens = (x.double() for x in (query, key, value, log_decay, beta))
-    pool = states.double()
-    out = replay.attention(*tokens, pool, wide, plan, options)
-    for mine, theirs in zip((states, *ring), (pool, *wide), strict=True):
-        mine.copy_(theirs)
-    return out.to(query.dtype)
-
-
 def cursors_that_never_move(cursors, plan, num_accepted=None): ...
 
 
@@ -433,7 +421,6 @@ WRONG = [
     ("add_sinks", sinks_into_one_memory, "again", ""),
     ("state_map", maps_scaled_in_place, "writes", ""),
     ("compose", compose_backwards, "output", "runs-backwards"),
-    ("replay", replay_in_another_order, "output", "fold-is-not-the-step"),
     ("cursors", cursors_that_never_move, "output", "cursor-never-moves"),
 ]
 

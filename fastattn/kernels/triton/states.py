@@ -274,17 +274,24 @@ def load_gate(gate, strides, row, head):
 
 @triton.jit
 @no_type_check
+def load_decay(gates, row, part):
+    """Load the decay of a token: one for the head, or a row with one per key channel."""
+    if gates.PER_CHANNEL:
+        log = load_row(gates.log_decay, gates.log_decay_strides, row, part.head, part.at_k, part.in_k)
+        decay = tl.exp(log)[None, :]
+    else:
+        decay = tl.exp(load_gate(gates.log_decay, gates.log_decay_strides, row, part.head))
+    return decay
+
+
+@triton.jit
+@no_type_check
 def fold_token(state, tokens, gates, row, part, scale):
     """Return a state after one token, the row that the token wrote into it, and its output."""
     k = load_row(tokens.key, tokens.key_strides, row, part.key_head, part.at_k, part.in_k)
     q = load_row(tokens.query, tokens.query_strides, row, part.key_head, part.at_k, part.in_k) * scale
     v = load_row(tokens.value, tokens.value_strides, row, part.head, part.at_v, part.in_v)
-    if gates.PER_CHANNEL:
-        state *= tl.exp(load_row(gates.log_decay, gates.log_decay_strides, row, part.head, part.at_k, part.in_k))[
-            None, :
-        ]
-    else:
-        state *= tl.exp(load_gate(gates.log_decay, gates.log_decay_strides, row, part.head))
+    state *= load_decay(gates, row, part)
     if gates.DELTA:
         v -= tl.sum(state * k[None, :], 1)
     v *= load_gate(gates.beta, gates.beta_strides, row, part.head)

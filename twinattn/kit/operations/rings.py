@@ -1,17 +1,14 @@
 """Layers that replay their inputs: a step over checkpoints and rings, and the cursors after it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from refattn import replay
 from refattn.options import RecurrentOptions
 from refattn.rings import ReplayPlan, Ring
-from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, batch_of
-from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, OperationKernel, Special
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
 from twinattn.kit.operations.states import EMPTY, draw_steps
 from twinattn.kit.operations.tiles import of_lengths, of_size
 
@@ -144,28 +141,7 @@ def replayed(
                     ring[name][slot, at] = x.to(ring[name].dtype)
         if after:
             states[slot] = state.to(states.dtype)
-    return dict(out=out, same_bits=torch.tensor(1), states=states) | {f"ring_{name}": x for name, x in ring.items()}
-
-
-def call_and_compare(kernel: OperationKernel, a: Arguments) -> tuple[Any, Tensor]:
-    """Call a function, and say whether a checkpoint and a ring are to it, bit for bit, the checkpoint after both.
-
-    On copies, the step is computed once with a flush and once without, and after each the same tokens come again.
-    """
-    came = kernel.function(**kernel.asked(a))
-    if a["drafts"] or not kernel.takes("flush"):
-        return came, torch.tensor(1)
-    outs = []
-    for flushes in (True, False):
-        b = {name: x.clone() if isinstance(x, Tensor) else x for name, x in a.items()}
-        b["flush"] = torch.full_like(a["has_initial_state"], flushes)
-        kernel.function(**kernel.asked(b))
-        b["cursors"] = moved(b)["cursors"]
-        tokens = b["cu_seqlens_q"].diff()
-        b |= dict(seq_lens=b["seq_lens"] + tokens, max_seq_len=b["max_seq_len"] + b["max_query_len"])
-        b["has_initial_state"] = b["has_initial_state"] | (tokens > 0)
-        outs.append(kernel.function(**kernel.asked(b)))
-    return came, torch.tensor(int(torch.equal(*(bits_of(x.detach().cpu()) for x in outs))))
+    return dict(out=out, states=states) | {f"ring_{name}": x for name, x in ring.items()}
 
 
 REPLAY = Operation(
@@ -210,13 +186,12 @@ REPLAY = Operation(
         Special("accepted later", "Drafts get into the ring, and into no checkpoint.", dict(drafts=(True,))),
     ),
     derived={**BATCH, "plan": plan_of, "ring": ring_of, "options": lambda a: RecurrentOptions(a["scale"], a["delta"])},
-    outputs=("out", "same_bits"),
+    outputs=("out",),
     changes=("states", "ring_key", "ring_written", "ring_log_decay"),
-    exact=frozenset({"same_bits", "ring_key", "ring_log_decay"}),
+    exact=frozenset({"ring_key", "ring_log_decay"}),
     types=dict(out="query"),
     strided=("query", "key", "value", "log_decay", "beta", "states", "cursors", *(f"ring_{name}" for name in RING)),
     pools=("states",),
-    invoke=call_and_compare,
     nan=("query", "key", "value"),
     has_out=True,
     size=lambda a: 4.0,
@@ -235,11 +210,6 @@ REPLAY = Operation(
             "old-ring-of-a-slot",
             "A sequence that begins reads the ring of its slot.",
             lambda a, c: replayed(a, c, empties=False),
-        ),
-        Mistake(
-            "fold-is-not-the-step",
-            "A ring is folded by other operations than those of a step, so that a checkpoint has other bits.",
-            lambda a, c: replayed(a, c) | dict(same_bits=[torch.tensor(0), torch.tensor(1)]),  # by chance the same
         ),
     ),
 )

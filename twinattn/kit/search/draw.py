@@ -319,10 +319,9 @@ def normalized(work: Workload) -> Workload:
         changes["lens"] = tuple((q, max(q, s)) for q, s in work.lens)
         if work.operation in ("compact", "accept"):
             changes["growing"] = 0
-    if path in ("mla_prefill", "context_parallel"):
-        changes["lens"] = tuple((min(q, s), s) for q, s in work.lens)
-    if path == "replay" and work.slots == "drafts":  # a ring has room for all of them
-        changes["lens"] = tuple((min(q, work.ring), s) for q, s in work.lens)
+    most = work.ring if path == "replay" and work.slots == "drafts" else LARGEST  # drafts that a ring has room for
+    if path in ("mla_prefill", "context_parallel") or most < LARGEST:
+        changes["lens"] = tuple((min(q, s, most), s) for q, s in work.lens)
     if plan == "cascade":
         kept: list[tuple[int, int, int]] = []
         for first, last, blocks in work.prefixes:
