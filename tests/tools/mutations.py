@@ -2617,11 +2617,15 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "R214",
+        "a decode adds what inputs past the cursor wrote",
+        ("fastattn.kernels.triton.replay:_decode_kernel", "in_ring = (at[None, :] < held) & ", "in_ring = "),
+    ),
+    *breaks(
+        "R214",
         "a decode takes another part of the ring beside the checkpoint",
         ("fastattn.kernels.triton.replay:_since", "at + 1 < held, (at == 0)", "at < held, (at == 0)"),
         ("fastattn.kernels.triton.replay:_share_kernel", "        keys *= left\n", ""),
         ("fastattn.kernels.triton.replay:_decode_kernel", "(read + v * tl.load(of_product))", "read"),
-        ("fastattn.kernels.triton.replay:_decode_kernel", "in_ring = (at[None, :] < held) & ", "in_ring = "),
     ),
     *breaks(
         "R215",

@@ -27,7 +27,7 @@ LONG_FUNCTIONS = {
     "twinattn/kit/check.py:check": 97,
     "twinattn/kit/isolate.py:check_apart": 92,
     "twinattn/kit/search/command.py:run": 87,
-    "twinattn/kit/search/draw.py:normalized": 96,
+    "twinattn/kit/search/draw.py:normalized": 90,
 }
 
 

@@ -175,7 +175,7 @@ def steps_twin(path: str, ring_size: int = 0) -> Contender:
 
         return call
 
-    name = f"fastattn, a ring of {ring_size}" if ring_size else "fastattn, no ring"
+    name = "fastattn" if ring_size else "fastattn, no ring"
     return Contender(name, prepare, rows="steps b h d -> (b steps) h d", judge=_judge_of_the_first)
 
 

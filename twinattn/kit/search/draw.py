@@ -311,26 +311,23 @@ def _sharing(random: Random, work: Workload) -> Workload:
     return replace(work, lens=tuple(lens), prefixes=tuple(prefixes))
 
 
+def _is_shared(work: Workload, first: int, last: int, blocks: int) -> bool:
+    """Return whether a prefix ends before the first query of each of its sequences, all of which are there."""
+    return last <= len(work.lens) and all(s - q >= blocks * work.block_size for q, s in work.lens[first:last])
+
+
 def normalized(work: Workload) -> Workload:
     """Return a valid workload: reset all fields that its path does not take."""
-    path, plan, b = work.path, work.plan_path, len(work.lens)
+    path, plan = work.path, work.plan_path
     changes: dict[str, Any] = {}
     if plan == "speculative" or work.operation in ("compact", "trees", "accept"):
         changes["lens"] = tuple((q, max(q, s)) for q, s in work.lens)
         if work.operation in ("compact", "accept"):
             changes["growing"] = 0
     most = work.ring if path == "replay" and work.slots == "drafts" else LARGEST  # drafts that a ring has room for
-    if path in ("mla_prefill", "context_parallel") or most < LARGEST:
+    if most < LARGEST or path in ("mla_prefill", "context_parallel"):
         changes["lens"] = tuple((min(q, s, most), s) for q, s in work.lens)
-    if plan == "cascade":
-        kept: list[tuple[int, int, int]] = []
-        for first, last, blocks in work.prefixes:
-            if last > b or any(s - q < blocks * work.block_size for q, s in work.lens[first:last]):
-                continue
-            kept.append((first, last, blocks))
-        changes["prefixes"] = tuple(kept)
-    else:
-        changes["prefixes"] = ()
+    changes["prefixes"] = tuple(prefix for prefix in work.prefixes if plan == "cascade" and _is_shared(work, *prefix))
     if plan in ("local", "cascade") or path in ("mla", "mla_prefill", "context_parallel") or work.has_trees:
         changes["causal"] = True
     if path == "sparse":

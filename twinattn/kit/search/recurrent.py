@@ -133,7 +133,7 @@ def call(work: Workload, generator: torch.Generator) -> Call:
 
 
 def poison(work: Workload, count: int) -> Tensor:
-    """Return values `[count]` for memory that nobody may read."""
+    """Return values `[count]` for memory that no query may see."""
     kinds = {"mixed": POISON, "nan": (torch.nan,), "finite": (1e4, -1e4), "none": (0.5,)}[work.poison]
     return torch.tensor([kinds[k % len(kinds)] for k in range(count)])
 

@@ -46,7 +46,7 @@ def slots_of(work: Workload) -> tuple[list[Slot], dict[str, Any], Tensor]:
     num_slots = len(work.lens) + 3
     free = list(range(num_slots))
     chosen.shuffle(free)
-    cursors = [chosen.choice((-9, 1_000_000, 2**31 - 1)) for _ in range(num_slots)]  # of slots that no step reads
+    cursors = [chosen.choice((-9, 1_000_000, 2**31 - 1)) for _ in range(num_slots)]  # no step reads most of them
     indices, states, asked, slots = [], [], [], []
     for q, s in work.lens:
         number, has = free.pop(), chosen.random() < 0.8 if work.seed % 2 else s > q
@@ -94,7 +94,7 @@ def call(work: Workload, generator: torch.Generator) -> Call:
         written=(normal(size, hv, dv), work.state_dtype),
         log_decay=(decay.masked_fill(torch.rand(decay.shape, generator=generator) < 0.03, -torch.inf), "float32"),
     )
-    for slot in slots:  # what lies past a cursor is read by nobody
+    for slot in slots:  # no step reads what lies past a cursor
         if slot.number in read:
             for x, _ in rows.values():
                 x[slot.number, slot.held :] = poison(work, size - slot.held).view(-1, *[1] * (x.ndim - 2))
