@@ -1,5 +1,6 @@
 """3 · Write new keys and values into the pool."""
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 

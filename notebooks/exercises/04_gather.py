@@ -1,5 +1,6 @@
 """4 · Read a sequence back."""
 
+import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 

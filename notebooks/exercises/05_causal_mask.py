@@ -1,5 +1,6 @@
 """5 · Who may see whom."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """6 · Attention, for one head."""
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """7 · Attention, for all heads: fewer KV heads than query heads (GQA)."""
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 

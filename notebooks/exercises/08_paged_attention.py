@@ -1,5 +1,6 @@
 """8 · A step of a server: prompts and decodes in one batch, over the pool."""
 
+import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """11 · Split-KV: one query, its keys shared out to many workers (flash decoding)."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """12 · A sliding window."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """14 · Local chunks, as in Llama 4."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 

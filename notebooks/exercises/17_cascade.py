@@ -1,5 +1,6 @@
 """17 · Cascade: a shared prefix, read once."""
 
+import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """18 · Attention sinks, as in gpt-oss."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """19 · A cache of 8 bits."""
 
+import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """20 · Latent attention (MLA): absorb the projection into the query."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

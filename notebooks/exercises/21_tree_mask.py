@@ -1,5 +1,6 @@
 """21 · A tree of drafted tokens."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 

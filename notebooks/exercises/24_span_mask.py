@@ -1,5 +1,6 @@
 """24 · Images in a prompt, as in Gemma 3."""
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 

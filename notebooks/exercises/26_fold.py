@@ -1,5 +1,6 @@
 """26 · A state: fold one token into it."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

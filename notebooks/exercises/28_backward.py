@@ -1,5 +1,6 @@
 """28 · The backward of a head."""
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 

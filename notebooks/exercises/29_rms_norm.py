@@ -1,5 +1,6 @@
 """29 · Before attention: the norm of a row."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

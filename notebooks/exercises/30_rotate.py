@@ -1,5 +1,6 @@
 """30 · Before attention: queries and keys rotate by their position (RoPE)."""
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 

@@ -1,5 +1,6 @@
 """31 · After attention: the next token."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

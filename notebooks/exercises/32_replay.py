@@ -1,5 +1,6 @@
 """32 · A state: the last inputs, from which it is rebuilt."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -63,6 +64,23 @@ def test_the_solution_passes(exercise):
 @each_exercise
 def test_the_stub_is_to_do(exercise):
     assert run(exercise, STUBS).state == "to do"
+
+
+IMPORT = re.compile(r"^(?:import|from) .*\n", re.MULTILINE)
+
+
+@pytest.mark.parametrize("task", command.all_tasks(STUBS), ids=lambda task: task.name)
+def test_a_solution_needs_no_import_that_its_file_lacks(task, tmp_path):
+    """A reader who begins to type has torch at hand; only what `refattn` already computes is left to import."""
+    if task.name == "triton_decode":
+        skip_compiled(task.exercise)
+    solution = SOLUTIONS / task.file.relative_to(STUBS)
+    given, imports = IMPORT.findall(task.file.read_text()), IMPORT.findall(solution.read_text())
+    lines = [*given, *(line for line in imports if line.startswith("from refattn"))]
+    (tmp_path / solution.name).write_text("".join(lines) + IMPORT.sub("", learner.code(solution)))
+    outcome = replace(task, file=tmp_path / solution.name).check()
+    assert outcome.state == "done", outcome.reason
+    assert "import torch\n" in given or "from torch import Tensor\n" not in given
 
 
 @each_exercise
