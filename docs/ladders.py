@@ -1,4 +1,4 @@
-"""The pages of the ladders: a table of all rungs, and for each the idea, the change, a question, and what was measured.
+"""The pages of the ladders: times, and for each rung the idea, the change, a question, and what was measured of it.
 
 Everything measured comes from docs/results/ladder, a file per ladder and machine, which `twinattn ladder --json`
 writes. Until there is one, the page says so, the columns are empty and a question is text; what is known of the last
@@ -58,7 +58,7 @@ def of_rung(found: dict[str, Any], batch: str, rung: Rung) -> dict[str, Any] | N
 
 
 def page(ladder: str, folder: str) -> str:
-    """Make the page of a ladder, below its introduction.
+    """Make the page of a ladder, below its introduction and its table of the rungs' changes.
 
     Args:
         ladder: its name.
@@ -68,7 +68,7 @@ def page(ladder: str, folder: str) -> str:
     shown = [f"{table(ladder, each)}\n\n{bars(ladder, each)}" for each in found] or [table(ladder, None)]
     shown += [known(ladder)] if ladder in KNOWN and not found else []
     title = "All times, which give the predictions below away" if found else "All rungs, and what is known of them"
-    parts = ["## All rungs", *([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
+    parts = [*([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
     before: Rung | None = None
     for rung in rungs(ladder):
         parts.append(part(rung, before, found, folder))

@@ -169,6 +169,18 @@ def test_rungs_are_short_and_say_what_they_gain(name):
         assert idea and gain.startswith("Gain: ") and source.startswith("Source: ")
 
 
+@each_ladder
+def test_the_page_lists_the_files_of_its_rungs(name):
+    """In Markdown, so that a reader on a code host has them, too: all in order, each with the title of its file."""
+    page = (ROOT / f"docs/ladder/{name}.md").read_text()
+    rows = re.findall(r"^\| \[(\d+)\]\(\.\./\.\./([^)]+)\) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    found = ladder.rungs(name)
+    assert [row[:3] for row in rows] == [
+        (str(rung.number), rung.file.relative_to(ROOT).as_posix(), rung.title) for rung in found
+    ]
+    assert len({teaches for *_, teaches in rows}) == len(found)
+
+
 def test_an_unknown_ladder_is_refused():
     with pytest.raises(ValueError, match="ladder: expected one of decode, prefill, got 'prefil'"):
         ladder.rungs("prefil")
