@@ -16,6 +16,8 @@ from fastattn.kernels.native.compiler import library
 from fastattn.kernels.order import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.problem import Problem
 
+Notes = dict[str, int]  # the reasons of a table, each with its number
+
 NONE = "none"
 WIDE = 70  # console width needed for packages and versions
 PACKAGES = {
@@ -34,6 +36,8 @@ PACKAGES = {
 def run(console: Console | None = None) -> None:
     """Print a table of the kernels, and per device (the CPU and each kind of GPU) a table of what they compute.
 
+    A cell has the number of a reason; each reason is printed once, below its table.
+
     Args:
         console: where to print; standard output if None.
     """
@@ -48,15 +52,31 @@ def run(console: Console | None = None) -> None:
     table.add_column("kernel", no_wrap=True)
     for column in (*("package", "version") * is_wide, *map(_describe, devices)):
         table.add_column(column)
+    notes: Notes = {}
     for name in NAMES:
-        states = [_state(name, problems[device]) for device in devices]
+        states = [_state(name, problems[device], notes) for device in devices]
         of_package = (PACKAGES[name], _version(PACKAGES[name]) or "not installed") if is_wide else ()
         table.add_row(name, *of_package, *states)
     console.print(table)
+    _print_notes(console, notes)
 
     for device in devices:
         here = [name for name in NAMES if is_wide and None in _reasons(name, problems[device])]
-        console.print(_features(device, here, problems[device]))
+        notes = {}
+        console.print(_features(device, here, problems[device], notes))
+        _print_notes(console, notes)
+
+
+def _print_notes(console: Console, notes: Notes) -> None:
+    """Print each reason with its number."""
+    for reason, number in notes.items():
+        console.print(f"({number}) {reason}", style="dim", highlight=False)
+    console.print()
+
+
+def _note(notes: Notes, reason: str) -> str:
+    """Return the number of a reason as a table shows it; a new reason gets the next number."""
+    return f"({notes.setdefault(reason, len(notes) + 1)})"
 
 
 def _in_short(device: torch.device, problems: dict[str, Problem]) -> str:
@@ -101,15 +121,15 @@ def _devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in first_of_kind.values())]
 
 
-def _features(device: torch.device, here: list[str], problems: dict[str, Problem]) -> Table:
-    """Return the table of features by kernels: the chosen one, others that can, and the reasons of the rest."""
+def _features(device: torch.device, here: list[str], problems: dict[str, Problem], notes: Notes) -> Table:
+    """Return the table of features by kernels: the chosen one, others that can, and the notes on the rest."""
     table = Table(title=f"What runs on {_describe(device)}")
     table.add_column("problem")
     for name in here:
         table.add_column(name)
     table.add_column("taken")
     for feature, problem in problems.items():
-        table.add_row(feature, *(_cell(name, problem) for name in here), _taken(problem))
+        table.add_row(feature, *(_cell(name, problem, notes) for name in here), _taken(problem))
     table.caption = "–: it has no such function" if here else None
     return table
 
@@ -122,8 +142,8 @@ def _taken(problem: Problem) -> str:
         return NONE if problem.levels == 1 else f"{_taken(problem._replace(levels=1))}, level by level"
 
 
-def _cell(name: str, problem: Problem) -> Text:
-    """Return the cell of a kernel and a problem: yes, over rows only, or the reason why not."""
+def _cell(name: str, problem: Problem, notes: Notes) -> Text:
+    """Return the cell of a kernel and a problem: yes, over rows only, or the number of the reason why not."""
     reason = unsupported_reason(name, problem)
     if reason is None:
         return Text("yes", style="green")
@@ -134,7 +154,7 @@ def _cell(name: str, problem: Problem) -> Text:
             return Text("over rows only", style="yellow")
         if _has_none(reason) and not _has_none(over_rows):
             reason = over_rows  # the reason over rows is more specific
-    return Text("–" if _has_none(reason) else reason, style="dim")
+    return Text("–" if _has_none(reason) else f"no {_note(notes, reason)}", style="dim")
 
 
 def _has_none(reason: str) -> bool:
@@ -213,16 +233,16 @@ def _problems(device: torch.device) -> dict[str, Problem]:
     return problems
 
 
-def _state(name: str, problems: dict[str, Problem]) -> Text:
+def _state(name: str, problems: dict[str, Problem], notes: Notes) -> Text:
     """Return whether a kernel runs the typical problem; if it computes only others, why not that one."""
     first, *others = _reasons(name, problems)
     if first is None:
         return Text("runs", style="green")
     if None in others:
-        return Text(f"in part: {first}", style="yellow")
+        return Text(f"in part {_note(notes, first)}", style="yellow")
     of_its_own = [reason for reason in others if reason is not None and not _has_none(reason)]
     reason = of_its_own[0] if _has_none(first) and of_its_own else first
-    return Text(f"no: {reason}", style="dim")
+    return Text(f"no {_note(notes, reason)}", style="dim")
 
 
 def _reasons(name: str, problems: dict[str, Problem]) -> list[str | None]:

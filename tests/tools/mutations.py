@@ -1907,7 +1907,7 @@ MUTATIONS: list[Mutation] = [
         "nothing is said of a kernel that cannot",
         (
             "fastattn.doctor:_cell",
-            'Text("–" if _has_none(reason) else reason, style="dim")',
+            'Text("–" if _has_none(reason) else f"no {_note(notes, reason)}", style="dim")',
             'Text("–", style="dim")',
         ),
     ),

@@ -652,6 +652,19 @@ def test_the_doctor_cuts_no_word_of_a_narrow_terminal():
     assert "…" not in result.output and max(map(len, result.output.splitlines())) <= 40
 
 
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_the_doctor_says_a_reason_once_per_table(columns):
+    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": columns})
+    assert result.exit_code == 0, result.output
+    tables = re.split(r"\n\n+", result.output.strip())
+    assert len(tables) >= 2
+    for table in tables:  # and its notes
+        notes = re.findall(r"^\((\d+)\) (.*(?:\n[^(].*)*)", table, re.MULTILINE)
+        cells = re.findall(r"│ (?:no|in part) \((\d+)\) ", table)
+        assert [number for number, _ in notes] == list(dict.fromkeys(cells))
+        assert len({reason for _, reason in notes}) == len(notes)
+
+
 @pytest.mark.covers("B52")
 def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
@@ -673,7 +686,8 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
     assert "cuda:1" not in result.output
     (state,) = [line for line in kernels.splitlines() if "│ torch_flash" in line]
-    assert "in part: does not compute attention to pages" in state
+    note = re.search(r"in part (\(\d+\))", state)[1]
+    assert f"\n{note} does not compute attention to pages\n" in kernels
     taken = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in features.splitlines() if "│" in line}
     assert taken["prefill, no pages"] == "triton" and taken["prefill, pages of 16"] == "triton"
     assert taken["decode"] == "triton" and taken["float64"] == "none"
