@@ -184,14 +184,20 @@ def doctor() -> None:
 
 @main.command()
 def explain(
-    source: Annotated[str, typer.Option(help="Which call: decode, split, prefill, window, rows, interval, mla, ...")],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="Which call: decode, split, prefill, window, rows, interval, mla, int8, fp8, sinks.",
+            show_default="lists them",
+        ),
+    ] = None,
 ) -> None:
     """Print the Triton kernel of a call as the compiler sees it: constants put in, branches decided."""
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: no GPU is needed
     try:
         from twinattn.course import explain as module
 
-        typer.echo(module.show(source))
+        typer.echo(module.list_calls() if source is None else module.show(source))
     except ModuleNotFoundError as error:
         typer.echo(f"{error}; `pip install triton` installs it, on Linux alone", err=True)
         raise typer.Exit(2) from error

@@ -131,6 +131,13 @@ def folded(name: str) -> Kernel:
     return fold_kernel(kernel, arguments, frozenset(CHANGING))
 
 
+def list_calls() -> str:
+    """Return the names of the calls, each with its sizes, and how to see one, as text."""
+    calls = [f"  {name:<9} {what}" for name, what in CALLS.items()]
+    sizes = f"{HEADS} query heads, {KV_HEADS} KV heads of {SIZE} if not said otherwise; bfloat16, on an NVIDIA H200."
+    return "\n".join(["twinattn explain --source CALL shows the kernel of one of these calls:", "", *calls, "", sizes])
+
+
 def show(name: str) -> str:
     """Return the kernel of a call as the compiler sees it, as text.
 

@@ -480,7 +480,7 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -
     if not torch.cuda.is_available():
         if results is not None:
             raise ValueError(f"json: expected a machine with a CUDA device to measure on, got none for {results}")
-        tell(f"\nTimes need a CUDA device; docs/ladder/{ladder}.md has those of stored runs.")
+        tell(f"\nTimes need a CUDA device. The site (make docs) shows stored ones: docs/ladder/{ladder}.md.")
         return
     with torch.no_grad():
         measured = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))
