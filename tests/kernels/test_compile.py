@@ -97,7 +97,7 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
 
 def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch, forget_choices):
     """PyTorch reports (9, 4) for gfx942, which is more than (9, 0), and none of NVIDIA's instructions is there."""
-    from fastattn.kernels.flash import fa3, fa4, flash_mla
+    from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
     from fastattn.kernels.problem import Problem
     from fastattn.kernels.triton import launch
     from fastattn.kernels.triton import tuning as tile
@@ -116,7 +116,7 @@ def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch,
         assert not launch.can_overlap(gpu) and not launch.converts_fp8(gpu) and not tile.keeps_values_twice(gpu)
         assert devices.shared_memory(gpu) == 65536
         problem = Problem("attend", gpu, torch.bfloat16, "pages", 1, False, 8, 8, 128, 128, 16, 1, 100, 2, (-1, 0))
-        assert all(kernel.unsupported_reason(problem) for kernel in (fa3, fa4, flash_mla))
+        assert all(kernel.unsupported_reason(problem) for kernel in (fa2, fa3, fa4, flash_mla, fa2.TORCH_FLASH))
         assert "compute capability" not in (fastattn.kernels.triton.unsupported_reason(problem) or "")
     finally:
         monkeypatch.undo()
