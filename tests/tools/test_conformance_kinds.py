@@ -245,7 +245,7 @@ def test_a_report_says_what_was_drawn_and_what_was_not():
         return by_hand.paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, 0, 0)
 
     report = check(small, "chunked_prefill", examples=2, only=["answer"], **FLOAT32)
-    lines = as_text(report).splitlines()[2:4]
+    lines = as_text(report, is_verbose=True).splitlines()[2:4]
     assert lines[0].startswith("drawn: float32; heads 8/2; head sizes 64; blocks of 16; up to ")
     assert lines[1].startswith(
         "not drawn: groups of 1, 2, 3, 5, 6, 7, 8, 16; head sizes 32, 80, 96, 112, 128, 192, 256, 512; "
@@ -253,6 +253,14 @@ def test_a_report_says_what_was_drawn_and_what_was_not():
     )
     assert lines[0] in as_html([report])
     assert 'tests="1"' in as_junit(report)
+
+
+def test_many_sizes_are_named_by_the_first_and_the_last():
+    drawn = Drawn("chunked_prefill", ("float32",))
+    for size in range(8, 80, 8):
+        drawn.add(Example("chunked_prefill", head_size=size))
+    assert "; head sizes 8, 16, 24, 32, 40, 48, 56, 64, 72; " in drawn.line()
+    assert "; head sizes 8 to 72 (9 of them); " in drawn.line(most=8) and "9 of them" not in drawn.line(most=9)
 
 
 def test_by_default_all_that_is_usual_is_drawn():

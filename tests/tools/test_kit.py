@@ -245,6 +245,54 @@ def test_a_long_mask_is_cut_in_both_kinds_of_report(rows):
     assert page.count("more rows") == (left_out > 0) and len(page) < 10_000
 
 
+def test_failures_of_one_mistake_share_a_heading():
+    """A window that is one too wide breaks many properties; what no mistake explains is grouped by what went wrong."""
+    wide, other = ("wide", "The window is too wide."), ("other", "Something else.")
+
+    def failed(name, mistakes=(), detail="out: max error 3.0e-01, allowed 1.5e-06"):
+        batch = f"Example({name!r})"
+        return checking.Finding(
+            name, f"{name} holds.", "wrong", detail, example=batch, dtype="float32", mistakes=mistakes
+        )
+
+    report = checking.Report("mine", "chunked_prefill", "cpu")
+    report.findings = [
+        checking.Finding("call", "It can be called.", "honoured"),
+        failed("mask", (wide, other), "query row 0 should not see key 0"),
+        failed("answer"),
+        checking.Finding("alibi", "", "not claimed", "has no parameter alibi_slopes"),
+        failed("window", (wide,)),
+        failed("tail", (), "out: max error 9.9e+00, allowed nan"),
+        failed("softcap", (other,)),
+        checking.Finding("range", "", "refused", "no such scale"),
+        checking.Finding("again", "", "not reached", "the time was over"),
+        checking.Finding("nan", "A NaN shows.", "honoured"),
+    ]
+    brief, verbose = (as_text(report, is_verbose=is_verbose).splitlines() for is_verbose in (False, True))
+    listed = [line for line in brief if line.startswith(("✓", "·", "–", "?"))]
+    assert listed == [
+        "✓ honoured: call, nan",
+        "· not claimed: alibi",
+        "– refused, no such scale: range",
+        "? not reached, the time was over: again",
+    ]
+    first = brief.index("✗ probably wide: The window is too wide.")
+    assert brief[first + 1 : first + 6] == [
+        "  2 properties show it: mask, window",
+        "  mask: mask holds.",
+        "  query row 0 should not see key 0",
+        "  smallest batch, float32: Example('mask')",
+        "  or other: Something else.",
+    ]
+    headings = [line for line in brief if line.startswith("✗")]
+    assert headings[1:] == ["✗ answer: answer holds.", "✗ softcap: softcap holds."]
+    assert "  the same in 1 others: tail" in brief and "  probably other: Something else." in brief
+    assert sum(line.startswith("✗ ") for line in verbose) == 10, "a line for each, and a section for each"
+    assert [line for line in verbose if line.startswith("  smallest")] == [
+        f"  smallest batch, float32: Example({name!r})" for name in ("mask", "answer", "window", "tail", "softcap")
+    ]
+
+
 def test_a_kernel_may_be_a_file(tmp_path, monkeypatch):
     file = tmp_path / "in_a_file.py"
     file.write_text("from helper_of_it import attention as mine\n")
@@ -337,7 +385,7 @@ def test_a_wrong_lse_is_one_finding():
         *("root of the distance", "autocast"),
     }
     assert "Tensors may be views: other layouts, gaps between rows and pages. Checked without the LSE." in as_text(
-        report
+        report, is_verbose=True
     )
     report.kernel = "fa2-pages"
     assert "The LSE of `fa2-pages` is wrong, or not claimed. Checked without it: far windows, empty rows," in tables(
@@ -559,11 +607,16 @@ def test_what_there_is_no_memory_for_is_no_fault_of_a_kernel(monkeypatch, target
     assert finding.outcome == "not claimed" and finding.detail.startswith("not drawn: this machine has no "), finding
 
 
+_ASKED = ("refattn.merge", "--examples=2", "--property=answer", "--dtype=float32")
+
+
 def test_the_command(stranger, capsys):
     written = [f"--json={stranger / 'a.json'}", f"--html={stranger / 'a.html'}"]
-    status = command.main(["refattn.merge", "--examples=2", "--property=answer", "--dtype=float32", *written])
-    assert status == 0
-    assert "✓ answer" in capsys.readouterr().out
+    assert command.main([*_ASKED, *written]) == 0
+    assert "✓ honoured: answer\n" in capsys.readouterr().out
+    assert command.main([*_ASKED, "-v"]) == 0
+    printed = capsys.readouterr().out
+    assert "✓ answer  The output is that of the formula" in printed and "-v shows" not in printed
     assert json.loads((stranger / "a.json").read_text())["findings"][0]["outcome"] == "honoured"
     assert (stranger / "a.html").read_text().startswith("<!doctype html>")
 

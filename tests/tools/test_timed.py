@@ -1,6 +1,7 @@
 """`twinattn prove --time`: what was timed is what was checked. A kernel that cheats is refused, an honest one timed."""
 
 import json
+import re
 import threading
 import time
 from xml.etree import ElementTree
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import by_hand
+from twinattn import progress
 from twinattn.kit import __main__ as command
 from twinattn.kit import claims
 from twinattn.kit.kernel import BadKernelError
@@ -187,14 +189,17 @@ def dies(query, key, value, batch, causal=True):
 """
 
 
-def test_in_a_process_of_its_own(tmp_path, capsys):
-    """The command times each workload, or says in which one the process of the kernel ended."""
+def test_in_a_process_of_its_own(tmp_path, capsys, monkeypatch):
+    """The command times each workload, or says in which one the process of the kernel ended; and how far it is."""
+    monkeypatch.setattr(progress, "REPEAT", 0.01)
     (tmp_path / "timed_stranger.py").write_text(STRANGER)
     asked = ["--path=varlen", "--time", "--examples=5", f"--json={tmp_path / 'a.json'}"]
     assert command.main([f"{tmp_path / 'timed_stranger.py'}:honest", *asked]) == 0
     written = json.loads((tmp_path / "a.json").read_text())
     assert list(written["times"]) == ["decode", "prompt", "mixed"]
-    assert "5 of 5 outputs held to it" in capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert "5 of 5 outputs held to it" in printed and "calls timed" not in printed
+    assert ": comparing the outputs of prompt with the reference, " in said and re.search(r": \d+ calls timed, ", said)
     assert command.main([f"{tmp_path / 'timed_stranger.py'}:dies", *asked]) == 1
     outcomes = [x["outcome"] for x in json.loads((tmp_path / "a.json").read_text())["findings"]]
     assert outcomes == ["crashed", "not reached", "not reached"]

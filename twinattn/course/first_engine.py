@@ -270,13 +270,18 @@ class FirstEngine:
 def main(prompts: Sequence[str]) -> None:
     """Answer some prompts with SmolLM2, and show what it says."""
     from twinattn.engine.demo_model import load, model_file
+    from twinattn.progress import Progress
 
-    model, tokenizer = load(model_file())
-    chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)["input_ids"]
-        for prompt in prompts
-    ]
-    for prompt, output in zip(prompts, FirstEngine(model).generate(chats, max_tokens=40), strict=True):
+    engine = None
+    with Progress(lambda: f"{sum(len(r.output) for r in engine.running)} tokens" if engine else "loading the model"):
+        model, tokenizer = load(model_file())
+        engine = FirstEngine(model)
+        chats = [
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+            for text in prompts
+        ]
+        outputs = engine.generate(chats, max_tokens=40)
+    for prompt, output in zip(prompts, outputs, strict=True):
         sys.stdout.write(f"{prompt}\n    {tokenizer.decode(output, skip_special_tokens=True)}\n")
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from twinattn.kit.properties import of_path
 from twinattn.kit.report import STYLES, as_html, as_junit, lines, mark
 from twinattn.kit.timed import time_apart
 from twinattn.kit.vacuity import PLANTED, find_check, vacuous
+from twinattn.progress import Progress
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--write-trace", type=Path, metavar="FOLDER", help="with --time: write the workloads here, for FlashInfer-Bench"
     )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print a line for each property, and each failure by itself"
+    )
     parser.add_argument("--junit", type=Path, help="write the report to this file, as JUnit XML")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
@@ -130,8 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _all(asked, options, console)
     if asked.kernel is None:
         parser.error("name a kernel as module:function, or use --list")
+    far = ["its process starts"]
+    options["tell"] = partial(far.__setitem__, 0)
     try:
-        report = _timed(asked, options) if asked.time else check_apart(asked.kernel, asked.path, **options)
+        with Progress(lambda: f"{asked.kernel}: {far[0]}"):
+            report = _timed(asked, options) if asked.time else check_apart(asked.kernel, asked.path, **options)
     except (BadKernelError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -141,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         asked.html.write_text(as_html([report], field.about(asked.device)))
     if asked.junit:
         asked.junit.write_text(as_junit(report, is_strict=asked.strict))
-    show(report, console)
+    show(report, console, is_verbose=asked.verbose)
     if asked.strict and report.lapses:
         console.print(f"strict: refused, or refused on most batches: {', '.join(x.property for x in report.lapses)}")
     if report.has_checked_nothing:
@@ -152,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _timed(asked: argparse.Namespace, options: dict[str, Any]) -> Report:
     """Time a kernel, and compare the timed outputs with the reference."""
-    taken = {name: options[name] for name in ("device", "dtypes", "seconds", "patience", "limits")}
+    taken = {name: options[name] for name in ("device", "dtypes", "seconds", "patience", "limits", "tell")}
     return time_apart(
         asked.kernel, asked.path, calls=asked.examples, trace=asked.trace, write_trace=asked.write_trace, **taken
     )
@@ -208,9 +216,11 @@ def _vacuous(arguments: list[str]) -> int:
     parser.add_argument("path", choices=list(PLANTED), help="the path that the kernel computes")
     parser.add_argument("--like", help="your kernel, module:function; the kernels with mistakes get its parameters")
     asked = parser.parse_args(arguments)
+    far = ["a kernel without a mistake"]
     try:
         like = find(asked.like, asked.path).function if asked.like else None
-        found = vacuous(find_check(asked.check), asked.path, like=like)
+        with Progress(lambda: f"{asked.check}: {far[0]}"):
+            found = vacuous(find_check(asked.check), asked.path, like=like, tell=partial(far.__setitem__, 0))
     except (BadKernelError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -224,10 +234,14 @@ def _vacuous(arguments: list[str]) -> int:
     return 1 if found.missed else 0
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console, *, is_verbose: bool) -> None:
     """Print a report."""
-    for style, text in lines(report):
+    for style, text in lines(report, is_verbose=is_verbose):
         console.print(Text(text, style=style))
+    if not is_verbose and not report.times:
+        console.print(
+            Text("\n-v shows what each property promises, why some are not claimed, and every failure.", "dim")
+        )
 
 
 def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -> int:
@@ -241,26 +255,36 @@ def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -
     for name, reason in missing.items():
         console.print(Text(f"· {name}: {reason}", style="dim"))
 
+    running: dict[str, str] = {}  # how far each kernel is that is being checked
+
     def run(name: str) -> Report:
+        running[name] = "its process starts"
+        tell = partial(running.__setitem__, name)
         try:
             only = options["only"]
             if only is not None:
                 only = [x.name for x in of_path(ADAPTERS[name].path) if x.name in only]
-            report = check_apart(name, **options | dict(only=only))
+            report = check_apart(name, **options | dict(only=only, tell=tell))
         except BadKernelError as error:
             report = Report(name, ADAPTERS[name].path, asked.device)
             report.findings = [Finding("call", "It can be called.", "crashed", str(error))]
         sign = mark("wrong" if report.failures else "honoured")
         count = sum(finding.outcome == "honoured" for finding in report.findings)
         failed = ", ".join(f"{finding.property} ({finding.outcome})" for finding in report.failures)
+        del running[name]
+        progress.erase()
         console.print(
             Text(f"{sign} {name}: {count} honoured; {failed or 'none failed'}; {report.seconds:.0f} s", STYLES[sign])
         )
         return report
 
-    reports = []
+    def far() -> str:
+        now = [f"{name}: {text}" for name, text in list(running.items())]
+        return "; ".join([f"{len(reports)} of {len(chosen) - len(missing)} kernels", *now])
+
+    reports: list[Report] = []
     earlier = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else None
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    with Progress(far) as progress, ThreadPoolExecutor(asked.jobs) as pool:
         for done in as_completed([pool.submit(run, x.name) for x in chosen if x.name not in missing]):
             reports.append(done.result())
             if asked.out:  # after each kernel, so that its results survive if this process is killed

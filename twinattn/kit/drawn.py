@@ -1,6 +1,6 @@
 """The sizes that a check has drawn, and the usual ones that it has not: there a kernel may still be wrong."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,12 @@ class Drawn:
         self.most_queries = max(self.most_queries, example.num_tokens)
         self.most_sequences = max(self.most_sequences, len(example.lens))
 
-    def line(self) -> str:
-        """Describe in a line what was drawn."""
+    def line(self, most: int | None = None) -> str:
+        """Describe in a line what was drawn.
+
+        Args:
+            most: of more sizes of one kind than these, the first, the last and their number are named; all if None.
+        """
         if not self.batches:
             return "drawn: nothing"
         of = [", ".join(self.dtypes)]
@@ -68,11 +72,11 @@ class Drawn:
             of += [f"{name} up to {size:,}" for name, size in self.largest.items()]
             return f"drawn: {'; '.join(of)}"
         if self.path not in WITHOUT_HEADS:
-            of.append(f"heads {_listed(f'{h}/{hk}' for h, hk in sorted(self.heads))}")
+            of.append(f"heads {_listed([f'{h}/{hk}' for h, hk in sorted(self.heads)], most)}")
             sizes = sorted(self.head_sizes)
-            of.append(f"head sizes {_listed(f'{d}' if d == dv else f'{d}/{dv}' for d, dv in sizes)}")
+            of.append(f"head sizes {_listed([f'{d}' if d == dv else f'{d}/{dv}' for d, dv in sizes], most)}")
         if PATHS[self.path].pools:
-            of.append(f"blocks of {_listed(map(str, sorted(self.block_sizes)))}")
+            of.append(f"blocks of {_listed([str(size) for size in sorted(self.block_sizes)], most)}")
         of.append(f"up to {self.longest:,} keys, {self.most_queries:,} rows and {self.most_sequences:,} sequences")
         return f"drawn: {'; '.join(of)}"
 
@@ -111,5 +115,7 @@ class Drawn:
         return dict(dtypes=self.dtypes, batches=self.batches, **numbers, **sets, largest=self.largest)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _listed(names: Sequence[str], most: int | None = None) -> str:
+    if most is not None and len(names) > most:
+        return f"{names[0]} to {names[-1]} ({len(names)} of them)"
     return ", ".join(names)

@@ -47,6 +47,7 @@ def check_apart(
     repeat: int = 1,
     limits: Mapping[str, Any] | None = None,
     on_finding: Callable[[Finding], None] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Report:
     """Check a kernel in its own process, as `check` does.
 
@@ -61,7 +62,8 @@ def check_apart(
         patience: seconds without a new line in the log, but for those it waits for a CPU, until the process is killed.
         repeat: how often each batch is tried.
         limits: claims that replace those of the kernel.
-        on_finding: called with every finding.
+        on_finding: called with every finding, when its process has ended.
+        tell: called with how far the check is, several times a second.
 
     Raises:
         BadKernelError: if the kernel cannot be called at all.
@@ -78,7 +80,8 @@ def check_apart(
                 target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left
             )
             task |= dict(repeat=repeat, limits=dict(limits or {}))
-            outcome, status = watch(task | dict(seconds=rest), log, patience, rest + patience)
+            look = None if tell is None else _teller(log, len(found), tell)
+            outcome, status = watch(task | dict(seconds=rest), log, patience, rest + patience, on_look=look)
             events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         names, last = None, None
         for event in events:
@@ -128,6 +131,46 @@ def check_apart(
     return report
 
 
+class Tail:
+    """The events that a process logs, one JSON object per line, as they come.
+
+    Args:
+        log: the file of the process.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.read = log, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the events since the last call."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self.read)
+            whole, end, _ = file.read().rpartition(b"\n")  # the last line may be half written
+        self.read += len(whole) + len(end)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def _teller(log: Path, before: int, tell: Callable[[str], None]) -> Callable[[], None]:
+    """Return a function that tells how far a check is, after `before` properties of earlier processes."""
+    tail, done, of, batches, now = Tail(log), before, before, 0, ""
+
+    def look() -> None:
+        nonlocal done, of, batches, now
+        for event in tail.new():
+            if "properties" in event:
+                of = done + len(event["properties"])
+            elif "finding" in event:
+                done, now = done + 1, ""
+            elif "example" in event:
+                batches, now = batches + 1, event["property"]
+        if of:
+            tell(f"{done} of {of} properties, {batches} batches{f'; now {now}' if now else ''}")
+
+    return look
+
+
 def watch(
     task: dict[str, Any],
     log: Path,
@@ -136,8 +179,12 @@ def watch(
     *,
     module: str = "twinattn.kit.isolate",
     environment: Mapping[str, str] = ONE_THREAD,
+    on_look: Callable[[], None] | None = None,
 ) -> tuple[str, str]:
-    """Run a task in a process, and return its outcome ("" if well, "crashed", "hung", "not reached") and a reason."""
+    """Run a task in a process, and return its outcome ("" if well, "crashed", "hung", "not reached") and a reason.
+
+    While it runs, `on_look` is called several times a second.
+    """
     said = log.with_name("stderr")
     with said.open("w") as errors:
         process = subprocess.Popen(
@@ -160,6 +207,8 @@ def watch(
                 return "hung", f"no answer in {waited:.0f} s of its own: --patience says how many it may take"
             if now - began > seconds:
                 return "not reached", "the time was over while it was checked"
+            if on_look is not None:
+                on_look()
             time.sleep(LOOK)
     finally:
         if process.poll() is None:

@@ -1,6 +1,7 @@
 """Write reports as text, HTML and JUnit XML: the failed properties, their batches and masks, and probable mistakes."""
 
 import html
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
@@ -11,6 +12,8 @@ from twinattn.kit.finding import FAILED, Finding, Report
 MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # all other outcomes are failures
 STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
 MOST_ROWS = 12  # rows of a mask
+MOST_SIZES = 8  # of one kind, in a line about what was drawn
+NUMBER = re.compile(r"-?\d[\d.,]*(?:e[+-]?\d+)?|nan|inf")
 
 
 def mark(outcome: str) -> str:
@@ -18,13 +21,18 @@ def mark(outcome: str) -> str:
     return MARKS.get(outcome, "✗")
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Report, *, is_verbose: bool = False) -> str:
     """Write a report as plain text."""
-    return "\n".join(text for _, text in lines(report))
+    return "\n".join(text for _, text in lines(report, is_verbose=is_verbose))
 
 
-def lines(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a report, each with its style."""
+def lines(report: Report, *, is_verbose: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a report, each with its style.
+
+    Properties are named by outcome, and failures with one probable mistake share a heading and the batch of the first.
+    A verbose report has a line for each property, and a section for each failure. So has one of times for its
+    workloads.
+    """
     counts = dict.fromkeys(("honoured", "failed", "refused", "not claimed", "not reached"), 0)
     for finding in report.findings:
         counts["failed" if finding.outcome in FAILED else finding.outcome] += 1
@@ -33,35 +41,49 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
         "",
         ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) + f", {report.seconds:.0f} s",
     )
-    for text in of_drawn(report):
+    for text in of_drawn(report, is_verbose=is_verbose):
         yield "dim", text
     for text in report.notes:
         yield "yellow", text
-    width = max((len(finding.property) for finding in report.findings), default=0)
-    for finding in report.findings:
-        sign = mark(finding.outcome)
-        yield STYLES[sign], f"{sign} {finding.property:{width}}  {_says(finding)}"
-    for finding, *others in by_cause(report.failures):
+    if is_verbose or report.times:
+        width = max((len(finding.property) for finding in report.findings), default=0)
+        for finding in report.findings:
+            sign = mark(finding.outcome)
+            yield STYLES[sign], f"{sign} {finding.property:{width}}  {_says(finding)}"
+    else:
+        yield from _by_outcome(report)
+    for group in [[x] for x in report.failures] if is_verbose else by_cause(report.failures):
         yield "", ""
-        yield from of_failure(finding)
-        if others:
-            yield "", f"  the same in {len(others)} others: {', '.join(other.property for other in others)}"
+        yield from _of_failures(group)
 
 
-def of_drawn(report: Report) -> list[str]:
+def _by_outcome(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield a line per outcome with the names of its properties; what was refused or not reached, with each reason."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for finding in report.findings:
+        if finding.outcome not in FAILED:
+            reason = f", {finding.detail}" if finding.outcome in ("refused", "not reached") and finding.detail else ""
+            named.setdefault((mark(finding.outcome), finding.outcome + reason), []).append(finding.property)
+    for (sign, outcome), names in named.items():
+        yield STYLES[sign], f"{sign} {outcome}: {', '.join(names)}"
+
+
+def of_drawn(report: Report, *, is_verbose: bool = True) -> list[str]:
     """Return lines about the batches: what was drawn, usual sizes that were not, and how many were refused."""
     if report.drawn is None:
         return []
     refused, tried = (sum(getattr(x, name) for x in report.findings) for name in ("refused", "examples"))
-    says = [report.drawn.line(), report.drawn.missing(), f"refused {refused} of {tried} batches" if refused else ""]
+    drawn = report.drawn.line(most=None if is_verbose else MOST_SIZES)
+    says = [drawn, report.drawn.missing(), f"refused {refused} of {tried} batches" if refused else ""]
     return [text for text in says if text]
 
 
 def by_cause(failures: Sequence[Finding]) -> list[list[Finding]]:
-    """Group failures with the same outcome and detail."""
+    """Group failures with the same probable mistake; those without one by outcome and detail, whatever its numbers."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in failures:
-        groups.setdefault((finding.outcome, finding.detail), []).append(finding)
+        cause = ("", finding.mistakes[0][0]) if finding.mistakes else (finding.outcome, NUMBER.sub("", finding.detail))
+        groups.setdefault(cause, []).append(finding)
     return list(groups.values())
 
 
@@ -92,9 +114,29 @@ def _says(finding: Finding) -> str:
     return f"{says} Refused {finding.refused} of {finding.examples} batches." if finding.refused else says
 
 
+def _of_failures(group: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """Yield the lines about failures of one cause: its name, the properties that show it, and the first of them."""
+    first, *others = group
+    if others and first.mistakes:
+        (name, says), *_ = first.mistakes
+        yield "bold red", f"✗ probably {name}: {says}"
+        yield "", f"  {len(group)} properties show it: {', '.join(finding.property for finding in group)}"
+        yield "", f"  {first.property}: {first.promise}"
+        yield from _details(first, named=1)
+        return
+    yield from of_failure(first)
+    if others:
+        yield "", f"  the same in {len(others)} others: {', '.join(finding.property for finding in others)}"
+
+
 def of_failure(finding: Finding) -> Iterator[tuple[str, str]]:
     """Yield the lines about one failure."""
     yield "bold red", f"✗ {finding.property}: {finding.promise}"
+    yield from _details(finding)
+
+
+def _details(finding: Finding, named: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the lines below the heading of a failure, which has named the first `named` of the probable mistakes."""
     yield "", f"  {finding.detail}"
     if finding.example:
         yield (
@@ -106,7 +148,7 @@ def of_failure(finding: Finding) -> Iterator[tuple[str, str]]:
             yield "", f"  who sees whom in sequence {i} (X: sees what it should not, o: does not see what it should)"
             for text in side_by_side(want, got):
                 yield "", f"    {text}"
-    for i, (name, says) in enumerate(finding.mistakes):
+    for i, (name, says) in enumerate(finding.mistakes[named:], named):
         yield "bold yellow", f"  {'probably' if not i else 'or'} {name}: {says}"
     if not finding.mistakes and finding.outcome == "wrong":
         yield "yellow", "  no known mistake gives these numbers"

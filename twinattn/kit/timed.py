@@ -27,7 +27,7 @@ from twinattn.kit.check import claims_as_words, parse_example
 from twinattn.kit.example import PATHS, SELECTED, Answers, Arguments, Example
 from twinattn.kit.finding import Finding, Report
 from twinattn.kit.hold import ask, hold, raised
-from twinattn.kit.isolate import tuples, watch
+from twinattn.kit.isolate import Tail, tuples, watch
 from twinattn.kit.kernel import BadKernelError, Kernel, find, notes_on
 from twinattn.kit.landmarks import Lens, example
 from twinattn.kit.property import Broken, CrashedError, RefusedError
@@ -343,6 +343,7 @@ def time_apart(
     limits: dict[str, Any] | None = None,
     trace: Path | None = None,
     write_trace: Path | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Report:
     """Time a kernel in its own process, and compare its outputs with the reference in this one.
 
@@ -357,17 +358,26 @@ def time_apart(
         limits: claims that replace those of the kernel.
         trace: a file of FlashInfer-Bench, to time its workloads.
         write_trace: a folder for the workloads as a data set of FlashInfer-Bench.
+        tell: called with how far it is, several times a second while calls are timed.
 
     Raises:
         BadKernelError: if the kernel cannot be called, or its path is not attention.
         ValueError: if a workload cannot be written.
     """
     began = monotonic()
+    tell = tell or (lambda text: None)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
+        tail, called = Tail(log), 0
+
+        def look() -> None:
+            nonlocal called
+            called += sum("alive" in event for event in tail.new())
+            tell(f"{called} calls timed")
+
         task = dict(target=target, path=path, device=device, dtypes=list(dtypes), calls=calls, limits=limits or {})
         task |= dict(trace=str(trace) if trace else "")
-        outcome, status = watch(task, log, patience, seconds, module=__name__, environment={})
+        outcome, status = watch(task, log, patience, seconds, module=__name__, environment={}, on_look=look)
         events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         head: dict[str, Any] = (
             events[0] if events else {"error": f"{target}: its process ended before the first call: {status}"}
@@ -395,6 +405,7 @@ def time_apart(
                 parsed = [parse_example(text) for text in event["examples"]]
                 batches = [x for x in parsed if isinstance(x, Example)]
                 assert len(batches) == len(parsed)
+                tell(f"comparing the outputs of {name} with the reference")
                 measured = Measured(batches, event["seconds"], answers)
                 judge(report, name, measured, dtype, seconds / len(head["workloads"]))
     report.seconds = round(monotonic() - began, 1)

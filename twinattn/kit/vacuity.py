@@ -106,7 +106,9 @@ class Vacuity:
         return "\n".join(lines)
 
 
-def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) -> Vacuity:
+def vacuous(
+    check: Check, path: str, *, like: Callable[..., Any] | None = None, tell: Callable[[str], None] | None = None
+) -> Vacuity:
     """Run a check against kernels with known mistakes, each of which it should fail.
 
     Args:
@@ -115,6 +117,7 @@ def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) 
         like: your kernel. The kernels with mistakes take its parameters; a mistake in another parameter, such as
             `softcap`, is not counted. If None, they take all arguments of the path by name, and the tensors and
             `ORDER` also by position.
+        tell: called with how far it is, before each mistake.
 
     Returns:
         The mistakes that were caught, and those that were missed.
@@ -135,7 +138,10 @@ def vacuous(check: Check, path: str, *, like: Callable[..., Any] | None = None) 
     batches = [(*batch, right.answers(*batch)) for batch in _batches(kernel)]
     forms: dict[str, list[tuple[mistakes.Mistake, str]]] = {}  # per name: the mistakes that pass, and the others as ""
     invisible: set[str] = set()  # names of mistakes in parameters or outputs that such a kernel does not have
-    for mistake in mistakes.of_path(path):
+    known_mistakes = list(mistakes.of_path(path))
+    for i, mistake in enumerate(known_mistakes):
+        if tell is not None:
+            tell(f"{i} of {len(known_mistakes)} kernels with a mistake; now {mistake.name}")
         if mistake.is_of_forward or mistake.name in invisible:  # a test of outputs finds mistakes of the forward
             continue
         passed = False
