@@ -23,9 +23,8 @@ LONG_FUNCTIONS = {
     "refattn/differential.py:attention": 82,
     "twinattn/engine/engine.py:__init__": 96,  # half of it is arguments, and their checks
     "twinattn/integrations/flash_attn.py:flash_attn_with_kvcache": 99,
-    "twinattn/kit/__main__.py:main": 115,
     "twinattn/kit/check.py:check": 97,
-    "twinattn/kit/isolate.py:check_apart": 92,
+    "twinattn/kit/isolate.py:check_apart": 89,
     "twinattn/kit/search/command.py:run": 87,
     "twinattn/kit/search/draw.py:normalized": 90,
 }

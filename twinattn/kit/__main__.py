@@ -40,6 +40,42 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["vacuous"]:
         return _vacuous(arguments[1:])
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        check_device(asked.device)
+        _check_options(asked)
+    except (BadKernelError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if asked.list:
+        for adapter in ADAPTERS.values():
+            reason = adapter.why_not(asked.device)
+            console.print(Text(f"{adapter.name:24} {adapter.path:16} {'runs here' if reason is None else reason}"))
+        console.print(Text("\noperations beside attention, for --path, and what a function of each may take"))
+        for operation in OPERATIONS.values():
+            console.print(Text(f"{operation.name:24} {operation.signature.replace('`', '')}"))
+        return 0
+    options: dict[str, Any] = dict(
+        device=asked.device,
+        dtypes=asked.dtype,
+        examples=asked.examples,
+        only=asked.only,
+        seconds=asked.seconds,
+        patience=asked.patience,
+        repeat=asked.repeat,
+        limits={name: tuple(x) for name in ("heads", "head_sizes", "block_sizes") if (x := getattr(asked, name))},
+    )
+    if asked.all_installed:
+        return _all(asked, options, console)
+    if asked.kernel is None:
+        parser.error("name a kernel as module:function, or use --list")
+    return _check_one(asked, options, console)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="twinattn prove",
         description="Check an attention kernel against the contract, property by property.",
@@ -105,36 +141,11 @@ def main(arguments: list[str] | None = None) -> int:
         help="with --all-installed: kernels checked at a time",
     )
     parser.add_argument("--out", type=Path, help="with --all-installed: write the results to this file")
-    asked = parser.parse_args(arguments)
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        check_device(asked.device)
-        _check_options(asked)
-    except (BadKernelError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    if asked.list:
-        for adapter in ADAPTERS.values():
-            reason = adapter.why_not(asked.device)
-            console.print(Text(f"{adapter.name:24} {adapter.path:16} {'runs here' if reason is None else reason}"))
-        console.print(Text("\noperations beside attention, for --path, and what a function of each may take"))
-        for operation in OPERATIONS.values():
-            console.print(Text(f"{operation.name:24} {operation.signature.replace('`', '')}"))
-        return 0
-    options: dict[str, Any] = dict(
-        device=asked.device,
-        dtypes=asked.dtype,
-        examples=asked.examples,
-        only=asked.only,
-        seconds=asked.seconds,
-        patience=asked.patience,
-        repeat=asked.repeat,
-        limits={name: tuple(x) for name in ("heads", "head_sizes", "block_sizes") if (x := getattr(asked, name))},
-    )
-    if asked.all_installed:
-        return _all(asked, options, console)
-    if asked.kernel is None:
-        parser.error("name a kernel as module:function, or use --list")
+    return parser
+
+
+def _check_one(asked: argparse.Namespace, options: dict[str, Any], console: Console) -> int:
+    """Check one kernel, print and write its report, and return the exit status."""
     far = ["its process starts"]
     options["tell"] = partial(far.__setitem__, 0)
     try:

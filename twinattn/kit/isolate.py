@@ -109,17 +109,11 @@ def check_apart(
             outcome, status = "crashed", "its process ended with status 0 in the middle of a call"
         if not left:
             break
-        name = last["property"] if last is not None else left[0]
-        prop = next(x for x in properties.of_path(report.path) if x.name == name)
-        example = (last or {}).get("example", "")
-        kind = example.partition("(")[0]
-        says = f"from twinattn.kit.check import {kind}, reproduce; reproduce({target!r}, {name!r}, {example})"
-        code = says if example and outcome != "not reached" else ""
-        finding = Finding(name, prop.promise, outcome, status, 0, 0, example, code=code)
-        found[name] = finding
+        last = last or dict(property=left[0])
+        finding = found[last["property"]] = _interrupted(report, last, outcome, status)
         if on_finding is not None:
             on_finding(finding)
-        left.remove(name)
+        left.remove(finding.property)
         if not left or time.monotonic() - began > seconds:
             break
     for name in left or ():
@@ -129,6 +123,16 @@ def check_apart(
     report.findings = sorted(found.values(), key=lambda finding: order.index(finding.property))
     report.seconds = round(time.monotonic() - began, 1)
     return report
+
+
+def _interrupted(report: Report, last: dict[str, Any], outcome: str, status: str) -> Finding:
+    """Return the finding of the property that was checked when its process ended."""
+    name, example = last["property"], last.get("example", "")
+    prop = next(x for x in properties.of_path(report.path) if x.name == name)
+    kind = example.partition("(")[0]
+    says = f"from twinattn.kit.check import {kind}, reproduce; reproduce({report.kernel!r}, {name!r}, {example})"
+    code = says if example and outcome != "not reached" else ""
+    return Finding(name, prop.promise, outcome, status, 0, 0, example, code=code)
 
 
 class Tail:

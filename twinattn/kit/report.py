@@ -12,7 +12,7 @@ from twinattn.kit.finding import FAILED, Finding, Report
 MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # all other outcomes are failures
 STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
 MOST_ROWS = 12  # rows of a mask
-MOST_SIZES = 8  # of one kind, in a line about what was drawn
+MOST_SIZES = 8  # more heads, head sizes or block sizes than these are named by the first and the last
 NUMBER = re.compile(r"-?\d[\d.,]*(?:e[+-]?\d+)?|nan|inf")
 
 
