@@ -668,3 +668,10 @@ def test_the_newcomers_way(site):
     assert "notebooks/01_ragged_batch.html" in site[start].links
     assert any((first.parent / link).resolve() == start.parent / "paths/metadata.html" for link in site[first].links)
     assert "refattn/metadata.py" in (start.parent / "paths/metadata.html").read_text()
+
+
+def test_no_script_of_the_docs_is_a_page():
+    """What builds the site is no part of it: `make docs` would copy each file that is not excluded."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    excluded = config.split("exclude_docs: |\n")[1].split("\n\n")[0].split()
+    assert {file.name for file in (ROOT / "docs").glob("*.py")} <= set(excluded)
