@@ -32,7 +32,7 @@ CAPTIONS = (
     "The new tokens form one row of queries: cu_seqlens_q = {starts}.",
     "Where are the keys? In pages of a pool, wherever there was room. Slots written: {slots}.",
     "Who may see whom? Each row is a new token and sees the filled keys of its own request.",
-    "How do partial answers combine? One softmax over each block of b, for “like” ...",
+    "How do partial outputs combine? One softmax over each block of b, for “like” ...",
     "... merged by their log-sum-exp: {shares}. Equal to one softmax over all.",
 )
 

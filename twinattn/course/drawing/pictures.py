@@ -333,7 +333,7 @@ def schedule(
 def merge(
     parts: Sequence[Float[Tensor, "_"]], *, words: Words | None = None, names: Sequence[str] | None = None
 ) -> Drawing:
-    """Draw how partial answers of one query merge: the weights within each part, and the weights of the whole.
+    """Draw how partial outputs of one query merge: the weights within each part, and the weights of the whole.
 
     Args:
         parts: the scores of the keys of each part.
