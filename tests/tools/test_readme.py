@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from tests.helpers.pages import ROOT, blocks_of, run_python
+from twinattn.kit import __main__ as prove
 
 README = ROOT / "README.md"
 EXTRAS = re.compile(r"pip install [^`\n]*?(?:twinattn|\.|\.whl)\[([a-z0-9,]+)\]")
@@ -18,6 +19,12 @@ def test_the_blocks_of_the_readme_print_what_it_shows(monkeypatch):
     blocks = [block for block in blocks_of(README) if block.language == "python"]
     assert len(blocks) == 1
     run_python(README, blocks, monkeypatch)
+
+
+def test_the_kernel_that_the_readme_proves_is_proven(capsys):
+    (command,) = re.findall(r"`twinattn prove ([^`]+)`", README.read_text())
+    assert prove.main([*command.split(), "--examples=1", "--property=answer"]) == 0
+    assert "✓ honoured: answer\n" in capsys.readouterr().out
 
 
 def test_the_readme_is_one_page():
