@@ -19,7 +19,6 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- ladder decode -->                              the rungs of a ladder: changes, questions, measurements
     ... <!-- compiled decode mla -->                        the kernel of calls, as the compiler sees it
     ... <!-- exercise slot -->                              the box in which an exercise is written
-    ... <!-- exercises puzzles -->                          the exercises, or the puzzles
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
 
 A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
@@ -52,7 +51,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from readme import RESULTS, ROOT, duration, fastest_peer
+from readme import RESULTS, ROOT, duration, exercise_of, fastest_peer, places
 
 from fastattn.kernels import order
 from twinattn.bench import clocks
@@ -68,7 +67,6 @@ INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.(?:py|c))\)")
 LINK_TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(?P<name>\w+)\.ipynb")
-LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -177,23 +175,6 @@ def exercise(page: Page, instead: str, name: str) -> str:
     """Show the box of an exercise."""
     found = next(exercise for exercise in EXERCISES if exercise.name == name)
     return written(found, posixpath.relpath(".", posixpath.dirname(page.file.src_uri)) + "/")
-
-
-def exercises(page: Page, instead: str, folder: str = "") -> str:
-    """List the exercises or the puzzles, with the title of each file."""
-    letter = "p" * bool(folder)
-    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |{' effort |' * (not folder)}"]
-    lines.append("|---|---|" + "---|" * (not folder))
-    for i, path in enumerate(learner.files(ROOT / "notebooks/exercises" / folder), 1):
-        name, about = path.stem[3:], learner.title(path)
-        if not folder:
-            about = f'<a href="{to(page, f"notebooks/{places()[name]}.html")}#write-{name}">{about}</a>'
-        line = f"| {letter}{i} · [`{name}`]({to(page, page_of(path))}) | {about} |"
-        if not folder:
-            task = EXERCISES[i - 1]
-            line += f" {'●' * task.level}{'○' * (3 - task.level)} {task.minutes} min{' ✎' * task.in_page} |"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def api(page: Page, instead: str, package: str) -> str:
@@ -339,7 +320,6 @@ INSERTS = {
         compiled,
         contract,
         exercise,
-        exercises,
         kernels,
         ladder,
         rules,
@@ -715,23 +695,6 @@ def prediction(question: dict[str, Any]) -> str:
         data["choose"] = sorted(question["choose"])
     encoded = base64.b64encode(json.dumps(data).encode()).decode()
     return f'<div class="predict" id="predict-{question["number"]}" data-question="{encoded}"></div>'
-
-
-def exercise_of(cell: dict[str, Any]) -> Exercise:
-    """Return the exercise that a cell with the tag `exercise` links to."""
-    name = LINK_TO_EXERCISE.findall("".join(cell["source"]))[0]
-    return next(exercise for exercise in EXERCISES if exercise.name == name)
-
-
-@functools.cache
-def places() -> dict[str, str]:
-    """Return the notebook of each exercise: where its idea appears."""
-    return {
-        exercise_of(cell).name: path.stem
-        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
-        for cell in json.loads(path.read_text())["cells"]
-        if "exercise" in cell["metadata"].get("tags", ())
-    }
 
 
 def written(exercise: Exercise, top: str) -> str:

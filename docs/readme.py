@@ -3,7 +3,9 @@
 `make readme` runs it.
 """
 
+import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import behind
 
 from twinattn.bench import clocks, report, roofline
 from twinattn.course.drawing import animation
+from twinattn.course.exercises import learner
+from twinattn.course.exercises.exercise import Exercise
+from twinattn.course.exercises.functions import EXERCISES
 from twinattn.engine import demo_model
 from twinattn.kit import field
 
@@ -23,6 +28,8 @@ STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
 FIELD = ROOT / "docs/proof/conformance.md"
 BENCHMARK = ROOT / "docs/proof/benchmark.md"
+TASKS = ROOT / "docs/exercises.md"
+LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 SHOWN = {  # rows of the benchmark, by device, and what to call them
     "cuda": {
         ("chunked_prefill", "prefill-2x8192"): "two prompts of 8192 tokens",
@@ -178,6 +185,43 @@ def honoured() -> str:
     return "\n\n".join(parts)
 
 
+def exercise_of(cell: dict[str, Any]) -> Exercise:
+    """Return the exercise that a cell of a notebook with the tag `exercise` links to."""
+    name = LINK_TO_EXERCISE.findall("".join(cell["source"]))[0]
+    return next(exercise for exercise in EXERCISES if exercise.name == name)
+
+
+@functools.cache
+def places() -> dict[str, str]:
+    """Return the notebook of each exercise: where its idea appears."""
+    return {
+        exercise_of(cell).name: path.stem
+        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+        for cell in json.loads(path.read_text())["cells"]
+        if "exercise" in cell["metadata"].get("tags", ())
+    }
+
+
+def exercises() -> str:
+    """List the exercises: the name leads to the file, what it is about to its place in a notebook."""
+    lines = ["| function | what it is about | effort |", "|---|---|---|"]
+    for i, path in enumerate(learner.files(ROOT / "notebooks/exercises"), 1):
+        task = EXERCISES[i - 1]
+        about = f"[{learner.title(path)}](../notebooks/{places()[task.name]}.ipynb#write-{task.name})"
+        effort = f"{'●' * task.level}{'○' * (3 - task.level)} {task.minutes} min{' ✎' * task.in_page}"
+        lines.append(f"| {i} · [`{task.name}`](../notebooks/exercises/{path.name}) | {about} | {effort} |")
+    return "\n".join(lines)
+
+
+def puzzles() -> str:
+    """List the puzzles."""
+    lines = ["| puzzle | what it is about |", "|---|---|"]
+    for i, path in enumerate(learner.files(ROOT / "notebooks/exercises/puzzles"), 1):
+        name = f"[`{path.stem[3:]}`](../notebooks/exercises/puzzles/{path.name})"
+        lines.append(f"| p{i} · {name} | {learner.title(path)} |")
+    return "\n".join(lines)
+
+
 def machines() -> str:
     """Write a script of the rates of the measured machines, and the rows under their roofs, for the explorer."""
     found = [
@@ -208,6 +252,8 @@ def main() -> None:
     put(ROOT / "docs/paths/engine.md", "load", load())
     put(ROOT / "docs/integrations/vllm.md", "served", served())
     put(BENCHMARK, "behind", behind.table())
+    put(TASKS, "exercises", exercises())
+    put(TASKS, "puzzles", puzzles())
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         path.write_text(with_install_cell(path.read_text(), address.repository()))
 

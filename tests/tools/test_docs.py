@@ -30,7 +30,7 @@ SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|compiled|contract|exercise|exercises|kernels|ladder|measured|picture|reports|says|"
+    r"<!-- (?P<name>api|code|compiled|contract|exercise|kernels|ladder|measured|picture|reports|says|"
     r"tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
@@ -358,6 +358,15 @@ def test_a_report_of_a_users_gpu_is_shown(monkeypatch, tmp_path):
 
 def test_the_moving_picture_is_that_of_the_code():
     assert (ROOT / "docs/assets/step.svg").read_text() == animation.animation(), "`make readme` writes it"
+
+
+@pytest.mark.parametrize("name", ["exercises", "puzzles"])
+def test_the_page_of_exercises_lists_all_of_them(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    made = getattr(importlib.import_module("readme"), name)()
+    begin, end = f"<!-- {name}: made by docs/readme.py -->", f"<!-- end of {name} -->"
+    shown = (ROOT / "docs/exercises.md").read_text().partition(begin)[2].partition(end)[0]
+    assert shown.strip() == made, "`make readme` writes it"
 
 
 def matrix_cell(**changes) -> dict[str, Any]:
