@@ -193,11 +193,16 @@ def explain(
     ] = None,
 ) -> None:
     """Print the Triton kernel of a call as the compiler sees it: constants put in, branches decided."""
+    from twinattn.course import calls
+
+    if source is None:
+        typer.echo(calls.list_calls())
+        return
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: no GPU is needed
     try:
         from twinattn.course import explain as module
 
-        typer.echo(module.list_calls() if source is None else module.show(source))
+        typer.echo(module.show(source))
     except ModuleNotFoundError as error:
         typer.echo(f"{error}; `pip install triton` installs it, on Linux alone", err=True)
         raise typer.Exit(2) from error

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
@@ -112,11 +111,3 @@ def test_another_name_is_refused(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2 and "--source: expected one of decode, " in capsys.readouterr().err
-
-
-def test_without_a_name_the_calls_are_listed_and_the_help_has_them_all():
-    listed = CliRunner().invoke(cli.main, ["explain"])
-    assert listed.exit_code == 0
-    assert re.findall(r"^  (\w+) +(.+)$", listed.output, re.MULTILINE) == list(explain.CALLS.items())
-    shown = CliRunner().invoke(cli.main, ["explain", "--help"], env={"COLUMNS": "200"}).output
-    assert f"Which call: {', '.join(explain.CALLS)}." in shown

@@ -1,9 +1,13 @@
 """The command `twinattn`: every command says what it does, and an unknown one is refused."""
 
+import re
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
 from twinattn.cli import main
+from twinattn.course.calls import CALLS
 
 COMMANDS = (
     "demo",
@@ -37,3 +41,13 @@ def test_what_a_command_does_not_know_is_refused(arguments):
 
 def test_a_drawing_is_printed(capsys):
     assert CliRunner().invoke(main, ["draw", "causal"]).exit_code == 0
+
+
+def test_the_calls_of_explain_are_listed_without_triton(monkeypatch):
+    for name in ("triton", "twinattn.course.explain"):
+        monkeypatch.setitem(sys.modules, name, None)
+    listed = CliRunner().invoke(main, ["explain"])
+    assert listed.exit_code == 0
+    assert re.findall(r"^  (\w+) +(.+)$", listed.output, re.MULTILINE) == list(CALLS.items())
+    shown = CliRunner().invoke(main, ["explain", "--help"], env={"COLUMNS": "200"}).output
+    assert f"Which call: {', '.join(CALLS)}." in shown
