@@ -19,6 +19,7 @@ from twinattn.bench.measure import circumstances, machine
 from twinattn.engine import Engine, SamplingParams
 from twinattn.engine.demo_model import load, model_file
 from twinattn.engine.demo_prompts import DIARY
+from twinattn.progress import Progress
 
 FORMATS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 BLOCK_SIZE = 16
@@ -81,7 +82,8 @@ def _errors(key: Tensor, value: Tensor, kind: torch.dtype) -> tuple[Tensor, Tens
 def run(out: Path) -> None:
     """Measure, and write `error.json` into a folder: the errors, and when, where and with what they were measured."""
     check_folder("out", out)
-    found = measure()
+    with Progress(lambda: "Gaussian keys and values, and those of a model"):
+        found = measure()
     head = circumstances() | {"machine": machine(torch.device("cpu"))}
     out.mkdir(parents=True, exist_ok=True)
     (out / "error.json").write_text(json.dumps(head | {"errors": found}, indent=1) + "\n")

@@ -26,6 +26,7 @@ from twinattn.course.exercises.exercise import Exercise, Function, Outcome, Time
 from twinattn.course.exercises.functions import EXERCISES
 from twinattn.course.exercises.puzzles import PUZZLES, Puzzle
 from twinattn.course.exercises.puzzles import describe as describe_case
+from twinattn.progress import Progress
 
 COMMAND = "twinattn exercises"
 
@@ -211,7 +212,10 @@ def find(tasks: Sequence[Task | PuzzleTask], which: str) -> Task | PuzzleTask:
 
 def show_all(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:
     """Check everything, list it, and say what comes next."""
-    states = {task.number: task.check().state for task in tasks}
+    states: dict[str, str] = {}
+    with Progress(lambda: f"{len(states)} of {len(tasks)} checked"):
+        for task in tasks:
+            states[task.number] = task.check().state
     rows = {task.number: (states[task.number], task.name, task.effort, task.title) for task in tasks}
     exercises = [number for number in rows if number.isdigit()]
     console.print("[bold]Write a serving engine's attention yourself[/bold], a function at a time.\n")
