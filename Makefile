@@ -19,7 +19,7 @@ export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo serve exercises lab test test-rest test-all newest compile mutants search vllm-test families site-test matrix check bench readme docs
+.PHONY: help demo prove serve exercises lab test test-rest test-all newest compile mutants search vllm-test families site-test matrix check bench readme docs
 .PHONY: docs-version gpu-report notebooks release-check clean
 
 help:  ## this list
@@ -30,6 +30,9 @@ demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts throug
 
 exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
 	@$(BIN)/python -m twinattn exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
+
+prove: $(VENV)/.kit  ## check a kernel against its contract; ARGS="my_file.py:my_attention --path chunked_prefill"
+	$(BIN)/python -m twinattn prove $(ARGS)
 
 serve: $(VENV)/.serve $(VENV)/.model  ## the demo's model behind HTTP, for OpenAI's clients; ARGS=--log-steps
 	$(BIN)/python -m twinattn serve $(ARGS)

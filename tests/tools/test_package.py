@@ -123,7 +123,7 @@ def task_file():
     return module
 
 
-@pytest.mark.parametrize("name", ["demo", "test", "exercises", "lab"])
+@pytest.mark.parametrize("name", ["demo", "test", "prove", "exercises", "lab"])
 def test_make_and_python_alone_do_the_same(name):
     *installs, command = dry(name, "ARGS=--some option")
     extras, arguments = task_file().TASKS[name]

@@ -22,8 +22,8 @@ def test_the_blocks_of_the_readme_print_what_it_shows(monkeypatch):
 
 
 def test_the_kernel_that_the_readme_proves_is_proven(capsys):
-    (command,) = re.findall(r"`twinattn prove ([^`]+)`", README.read_text())
-    assert prove.main([*command.split(), "--examples=1", "--property=answer"]) == 0
+    (kernel,) = re.findall(r"^make prove ARGS=(\S+) ", README.read_text(), re.MULTILINE)
+    assert prove.main([kernel, "--examples=1", "--property=answer"]) == 0
     assert "✓ honoured: answer\n" in capsys.readouterr().out
 
 
