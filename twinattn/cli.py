@@ -123,14 +123,17 @@ def bench(
     rows: Annotated[list[str] | None, typer.Option(help="Part of a row's name; may be given several times.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="docs/results")] = None,
     quick: Annotated[bool, typer.Option(help="A smoke test: small and few. Writes only to --out.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Measure the workloads of this file of FlashInfer-Bench. Writes only to --out.")
+    ] = None,
 ) -> None:
     """Measure every path against its peers; wrong answers are not timed."""
     from twinattn import bench as module
 
-    if out is None and not quick:
+    if out is None and not quick and trace is None:
         out = Path("docs/results")
     try:
-        module.run(device, rows or (), out=out, quick=quick)
+        module.run(device, rows or (), trace=trace, out=out, quick=quick)
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error

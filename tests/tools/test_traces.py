@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from twinattn import bench
+from twinattn.bench.traced import rows_of_trace
 from twinattn.kit import __main__ as command
 from twinattn.kit import traces
 from twinattn.kit.example import Example
@@ -180,3 +182,29 @@ def test_what_the_command_times_it_writes(tmp_path, capsys):
     assert len(file.read_text().splitlines()) == 3
     assert command.main([*asked, f"--trace={file}"]) == 0
     assert capsys.readouterr().out.count("2 of 2 outputs held to it") == 6
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_benchmark_takes_a_workload_as_a_row(name, device_type, tmp_path):
+    """With its lengths, its sizes and its scale; a peer that only takes sequences of one length is left out."""
+    (const, inputs, lengths, scale), batch = KNOWN[name]
+    (row,) = rows_of_trace(write(tmp_path, name, const, inputs, lengths, scale), device_type)
+    assert str(row).startswith(f"{batch.path}/") and str(row).endswith("-8f2c")
+    taken = "lens", "heads", "head_size", "value_size", "block_size"
+    assert [getattr(row.work, field) for field in taken] == [getattr(batch, field) for field in taken]
+    assert row.work.softmax_scale == batch.options.get("softmax_scale")
+    names = [contender.name for contender in row.contenders]
+    assert names[0] == "fastattn" and ("refattn" in names) == (device_type == "cpu")
+    assert not any("ATen" in name for name in names)
+
+
+def test_the_benchmark_measures_a_file_of_workloads(tmp_path):
+    lens = {"even": ((1, 48), (1, 48)), "ragged": ((1, 48), (1, 7))}
+    batches = {name: Example("chunked_prefill", x, (4, 2), 16, 0, 16) for name, x in lens.items()}
+    (file,) = traces.write(tmp_path, batches, torch.float32)
+    records = bench.run(trace=file, quick=True)
+    for record, count in zip(records, (3, 2), strict=True):
+        assert len(record["contenders"]) == count and all(x["median"] > 0 for x in record["contenders"])
+    with pytest.raises(ValueError, match="--trace: expected a file, got"):
+        bench.run(trace=tmp_path / "none.jsonl", quick=True)

@@ -18,6 +18,7 @@ from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call, Ceilings, Timing
 from twinattn.bench.row import Row
 from twinattn.bench.rows import rows
+from twinattn.bench.traced import rows_of_trace
 from twinattn.bench.work import Judge
 from twinattn.engine.peak_memory import PeakMemory
 
@@ -31,6 +32,7 @@ def run(
     device: str = "cpu",
     only: Sequence[str] = (),
     *,
+    trace: Path | None = None,
     out: Path | None = None,
     quick: bool = False,
     console: Console | None = None,
@@ -40,6 +42,7 @@ def run(
     Args:
         device: "cpu" or a CUDA device.
         only: measure the rows whose name, `path/workload`, contains one of these; all if there are none.
+        trace: a file of FlashInfer-Bench, whose workloads are measured in the place of the rows.
         out: folder for the JSON, the CSV and the picture of this machine; None writes nothing. Rows that are measured
             replace those of earlier runs, others stay.
         quick: an eighth of every length and few samples: the numbers mean nothing, the answers are still checked.
@@ -49,7 +52,7 @@ def run(
         One record per row, as in the JSON.
 
     Raises:
-        ValueError: naming the argument: if there is no such device or row, or the folder is a file.
+        ValueError: naming the argument: if there is no such device or row, the folder is a file, or what a trace lacks.
     """
     start = time.perf_counter()
     console = console or Console(width=None if Console().is_terminal else 132)
@@ -62,9 +65,10 @@ def run(
     place = torch.device(device)
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(wanted)
-    chosen = [row for row in rows(place.type, quick=quick) if not only or any(part in str(row) for part in only)]
+    listed = rows_of_trace(trace, place.type) if trace else rows(place.type, quick=quick)
+    chosen = [row for row in listed if not only or any(part in str(row) for part in only)]
     if not chosen:
-        names = "\n  ".join(map(str, rows(place.type, quick=quick)))
+        names = "\n  ".join(map(str, listed))
         raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; there are\n  {names}")
     dtype = torch.float32
     if place.type == "cpu":

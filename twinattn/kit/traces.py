@@ -86,11 +86,7 @@ def read(file: Path, path: str) -> tuple[dict[str, Example], torch.dtype]:
     Raises:
         ValueError: naming the line, and what is missing or does not belong to this path.
     """
-    if not file.is_file():
-        raise ValueError(f"--trace: expected a file, got {str(file)!r}")
-    root = next((folder for folder in file.resolve().parents if (folder / "definitions").is_dir()), None)
-    if root is None:
-        raise ValueError(f"--trace: expected a folder `definitions` beside or above {file}, there is none")
+    root = _root(file)
     batches: dict[str, Example] = {}
     dtypes = set()
     for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -108,6 +104,42 @@ def read(file: Path, path: str) -> tuple[dict[str, Example], torch.dtype]:
     if len(dtypes) != 1:
         raise ValueError(f"--trace: expected workloads of one type in {file}, got {len(dtypes)}")
     return batches, dtypes.pop()
+
+
+def path_of(file: Path) -> str:
+    """Return which path computes the workloads of a file, by the definition of the first one.
+
+    Raises:
+        ValueError: if there is no workload, or no path for it.
+    """
+    root = _root(file)
+    first = next((line for line in file.read_text().splitlines() if line.strip()), None)
+    if first is None:
+        raise ValueError(f"--trace: expected a workload in {file}, it is empty")
+    try:
+        definition = _definition(root, json.loads(first)["definition"])
+        path = next((path for word, path in PATH_OF.items() if word in definition["inputs"]), None)
+    except KeyError as error:
+        raise ValueError(f"--trace: {file.name}, line 1: expected {error}, there is none") from None
+    except (TypeError, AttributeError, OSError, ValueError) as error:
+        raise ValueError(f"--trace: {file.name}, line 1: {error}") from None
+    if path is None:
+        raise ValueError(f"--trace: {definition['name']}: expected attention over rows, pages or latents")
+    return path
+
+
+def _root(file: Path) -> Path:
+    """Return the folder of the data set that a file is in.
+
+    Raises:
+        ValueError: if there is no such file, or no such folder.
+    """
+    if not file.is_file():
+        raise ValueError(f"--trace: expected a file, got {str(file)!r}")
+    root = next((folder for folder in file.resolve().parents if (folder / "definitions").is_dir()), None)
+    if root is None:
+        raise ValueError(f"--trace: expected a folder `definitions` beside or above {file}, there is none")
+    return root
 
 
 def _definition(root: Path, name: str) -> Values:
