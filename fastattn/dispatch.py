@@ -65,7 +65,7 @@ from refattn.keys import AnyKeys, Keys, Pages, Pairs, QuantizedPages, Rows
 from refattn.modes import AUTOCAST_DEVICES, has_tangents, is_autocast_enabled, refuse_gradients
 from refattn.options import AttentionOptions
 from refattn.plan import CascadePlan, Plan
-from refattn.scales import Fp8Scales, Int8Scales
+from refattn.scales import Scales
 from refattn.trees import AttentionPlan, TreePlan
 
 NO_BACKWARD = "fastattn has no backward pass; use refattn, which has, or torch.no_grad()"
@@ -260,7 +260,7 @@ def _overlaps(out: Tensor, read: Iterable[object]) -> bool:
         if isinstance(x, Tensor):
             if x.data_ptr() < end and begin < addresses(x)[1]:
                 return True
-        elif isinstance(x, Fp8Scales | Int8Scales) and _overlaps(out, vars(x).values()):
+        elif isinstance(x, Scales) and _overlaps(out, vars(x).values()):
             return True
     return False
 
@@ -460,7 +460,7 @@ def key_of(
         if others or more or out is not None or options.has_per_head:
             given: list[object] = [out, *per_head_of(options)]
             for x in (*others, *more.values()):
-                is_scales = type(x) is Fp8Scales or type(x) is Int8Scales
+                is_scales = type(x).__base__ is Scales  # not of a subclass, which may have more fields
                 given += (type(x), *vars(x).values()) if is_scales else (x,)
             bits, layouts = layouts_of(given)
             address |= bits

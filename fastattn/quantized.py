@@ -11,7 +11,8 @@ from refattn import allocation
 from refattn.batch import Batch
 from refattn.checks import check_sizes, rows_with_slots
 from refattn.checks_of_writes import check_quantized_slots, check_values
-from refattn.keys import QuantizedPages
+from refattn.four_bits import FourBitScales, Int4Scales, Nvfp4Scales, check_four_bit_slots
+from refattn.keys import quantized_pages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.scales import FP8_FORMATS, Fp8Scales, Int8Scales, type_of_outputs
@@ -26,12 +27,12 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
 
 def attention(
     query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p hk _"],
+    value_cache: Shaped[Tensor, "n p hk _"],
     plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
-    scales: Fp8Scales | Int8Scales,
+    scales: Fp8Scales | Int8Scales | FourBitScales,
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -43,14 +44,15 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
+    keys = quantized_pages(key_cache, value_cache, scales)
     if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
-        QuantizedPages(key_cache, value_cache, scales).check(query, plan, options, out, return_lse)
+        keys.check(query, plan, options, out, return_lse)
         query, scales = _as_numbers(query, scales, out)
-    keys = QuantizedPages(key_cache, value_cache, scales)
+        keys = quantized_pages(key_cache, value_cache, scales)
     return dispatch.attend(query, keys, plan, options, out, return_lse)
 
 
-def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:
+def _as_numbers(query: Tensor, scales: object, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:
     """Return an fp8 query in the type of its outputs, and the scales with its own multiplied into that of the keys."""
     assert isinstance(scales, Fp8Scales) and scales.query is not None  # checked before
     scales = Fp8Scales(scales.key * scales.query, scales.value, format=scales.format)
@@ -60,23 +62,30 @@ def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | Non
 def write(
     key: Float[Tensor, "rows hk d"],
     value: Float[Tensor, "rows hk dv"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p hk _"],
+    value_cache: Shaped[Tensor, "n p hk _"],
     slot_mapping: Int64[Tensor, "t"],
     *,
-    scales: Fp8Scales | Int8Scales,
+    scales: Fp8Scales | Int8Scales | FourBitScales,
 ) -> None:
     """Quantize new tokens and write them into the pool in one pass; the twin of `refattn.quantized.write`.
 
     Arguments and errors are those of `refattn.quantized.write`.
     """
     key, value = rows_with_slots(key, value, slot_mapping)
-    check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     tensors = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    if isinstance(scales, Int4Scales | Nvfp4Scales):
+        check_four_bit_slots(key, value, key_cache, value_cache, slot_mapping, scales)
+        operation = "write_int4" if isinstance(scales, Int4Scales) else "write_nvfp4"
+        dispatch.run(operation, **tensors, slot_mapping=slot_mapping, scales=scales)
+        return
+    check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     dispatch.run("write_quantized", **tensors, slot_mapping=slot_mapping, scales=scales)
 
 
 allocate_int8 = allocation.allocate_int8
+allocate_int4 = allocation.allocate_int4
+allocate_nvfp4 = allocation.allocate_nvfp4
 
 
 def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:

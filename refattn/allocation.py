@@ -4,6 +4,8 @@ Nothing here computes attention; both twins use these functions.
 
     allocate_pages         keys and values, in blocks                  kv_cache, quantized (fp8)
     allocate_int8          the same in int8, with scales of keys       quantized
+    allocate_int4          in 4 bits, with scales of both              quantized
+    allocate_nvfp4         in 4 bits, with scales of 16 elements       quantized
     allocate_pairs         both halves of pairs of heads               differential
     pools_of_pairs         the four pools in such a cache              differential
     allocate_latents       latents, both key and value                 mla
@@ -14,13 +16,16 @@ Nothing here computes attention; both twins use these functions.
     allocate_cursors       how many inputs each ring holds             replay
 """
 
+from typing import Any
+
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float32, Int8, Int32, Shaped
+from jaxtyping import Float, Float32, Int8, Int32, Shaped, UInt8
 from torch import Tensor
 
 from refattn.checks import check_device, check_flag, check_memory, check_sizes
 from refattn.checks_of_writes import check_int8_pools, check_pairs
+from refattn.four_bits import GROUP, GROUP_FORMAT, Int4Scales, Nvfp4Scales
 from refattn.index_keys import SCALE_BYTES, check_index_pool
 from refattn.packed_latents import packed_size
 from refattn.rings import Ring
@@ -120,6 +125,92 @@ def allocate_int8(
     value_cache = rearrange(buffer[key_bytes:].view(value_dtype), LAYOUTS[layout], **shape)
     scales = torch.ones(rows, dtype=torch.float32, device=device)
     return key_cache, value_cache, rearrange(scales, LAYOUTS[layout], **shape)[..., 0]
+
+
+def allocate_int4(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    device: torch.device | str = "cpu",
+) -> tuple[UInt8[Tensor, "n p hk half"], UInt8[Tensor, "n p hk value_half"], Int4Scales]:
+    """Allocate pools of int4 keys and values, and the scales of both.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: KV heads, `hk`.
+        head_size: elements of a key, `d`; even.
+        value_head_size: elements of a value, `dv`, even; `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        device: device of the pools.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros, and their scales, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive or a head size is odd, or there is no such layout or device.
+    """
+    sizes = num_blocks, block_size, num_kv_heads
+    where: dict[str, Any] = dict(layout=layout, device=device)
+    halves = _halves(head_size, value_head_size, 2)
+    pools = allocate_pages(*sizes, halves[0], value_head_size=halves[1], dtype=torch.uint8, **where)
+    of_keys, of_values = allocate_pages(*sizes, 1, dtype=torch.float32, **where)
+    return *pools, Int4Scales(of_keys[..., 0], of_values[..., 0])
+
+
+def allocate_nvfp4(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    of_keys: float = 1.0,
+    of_values: float = 1.0,
+    device: torch.device | str = "cpu",
+) -> tuple[UInt8[Tensor, "n p hk half"], UInt8[Tensor, "n p hk value_half"], Nvfp4Scales]:
+    """Allocate pools of nvfp4 keys and values, and the scales of both.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: KV heads, `hk`.
+        head_size: elements of a key, `d`; a multiple of 16.
+        value_head_size: elements of a value, `dv`, a multiple of 16; `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        of_keys: the number that all scales of keys are multiplied by.
+        of_values: that of the values.
+        device: device of the pools.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros, and their scales, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive or a head size is no multiple of 16, a number is not above 0, or there is
+            no such layout or device.
+    """
+    sizes = num_blocks, block_size, num_kv_heads
+    where: dict[str, Any] = dict(layout=layout, device=device)
+    halves = _halves(head_size, value_head_size, GROUP)
+    pools = allocate_pages(*sizes, halves[0], value_head_size=halves[1], dtype=torch.uint8, **where)
+    groups = (2 * half // GROUP for half in halves)
+    scales = allocate_pages(*sizes, next(groups), value_head_size=next(groups), dtype=GROUP_FORMAT, **where)
+    return *pools, Nvfp4Scales(*scales, of_keys, of_values)
+
+
+def _halves(head_size: int, value_head_size: int | None, divisor: int) -> tuple[int, int]:
+    """Return half of both head sizes, the bytes of rows of four bits."""
+    sizes = dict(head_size=head_size, value_head_size=head_size if value_head_size is None else value_head_size)
+    check_sizes(**sizes)
+    for name, size in sizes.items():
+        if size % divisor:
+            raise ValueError(f"{name}: expected a multiple of {divisor} for pages of 4 bits, got {size}")
+    return head_size // 2, sizes["value_head_size"] // 2
 
 
 def allocate_pairs(

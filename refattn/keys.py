@@ -3,6 +3,8 @@
     Rows              contiguous rows, without a cache             varlen, encoders, new tokens among themselves
     Pages             blocks of a pool, by a block table           chunked prefill, windows, local, cascades, trees
     QuantizedPages    the same in 8 bits, with scales              quantized
+    Int4Pages         turned, in 4 bits, with scales per token     quantized
+    Nvfp4Pages        in 4 bits, with scales per 16 elements       quantized
     Latents           a pool of latents, both key and value        mla
     PackedLatents     the same in bytes: fp8, scales, bfloat16     mla, sparse
     Pairs             pools for the two heads of each pair         differential
@@ -41,12 +43,13 @@ from refattn.checks_of_calls import (
     check_tokens,
     num_seqs_of,
 )
+from refattn.four_bits import FourBitScales, Int4Pages, Int4Scales, Nvfp4Pages, Nvfp4Scales
 from refattn.kv_cache import gather
 from refattn.modes import compute_dtype, refuse_gradients
 from refattn.options import AttentionOptions
 from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, check_packed, is_packed, packed_parts
 from refattn.plan import CascadePlan, Plan
-from refattn.rounding import per_head, row_scale, to_fp8, to_int8
+from refattn.rounding import from_int4, from_nvfp4, per_head, row_scale, to_fp8, to_int8
 from refattn.scales import (
     FP8_FORMATS,
     ROUNDING,
@@ -188,6 +191,17 @@ class QuantizedPages(NamedTuple):
         if isinstance(scales, Int8Scales) or of_query is not None:
             quantized |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
         refuse_gradients(ROUNDING, **quantized)
+
+
+def quantized_pages(
+    key_cache: Tensor, value_cache: Tensor, scales: Fp8Scales | Int8Scales | FourBitScales
+) -> QuantizedPages | Int4Pages | Nvfp4Pages:
+    """Return the storage of quantized pools, by the type of their scales."""
+    if isinstance(scales, Int4Scales):
+        return Int4Pages(key_cache, value_cache, scales)
+    if isinstance(scales, Nvfp4Scales):
+        return Nvfp4Pages(key_cache, value_cache, scales)
+    return QuantizedPages(key_cache, value_cache, scales)
 
 
 class Latents(NamedTuple):
@@ -392,7 +406,7 @@ class Pairs(NamedTuple):
             check_scales(scales, *tensors, *num_seqs_of(own), hk=2 * pairs)
 
 
-Keys = Rows | Pages | QuantizedPages | Latents | PackedLatents
+Keys = Rows | Pages | QuantizedPages | Int4Pages | Nvfp4Pages | Latents | PackedLatents
 AnyKeys = Keys | Pairs
 
 
@@ -435,6 +449,10 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | TreePlan) -> Se
         key, value = (gather(cache, blocks, seq_len) for cache in keys[:2])
         if isinstance(keys, Pages):
             yield key, value
+        elif isinstance(keys, Int4Pages | Nvfp4Pages):
+            by_row = (_by_row(scale) for scale in (keys.scales.key, keys.scales.value))
+            of_key, of_value = (gather(scale, blocks, seq_len) for scale in by_row)
+            yield _read_four_bits(key, value, of_key, of_value, keys.scales, compute_dtype(query.dtype))
         elif isinstance(keys.scales, Fp8Scales):
             yield _read_fp8(key, value, keys.scales, _member(plan, i), query)
         else:
@@ -515,6 +533,25 @@ def _read_fp8(
     of_key, of_value = (per_head(x, hk, sequence).to(query.device, compute) for x in (scales.key, scales.value))
     key, value = (quantized.view(scales.format).to(compute) for quantized in (key, value))
     return _times(key, of_key), _times(value, of_value)
+
+
+def _by_row(scale: Shaped[Tensor, "n p hk *groups"]) -> Shaped[Tensor, "n p hk scales"]:
+    """Return scales with a dimension for those of a row, one or several."""
+    return scale if scale.ndim == 4 else rearrange(scale, "n p hk -> n p hk 1")
+
+
+def _read_four_bits(
+    key: UInt8[Tensor, "s hk half"],
+    value: UInt8[Tensor, "s hk value_half"],
+    of_key: Shaped[Tensor, "s hk scales"],
+    of_value: Shaped[Tensor, "s hk value_scales"],
+    scales: FourBitScales,
+    compute: torch.dtype,
+) -> tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
+    """Dequantize the keys and values of one sequence."""
+    if isinstance(scales, Int4Scales):
+        return from_int4(key, of_key[..., 0], compute), from_int4(value, of_value[..., 0], compute)
+    return from_nvfp4(key, of_key, scales.of_keys, compute), from_nvfp4(value, of_value, scales.of_values, compute)
 
 
 def _read_int8(

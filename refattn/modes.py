@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from refattn.options import PER_HEAD, AttentionOptions
-from refattn.scales import Fp8Scales, Int8Scales
+from refattn.scales import Scales
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, AttentionOptions):
         for option in PER_HEAD:
             yield from _tensors(option, getattr(value, option))
-    elif isinstance(value, Fp8Scales | Int8Scales):
+    elif isinstance(value, Scales):
         for part, scale in vars(value).items():
             yield from _tensors(f"scales.{part}", scale)
     elif isinstance(value, list | tuple):

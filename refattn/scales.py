@@ -17,8 +17,12 @@ from refattn.checks import QUERY_TYPES, check, check_number, describe, same_devi
 FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+class Scales:
+    """The scales of a quantized cache: a base class of dataclasses, one per kind of cache."""
+
+
 @dataclass(frozen=True, eq=False)
-class Fp8Scales:
+class Fp8Scales(Scales):
     """The scales of an fp8 cache, `x = scale * quantized`, fixed before the first write.
 
     Each is a positive number, or a float32 tensor with one per KV head, `[hk]`, or per sequence and KV head, `[b, hk]`.
@@ -73,7 +77,7 @@ class Fp8Scales:
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Scales:
+class Int8Scales(Scales):
     """The scales of an int8 cache, `x = scale * quantized`, with quantized values from -127 to 127.
 
     Attributes:

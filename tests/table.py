@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from refattn.batch import Batch, Prefix
+from refattn.four_bits import Int4Scales, Nvfp4Scales
 from refattn.modes import without_autocast
+from refattn.rounding import to_int4, to_nvfp4
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import Case, Paged, build, plan_and_attend
 from tests.helpers.ranks import attend_on_all
@@ -174,6 +176,19 @@ def in_int8(inputs: Paged) -> dict[str, Any]:
     return dict(query=inputs.query, key_cache=key_cache, value_cache=value_cache, scales=Int8Scales(*scales))
 
 
+def in_int4(inputs: Paged) -> dict[str, Any]:
+    """Pools of int4, turned, with a scale and a zero point per key and per value."""
+    pools, scales = zip(*map(to_int4, _tame_pools(inputs)), strict=True)
+    return dict(query=inputs.query, key_cache=pools[0], value_cache=pools[1], scales=Int4Scales(*scales))
+
+
+def in_nvfp4(inputs: Paged) -> dict[str, Any]:
+    """Pools of nvfp4, with a scale per 16 elements and a number for all of them."""
+    numbers = 0.5, 0.25
+    pools, scales = zip(*map(to_nvfp4, _tame_pools(inputs), numbers), strict=True)
+    return dict(query=inputs.query, key_cache=pools[0], value_cache=pools[1], scales=Nvfp4Scales(*scales, *numbers))
+
+
 def _tame_pools(inputs: Paged) -> list[Tensor]:
     return [pool.nan_to_num(0, 0, 0).clamp(-9, 9) for pool in (inputs.key_cache, inputs.value_cache)]
 
@@ -188,6 +203,8 @@ STORAGES: dict[str, tuple[str, Callable[[Paged], dict[str, Any]]]] = {  # what a
     "selected latents": ("sparse.latent_attention", in_latents),
     "fp8": ("quantized.attention", in_fp8),
     "int8": ("quantized.attention", in_int8),
+    "int4": ("quantized.attention", in_int4),
+    "nvfp4": ("quantized.attention", in_nvfp4),
     "ranks": ("", in_pages),  # dealt out to two, by `attend_on_all`
 }
 
@@ -302,6 +319,8 @@ PATHS = {
     "mla-prefill": Path("mla.plan_prefill", "made of latents", SCALED, contexts_in_chunks),
     "quantized-fp8": Path("quantized", "fp8"),
     "quantized-int8": Path("quantized", "int8"),
+    "quantized-int4": Path("quantized", "int4"),
+    "quantized-nvfp4": Path("quantized", "nvfp4"),
     "speculative": Path("speculative", planned=chains, refuses=TREES),
     "context_parallel": Path(
         *("context_parallel", "ranks", dict(interleave=1)),
@@ -321,6 +340,7 @@ COMPOSED = {  # plans over other storages, as layers of a server have them: `hel
     "fp8 differential": PATHS["differential"],
     "e4m3": PATHS["quantized-fp8"],
     "int8": PATHS["quantized-int8"],
+    "int4": PATHS["quantized-int4"],
     "int8 cascade": Path("cascade", "int8", planned=shared_prefix),
     "int8 tree": Path("speculative", "int8", planned=chains, refuses=TREES),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.batch import Batch
+from refattn.four_bits import Int4Pages, Int4Scales, Nvfp4Pages, Nvfp4Scales
 from refattn.keys import Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
 from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.plan import CascadePlan, Plan
@@ -43,6 +44,10 @@ QUANTIZED = (
     fields_of(QuantizedPages, "key_cache", "value_cache", "scales")
     | fields_of(Fp8Scales, "key", "value", "query", "format")
     | fields_of(Int8Scales, "key", "value")
+    | fields_of(Int4Pages, "key_cache", "value_cache", "scales")
+    | fields_of(Int4Scales, "key", "value")
+    | fields_of(Nvfp4Pages, "key_cache", "value_cache", "scales")
+    | fields_of(Nvfp4Scales, "key", "value", "of_keys", "of_values")
 )
 OWN_NORM = fields_of(Subtraction, "norm")
 LATENTS = fields_of(Latents, "cache", "latent_rank", "cache_scale", "query_scale", "fp8_weights")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from refattn.checks import describe
 from refattn.options import AttentionOptions
-from refattn.scales import Fp8Scales, Int8Scales
+from refattn.scales import Scales
 
 T = TypeVar("T")
 _CHECKED = "has_tables_in_memory"  # attribute of a plan whose tables have passed
@@ -54,14 +54,14 @@ def _fields_in_memory(name: str, argument: Any) -> Any:
     attributes = vars(argument)
     if _CHECKED in attributes:
         return argument
-    prefix = f"{name}." if isinstance(argument, Fp8Scales | Int8Scales) else ""
+    prefix = f"{name}." if isinstance(argument, Scales) else ""
     fields = {part: getattr(argument, part) for part in argument.__dataclass_fields__}  # some are in the class alone
     held = {part: value for part, value in fields.items() if not isinstance(value, bool | int | float | None)}
     parts = {part: in_memory(prefix + part, value) for part, value in held.items()}
     changes = {part: value for part, value in parts.items() if value is not fields[part]}
     if changes:
         return replace(argument, **changes)
-    if not isinstance(argument, AttentionOptions | Fp8Scales | Int8Scales):
+    if not isinstance(argument, AttentionOptions | Scales):
         attributes[_CHECKED] = True
     return argument
 

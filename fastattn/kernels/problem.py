@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm
 from fastattn.kernels.replay import memo_of
 from refattn.batch import Batch
 from refattn.checks import check_normed
+from refattn.four_bits import Int4Pages, Nvfp4Pages
 from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
 from refattn.modes import refuse_gradients
 from refattn.options import AttentionOptions
@@ -118,11 +119,13 @@ class Problem(NamedTuple):
         return f"attention to {NAMES.get(self.keys, self.keys)}{under}"
 
 
-NAMES = {"quantized": "quantized pages", "packed": "packed latents"}
+NAMES = {"quantized": "quantized pages", "int4": "int4 pages", "nvfp4": "nvfp4 pages", "packed": "packed latents"}
 STORAGES = {
     Rows: "rows",
     Pages: "pages",
     QuantizedPages: "quantized",
+    Int4Pages: "int4",
+    Nvfp4Pages: "nvfp4",
     Latents: "latents",
     PackedLatents: "packed",
 }
@@ -173,7 +176,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
     elif isinstance(keys, QuantizedPages):
         key, value, scales = keys
     else:
-        key, value = keys
+        key, value = keys[:2]
     levels = plan.levels
     own = plan.own
     batch = own.batch

@@ -31,6 +31,7 @@ from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
+from refattn.four_bits import Int4Scales
 from refattn.keys import PackedLatents
 from refattn.options import AttentionOptions, RecurrentOptions
 from refattn.plan import Plan
@@ -233,6 +234,7 @@ def launch_all(gpu, largest):
         attention,
         cache,
         differential,
+        four_bits,
         index_keys,
         merge,
         metadata,
@@ -284,6 +286,9 @@ def launch_all(gpu, largest):
             attend_one(query, keys, keys, plan(query_len), plain)
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
         attend_one(query, keys, quantized.in_pairs(keys), plan(1), plain, quantization=quantized.Quantization("e4m3"))
+        query, keys, scales = torch.zeros(2, 8, 128, dtype=half), pool(2, 64, torch.uint8), torch.ones(64, 16, 2)
+        of_int4 = four_bits.int4_quantization(Int4Scales(scales, scales))
+        attend_one(query, keys, keys, plan(1), plain, quantization=of_int4)
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attend_one(query, keys, keys[..., :512], plan(1), plain, shared=True)
         # Latents, a tile of 64 rows over pages of as many tokens.
@@ -336,10 +341,13 @@ def launch_all(gpu, largest):
         (1, plain, quantized.Quantization("int8", key=of_keys, value=of_values), torch.int8),
         (512, plain, quantized.Quantization("int8", key=of_keys, value=of_values), torch.int8),
         (64, invariant, quantized.Quantization("int8", key=of_keys), half),
+        (512, plain, four_bits.int4_quantization(Int4Scales(of_keys, of_keys)), torch.uint8),
     ):
         query = torch.zeros(2 * query_len, 8, 128, dtype=half)
         quantized_keys = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
         values = quantized.in_pairs(pool(2, 128, value_dtype))
+        if held.kind == "int4":
+            quantized_keys = values = pool(2, 64, torch.uint8)
         attend_one(query, quantized_keys, values, plan(query_len), options, quantization=held)
     held = quantized.Quantization("e4m3", key=torch.ones(2), value=torch.ones(2))
     query, quantized_keys = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, torch.uint8)
@@ -410,6 +418,8 @@ def launch_all(gpu, largest):
     for scales in (Fp8Scales(0.5, torch.ones(2)), Int8Scales(torch.ones(64, 16, 2), torch.ones(2, 128))):
         kind = scales.format if isinstance(scales, Fp8Scales) else torch.int8
         cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)
+    half_bytes, scales = pool(2, 64, torch.uint8), torch.ones(64, 16, 2)
+    four_bits.write_int4(tokens, tokens, half_bytes, half_bytes, torch.arange(5), Int4Scales(scales, scales))
     cache.write_packed(torch.zeros(5, 512, dtype=half), torch.zeros(5, 64, dtype=half), packed.cache, torch.arange(5))
     slots_in_pool(batch(1), 1024, step=128)
     cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))

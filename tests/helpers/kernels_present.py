@@ -24,9 +24,11 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     What FlashAttention does not have is named here one by one; our own kernels compute all that they are tested with.
     """
     if name in ("cpu", "triton"):
-        return True
+        return name == "cpu" or problem.keys != "nvfp4"
     if name == "native":
         return has_to_attend_natively(problem)
+    if problem.keys in ("int4", "nvfp4"):
+        return False
     if problem.keys == "latents":
         return has_to_attend_to_latents(name, problem)
     if problem.keys == "quantized":

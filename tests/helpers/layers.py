@@ -23,7 +23,7 @@ in_each_path = pytest.mark.parametrize("name", PATHS)
 def lay_out(name, seed=0, dtype=torch.float16, device="cpu"):
     """Make the tensors of a layer of a path, the batch, and what its call takes besides; numbers follow the seed."""
     number = 0.5 + seed / 8
-    if name.startswith(("e4m3", "int8")):
+    if name.startswith(("e4m3", "int8", "int4")):
         case = SHARED if "cascade" in name else CASE
         stored = store(case, name.split()[0], dtype=dtype, seed=seed, poison=(0.5,), device=device, per="head")
         return *stored.tensors[:3], shared(stored.batch, case), dict(scales=stored.scales)

@@ -183,6 +183,10 @@ def _memory(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         "kv_cache.allocate": lambda: dict(**POOL, **more, **place),
         "differential.allocate": lambda: dict(**POOL, **place),
+        "quantized.allocate_int4": lambda: dict(**POOL, **more, device="cpu"),
+        "quantized.allocate_nvfp4": lambda: dict(
+            **POOL | dict(head_size=16), **more | dict(value_head_size=32), of_keys=0.5, of_values=0.25, device="cpu"
+        ),
         "quantized.allocate_int8": lambda: dict(**POOL, **more, value_dtype=torch.float16, device="cpu"),
         "mla.allocate": lambda: dict(num_blocks=5, block_size=4, latent_rank=6, rope_size=2, **place),
         "sparse.allocate": lambda: dict(num_blocks=5, block_size=4, index_size=8, **place),
@@ -357,4 +361,5 @@ def legal_types() -> list[Any]:
         ),
         *(AttentionOptions(0.3, 2.0, torch.rand(4), torch.rand(4)), RecurrentOptions(0.3)),
         *(Fp8Scales(0.5, 0.25), Int8Scales(scales, torch.ones(2, 8))),
+        *(quantized.allocate_int4(**POOL)[2], quantized.allocate_nvfp4(**POOL | dict(head_size=16))[2]),
     ]

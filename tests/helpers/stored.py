@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from refattn.four_bits import Int4Scales, Nvfp4Scales
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, build
 from tests.helpers.tolerance import assert_twins_agree
 from tests.table import PLANS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FOUR_BITS = ("int4", "nvfp4")
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
 
 
@@ -74,7 +76,7 @@ class Stored:
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     batch: object
-    scales: Fp8Scales | Int8Scales
+    scales: Fp8Scales | Int8Scales | Int4Scales | Nvfp4Scales
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
@@ -108,7 +110,7 @@ def store(
     spread=False,
     device="cpu",
 ):
-    """Lay a case out in 8 bits; `per`: scales of fp8 per sequence, per head, or one number."""
+    """Lay a case out in 8 or 4 bits; `per`: scales of fp8 per sequence, per head, or one number."""
     inputs = build(case, dtype=torch.float32, seed=seed, poison=poison)
     n, p, hk, d = inputs.key_cache.shape
     dv, b, lengths, table = inputs.value_cache.shape[3], len(case.lens), inputs.batch.seq_lens, inputs.batch.block_table
@@ -117,7 +119,10 @@ def store(
     owned[[slot for some in slots for slot in some]] = True
     garbage = ~owned.view(n, p, 1)
     harmless = poison is HARMLESS
-    if kind in ("e4m3", "e5m2"):
+    if kind in FOUR_BITS:
+        pools, scales, numbers = in_four_bits(inputs, garbage, kind, harmless=harmless)
+        keys, values = ([rows.flatten(0, 1)[some] for some in slots] for rows in numbers)
+    elif kind in ("e4m3", "e5m2"):
         pools = [x.to(KINDS[kind]) for x in (inputs.key_cache, inputs.value_cache)]  # 1e4 and inf: NaN or inf
         shape = {"sequence": (b, hk), "head": (hk,), "number": ()}[per]
         numbers = [in_scales(*shape, seed=i) for i in range(3)]
@@ -141,11 +146,14 @@ def store(
         scales = Int8Scales(key_scale, value_scale)
         of_key = [key_scale.double().reshape(n * p, hk, 1)[some] for some in slots]
         of_value = [torch.ones(()) if value_scale is None else value_scale.double()] * b
-    keys, values = (
-        [numbers_of(pool.flatten(0, 1)[some]) * scale for some, scale in zip(slots, of_them, strict=True)]
-        for pool, of_them in ((pools[0], of_key), (pools[1], of_value))
-    )
+    if kind not in FOUR_BITS:
+        keys, values = (
+            [numbers_of(pool.flatten(0, 1)[some]) * scale for some, scale in zip(slots, of_them, strict=True)]
+            for pool, of_them in ((pools[0], of_key), (pools[1], of_value))
+        )
     pools = [x.to(device) for x in pools]
+    if spread and kind in FOUR_BITS:
+        scales = replace(scales, key=apart(scales.key), value=apart(scales.value))
     scales = replace(scales, **{name: x.to(device) for name, x in vars(scales).items() if isinstance(x, torch.Tensor)})
     if spread:
         pools = [apart(x) for x in pools]
@@ -154,6 +162,47 @@ def store(
     assert lengths.tolist() == [len(some) for some in slots]
     batch = build(case, dtype=torch.float32, seed=seed, device=device).batch
     return Stored(inputs.query.to(device, dtype), *pools, batch, scales, keys, values)
+
+
+def in_four_bits(inputs, garbage, kind, *, harmless=True):
+    """Return pools of random bytes, scales of all sizes, and the numbers of both pools by hand, `[n, p, hk, d]`.
+
+    The scales of garbage are those of the poison: NaN, infinity and 1e4.
+    """
+    generator = torch.Generator().manual_seed(7)
+    pools, scales, numbers = [], [], []
+    for number, cache in ((0.75, inputs.key_cache), (1.25, inputs.value_cache)):
+        *rows, d = cache.shape
+        pairs = torch.randint(256, (*rows, d // 2), dtype=torch.uint8, generator=generator)
+        pools.append(torch.where(garbage[..., None], 17 if harmless else 119, pairs).to(torch.uint8))
+        if kind == "int4":
+            drawn = torch.rand(rows, generator=generator).mul(0.2).add(0.02)
+            scale = torch.where(garbage, cache[..., 0], drawn)
+        else:
+            drawn = torch.rand(*rows, d // 16, generator=generator).mul(0.5).add(0.1)
+            scale = torch.where(garbage[..., None], cache[..., ::16], drawn).to(E4M3)
+        scales.append(scale)
+        numbers.append(numbers_in_four_bits(pairs, scale, number))
+    return pools, Int4Scales(*scales) if kind == "int4" else Nvfp4Scales(*scales, 0.75, 1.25), numbers
+
+
+def numbers_in_four_bits(pairs: torch.Tensor, scale: torch.Tensor, number: float = 1.0) -> torch.Tensor:
+    """Dequantize rows of bytes by hand, in float64: int4 under scales of float32, turned back, or nvfp4."""
+    quantized = torch.stack([pairs % 16, pairs // 16], dim=-1).flatten(-2)
+    if scale.dtype == torch.float32:
+        zero = (scale.view(torch.int32) % 16)[..., None]
+        return (scale.double()[..., None] * (quantized.int() - zero)) @ hadamard_by_hand(quantized.shape[-1])
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    groups = decoded(E4M3)[scale.view(torch.uint8).long()].repeat_interleave(16, -1)
+    return torch.cat([sizes, -sizes])[quantized.long()] * groups * float(np.float32(number))
+
+
+@lru_cache
+def hadamard_by_hand(size: int) -> torch.Tensor:
+    """Return the matrix in float64, element by element: blocks of a power of two, signs by common bits."""
+    block = math.gcd(size, 2**20)
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
+    return torch.block_diag(*[torch.tensor(signs, dtype=torch.float64) / math.sqrt(block)] * (size // block))
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
@@ -214,6 +263,8 @@ def rounded_by_hand(stored: Stored) -> torch.Tensor:
         for t in range(row, row + query_len):
             for head in range(query.shape[1]):
                 x = query[t, head].float().numpy()
+                if isinstance(scales, Int4Scales | Nvfp4Scales):
+                    continue
                 if isinstance(scales, Int8Scales):
                     scale = np.float32(np.abs(x).max() / np.float32(127))
                     quantized = np.clip(np.rint(x / scale), -127, 127)
@@ -236,7 +287,7 @@ def attended_by_hand(stored: Stored, masks: list[torch.Tensor]) -> tuple[torch.T
     """Softmax in float64 over the dequantized values, one head of one sequence at a time."""
     query = rounded_by_hand(stored)
     h, group = query.shape[1], query.shape[1] // stored.key_cache.shape[2]
-    out = torch.zeros(len(query), h, stored.value_cache.shape[3], dtype=torch.float64)
+    out = torch.zeros(len(query), h, stored.values[0].shape[-1], dtype=torch.float64)
     lse = torch.full((len(query), h), -math.inf, dtype=torch.float64)
     row = 0
     for key, value, mask in zip(stored.keys, stored.values, masks, strict=True):

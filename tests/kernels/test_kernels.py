@@ -473,7 +473,11 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
 
 SHARED_MODULES = tuple(f"refattn.{name}" for name in SHARED)
 MAY_IMPORT = {
-    "cpu": {"fastattn.kernels.torch_ops.merge", "fastattn.kernels.torch_ops.quantized"},
+    "cpu": {
+        "fastattn.kernels.torch_ops.merge",
+        "fastattn.kernels.torch_ops.quantized",
+        "fastattn.kernels.torch_ops.four_bits",
+    },
     "native": {"fastattn.kernels.torch_ops.quantized"},
     "torch_ops": set(),
     "triton": set(),

@@ -14,7 +14,7 @@ import fastattn
 from fastattn import chunked_prefill, kv_cache
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
-from refattn.scales import Fp8Scales, Int8Scales
+from refattn.scales import Scales
 from tests.helpers.layers import OPTIONS, PATHS, lay_out, plan_of
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"])
@@ -53,7 +53,7 @@ def test_a_negated_view_is_read_as_it_says(name, package, kernel, device):
         calls = [{str(i): negated(x)} for i, x in enumerate(tensors) if x.itemsize > 1 or x.dtype == torch.int8]
         calls += [dict(options=per_head | {what: negated(x)}) for what, x in per_head.items()]
         calls += [{what: negated(x)} for what, x in more.items() if isinstance(x, torch.Tensor)]
-        calls += [dict(scales=negated_scales(x)) for x in more.values() if isinstance(x, Fp8Scales | Int8Scales)]
+        calls += [dict(scales=negated_scales(x)) for x in more.values() if isinstance(x, Scales)]
         for call in calls:
             assert all(map(torch.equal, attend(**call), expected)), list(call)
 

@@ -6,6 +6,7 @@ A plan says who may see whom, a storage where the keys are; none of the two know
 import importlib
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ import torch
 from refattn.batch import Prefix
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
-from refattn.scales import Fp8Scales, Int8Scales
+from refattn.scales import Fp8Scales, Int8Scales, Scales
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.stored import in_four_bits
 from tests.helpers.twin_files import PATHS as FILES
 
-H, HK, D = 4, 2, 8
+H, HK, D = 4, 2, 16
 RANK, ROPE = 16, 8
 P = 4  # tokens in a block
 QUERY_LENS, SEQ_LENS = [3, 1, 4, 2], [14, 11, 9, 2]
@@ -159,6 +161,11 @@ def lay_out(storage, dtype):
         return Stored(
             "quantized", (query, key, value), dict(scales=scales), by_row(query.double()), *map(gathered, numbers)
         )
+    if storage in ("int4", "nvfp4"):
+        garbage = torch.zeros(NUM_BLOCKS, P, 1, dtype=torch.bool)
+        drawn = SimpleNamespace(**dict.fromkeys(("key_cache", "value_cache"), torch.ones(NUM_BLOCKS, P, HK, D)))
+        pools, scales, numbers = in_four_bits(drawn, garbage, storage)
+        return Stored("quantized", (query, *pools), dict(scales=scales), query, *map(gathered, numbers))
     if "latents" in storage:
         cache, scale = draw(NUM_BLOCKS, P, RANK + ROPE, dtype=torch.float32), 1.0
         cache = cache.to(dtype)
@@ -183,7 +190,7 @@ def lay_out(storage, dtype):
 
 
 OVER_ROWS = ["rows", "rows of pairs"]
-OVER_PAGES = ["pages", "fp8", "int8", "latents", "fp8 latents", "pairs", "fp8 pairs"]
+OVER_PAGES = ["pages", "fp8", "int8", "int4", "nvfp4", "latents", "fp8 latents", "pairs", "fp8 pairs"]
 ALL = [
     *((storage, name, mask) for storage in OVER_ROWS for name, mask in ROWS.items()),
     *((storage, name, mask) for storage in OVER_PAGES for name, mask in MASKS.items()),
@@ -256,7 +263,7 @@ def call(package, storage, mask, options, dtype, device):
 def moved(x, device):
     if isinstance(x, torch.Tensor):
         return x.to(device)
-    if isinstance(x, Fp8Scales | Int8Scales):
+    if isinstance(x, Scales):
         return type(x)(**{name: moved(value, device) for name, value in vars(x).items()})
     return x
 

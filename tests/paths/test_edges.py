@@ -58,14 +58,16 @@ def test_scores_below_any_mask_are_scores(package, path, kernel, device):
     dtype = torch.float32 if kernel is None else torch.float16
     inputs = build(CASE, dtype=dtype, device="cpu" if path.startswith("quantized") else device)
 
+    key, far = (7.5, -2e3) if PATHS[path].keys == "int4" else (-9.0, 2e3)  # rows that the storage holds exactly
+
     def low(x: torch.Tensor) -> torch.Tensor:
-        return torch.where(x.abs() < 100, -9.0, x)  # poison stays what it is
+        return torch.where(x.abs() < 100, key, x)  # poison stays what it is
 
     inputs = replace(inputs, key_cache=low(inputs.key_cache), keys=[low(key) for key in inputs.keys])
     (out, lse), (plain, plain_lse) = (
-        by_kernel(kernel, path, package, replace(inputs, query=torch.full_like(inputs.query, x))) for x in (2e3, 0.0)
+        by_kernel(kernel, path, package, replace(inputs, query=torch.full_like(inputs.query, x))) for x in (far, 0.0)
     )
-    score = 64 * 2e3 * -9.0 * PATHS[path].arguments.get("softmax_scale", 0.125)
+    score = 64 * far * key * PATHS[path].arguments.get("softmax_scale", 0.125)
     off = 4 * 2.0**16 * torch.finfo(torch.float32).eps  # a few roundings of such a score, and so of a weight
     torch.testing.assert_close(out, plain, rtol=off, atol=off)
     torch.testing.assert_close(lse.double(), plain_lse.double() + score, rtol=0, atol=off)

@@ -911,7 +911,7 @@ MUTATIONS: list[Mutation] = [
             "return parts[-1]",
         ),
         (
-            "fastattn.kernels.cpu.quantized:attention",
+            "fastattn.kernels.cpu.quantized:attend_to_pools",
             "merge(*zip(*parts, strict=True)) if shared else parts[0]",
             "parts[-1]",
         ),
@@ -2387,6 +2387,99 @@ MUTATIONS: list[Mutation] = [
             "fastattn.kernels.flash.slots:_slots_kernel",
             "(at < tl.load(seq_lens + sequence)) & (at < table_columns)",
             "at < table_columns",
+        ),
+    ),
+    *breaks(
+        "F228",
+        "rows of int4 are turned, but not to their length",
+        ("refattn.rounding:hadamard", "* size**-0.5", "* x.shape[-1] ** -0.25"),
+        ("fastattn.kernels.torch_ops.four_bits:_matrix", "* size**-0.5", "* size**-0.25"),
+        ("fastattn.kernels.triton.four_bits:turn", "BLOCK**-0.5", "BLOCK**-0.25"),
+    ),
+    *breaks(
+        "F228",
+        "queries are not turned",
+        ("fastattn.kernels.cpu.four_bits:attention", "turn(query.to(compute)) if is_turned else", ""),
+    ),
+    *breaks(
+        "F228",
+        "outputs are not turned back",
+        ("refattn.rounding:from_int4", "return hadamard(", "return ("),
+        ("fastattn.kernels.cpu.four_bits:attention", "(turn(out) if is_turned else out)", "out"),
+        ("fastattn.kernels.triton.four_bits:turned_back", "keys.VALUE_STAGES", "0"),
+    ),
+    *breaks(
+        "F228",
+        "the halves of a byte change places",
+        ("refattn.rounding:_packed", "low | high << 4", "high | low << 4"),
+        (
+            "fastattn.kernels.torch_ops.four_bits:numbers_of_int4",
+            "(quantized & LARGEST).int() - zero",
+            "(quantized >> 4).int() - zero",
+        ),
+        ("fastattn.kernels.triton.four_bits:_write_int4_kernel", "even | (odd << 4)", "odd | (even << 4)"),
+        ("fastattn.kernels.torch_ops.four_bits:_to_int4", "16 * quantized[..., 1::2]", "16 * quantized[..., ::2]"),
+    ),
+    *breaks(
+        "F228",
+        "values have the scales of keys",
+        ("refattn.keys:_read_four_bits", "from_int4(value, of_value", "from_int4(value, of_key"),
+        (
+            "fastattn.kernels.triton.four_bits:load_int4_values",
+            "keys.value_scales, keys.value_scale_strides",
+            "keys.key_scales, keys.key_scale_strides",
+        ),
+    ),
+    *breaks(
+        "F228",
+        "the zero point is not taken off",
+        ("refattn.rounding:from_int4", "(_unpacked(quantized) - zero)", "_unpacked(quantized)"),
+        (
+            "fastattn.kernels.torch_ops.four_bits:numbers_of_int4",
+            "(quantized >> 4).int() - zero",
+            "(quantized >> 4).int()",
+        ),
+    ),
+    *breaks(
+        "F228",
+        "a row of one sign has no zero in its range",
+        ("refattn.rounding:to_int4", ".clamp(min=0.0)", ""),
+        ("fastattn.kernels.torch_ops.four_bits:_to_int4", "high.clamp(min=0)", "high"),
+    ),
+    *breaks(
+        "F228",
+        "values are cut, not rounded",
+        ("refattn.rounding:to_int4", "(turned / scale).round()", "(turned / scale).trunc()"),
+        ("fastattn.kernels.torch_ops.four_bits:_to_int4", "(turned / scale).round_()", "(turned / scale).trunc_()"),
+    ),
+    *breaks(
+        "F229",
+        "the number for all groups is left out",
+        ("refattn.rounding:from_nvfp4", "* of_all", ""),
+        (
+            "fastattn.kernels.torch_ops.four_bits:numbers_of_nvfp4",
+            "scales.to(out.dtype) * torch",
+            "scales.to(out.dtype) + 0 * torch",
+        ),
+    ),
+    *breaks(
+        "F229",
+        "elements are divided by the scale before it is rounded",
+        ("refattn.rounding:to_nvfp4", "groups / (scale.float() * of_all)", "groups / (largest / 6.0)"),
+        (
+            "fastattn.kernels.torch_ops.four_bits:_to_nvfp4",
+            "groups / (scale.float() * of_all)",
+            "groups / (groups.abs().amax(-1, keepdim=True) / 6.0)",
+        ),
+    ),
+    *breaks(
+        "F229",
+        "a tie goes up",
+        ("refattn.rounding:to_nvfp4", "(2 * size).round()", "(2 * size + 0.5).floor()"),
+        (
+            "fastattn.kernels.torch_ops.four_bits:_to_nvfp4",
+            "bucketize(size, edges)",
+            "bucketize(size, edges, right=True)",
         ),
     ),
     *breaks(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from refattn.batch import Batch
-from refattn.checks import tensors_of
+from refattn.checks import describe, tensors_of
 from refattn.plan import CascadePlan, ContextChunk, Plan, PrefillPlan
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.states import StatePlan
@@ -162,9 +162,15 @@ def _or_none(number: int) -> int | None:
 def lists_of_scales(
     scales: Fp8Scales | Int8Scales | None,
 ) -> tuple[list[Tensor | None], list[float], torch.dtype | None]:
-    """Return the tensors of scales, their numbers, where 0 stands for none, and the format, which is None for int8."""
+    """Return the tensors of scales, their numbers, where 0 stands for none, and the format, which is None for int8.
+
+    Raises:
+        ValueError: if they are scales of four bits, which operators do not take.
+    """
     if scales is None:
         return [], [], None
+    if not isinstance(scales, Fp8Scales | Int8Scales):
+        raise ValueError(f"scales: expected Fp8Scales or Int8Scales for an operator of PyTorch, got {describe(scales)}")
     if isinstance(scales, Int8Scales):
         return [scales.key, scales.value], [], None
     parts = (scales.key, scales.value, scales.query)

@@ -3,11 +3,12 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.cpu import attention
+from fastattn.kernels.cpu import attention, four_bits
 from fastattn.kernels.cpu import quantized as over_quantized
 from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, OWN_NORM, PACKED, PAGES, PLAN, QUANTIZED, TREE, Kernel
 from fastattn.kernels.problem import Problem, latent_scales
 from fastattn.kernels.replay import Run
+from refattn.four_bits import Int4Pages, Nvfp4Pages
 from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -29,9 +30,9 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "cpu",
     unsupported_reason,
-    attends=("rows", "pages", "quantized", "latents", "packed"),
-    trees=("pages", "quantized", "latents", "packed"),
-    levels=("quantized",),
+    attends=("rows", "pages", "quantized", "int4", "nvfp4", "latents", "packed"),
+    trees=("pages", "quantized", "int4", "nvfp4", "latents", "packed"),
+    levels=("quantized", "int4", "nvfp4"),
     knows=ALL_OPTIONS | OWN_NORM | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED,
     functions={
         "attend": f"{__name__}:attend",
@@ -56,6 +57,8 @@ def attend(
     scales: Fp8Scales | Int8Scales | None = None
     if isinstance(keys, PackedLatents):
         return over_quantized.packed(query, keys, plan, options)
+    if isinstance(keys, Int4Pages | Nvfp4Pages):
+        return four_bits.attention(query, keys, plan, options)
     if isinstance(keys, Latents):
         key = value = keys.cache[:, :, None, : query.shape[2]]
         scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)

@@ -42,22 +42,32 @@ def attention(
         options: the layer's options; sinks count once.
         scales: scales of the quantized values.
     """
-    *shared, whole = (level.own for level in plan.levels)
     compute = compute_dtype(query.dtype)
-    scaled_query, after = fold_scales(query, scales, whole, query.shape[1] // key_cache.shape[2])
+    scaled_query, after = fold_scales(query, scales, plan.own, query.shape[1] // key_cache.shape[2])
     if isinstance(scales, Fp8Scales):
         keys = QuantizedPool(key_cache.view(scales.format), compute)
         values = keys if value_cache is key_cache else QuantizedPool(value_cache.view(scales.format), compute)
         scaled_query, after = scaled_query * keys.factor, after * values.factor
     else:
         keys, values = QuantizedPool(key_cache, compute, scales.key), QuantizedPool(value_cache, compute)
-    if isinstance(plan, TreePlan):
-        out, lse = attend_to_tree(scaled_query, keys, values, plan, options)
-    else:
-        parts = [paged(scaled_query, keys, values, level, options.without_sinks()) for level in shared]
-        parts.append(paged(scaled_query, keys, values, whole, options))
-        out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
+    out, lse = attend_to_pools(scaled_query, keys, values, plan, options)
     return (out * after.to(compute)).to(query.dtype), lse
+
+
+def attend_to_pools(
+    query: Float[Tensor, "t h d"],
+    keys: QuantizedPool,
+    values: QuantizedPool,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pools that are dequantized as they are read, level by level, or to trees; in the type of `query`."""
+    if isinstance(plan, TreePlan):
+        return attend_to_tree(query, keys, values, plan, options)
+    *shared, whole = (level.own for level in plan.levels)
+    parts = [paged(query, keys, values, level, options.without_sinks()) for level in shared]
+    parts.append(paged(query, keys, values, whole, options))
+    return merge(*zip(*parts, strict=True)) if shared else parts[0]
 
 
 def packed(

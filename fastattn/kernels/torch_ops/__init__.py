@@ -17,6 +17,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 FUNCTIONS = {
     "merge": ("merge", "add_sinks"),
     "cache": ("write", "write_packed", "read_packed", "copy_blocks", "compact"),
+    "four_bits": ("write_int4", "write_nvfp4"),
     "metadata": ("slot_mapping", "trim", "cut_chunks", "draw_trees"),
     "sparse": ("write_index", "read_index", "score_index", "select", "selected_slots", "plan_selected"),
     "recurrent": ("recurrent", "convolve"),

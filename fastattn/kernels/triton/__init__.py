@@ -78,9 +78,9 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "triton",
     unsupported_reason,
-    attends=("rows", "pages", "quantized", "latents", "packed"),
-    trees=("pages", "quantized", "latents", "packed"),
-    levels=("pages", "quantized"),
+    attends=("rows", "pages", "quantized", "int4", "latents", "packed"),
+    trees=("pages", "quantized", "int4", "latents", "packed"),
+    levels=("pages", "quantized", "int4"),
     knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED | STATES,
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
@@ -91,6 +91,7 @@ KERNEL = Kernel(
         "write": f"{__name__}.cache:write",
         "write_quantized": f"{__name__}.cache:write_quantized",
         "write_packed": f"{__name__}.cache:write_packed",
+        "write_int4": f"{__name__}.four_bits:write_int4",
         "copy_blocks": f"{__name__}.cache:copy_blocks",
         "compact": f"{__name__}.cache:compact",
         "slot_mapping": f"{__name__}.metadata:slot_mapping",

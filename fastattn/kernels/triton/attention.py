@@ -36,6 +36,7 @@ from fastattn.kernels.device import is_rocm
 from fastattn.kernels.problem import latent_scales, uses_positions, with_positive_scale
 from fastattn.kernels.replay import Run as Replay
 from fastattn.kernels.triton import latents_hopper, prompts_hopper
+from fastattn.kernels.triton.four_bits import int4_quantization
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, Step, mask_of, phase_of_run
@@ -87,7 +88,8 @@ from fastattn.kernels.triton.tuning import (
     tune,
 )
 from refattn.batch import Batch
-from refattn.keys import Keys, Latents, PackedLatents, Pages, Rows
+from refattn.four_bits import Int4Pages
+from refattn.keys import Keys, Latents, PackedLatents, Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
 from refattn.packed_latents import PACKED_FORMAT, packed_parts
 from refattn.plan import Plan
@@ -347,7 +349,7 @@ def bind_attend(
         query = quantize_query(query, keys.query_scale, keys.cache.dtype, kind)
         quantization = quantization._replace(rounds_query=False)
     plans = [level.own for level in plan.levels]
-    if quantization.kind and quantization.groups is None:
+    if quantization.kind and quantization.has_bytes:
         key, value = quantized_in_pairs(query, key, value, plans, options)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
     answer, lse, launches = attend_levels(
@@ -395,7 +397,7 @@ def attend_levels(
     Source: the module; levels of a cascade: Ye et al. 2024, "Cascade Inference".
     """
     num_tokens, num_heads = query.shape[:2]
-    value_head_size = size_of(value)
+    value_head_size = size_of(value, quantization.per_byte)
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
@@ -427,7 +429,7 @@ def attend_levels(
         launch = launch_level(
             query,
             key,
-            in_pairs(value) if pays and not are_pairs(value) else value,
+            in_pairs(value) if pays and quantization.has_bytes and not are_pairs(value) else value,
             level,
             options,
             tuning,
@@ -459,10 +461,11 @@ def _tune_levels(
     quantization: Quantization,
 ) -> list[LaunchConfig]:
     """Choose the launch config of each level; the arguments are those of `attend_levels`."""
-    row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
+    row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared, quantization.per_byte)
     masked = tree is not None or any(level.first_visible is not None for level in levels)
     fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # a tile of 8 is transposed, see `triton/keys.py`
-    tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
+    launch = row_bytes, shared, fewest_rows, quantization.per_byte
+    tunings = [tune(query, key, value, level, options, *launch) for level in levels]
     if len(levels) > 1:
         tunings = [share_sm(tuning, is_quantized=bool(quantization.kind)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
@@ -532,4 +535,7 @@ def cache_tensors(query: Tensor, keys: Keys, *, addresses: bool = False) -> tupl
             return keys.cache, keys.cache, quantization
         pages = keys.cache[:, :, None, : query.shape[2]]
         return pages, pages[..., : keys.latent_rank], quantization
+    if isinstance(keys, Int4Pages):
+        return keys.key_cache, keys.value_cache, int4_quantization(keys.scales)
+    assert isinstance(keys, QuantizedPages)  # nvfp4 pages are refused before
     return keys.key_cache, keys.value_cache, quantization_of(keys.scales)

@@ -435,14 +435,14 @@ def sizes_of(
     A product of more than 16 rows has at least 64 columns. With 16 and 32, Triton 3.6 reads out of bounds for values
     that pass through registers: all fp8 values, and others in an unaligned pool.
     """
-    value_head_size = size_of(value)
-    per_load = value_head_size // value.shape[-1]  # 2 in pairs
+    value_head_size = size_of(value, quantization.per_byte)
+    per_load = value_head_size // value.shape[-1]  # 2 in pairs, or in four bits
     key_size = head_size - value_head_size if shared else head_size
-    least = 64 if tile_rows > 16 else 16 * per_load if shared or tile_rows == 8 else 1
+    least = 64 * quantization.per_byte if tile_rows > 16 else 16 * per_load if shared or tile_rows == 8 else per_load
     sizes = dict(
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,
-        KEY_PAD=max(pad(key_size), 32 if quantization.kind == "int8" else 16),
+        KEY_PAD=max(pad(key_size), 16 * quantization.per_byte, 32 if quantization.kind == "int8" else 16),
         VALUE_PAD=max(pad(value_head_size), least),
         VALUE_SHIFT=_shift_of_values(key, value) if tile_rows == 8 else -1,  # many rows leave no registers for one
     )
@@ -472,15 +472,16 @@ def keys_of(
         quantization: how the pools are quantized, if they are.
         aligned: whether steps begin at multiples of their size.
     """
-    token_strides = (
-        key.stride(1),
-        value.stride(1),
-        *(strides_by_head(quantization.key)[1:2] if quantization.kind else ()),
-    )
+    token_strides = [key.stride(1), value.stride(1)]
+    if quantization.kind:
+        beside = quantization.key, quantization.value if quantization.storage is not None else None
+        token_strides += [stride for scales in beside for stride in strides_by_head(scales)[1:2]]
     wide = key.ndim == 4 and is_wide(key.shape[1], *token_strides)
     both: dict[str, Any] = dict(where=where_of(key, plan, wide=wide, aligned=aligned), key=key, value=value)
     both |= dict(key_strides=key.stride(), value_strides=value.stride())
     both |= sizes_of(key, value, query.shape[2], tile_rows, quantization, shared=shared)
+    if quantization.storage is not None:
+        return quantization.storage(query, both, quantization)
     if quantization.kind:
         from fastattn.kernels.triton.quantized_keys import quantized_keys_of
 

@@ -9,8 +9,8 @@ divided by a power of two; but quantized latents that are not read in pairs get 
 rounded to 16 bits, as over an unquantized cache, and never to 8.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, no_type_check
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -29,13 +29,16 @@ class Quantization(NamedTuple):
     """How pools are dequantized, as kernels take it: `x = number * tensor * quantized`.
 
     Attributes:
-        kind: the format of quantized values, "e4m3", "e5m2" or "int8".
+        kind: the format of quantized values, "e4m3", "e5m2", "int8" or "int4".
         numbers: scales of the queries, the keys and the values; 1 where a tensor has them.
         query: scales of the queries, per head `[hk]`, or per sequence and head `[b, hk]`.
-        key: scales of the keys, as `query`; for int8 per token of the pool and head, `[n, p, hk]`.
-        value: scales of the values, as `query`; for int8 per head and channel, `[hk, dv]`.
+        key: scales of the keys, as `query`; for int8 and int4 per token of the pool and head, `[n, p, hk]`.
+        value: scales of the values, as `query`; for int8 per head and channel, `[hk, dv]`, for int4 as for keys.
         rounds_query: queries are rounded to fp8, too.
         groups: scales of packed latents, `[n, p, groups]`, one per 128 elements of a latent; None for all others.
+        per_byte: elements in a byte of a pool: 2 in four bits.
+        storage: makes the storage of the kernel from the queries, the fields that all storages have, and this; None for
+            those of `fastattn.kernels.triton.quantized_keys`.
     """
 
     kind: str
@@ -45,6 +48,13 @@ class Quantization(NamedTuple):
     value: Tensor | None = None
     rounds_query: bool = False
     groups: Tensor | None = None
+    per_byte: int = 1
+    storage: Callable[..., Any] | None = None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether quantized keys and values have a byte per element, and values may be read in pairs of these."""
+        return self.groups is None and self.per_byte == 1
 
 
 UNQUANTIZED = Quantization("")

@@ -292,6 +292,8 @@ def layer_args(query: Tensor, options: AttentionOptions, quantization: Quantizat
         given["options.scale"] = (abs(scale) or 1.0) * of_key * of_query  # the scale of the scores, above 0
         if quantization.groups is not None:
             return given | {"keys.group_scales": quantization.groups}
+        if quantization.storage is not None:
+            return given | {"keys.key_scales": quantization.key, "keys.value_scales": quantization.value}
         given |= {"keys.query_number": of_query, "keys.value_number": of_value}
         given |= {
             "keys.query_scales": quantization.query,

@@ -132,6 +132,7 @@ def tune(
     row_bytes: int,
     shared: bool = False,
     fewest_rows: int = 16,
+    per_byte: int = 1,
 ) -> LaunchConfig:
     """Choose the launch config from sizes that the host knows.
 
@@ -168,7 +169,7 @@ def tune(
     even = batch.num_keys is not None and EVEN * batch.num_keys >= visible * num_seqs  # about equally many keys each
     if num_seqs == 1 or rows > block_m or even:  # there is nothing to balance
         return tuning
-    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
+    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value, per_byte))
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
 
 
@@ -275,15 +276,15 @@ def are_pairs(value: Tensor) -> bool:
     return value.dtype == torch.uint16
 
 
-def size_of(value: Tensor) -> int:
-    """Return the elements of a value."""
+def size_of(value: Tensor, per_byte: int = 1) -> int:
+    """Return the elements of a value; `per_byte` of them in each byte, where a pool is of bytes."""
     size = value.shape[-1]
-    return 2 * size if are_pairs(value) else size
+    return 2 * size if are_pairs(value) else per_byte * size
 
 
-def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
+def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool, per_byte: int = 1) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
-    head_size, value_head_size = query.shape[2], size_of(value)
+    head_size, value_head_size = query.shape[2], size_of(value, per_byte)
     if shared:
         elements = pad(head_size - value_head_size) + pad(value_head_size)
         row_bytes = elements * query.element_size()  # also those of a key, unless it is dequantized in registers
