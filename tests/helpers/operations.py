@@ -3,7 +3,7 @@
 MODULES = {
     "kv_cache": ("gather", "copy_blocks", "swap_blocks"),
     "sparse": ("index_write", "index_scores"),
-    "quantized": ("fp8_write", "int8_write", "int8_attention"),
+    "quantized": ("fp8_write", "int8_write", "int8_attention", "int4_attention"),
     "mla": ("mla_write", "mla_prefill"),
     "recurrent": ("convolve", "state_map", "compose"),
     "replay": ("replay", "cursors"),

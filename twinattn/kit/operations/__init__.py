@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from twinattn.kit.kernel import BadKernelError, resolve
-from twinattn.kit.operations import batches, drafts, latents, moves, ranks, rings, scores, states, written
+from twinattn.kit.operations import batches, drafts, four_bits, latents, moves, ranks, rings, scores, states, written
 from twinattn.kit.operations.operation import Case, Operation, OperationKernel
 from twinattn.kit.operations.properties import OperationProperty, of_operation
 
@@ -23,6 +23,7 @@ OPERATIONS: dict[str, Operation] = {
         *states.OPERATIONS,
         *rings.OPERATIONS,
         *scores.OPERATIONS,
+        *four_bits.OPERATIONS,
         *latents.OPERATIONS,
         *ranks.OPERATIONS,
         *batches.OPERATIONS,
