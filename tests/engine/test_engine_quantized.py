@@ -666,7 +666,8 @@ def test_pairs_of_int8_are_refused_at_once(pairs):
 @pytest.mark.covers("A17", "B186")
 def test_a_type_that_is_not_there_is_named(models):
     with pytest.raises(
-        ValueError, match=r"^kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, fp8_ds_mla, got 'fp8'"
+        ValueError,
+        match=r"^kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, int4, nvfp4, fp8_ds_mla, got 'fp8'",
     ):
         Engine(models["llama"], **SIZES, kv_cache_dtype="fp8")
 

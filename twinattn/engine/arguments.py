@@ -166,5 +166,7 @@ def check_scales(kv_cache_dtype: str, calibration: Any, calculate_kv_scales: boo
         )
     if calibration is not None and kv_cache_dtype == "auto":
         raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
+    if calibration is not None and kv_cache_dtype == "int4":
+        raise ValueError("calibration: expected None, as a write finds the scales of int4, got some")
     if calibration is not None and kv_cache_dtype == PACKED_ROWS:
         raise ValueError(f"calibration: expected None, as a write finds the scales of {PACKED_ROWS}'s rows, got some")

@@ -92,9 +92,10 @@ class Engine:
         speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
             than one branch needs layers that take trees: all but those of local chunks.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or quantized values of 8 bits, "fp8_e4m3",
-            "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ. Latents and
-            pairs have no int8. Of latents also "fp8_ds_mla", packed rows: a scale for each 128 numbers of a latent, and
-            rotary keys that stay in 16 bits. The index keys beside them are always in the model's own type.
+            "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ; of 4 bits,
+            "int4" (turned, with scales per token and head) or "nvfp4", for more than three times as many. Latents and
+            pairs have no int8 and no 4 bits. Of latents also "fp8_ds_mla", packed rows: a scale for each 128 numbers of
+            a latent, and rotary keys in 16 bits. The index keys beside them are always in the model's own type.
         calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
             saturates at its largest number; of int8 only the keys are quantized, and values stay as they are. Packed
             rows take none.

@@ -8,10 +8,19 @@ import torch
 from refattn.checks import check, describe
 from refattn.packed_latents import packed_size
 from twinattn.engine.layers import Layer
-from twinattn.engine.storages import CalibrationStats, LatentStorage, PagedStorage, QuantizedStorage, Storage
+from twinattn.engine.storages import (
+    CalibrationStats,
+    FourBitStorage,
+    LatentStorage,
+    PagedStorage,
+    PairedStorage,
+    QuantizedStorage,
+    Storage,
+)
 from twinattn.engine.twin import Twin
 
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+FOUR_BITS = {"int4": 2, "nvfp4": 16}  # keys and values of 4 bits, and what has to divide the size of a head
 PACKED_ROWS = "fp8_ds_mla"  # bytes per latent: quantized values, a scale for each 128 of them, and a rotary key
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
 
@@ -27,8 +36,10 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
         return list(layers)
     if kv_cache_dtype == PACKED_ROWS:
         return [replace(layer, storage=_pack(layer.storage)) for layer in layers]
+    if kv_cache_dtype in FOUR_BITS:
+        return [replace(layer, storage=_in_four_bits(layer.storage, kv_cache_dtype)) for layer in layers]
     if kv_cache_dtype not in KV_CACHE_DTYPES:
-        types = ", ".join(["auto", *KV_CACHE_DTYPES, PACKED_ROWS])
+        types = ", ".join(["auto", *KV_CACHE_DTYPES, *FOUR_BITS, PACKED_ROWS])
         raise ValueError(f"kv_cache_dtype: expected {types}, got {kv_cache_dtype!r}")
     return [replace(layer, storage=_quantize(layer.storage, KV_CACHE_DTYPES[kv_cache_dtype])) for layer in layers]
 
@@ -42,7 +53,20 @@ def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
         raise NotImplementedError(
             f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
         )
+    assert isinstance(storage, PairedStorage | LatentStorage)
     return replace(storage, dtype=dtype)
+
+
+def _in_four_bits(storage: Storage, kind: str) -> Storage:
+    if not isinstance(storage, PagedStorage):
+        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {storage.kind.lower()} in a pool of {kind}")
+    divisor = FOUR_BITS[kind]
+    if storage.head_size % divisor:
+        raise ValueError(
+            f"kv_cache_dtype: expected another than {kind} for this model, whose heads have {storage.head_size} "
+            f"elements, no multiple of {divisor}"
+        )
+    return FourBitStorage(storage.num_kv_heads, storage.head_size, kind)
 
 
 def _pack(storage: Storage) -> Storage:

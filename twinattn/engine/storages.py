@@ -2,6 +2,7 @@
 
     PagedStorage             keys and values in pages
     QuantizedStorage         of 8 bits
+    FourBitStorage           of 4 bits
     PairedStorage            in pairs of heads (DiffLlama)
     LatentStorage            latents and rotary keys (MLA)
     SelectedLatentStorage    of which a query sees those that an indexer selects (DeepSeek sparse attention)
@@ -18,6 +19,7 @@ from einops import rearrange, reduce
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
+from refattn.four_bits import E2M1, GROUP, GROUP_FORMAT, Int4Scales, Nvfp4Scales
 from refattn.options import AttentionOptions
 from refattn.packed_latents import packed_size
 from refattn.plan import CascadePlan, Plan, PrefillPlan
@@ -26,6 +28,7 @@ from refattn.trees import TreePlan
 from twinattn.engine.index_modules import IndexTokens
 from twinattn.engine.twin import Twin
 
+LARGEST_NVFP4 = E2M1[-1] * torch.finfo(GROUP_FORMAT).max  # under a number of 1
 PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # paths of these plans; chunked_prefill takes others
 AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
 Scale = float | Float32[Tensor, "..."]
@@ -154,6 +157,68 @@ class QuantizedStorage:
         """Attend over the pool under a plan."""
         pools, scales = self.pools_and_scales(cache)
         return twin.quantized.attention(tokens[0], *pools, plan, options, scales=scales)
+
+
+@dataclass(frozen=True)
+class FourBitStorage:
+    """Keys and values in pages of 4 bits; the pool has the scales of both, which a write finds.
+
+                            of each                              besides
+        int4                token and head, with a zero point    -
+        nvfp4               16 elements, e4m3                    1 for all
+        nvfp4, calibrated   likewise                             the largest key, or value / (6 * 448)
+
+    Attributes:
+        num_kv_heads: KV heads, `hk`.
+        head_size: elements of a key and of a value, `d`.
+        format: "int4" or "nvfp4".
+        of_keys: of nvfp4, the number for all scales of keys. No plan depends on it.
+        of_values: that of values.
+    """
+
+    kind: ClassVar[str] = "FourBitPages"
+    takes_cascades: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+    num_kv_heads: int
+    head_size: int
+    format: str
+    of_keys: float = field(default=1.0, compare=False)
+    of_values: float = field(default=1.0, compare=False)
+
+    def calibrated(
+        self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None
+    ) -> "FourBitStorage":
+        """Return this storage with the numbers of nvfp4 by the largest keys and values."""
+        of_keys, of_values = (float(x.max()) / LARGEST_NVFP4 or 1.0 for x in amax)
+        return replace(self, of_keys=of_keys, of_values=of_values)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in the pool, the scales included."""
+        of_scales = torch.float32.itemsize if self.format == "int4" else self.head_size // GROUP
+        return 2 * self.num_kv_heads * (self.head_size // 2 + of_scales)
+
+    def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        """Allocate a pool of `num_blocks` x `block_size` tokens, and those of their scales."""
+        allocate = twin.quantized.allocate_int4 if self.format == "int4" else twin.quantized.allocate_nvfp4
+        key_cache, value_cache, scales = allocate(*blocks, self.num_kv_heads, self.head_size, device=device)
+        return key_cache, value_cache, scales.key, scales.value
+
+    def scales(self, cache: tuple[Tensor, ...]) -> Int4Scales | Nvfp4Scales:
+        """Return the scales in the pool."""
+        _, _, key, value = cache
+        if self.format == "int4":
+            return Int4Scales(key, value)
+        return Nvfp4Scales(key, value, self.of_keys, self.of_values)
+
+    def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
+        """Quantize new tokens and write them into the pool."""
+        twin.quantized.write(key, value, *cache[:2], slot_mapping, scales=self.scales(cache))
+
+    def attend(
+        self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
+    ) -> Float[Tensor, "t h d"]:
+        """Attend over the pool under a plan."""
+        return twin.quantized.attention(tokens[0], *cache[:2], plan, options, scales=self.scales(cache))
 
 
 @dataclass(frozen=True)
@@ -391,7 +456,7 @@ class SelectedLatentStorage(LatentStorage):
         return twin.mla.project(latents, value_projection)
 
 
-Storage = PagedStorage | QuantizedStorage | PairedStorage | LatentStorage | SelectedLatentStorage
+Storage = PagedStorage | QuantizedStorage | FourBitStorage | PairedStorage | LatentStorage | SelectedLatentStorage
 
 
 def _fp8_scales(
