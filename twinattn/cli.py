@@ -243,6 +243,20 @@ def quantization(
         raise typer.Exit(2) from error
 
 
+@main.command("quantization-quality")
+def quantization_quality(
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("docs/results/quantization"),
+) -> None:
+    """Measure what a real model loses by 8 and by 4 bits: perplexity and KL divergence."""
+    from twinattn.bench import quantization_quality as module
+
+    try:
+        module.run(out)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+
+
 def _hand_over(module: str, extra: str, arguments: list[str]) -> None:
     """Call `main` of a module with what stands behind a command, and end with its exit status."""
     try:

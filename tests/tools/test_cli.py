@@ -23,6 +23,7 @@ COMMANDS = (
     "exercises",
     "draw",
     "quantization",
+    "quantization-quality",
 )
 
 

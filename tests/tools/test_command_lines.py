@@ -13,7 +13,7 @@ import twinattn.course.exercises.__main__ as exercises
 import twinattn.kit.__main__ as conformance
 from notebooks import run as notebooks
 from tests import matrix
-from twinattn.bench import quantization_error
+from twinattn.bench import quantization_error, quantization_quality
 from twinattn.cli import main
 from twinattn.course import copied as course
 from twinattn.kit.search import command as search
@@ -27,6 +27,7 @@ NOTHING_RUNS = (  # what would be the first to run
     (notebooks, "execute"),
     (matrix, "run"),
     (quantization_error, "measure"),
+    (quantization_quality, "measure"),
     (course.shutil, "copytree"),
     (exercises, "watch"),
     (exercises, "serve"),
@@ -60,6 +61,7 @@ WRONG = (  # the command, its arguments, and what is said
     ("fastattn", "load --picture nowhere/x.svg", "picture: expected a file in a folder that is there"),
     ("fastattn", "load --nano-vllm nowhere", "nano_vllm: expected a folder, got 'nowhere'"),
     ("fastattn", "quantization --out file/there", "out: expected a folder, or one that can be made"),
+    ("fastattn", "quantization-quality --out file/there", "out: expected a folder, or one that can be made"),
     ("fastattn", "notebooks file", "folder: expected one that is not there yet"),
     ("fastattn", "notebooks file/there", "folder: expected a folder, or one that can be made"),
     ("fastattn", "ladder prefil", "ladder: expected one of decode, prefill, got 'prefil'"),
