@@ -2412,11 +2412,7 @@ MUTATIONS: list[Mutation] = [
         "F228",
         "the halves of a byte change places",
         ("refattn.rounding:_packed", "low | high << 4", "high | low << 4"),
-        (
-            "fastattn.kernels.torch_ops.four_bits:numbers_of_int4",
-            "(quantized & LARGEST).int() - zero",
-            "(quantized >> 4).int() - zero",
-        ),
+        ("fastattn.kernels.torch_ops.four_bits:_pairs", "byte % 16, byte // 16", "byte // 16, byte % 16"),
         ("fastattn.kernels.triton.four_bits:_write_int4_kernel", "even | (odd << 4)", "odd | (even << 4)"),
         ("fastattn.kernels.torch_ops.four_bits:_to_int4", "16 * quantized[..., 1::2]", "16 * quantized[..., ::2]"),
     ),
@@ -2434,11 +2430,7 @@ MUTATIONS: list[Mutation] = [
         "F228",
         "the zero point is not taken off",
         ("refattn.rounding:from_int4", "(_unpacked(quantized) - zero)", "_unpacked(quantized)"),
-        (
-            "fastattn.kernels.torch_ops.four_bits:numbers_of_int4",
-            "(quantized >> 4).int() - zero",
-            "(quantized >> 4).int()",
-        ),
+        ("fastattn.kernels.torch_ops.four_bits:numbers_of_int4", "& LARGEST)[..., None], out", "& 0)[..., None], out"),
     ),
     *breaks(
         "F228",

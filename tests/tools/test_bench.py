@@ -289,6 +289,7 @@ DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
 LATENT_TREES = replace(LATENTS, lens=((6, 200), (6, 65)), plan_of="speculative", trees="rooted")
 TREES = drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
 QUANTIZED_TREES = replace(TREES, lens=((6, 200), (20, 65)), path="quantized", plan_of="speculative", stored="e4m3")
+INT4 = workload(((1, 300), (2, 70)), path="quantized", stored="int4", **SIZES)
 QUANTIZED_PREFIX = replace(PREFIX, path="quantized", plan_of="cascade", stored="int8")
 PROMPTS = latent_prefill(
     ((20, 150), (5, 70)), heads=(4, 4), head_size=40, value_head_size=32, made=(16, 24), workspace=25
@@ -318,6 +319,7 @@ CONTENDERS = [
         for peer in (peers.fa4(), peers.fa2(), peers.flashinfer_decode(), peers.sdpa())
     ),
     *((workload(DECODE, **SIZES), peer) for peer in (peers.aten_cpu(), peers.aten_cpu(grouped=True))),
+    *((INT4, peer) for peer in (twin(), twin(package="refattn"))),
     *((WINDOW, peer) for peer in (peers.fa4(), peers.fa2(block_size=None), peers.flashinfer_prefill())),
     *((replace(WINDOW, lens=DECODE), peer) for peer in (peers.flashinfer_decode(), peers.aten_cpu_visible())),
     *((CHUNKS, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_chunks(), peers.aten_cpu_masked())),

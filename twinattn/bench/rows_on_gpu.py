@@ -258,6 +258,9 @@ def _quantized(shrink: int) -> Iterator[Row]:
         (1, 131072, "e4m3", "at most 72 µs"),
         (64, 8192, "e5m2", "as e4m3"),
         (64, 8192, "int8", "at most 290 µs"),
+        (64, 8192, "int4", "at most 170 µs"),
+        (8, 8192, "int4", "a quarter of a plain cache"),
+        (1, 131072, "int4", "a quarter of a plain cache"),
     ):
         decode = work(*[(1, length)] * b, stored=stored)
         by_hand = (peers.fa3_quantized(), peers.flashinfer_quantized()) if stored == "e4m3" else ()
@@ -268,9 +271,10 @@ def _quantized(shrink: int) -> Iterator[Row]:
         ("prefill", 2, 8192, 8192, "e4m3"),
         ("chunk", 4, 512, 16384 + 512, "e4m3"),
         ("prefill", 2, 8192, 8192, "int8"),
+        ("prefill", 2, 8192, 8192, "int4"),
     ):
         prompts = work(*[(query_len, seq_len)] * b, stored=stored)
-        suffix = "int8" if stored == "int8" else "fp8"
+        suffix = "fp8" if stored == "e4m3" else stored
         context = "" if query_len == seq_len else f"-of-{prompts.tokens}"
         yield row_of(
             f"{name}-{b}x{prompts.lens[0][0]}{context}-{suffix}",

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from refattn import attention as reference
 from refattn.batch import Batch
+from refattn.four_bits import Int4Scales
 from refattn.modes import computing_in
+from refattn.rounding import from_int4, to_int4
 from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit import oracle
 from twinattn.kit.oracle import Sight, sight
@@ -25,7 +27,7 @@ from twinattn.kit.tolerance import assert_close
 from twinattn.kit.workload import Workload
 
 SAMPLED_ROWS = 32  # queries of a sequence whose answer is checked
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8, "int4": torch.uint8}
 LAMBDA, LAMBDA_INIT, NORM_EPS = 0.6, 0.4, 1e-5  # constants of a differential layer
 KEY_SCALE = 0.7  # the scale of fp8 keys
 
@@ -63,7 +65,8 @@ class Attention(Workload):
     """Attention over a ragged batch, in rows and in shuffled pages.
 
     A workload with the heads of a server, where nothing else is said. Differential heads are interleaved; fp8 has one
-    scale for keys and one for the values of each head, int8 one for each key and one for each channel of the values.
+    scale for keys and one for the values of each head, int8 one for each key and one for each channel of the values,
+    int4 one for each key and each value.
 
     Attributes:
         made: elements of a key and a value that are made of a latent, the rotary part left out.
@@ -109,13 +112,15 @@ class Attention(Workload):
     def reads(self, itemsize: int) -> int:
         """Count the queries once, and each key and value, or latent, once that some query sees.
 
-        Also count the scales of int8 keys, and the projections of latents.
+        Also count the scales of int8 keys and of int4 pages, and the projections of latents.
         """
         of_queries = itemsize * self.query_size * self.heads[0] * self.num_tokens
         elements = self.head_size if self.is_latent else (self.head_size + self.value_size) * self.heads[1]
         of_key = elements * (itemsize if self.stored == "numbers" else 1)
         if self.stored == "int8":
             of_key += 4 * self.heads[1]
+        if self.stored == "int4":
+            of_key = of_key // 2 + 2 * 4 * self.heads[1]
         of_projections = itemsize * self.value_size * self.heads[0] * sum(self.made)
         reads = of_queries + of_key * self.visible_keys() + (of_projections if self.path == "mla_prefill" else 0)
         return reads // self._shares
@@ -392,6 +397,13 @@ def _quantized(plain: Inputs) -> Inputs:
         rows, cache = quantized.float() * KEY_SCALE, inputs.key_cache.view(kind)
         value = rows[..., : work.value_size]
         return inputs._replace(key=rows, value=value, key_cache=cache, value_cache=cache, scales=KEY_SCALE, plain=plain)
+    if work.stored == "int4":
+        (key, of_key), (value, of_value) = to_int4(plain.key), to_int4(plain.value)
+        pages = work.pages(key, value, work.block_size)
+        of_keys, of_values, _ = work.pages(of_key[..., None], of_value[..., None], work.block_size)
+        beside = Int4Scales(of_keys[..., 0].contiguous(), of_values[..., 0].contiguous())
+        key, value = (from_int4(x, scale, torch.float32) for x, scale in ((key, of_key), (value, of_value)))
+        return Inputs(work, plain.query, key, value, *pages, scales=beside, plain=plain)
     of_value = torch.linspace(0.5, 2.0, work.heads[1], device=plain.query.device)
     if kind != torch.int8:
         scales: Fp8Scales | Int8Scales = Fp8Scales(KEY_SCALE, of_value, format=kind)

@@ -77,10 +77,16 @@ def numbers_of_int4(
     quantized: UInt8[Tensor, "*rows half"], scales: Float32[Tensor, "*rows"], out: Float[Tensor, "*rows d"]
 ) -> None:
     """Dequantize rows into `out`, still turned."""
-    zero = (scales.view(torch.int32) & LARGEST)[..., None]
-    out[..., ::2] = (quantized & LARGEST).int() - zero
-    out[..., 1::2] = (quantized >> 4).int() - zero
+    pairs = _pairs(out.dtype).to(out.device).index_select(0, quantized.flatten().int()).view(out.shape)
+    torch.sub(pairs, (scales.view(torch.int32) & LARGEST)[..., None], out=out)
     out.mul_(scales[..., None])
+
+
+@cache
+def _pairs(dtype: torch.dtype) -> Float[Tensor, "256 2"]:
+    """Return the two elements of each byte, the first one in its low half."""
+    byte = torch.arange(256, device="cpu")
+    return torch.stack([byte % 16, byte // 16], -1).to(dtype)
 
 
 def numbers_of_nvfp4(
