@@ -26,8 +26,8 @@ SHARED = {  # computes no attention: both twins import it; of `keys`, the fast t
 HANDED_ON = ("allocation", "steps")  # modules with functions that both twins hand on under their own name
 REFERENCE_ONLY = {"attention", "masks", "rounding"} | SHARED
 FAST_ONLY = {"kernels", "dispatch", "doctor"}
-BESIDES = {"kv_cache", "merge", "metadata", "replay", "state_cache"}  # twins that are no paths, but go with them
-OVER_STATES = {"recurrent"}  # paths without keys to attend to: they have no blocks, and no softmax to return the sum of
+BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them
+OVER_STATES = {"recurrent", "replay"}  # paths without keys to attend to: they have no blocks, and no softmax to return the sum of
 
 
 def parts(package: str) -> set[str]:
