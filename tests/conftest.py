@@ -42,7 +42,7 @@ CORE = {
     "kernels": ("asked", "kernels_triton", "launch", "memory", "native", "replay"),
     "engine": (
         *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "layers", "sampling"),
-        *("speculation", "window_pool"),
+        *("samples", "speculation", "window_pool"),
     ),
     "integrations": ("each", "flash_attn", "vllm_interface"),
     "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import fastattn
 import twinattn.engine.block_pool
+import twinattn.engine.choice
 import twinattn.engine.cuda_graphs
 import twinattn.engine.demo_comparison
-import twinattn.engine.engine
 import twinattn.engine.graph_shapes
 import twinattn.engine.scheduler
 from tests.helpers.engines import (
@@ -684,7 +684,7 @@ def scripted(monkeypatch, texts):
                 scripts[request] = texts[len(scripts)]
         return [scripts[request][len(request.output_ids)] for request in requests]
 
-    monkeypatch.setattr(twinattn.engine.engine, "choose", choose)
+    monkeypatch.setattr(twinattn.engine.choice, "choose", choose)
 
 
 def test_pieces_of_text_are_whole_characters(byte_llama, tokenizer, monkeypatch):

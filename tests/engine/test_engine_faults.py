@@ -33,6 +33,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 import refattn.chunked_prefill
 import twinattn.engine.block_pool
+import twinattn.engine.choice
 import twinattn.engine.cuda_graphs
 import twinattn.engine.engine
 import twinattn.engine.outputs
@@ -162,8 +163,8 @@ def test_which_logits_are_an_error(value, is_bad, everywhere):
     requests = [Request([1], 1, sampling) for sampling in (GREEDY, WARM, GREEDY, WARM)]
     logits = torch.arange(5.0).expand(4, 5).clone()
     logits[:2, slice(None) if everywhere else 4] = value
-    good = twinattn.engine.engine.choose(torch.arange(5.0).expand(4, 5), requests)
-    chosen = twinattn.engine.engine.choose(logits, requests)
+    good = twinattn.engine.choice.choose(torch.arange(5.0).expand(4, 5), requests)
+    chosen = twinattn.engine.choice.choose(logits, requests)
     assert chosen[2:] == good[2:]
     if is_bad or everywhere:
         assert chosen[:2] == [None, None]
@@ -810,9 +811,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.faults = Faults()
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(twinattn.engine.scheduler, "BlockPool", faulty_allocator_class(self.faults))
-        choose = twinattn.engine.engine.choose
+        choose = twinattn.engine.choice.choose
         self.patches.setattr(
-            twinattn.engine.engine,
+            twinattn.engine.choice,
             "choose",
             lambda *args, **how: (self.faults.passed("sampler"), choose(*args, **how))[1],
         )

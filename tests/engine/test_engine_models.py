@@ -18,7 +18,7 @@ from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from transformers.models.falcon import modeling_falcon
 
 import twinattn.engine.block_pool
-import twinattn.engine.engine
+import twinattn.engine.choice
 import twinattn.engine.sampling
 import twinattn.engine.scheduler
 from refattn.options import AttentionOptions
@@ -69,7 +69,7 @@ def engine_logits(model, monkeypatch, twin="refattn", **options):
         return choose(logits, requests, **how)
 
     with monkeypatch.context() as watched:
-        watched.setattr(twinattn.engine.engine, "choose", partial(watch, twinattn.engine.engine.choose))
+        watched.setattr(twinattn.engine.choice, "choose", partial(watch, twinattn.engine.choice.choose))
         package = importlib.import_module(twin)
         sizes = dict(num_blocks=20, block_size=4, max_num_batched_tokens=9)
         engine = Engine(model, twin=package, **sizes | options)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import refattn.mla
+import twinattn.engine.choice
 import twinattn.engine.cuda_graphs
-import twinattn.engine.engine
 import twinattn.engine.graph_shapes
 import twinattn.engine.layers
 from tests.helpers.drafts import Oracle, Wild
@@ -122,14 +122,14 @@ def test_drafted_trees_are_read_and_moved(models, expected):
 
 def first_logits(model, monkeypatch, **options):
     """Take the logits that the first tokens are chosen from."""
-    rows, choose = {}, twinattn.engine.engine.choose
+    rows, choose = {}, twinattn.engine.choice.choose
 
     def watch(logits, requests, **how):
         rows.update(zip(requests, logits, strict=True))
         return choose(logits, requests, **how)
 
     with monkeypatch.context() as watched:
-        watched.setattr(twinattn.engine.engine, "choose", watch)
+        watched.setattr(twinattn.engine.choice, "choose", watch)
         requests = make_engine(model, "fastattn", **options).generate(PROMPTS[1:4], SamplingParams(max_tokens=1))
     return torch.stack([rows[request] for request in requests]).float()
 

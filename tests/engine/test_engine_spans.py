@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
+import twinattn.engine.choice
 import twinattn.engine.cuda_graphs
-import twinattn.engine.engine
 import twinattn.engine.scheduler
 from tests.helpers.drafts import Wild
 from tests.helpers.engines import TWINS, Watched, make_engine
@@ -78,7 +78,7 @@ def answers(engine, prompts, monkeypatch):
         return choose(logits, requests, *others, **how)
 
     with monkeypatch.context() as watched:
-        watched.setattr(twinattn.engine.engine, "choose", partial(watch, twinattn.engine.engine.choose))
+        watched.setattr(twinattn.engine.choice, "choose", partial(watch, twinattn.engine.choice.choose))
         requests = engine.generate(prompts, SAMPLING)
     assert [request.error for request in requests] == [None] * len(prompts)
     return [(torch.stack(rows[request]), request.output_ids) for request in requests]

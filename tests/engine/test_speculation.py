@@ -241,7 +241,7 @@ def test_half_a_character_at_the_end_of_a_draft_is_said(llama):
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypatch):
     """After tokens of the same step that were still right."""
-    choose, seen = twinattn.engine.engine.choose, []
+    choose, seen = twinattn.engine.choice.choose, []
 
     def spoil(logits, requests, *ahead, **how):
         seen.append(len(requests))
@@ -251,7 +251,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypa
             logits[last] = float("nan")
         return choose(logits, requests, *ahead, **how)
 
-    monkeypatch.setattr(twinattn.engine.engine, "choose", spoil)
+    monkeypatch.setattr(twinattn.engine.choice, "choose", spoil)
     engine = make_engine(llama, twin, speculation=CHAIN)
     requests = engine.generate(REPEATING, SamplingParams(max_tokens=14))
     expected = make_engine(llama, twin).generate(REPEATING, SamplingParams(max_tokens=14))

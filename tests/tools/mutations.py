@@ -1696,6 +1696,44 @@ MUTATIONS: list[Mutation] = [
             "        return None",
         ),
     ),
+    # --- several samples ---
+    *breaks(
+        "G228",
+        "all samples write into one block",
+        (
+            "twinattn.engine.scheduler:Scheduler._allocate_blocks",
+            "is_shared = self._writes_to_shared(request)",
+            "is_shared = False",
+        ),
+    ),
+    *breaks(
+        "G228",
+        "a block of one's own is empty",
+        (
+            "twinattn.engine.layer_pools:LayerPools.copy_blocks",
+            'self._twin.kv_cache.copy_blocks(self._pools_of(layer), to_device(pairs, self._where["device"]))',
+            "pass",
+        ),
+    ),
+    *breaks(
+        "G228",
+        "the pool does not count the samples",
+        ("twinattn.engine.scheduler:Scheduler.fork", "self.pool.share(other.blocks)", "pass"),
+    ),
+    *breaks(
+        "G228",
+        "all samples have the random numbers of the first",
+        ("twinattn.engine.sampling:SamplingParams.of_sample", "seed=self.seed + index", "seed=self.seed"),
+    ),
+    *breaks(
+        "G228",
+        "a stop text of one sample ends another's",
+        (
+            "twinattn.engine.engine_thread:Answer.cut",
+            'self.held.pop(index, "") + text',
+            '"".join(self.held.values()) + text',
+        ),
+    ),
     # --- latents ---
     *breaks(
         "D153",

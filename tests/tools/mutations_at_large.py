@@ -12,6 +12,7 @@ ENGINE = "tests/engine/test_engine.py"
 FAULTS = "tests/engine/test_engine_faults.py"
 WINDOWS = "tests/engine/test_window_pool.py"
 DRAFTS = "tests/engine/test_speculation.py"
+SAMPLES = "tests/engine/test_samples.py"
 NEXT_TOKENS = "tests/engine/test_sampling.py"
 AHEAD = "tests/engine/test_decodes_ahead.py"
 CAPTURED = "tests/engine/test_captured_states.py"
@@ -607,8 +608,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a request that waits does not wait for the blocks of one under way that begins alike",
         "twinattn.engine.scheduler:Scheduler.schedule_ahead",
-        "if request.spans or self._begins_like_one_of(filling, request, len(cached)):",
-        "if request.spans:",
+        "if request.spans or request.unforked or self._begins_like_one_of(filling, request, len(cached)):",
+        "if request.spans or request.unforked:",
         AHEAD,
     ),
     planted(
@@ -621,8 +622,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a prompt with spans is cut ahead like any other",
         "twinattn.engine.scheduler:Scheduler.schedule_ahead",
-        "if request.spans or self._begins_like_one_of(filling, request, len(cached)):",
-        "if self._begins_like_one_of(filling, request, len(cached)):",
+        "if request.spans or request.unforked or self._begins_like_one_of(filling, request, len(cached)):",
+        "if request.unforked or self._begins_like_one_of(filling, request, len(cached)):",
         SPANS,
     ),
     planted(
@@ -772,6 +773,48 @@ AT_LARGE: list[Mutation] = [
         "if len(tokens) == nodes:",
         "if len(tokens) > nodes:",
         DRAFTS,
+    ),
+    planted(
+        "samples share a window without a word to its pool",
+        "twinattn.engine.window_pool:WindowPool.fork",
+        "            self.users[block] += 1",
+        "            pass",
+        SAMPLES,
+    ),
+    planted(
+        "a copy in a window pool is that of another block",
+        "twinattn.engine.window_pool:WindowPool.copy",
+        "source = self.window_block[block]",
+        "source = block",
+        SAMPLES,
+    ),
+    planted(
+        "a sample begins with a state that others may take",
+        "twinattn.engine.state_pool:StatePool.fork",
+        "            self._users[slots.start] += 1",
+        "            pass",
+        "tests/engine/test_samples_everywhere.py",
+    ),
+    planted(
+        "a request starts before all of its samples have room",
+        "twinattn.engine.scheduler:Scheduler._has_room",
+        "len(self.running) + coming + 1 + len(self.waiting[0].unforked)",
+        "len(self.running) + 1",
+        SAMPLES,
+    ),
+    planted(
+        "a step in which samples begin is launched ahead",
+        "twinattn.engine.scheduler:Scheduler.schedule_ahead",
+        "            if request.others and request.unforked and pending - before <= room:\n                return {}",
+        "            pass",
+        SAMPLES,
+    ),
+    planted(
+        "a sample whose first one has failed is lost",
+        "twinattn.engine.outputs:Outputs.commit",
+        'if tokens and request.status == "waiting":',
+        "if False:",
+        SAMPLES,
     ),
     planted(
         "the last tokens are found at the end itself",

@@ -249,7 +249,7 @@ def test_a_stop_text_ends_an_answer_however_it_is_cut_into_pieces(text, stop, sh
                 assert shown.startswith("".join(pieces)), "nothing is shown that would have to be taken back"
                 if stops:
                     break
-            assert ("".join(pieces) + answer.held, stops) == (shown, shown != text)
+            assert ("".join(pieces) + answer.held.get(0, ""), stops) == (shown, shown != text)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -305,6 +305,64 @@ def test_a_client_that_hangs_up_frees_its_blocks(llama, tokenizer, alone, stream
         until(lambda: metrics(server).get('fastattn_requests_total{finish_reason="abort"}') == 1)
 
 
+# Several samples.
+
+
+@pytest.mark.covers("G228")
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+def test_samples_are_choices_whole_or_in_pieces(server, alone, is_chat):
+    """The prompt is counted once; a stop text ends the sample that it is in."""
+    prompt, sampling = CHAT if is_chat else PROMPT, SamplingParams(max_tokens=20, n=3, **DRAWN)
+    (whole,) = alone.generate([prompt], sampling)
+    stop = whole.samples[0].text[10:13]
+    expected = [sample.text.partition(stop)[0] for sample in whole.samples]
+    assert len(expected[0]) < 20 and len(set(expected)) == 3
+    counts = [
+        len(sample.output_ids) if text == sample.text else len(text) + 3
+        for sample, text in zip(whole.samples, expected, strict=True)
+    ]
+    create = server.client.chat.completions.create if is_chat else server.client.completions.create
+    ask = dict(model="tiny", max_tokens=20, n=3, stop=stop, **DRAWN)
+    ask |= dict(messages=MESSAGES) if is_chat else dict(prompt=PROMPT)
+    answer = create(**ask)
+    *chunks, numbers = create(**ask, stream=True, stream_options={"include_usage": True})
+    texts, reasons = ["", "", ""], [None] * 3
+    for choice in (chunk.choices[0] for chunk in chunks):
+        assert reasons[choice.index] is None, "nothing comes after the last chunk of a sample"
+        texts[choice.index] += (choice.delta.content if is_chat else choice.text) or ""
+        reasons[choice.index] = choice.finish_reason
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert [choice.message.content if is_chat else choice.text for choice in answer.choices] == texts == expected
+    assert [choice.finish_reason for choice in answer.choices] == reasons and reasons[0] == "stop"
+    for usage in (answer.usage, numbers.usage):
+        assert (usage.prompt_tokens, usage.completion_tokens) == (whole.prompt_len, sum(counts))
+    until(lambda: not server.engine.running)
+    assert len(server.engine.pool.free) == 600
+
+
+def test_a_client_that_hangs_up_ends_all_samples(llama, tokenizer):
+    engine = make_engine(llama, "fastattn", tokenizer=tokenizer, num_blocks=600)
+    with served(engine) as server:
+        ask = dict(model="tiny", prompt=PROMPT, max_tokens=1900, n=3, **DRAWN, stream=True)
+        stream = server.client.completions.create(**ask)
+        next(iter(stream))
+        assert len(engine.running) == 3
+        stream.close()
+        until(lambda: not engine.running)
+        assert len(engine.pool.free) == 600 and engine.counters.steps < 1000
+        until(lambda: metrics(server).get('fastattn_requests_total{finish_reason="abort"}') == 3)
+
+
+def test_a_step_that_fails_ends_all_samples(llama, tokenizer, monkeypatch):
+    engine = make_engine(llama, tokenizer=tokenizer)
+    with served(engine) as server:
+        monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
+            server.client.completions.create(model="tiny", prompt=PROMPT, n=2)
+        monkeypatch.undo()
+        assert len(server.client.completions.create(model="tiny", prompt=PROMPT, n=2).choices) == 2
+
+
 BAD = {
     "no prompt": (dict(prompt=None), r"prompt: expected some, got none"),
     "an empty prompt": (dict(prompt=[]), r"prompt: expected at least one token"),
@@ -318,7 +376,10 @@ BAD = {
     "a seed": (dict(seed="x"), r"seed: expected an int, got 'x'"),
     "an empty stop": (dict(stop=["a", ""]), r"stop: expected a text, or a list"),
     "a stop that is no text": (dict(stop={"a": 1}), r"stop: expected a text"),
-    "two answers": (dict(n=2), r"n: expected none, as this server does not compute it, got 2"),
+    "no samples": (dict(n=0), r"n: expected an int of at least 1, got 0"),
+    "greedy samples": (dict(n=2, temperature=0), r"n: expected 1 with temperature=0, as greedy samples are all equal"),
+    "many samples": (dict(n=65), r"n: expected at most max_num_seqs=64 samples, which run at once, got 65"),
+    "the best of some": (dict(n=2, best_of=4), r"best_of: expected none, as this server does not compute it, got 4"),
     "logprobs": (dict(logprobs=0), r"logprobs: expected none"),
     "a penalty": (dict(presence_penalty=0.5), r"presence_penalty: expected none"),
     "a field of others": (dict(top_k=5), r"top_k: expected none, .* got 5"),

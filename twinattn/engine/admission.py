@@ -21,6 +21,7 @@ class Admission:
         num_blocks: blocks in the pool.
         block_size: tokens in a block.
         max_num_batched_tokens: most tokens in a step, through which a span goes as a whole.
+        max_num_seqs: most requests that run at once, so most samples of a prompt.
     """
 
     tokenizer: Any
@@ -30,16 +31,14 @@ class Admission:
     num_blocks: int
     block_size: int
     max_num_batched_tokens: int
+    max_num_seqs: int
 
     @classmethod
-    def of(
-        cls, model: Any, tokenizer: Any, num_blocks: int, block_size: int, max_num_batched_tokens: int
-    ) -> "Admission":
+    def of(cls, model: Any, tokenizer: Any, **sizes: int) -> "Admission":
         """Return what a model and the sizes of an engine admit."""
         config = model.config.get_text_config()
         vocab_size = min(config.vocab_size, len(model.get_input_embeddings().weight))
-        of_model = model.config.model_type, vocab_size, models.max_positions(config)
-        return cls(tokenizer, *of_model, num_blocks, block_size, max_num_batched_tokens)
+        return cls(tokenizer, model.config.model_type, vocab_size, models.max_positions(config), **sizes)
 
     @property
     def max_request_tokens(self) -> int | float:
@@ -89,4 +88,13 @@ class Admission:
             )
         if length > self.max_positions:
             raise ValueError(f"prompt: expected to fit in the model's {self.max_positions} positions, {asked} {length}")
-        return Request(tokens, len(tokens), sampling, spans=spans, continues=given.is_continued)
+        if sampling.n > self.max_num_seqs:
+            raise ValueError(
+                f"n: expected at most max_num_seqs={self.max_num_seqs} samples, which run at once, got {sampling.n}"
+            )
+        samplings = [sampling] if sampling.n == 1 else map(sampling.of_sample, range(sampling.n))
+        first, *first.others = (
+            Request([*tokens], len(tokens), params, spans=spans, continues=given.is_continued, index=index)
+            for index, params in enumerate(samplings)
+        )
+        return first

@@ -30,7 +30,6 @@ Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by
 "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (chunks of prompts beside decodes).
 """
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -46,19 +45,21 @@ from refattn.batch import Prefix
 from twinattn.engine import arguments, models
 from twinattn.engine.admission import Admission
 from twinattn.engine.block_pool import BlockPool
+from twinattn.engine.choice import Chosen, choose_tokens
 from twinattn.engine.cost_model import CPU, H200, Machine, saved_key_reads
 from twinattn.engine.default_device import cpu_by_default
 from twinattn.engine.kv_cache_dtype import quantize, set_scales
 from twinattn.engine.layer_pools import LayerPools
 from twinattn.engine.outputs import Outputs, describe_error
 from twinattn.engine.planner import StepPlanner
-from twinattn.engine.request import AnyPrompt, Draft, Event, Request, StepTokens
+from twinattn.engine.request import AnyPrompt, Event, Request, StepTokens
 from twinattn.engine.runner import AsyncRunner, KeepingRunner, Runner, UnderWay
-from twinattn.engine.sampling import GREEDY, SamplingParams, choose
-from twinattn.engine.scheduler import Counters, Scheduler, progress_of
-from twinattn.engine.speculation import DraftModel, NGram, add_drafts, verify
+from twinattn.engine.sampling import GREEDY, SamplingParams
+from twinattn.engine.scheduler import Counters, Scheduler, progress_of, with_samples
+from twinattn.engine.speculation import DraftModel, NGram, add_drafts
 from twinattn.engine.storages import CalibrationStats
 from twinattn.engine.twin import Twin
+from twinattn.engine.warm_up import warm_up
 from twinattn.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Engine:
         self.speculation = speculation
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         config = model.config.get_text_config()
-        self.admission = Admission.of(model, tokenizer, num_blocks, block_size, max_num_batched_tokens)
+        self.admission = Admission.of(model, tokenizer, **sizes)
         self.vocab_size = self.admission.vocab_size
         most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
         layers = quantize(models.layers_of(config, most_tokens, batch_invariant=batch_invariant), kv_cache_dtype)
@@ -284,20 +285,25 @@ class Engine:
         """
         return self._add_all([prompt], sampling)[0]
 
-    def abort(self, request: Request) -> None:
-        """End a request at once and free its blocks; a finished one is not changed.
+    def abort(self, request: Request, *, alone: bool = False) -> None:
+        """End a request at once, with all samples of its prompt, and free its blocks; finished ones are not changed.
 
         During a step (from a hook of the model, say) it is ended right after the step.
+
+        Args:
+            request: the request that `add` returned; of the other samples each ends by itself.
+            alone: leave the other samples, if its prompt is computed; before, they are one request, and all end.
 
         Raises:
             ValueError: if the request belongs to another engine.
         """
         if not isinstance(request, Request):
             raise ValueError(f"request: expected one that this engine's add returned, got {request!r}")
-        ours = self._is_stepping or request in self.running or request in self.waiting
+        queued = [*self.running, *self.waiting]
+        ours = self._is_stepping or any(request in one.samples for one in queued)
         if request.status != "finished" and not ours:
             raise ValueError(f"request: expected one of this engine, got one of another, which is {request.status}")
-        self._abort_all([request])
+        self._abort_all([request] if alone else request.samples)
 
     def warm_up(self, num_tokens: int = 1024) -> None:
         """Do now what the first steps would do else: compile kernels, capture decodes. What it computes is discarded.
@@ -312,25 +318,7 @@ class Engine:
             ValueError: if there are requests, or `num_tokens` is not an int of at least 1.
             RuntimeError: if the model fails.
         """
-        if type(num_tokens) is not int or num_tokens < 1:
-            raise ValueError(f"num_tokens: expected an int of at least 1, got {num_tokens!r}")
-        if self.running or self.waiting:
-            raise ValueError(f"warm_up: expected no requests, got {len(self.running) + len(self.waiting)}")
-        num_tokens = int(min(num_tokens, self.max_request_tokens))
-        counted = vars(self.counters).copy()
-        try:
-            length, count = max(1, num_tokens - 1), self.max_num_batched_tokens // num_tokens + 2
-            prompts = [[i % self.vocab_size] * length for i in range(min(count, self.max_num_seqs))]
-            requests = self.generate([[0], *prompts], SamplingParams(max_tokens=min(2, num_tokens), stop_token_ids=()))
-            failed = [request.error for request in requests if request.error is not None]
-            if failed:
-                raise RuntimeError(f"warm_up: {len(failed)} of {len(requests)} requests failed: {failed[0]}")
-            if isinstance(self.runner, AsyncRunner):
-                self.runner.warm_up(self, num_tokens)
-        finally:
-            self.scheduler.undo([], None, counted)
-        gc.collect()
-        gc.freeze()
+        warm_up(self, num_tokens)
 
     @cpu_by_default
     @torch.no_grad()
@@ -363,7 +351,7 @@ class Engine:
                 self._under_way = self._launch_next(under_way)
             events = self._compute(scheduled, under_way)
             for request, its_events in events.items():
-                self.outputs.commit(request, scheduled[request], its_events)
+                self.outputs.commit(request, scheduled.get(request, 0), its_events)
             self.counters.steps += 1
             return list(chain.from_iterable(events.values()))  # in Python 3.12 no except is sure after a comprehension
         except BaseException:
@@ -415,11 +403,9 @@ class Engine:
         try:
             requests = self._add_all(prompts, sampling)
             yield requests
-            shown = dict.fromkeys(requests, 0)
+            shown = dict.fromkeys((sample for request in requests for sample in request.samples), 0)
             while shown:
-                for request in requests:
-                    if request not in shown:
-                        continue
+                for request in [*shown]:
                     is_last, pieces = request.status == "finished", request.pieces[shown[request] :]
                     for token, piece in zip(request.tokens[request.prompt_len + shown[request] :], pieces, strict=True):
                         yield Event(request, token, piece)
@@ -431,7 +417,7 @@ class Engine:
                 if shown:
                     self.step()
         finally:
-            self._abort_all(requests)
+            self._abort_all(chain.from_iterable(request.samples for request in requests))
 
     def _abort_all(self, requests: Iterable[Request]) -> None:
         """Abort requests, including deferred aborts; what has finished is not changed."""
@@ -439,8 +425,9 @@ class Engine:
         while self._aborted and not self._is_stepping:
             unfinished = [*self.running, *self.waiting]
             try:
-                if self._aborted[0] in unfinished:
-                    self.scheduler.finish(self._aborted[0], "abort")
+                for request in (*self._aborted[0].unforked, self._aborted[0]):
+                    if request.status != "finished":
+                        self.scheduler.finish(request, "abort")
                 self._aborted.popleft()
             except BaseException:
                 self.scheduler.undo(unfinished)
@@ -454,8 +441,15 @@ class Engine:
             self.scheduler.follow(scheduled)
         else:
             scheduled, under_way = self.planner.in_order(self._add_drafts(self.scheduler.schedule())), None
+            self._copy_blocks()
         self.counters.key_reads += sum(request.num_computed_tokens + count for request, count in scheduled.items())
         return scheduled, under_way
+
+    def _copy_blocks(self) -> None:
+        """Copy the blocks that several samples have, and one of them is about to write to."""
+        copies = self.scheduler.take_copies()
+        if copies:
+            self.layer_pools.copy_blocks(copies)
 
     def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, int]:
         """Add drafts to decodes, if there is speculation."""
@@ -468,8 +462,9 @@ class Engine:
         """Run the model over what is scheduled, and return the events of each request, which change nothing yet.
 
         A request gets its next token, or several if drafts were right, or a failure; none if it has more to compute
-        first. A pass that raises does not say which of its requests is at fault, so each of them goes through the model
-        alone then, and writes the same keys and values into the same slots.
+        first. As soon as its prompt is computed, its other samples get their first tokens, too. A pass that raises does
+        not say which of its requests is at fault, so each of them goes through the model alone then, and writes the
+        same keys and values into the same slots.
 
         Args:
             scheduled: the number of new tokens of each request.
@@ -487,9 +482,9 @@ class Engine:
         else:
             self.layer_pools.calculates_scales = False
             self.mark("bookkeeping")
-            return {request: self.outputs.events_of(request, tokens.get(request, [])) for request in scheduled}
+            return {each: self.outputs.events_of(each, tokens.get(each, [])) for each in with_samples(scheduled)}
         if len(scheduled) == 1:
-            return {request: [Event(request, error=failure)] for request in scheduled}
+            return {each: [Event(each, error=failure)] for each in with_samples(scheduled)}
         outcomes: dict[Request, list[Event]] = {}
         for request, count in scheduled.items():
             outcomes |= self._compute({request: count})
@@ -501,6 +496,8 @@ class Engine:
             return None
         if self.speculation is not None and any(max(count, r.num_pending) > 1 for r, count in scheduled.items()):
             return None  # drafts are accepted on the host
+        if any(r.others and r.unforked and count >= r.num_pending for r, count in scheduled.items()):
+            return None  # a row of logits gives tokens to several samples
         counted, launched = vars(self.counters).copy(), None
         try:
             launched = self.runner.launch(self, scheduled)
@@ -517,6 +514,7 @@ class Engine:
             return None
         self.mark("scheduling")
         scheduled = self.planner.in_order(self.scheduler.schedule_ahead(before.going_on))
+        self._copy_blocks()
         if not scheduled:
             return None
         try:
@@ -525,23 +523,15 @@ class Engine:
             logger.exception("a step of %d requests could not be launched ahead", len(scheduled))
             return None
 
-    def _read(self, under_way: UnderWay) -> dict[Request, list[int | None]]:
+    def _read(self, under_way: UnderWay) -> Chosen:
         """Wait for the tokens of a step that was launched."""
         self.mark("sampling")
         return {request: [token] for request, token in zip(under_way.requests, under_way.tokens(), strict=True)}
 
-    def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> dict[Request, list[int | None]]:
-        """Choose the next tokens of requests: one, or those of the drafts that the model chose, too, and one more."""
+    def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> Chosen:
+        """Choose the next tokens of requests, and the first ones of samples that begin with them."""
         self.mark("sampling")
-        sample = self.twin.sample
-        if not any(request.draft for request in due):
-            return {request: [token] for request, token in zip(due, choose(logits, due, sample=sample), strict=True)}
-        drafts = [request.draft or Draft((), (-1,)) for request in due]
-        rows = [request for request, draft in zip(due, drafts, strict=True) for _ in draft.parents]
-        chosen = choose(logits, rows, [depth for draft in drafts for depth in draft.depths], sample=sample)
-        verified = verify(due, drafts, chosen, self.twin, self.model.device)
-        self.layer_pools.compact(verified.batch, verified.trees, verified.accepted)
-        return verified.tokens
+        return choose_tokens(logits, due, self.twin, self.layer_pools, self.model.device)
 
     def _forward(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
         """Run the model over what is scheduled, and return the logits of each request with nothing left to compute.

@@ -46,6 +46,7 @@ class Piece:
         time: when the step had ended, by `time.perf_counter`.
         finish_reason: of the last piece: "stop", "length", "abort" or "error"; else None.
         error: what went wrong, for "error".
+        index: which sample of the prompt it belongs to, from 0.
     """
 
     text: str = ""
@@ -53,21 +54,23 @@ class Piece:
     time: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
+    index: int = 0
 
 
 @dataclass(eq=False)
 class Answer:
-    """A request as its client sees it: its pieces come out of `pieces`, one per step, in the event loop.
+    """A request as its client sees it: its pieces come out of `pieces`, one per step and sample, in the event loop.
 
     Attributes:
         tokens: makes the tokens of the prompt, in the engine's thread, as a tokenizer belongs to one thread, too.
-        sampling: how the next token is chosen.
-        stop: texts that end the answer and are not part of it.
+        sampling: how the next token is chosen, and of how many samples.
+        stop: texts that end a sample and are not part of it.
         takes_all: generate up to what the pool and the model have room for, whatever `sampling.max_tokens` is.
         continues: its text goes on where that of the prompt ends; else it stands alone, as a message.
         arrived: when it came, by `time.perf_counter`.
         request: the engine's request; None before the engine has taken it.
-        pieces: first an empty one, or the error for which the engine refused the prompt; then one per step.
+        pieces: first an empty one, or the error for which the engine refused the prompt; then one per step and sample.
+        held: of each sample, the end of the text so far, if a stop text may begin there.
     """
 
     tokens: Callable[[], Any]
@@ -78,19 +81,18 @@ class Answer:
     arrived: float = field(default_factory=time.perf_counter)
     request: Request | None = None
     pieces: "asyncio.Queue[Piece | ValueError]" = field(default_factory=asyncio.Queue)
-    held: str = ""  # the end of the text so far, if a stop text may begin there
+    held: dict[int, str] = field(default_factory=dict)
 
-    def cut(self, text: str) -> tuple[str, bool]:
-        """Return what of the held text and `text` may be shown, and whether a stop text ends it."""
-        text = self.held + text
+    def cut(self, text: str, index: int = 0) -> tuple[str, bool]:
+        """Return what of a sample's held text and `text` may be shown, and whether a stop text ends it."""
+        text = self.held.pop(index, "") + text
         found = [(text.find(word) + len(word), text.find(word)) for word in self.stop if word in text]
         if found:  # the first to be complete, however the text is cut into pieces
-            self.held = ""
             return text[: min(found)[1]], True
         prefixes = (word[:count] for word in self.stop for count in range(1, len(word)))
         count = max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
-        shown, self.held = text[: len(text) - count], text[len(text) - count :]
-        return shown, False
+        self.held[index] = text[len(text) - count :]
+        return text[: len(text) - count], False
 
 
 class EngineThread:
@@ -116,7 +118,7 @@ class EngineThread:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._coming = 0  # requests that are submitted, and not in the engine's own queue yet
         self._count = threading.Lock()  # while one is counted, or goes from here to there
-        self._answers: dict[Request, Answer] = {}  # under way; only the engine's thread knows them
+        self._answers: dict[Request, Answer] = {}  # by sample, under way; only the engine's thread knows them
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -212,15 +214,17 @@ class EngineThread:
             if not isinstance(first, ValueError):
                 try:
                     answer.request = self.engine.add(Prompt(tokens, continues=answer.continues), sampling)
-                    self._answers[answer.request] = answer
+                    self._answers.update(dict.fromkeys(answer.request.samples, answer))
                 except ValueError as error:
                     first = error
         self._deliver([(answer, first)])
 
     def _abort(self, answer: Answer) -> None:
-        if answer.request is not None and self._answers.pop(answer.request, None) is not None:
-            self.engine.abort(answer.request)
-            self._deliver([(answer, Piece(finish_reason="abort"))])
+        under_way = [sample for sample in answer.request.samples if sample in self._answers] if answer.request else []
+        for sample in under_way:
+            del self._answers[sample]
+            self.engine.abort(sample, alone=True)
+        self._deliver([(answer, Piece(finish_reason="abort", index=sample.index)) for sample in under_way])
 
     def _step(self) -> list[tuple[Answer, Piece]]:
         """Make a step, and return what it adds to the answers."""
@@ -244,24 +248,24 @@ class EngineThread:
                     event.token_id is not None and not stops
                 ):  # what follows a stop text in a step with drafts is no part
                     token_ids.append(event.token_id)
-                    shown, stops = answer.cut(event.text)
+                    shown, stops = answer.cut(event.text, request.index)
                     text += shown
             reason = "stop" if stops else request.finish_reason
             if stops:
-                self.engine.abort(request)
+                self.engine.abort(request, alone=True)
             elif reason is not None:
-                text += answer.held  # no stop text began there
+                text += answer.held.get(request.index, "")  # no stop text began there
             if reason is not None:
                 del self._answers[request]
-            pieces.append((answer, Piece(text, tuple(token_ids), now, reason, None if stops else request.error)))
+            failure = None if stops else request.error
+            pieces.append((answer, Piece(text, tuple(token_ids), now, reason, failure, request.index)))
         return pieces
 
     def _fail_all(self, error: str) -> Iterable[tuple[Answer, Piece]]:
         for request in [*self.engine.running, *self.engine.waiting]:
             self.engine.abort(request)
-            answer = self._answers.pop(request, None)
-            if answer is not None:
-                yield answer, Piece(finish_reason="error", error=error)
+        for request in [request for request in self._answers if request.status == "finished"]:
+            yield self._answers.pop(request), Piece(finish_reason="error", error=error, index=request.index)
 
     def _log(self, num_tokens: int, seconds: float, before: Any) -> None:
         engine, pool = self.engine, self.engine.pool

@@ -21,6 +21,7 @@ from torch import Tensor
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
+from refattn.steps import to_device
 from refattn.trees import Accepted, Trees
 from twinattn.engine import arguments, models
 from twinattn.engine.index_modules import IndexTokens
@@ -299,6 +300,21 @@ class LayerPools:
         self._folded.append(module.layer_idx)
         return Recurrence(self._twin, self.state_caches[module.layer_idx], step.states)
 
+    def copy_blocks(self, copies: Mapping[WindowPool | None, Sequence[tuple[int, int]]]) -> None:
+        """Copy blocks in the pools of all layers that own one, before a step writes to the copies.
+
+        Args:
+            copies: of each window pool, and under None of the full one: pairs of a block and its copy.
+        """
+        for layer in dict.fromkeys(self.layers):
+            pairs = torch.tensor(copies[self.window_pools.get(layer)])
+            self._twin.kv_cache.copy_blocks(self._pools_of(layer), to_device(pairs, self._where["device"]))
+
+    def _pools_of(self, layer: Layer) -> list[Tensor]:
+        """Return the pools of all layers of a kind, without those that only read the pool of an earlier one."""
+        owned = [i for i, own in enumerate(self.layers) if own == layer and self.owners[i] == i]
+        return [x for i in owned for x in _pools_of(self.caches[i])]
+
     def compact(self, batch: Batch, trees: Trees, accepted: Accepted) -> None:
         """Move the keys of accepted drafts to where the next step looks for them; of chains they are there already.
 
@@ -314,10 +330,8 @@ class LayerPools:
         there = Accepted(*(tensor.to(batch.device) for tensor in accepted))
         for layer in dict.fromkeys(self.layers):
             pool = self.window_pools.get(layer)
-            owned = [i for i, own in enumerate(self.layers) if own == layer and self.owners[i] == i]
-            caches: Sequence[Tensor] = [x for i in owned for x in _pools_of(self.caches[i])]
             where = batch if pool is None else pool.translate_batch(batch)
-            self._twin.speculative.compact(caches, where, here, there, block_size=self._block_size)
+            self._twin.speculative.compact(self._pools_of(layer), where, here, there, block_size=self._block_size)
 
 
 def _pools_of(cache: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

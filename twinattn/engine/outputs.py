@@ -51,14 +51,18 @@ class Outputs:
 
         Args:
             request: the request.
-            count: its new tokens in the step, drafts included.
+            count: its new tokens in the step, drafts included; 0 for a sample of which another one computed the prompt.
             events: from `events_of`, or of its failure.
         """
         if request.draft is not None:
             count = 1  # its tokens so far; drafts do not count yet
         tokens, failure = [event for event in events if event.error is None], events[-1:]
-        if tokens or not events:
+        if count and (tokens or not events):
             self._scheduler.keep(request, count)
+        if tokens and request.others:
+            self._scheduler.fork(request)
+        if tokens and request.status == "waiting":  # the first sample has failed, and its blocks are gone
+            self._scheduler.waiting.appendleft(request)
         for event in tokens:
             assert event.token_id is not None  # it is no failure
             reason = self._reason_to_end(request, event.token_id)

@@ -91,6 +91,8 @@ class Request:
         accepted: accepted tokens of that step that are not yet recorded.
         spans: as in `Prompt`.
         continues: whether its text goes on where that of the prompt ends.
+        index: which sample of its prompt it is, from 0.
+        others: of sample 0, the other samples of its prompt, in order.
     """
 
     tokens: list[int]
@@ -108,6 +110,20 @@ class Request:
     accepted: list[int] = field(default_factory=list)
     spans: tuple[Span, ...] = ()
     continues: bool = False
+    index: int = 0
+    others: "list[Request]" = field(default_factory=list)
+
+    @property
+    def samples(self) -> "list[Request]":
+        """All samples of its prompt, this one first: one per answer, for the request that `Engine.add` returns."""
+        return [self, *self.others]
+
+    @property
+    def unforked(self) -> "list[Request]":
+        """Its other samples, until its prompt is computed: they are not scheduled, and have no blocks."""
+        if not self.others or self.num_outputs or self.status == "finished":
+            return []
+        return [other for other in self.others if other.status != "finished"]
 
     @property
     def output_ids(self) -> list[int]:

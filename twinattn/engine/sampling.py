@@ -5,7 +5,7 @@ the answer alone, so it is known before the logits are, and it does not depend o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ class SamplingParams:
         top_p: draw from the fewest, most likely tokens whose probabilities add up to at least this.
         seed: seed of the request's random numbers, any int. Each token has its own, whatever else is in the batch.
         stop_token_ids: tokens that end the answer, as its last; None for the model's own end tokens.
+        n: samples of the prompt, each an answer of its own. Sample i has the random numbers of `seed + i`, so it is the
+            answer that a request with that seed gets. Greedy samples would be equal: they are refused, as in vLLM.
 
     Raises:
         ValueError: naming the attribute that has another type or is out of range.
@@ -34,6 +36,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         stops = self.stop_token_ids
@@ -49,10 +52,17 @@ class SamplingParams:
                 stops is None or (type(stops) is tuple and all(type(token) is int for token in stops)),
                 "a tuple of ints, or None",
             ),
+            n=(type(self.n) is int and self.n >= 1, "an int of at least 1"),
         )
         for name, (holds, expected) in rules.items():
             if not holds:
                 raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n: expected 1 with temperature=0, as greedy samples are all equal, got {self.n}")
+
+    def of_sample(self, index: int) -> "SamplingParams":
+        """Return how the tokens of one of `n` samples are chosen: as those of a request with its seed."""
+        return replace(self, seed=self.seed + index, n=1)
 
 
 GREEDY = SamplingParams()

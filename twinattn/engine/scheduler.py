@@ -30,6 +30,7 @@ class Counters:
         saved_key_reads: those of them that a cascade did not have to read again.
         drafted_tokens: tokens that were drafted, and went through the model.
         accepted_tokens: those of them that were accepted.
+        copied_blocks: blocks that several samples of a prompt had, copied before one of them wrote to its own.
     """
 
     steps: int = 0
@@ -42,6 +43,7 @@ class Counters:
     saved_key_reads: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    copied_blocks: int = 0
 
 
 class Scheduler:
@@ -51,6 +53,17 @@ class Scheduler:
     prefix can be used only as far as the blocks of its last window are still in all of them, and only up to a block
     at whose end the state was kept, if there are layers with a state.
 
+    Samples of one prompt are one request until it is computed (`fork`). From then on each is scheduled, preempted and
+    ended by itself, and all have the blocks of the prompt. The last one of them may be partly filled. A sample that is
+    to write to it while others have it gets a copy (`_copy_on_write`). Two samples of a prompt of 6 tokens, in blocks
+    of 4:
+
+        blocks of sample                 0       1       users of 9, 2, 5
+        the prompt is computed           9 2     -       1 1 -
+        both have a first token          9 2     9 2     2 2 -
+        sample 0 is to write it          9 5     9 2     2 1 1     2 is copied to 5
+        sample 1 is to write it          9 5     9 2     2 1 1     no other sample has 2
+
     Attributes:
         pool: the blocks.
         window_pools: the blocks of layers with a smaller pool.
@@ -58,6 +71,7 @@ class Scheduler:
         waiting: requests that wait, oldest first, and all of them younger than those that run.
         running: requests that run, oldest first.
         counters: the counters so far.
+        copies: blocks to copy before the next step, as in `LayerPools.copy_blocks`.
 
     Args:
         num_blocks: blocks in the pool of each layer.
@@ -84,6 +98,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.counters = Counters()
+        self.copies: dict[WindowPool | None, list[tuple[int, int]]] = {}
 
     def schedule(self) -> dict[Request, int]:
         """Choose how many tokens of which requests go into this step, and allocate the blocks for them."""
@@ -99,7 +114,7 @@ class Scheduler:
             count = request.cut(self.max_num_batched_tokens - sum(scheduled.values()))
             if request.status == "running" and count and self._allocate_or_preempt(request, count):
                 scheduled[request] = count
-        while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
+        while self._has_room() and self.counters.preemptions == preemptions:
             count = self.max_num_batched_tokens - sum(scheduled.values())
             if not count or not self._start(self.waiting[0], self._find(self.waiting[0])):
                 break
@@ -116,15 +131,21 @@ class Scheduler:
         False if the youngest was the request itself. The oldest always gets its blocks, so there is always one that
         goes on; and a preempted request loses its keys and values only, not its tokens or its random numbers.
         """
-        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
-        while needed > len(self.pool.free):
+        while not self.allocate(request, count):
             youngest = self.running[-1]
             self._stop(youngest, "waiting")
             self.waiting.appendleft(youngest)
             self.counters.preemptions += 1
             if youngest is request:
                 return False
-        return self.allocate(request, count)
+        return True
+
+    def _has_room(self) -> bool:
+        """Return whether the oldest request that waits may run now, with all of its samples."""
+        if not self.waiting:
+            return False
+        coming = sum(len(request.unforked) for request in self.running if request.others)
+        return len(self.running) + coming + 1 + len(self.waiting[0].unforked) <= self.max_num_seqs
 
     def allocate(self, request: Request, count: int) -> bool:
         """Allocate the blocks for `count` new tokens of a request, drafts included; False if too few are free."""
@@ -139,9 +160,10 @@ class Scheduler:
 
         They are those that `schedule` will choose if each request of that step gets its tokens and none ends early; one
         that has all its tokens then is left out. Nothing is chosen where that step has to be read first: where blocks
-        are short, where a request that waits begins like one under way, whose blocks it will find, or has spans, and
-        where window pools, which hold the blocks of both steps, have room for one. None is preempted, and what was
-        allocated before any of that turned out stays allocated: its turn comes.
+        are short, where a request that waits begins like one under way, whose blocks it will find, or has spans, where
+        several samples of a prompt are to begin, and where window pools, which hold the blocks of both steps, have room
+        for one. None is preempted, and what was allocated before any of that turned out stays allocated: its turn
+        comes.
 
         Args:
             launched: the new tokens of each request in that step, which has no drafts.
@@ -150,6 +172,8 @@ class Scheduler:
         room = self.max_num_batched_tokens - (sum(launched.values()) if self.window_pools else 0)
         for request in self.running:
             before, pending = launched.get(request, 0), request.num_pending
+            if request.others and request.unforked and pending - before <= room:
+                return {}
             if before >= pending:  # it gets a token
                 if request.num_outputs + 1 == request.sampling.max_tokens:
                     continue
@@ -167,9 +191,9 @@ class Scheduler:
                 room -= count
         ends = [(other, (other.num_computed_tokens + count) // self.block_size) for other, count in launched.items()]
         filling = [(other, full) for other, full in ends if full > len(other.contents)]
-        while self.waiting and len(self.running) < self.max_num_seqs and room:
+        while room and self._has_room():
             request, cached = self.waiting[0], self._find(self.waiting[0])
-            if request.spans or self._begins_like_one_of(filling, request, len(cached)):
+            if request.spans or request.unforked or self._begins_like_one_of(filling, request, len(cached)):
                 return {}
             if self.window_pools and len(request.tokens) > room:
                 return {}
@@ -214,13 +238,53 @@ class Scheduler:
 
     def _allocate_blocks(self, request: Request, count: int) -> bool:
         """Allocate the blocks for `count` new tokens of a request; False if too few are free."""
-        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
-        if needed > len(self.pool.free):
+        needed = max(0, self.blocks_for(request.num_computed_tokens + count) - len(request.blocks))
+        is_shared = self._writes_to_shared(request)
+        if needed + is_shared > len(self.pool.free):
             return False
+        if is_shared:
+            self._copy_on_write(request)
         request.blocks += self.pool.allocate(needed)
         for pool in self.window_pools:
             pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
+
+    def _writes_to_shared(self, request: Request) -> bool:
+        """Return whether the next token of a request goes into a block that others have, too."""
+        place = request.num_computed_tokens // self.block_size
+        return place < len(request.blocks) and self.pool.users[request.blocks[place]] > 1
+
+    def _copy_on_write(self, request: Request) -> None:
+        """Give a request a block of its own instead of the shared one that it is about to write to."""
+        place = request.num_computed_tokens // self.block_size
+        shared, (own,) = request.blocks[place], self.pool.allocate(1)
+        request.blocks[place] = own
+        self.pool.release([shared])
+        self.copies.setdefault(None, []).append((shared, own))
+        for pool in self.window_pools:
+            self.copies.setdefault(pool, []).append(pool.copy(request, shared, own))
+        self.counters.copied_blocks += 1
+
+    def take_copies(self) -> dict[WindowPool | None, list[tuple[int, int]]]:
+        """Return the blocks to copy before a step, once."""
+        copies, self.copies = self.copies, {}
+        return copies
+
+    def fork(self, request: Request) -> None:
+        """Let the other samples of a request run, now that its prompt is computed: they have its blocks and state."""
+        others = request.unforked
+        if not others:
+            return
+        for other in others:
+            other.status, other.num_computed_tokens = "running", request.num_computed_tokens
+            other.blocks, other.contents = [*request.blocks], [*request.contents]
+            self.pool.share(other.blocks)
+            for pool in self.window_pools:
+                pool.fork(request, other)
+            if self.states is not None:
+                self.states.fork(request, other)
+        place = self.running.index(request) + 1
+        self.running[place:place] = others  # they are as old as it is
 
     def _start(self, request: Request, cached: list[int]) -> bool:
         """Start a request after its cached prefix, if there are blocks for all its tokens so far."""
@@ -286,7 +350,10 @@ class Scheduler:
 
     def _stop(self, request: Request, status: str) -> None:
         """Take a request out of those that run or wait, and its blocks from it."""
-        (self.running if request.status == "running" else self.waiting).remove(request)
+        if request.status == "running":
+            self.running.remove(request)
+        elif request in self.waiting:  # else it is a sample whose prompt is not computed yet
+            self.waiting.remove(request)
         self.pool.release(request.blocks)
         for pool in self.window_pools:
             pool.release(request)
@@ -321,7 +388,7 @@ class Scheduler:
             before: how many tokens some of them had, and which of them had been decoded last: `progress_of` then.
             counted: the counters.
         """
-        self.pool = BlockPool(len(self.pool.users), self.block_size)
+        self.pool, self.copies = BlockPool(len(self.pool.users), self.block_size), {}
         for pool in self.window_pools:
             pool.reset()
         if self.states is not None:
@@ -329,9 +396,9 @@ class Scheduler:
         for request, (num_tokens, decoded) in (before or {}).items():
             del request.tokens[request.prompt_len + num_tokens :], request.pieces[num_tokens:]
             request.decoded = decoded
-        known = set(unfinished)
+        known = dict.fromkeys([*unfinished, *(before or ())])  # samples whose prompt was not computed yet among them
         new = [request for request in self.waiting if request not in known]  # added since
-        for request in unfinished:
+        for request in known:
             request.status, request.finish_reason, request.error = "waiting", None, None
             request.num_computed_tokens, request.blocks, request.contents = 0, [], []
             request.draft, request.accepted = None, []
@@ -340,11 +407,16 @@ class Scheduler:
 
 
 def progress_of(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int] | None]]:
-    """Return how far the outputs and the texts of requests are, for `undo`.
+    """Return how far the outputs and the texts of requests are, and of their samples, for `undo`.
 
     Not in a step itself: from Python 3.12 on, `except` and `finally` may miss an interrupt inside of a comprehension.
     """
-    return {request: (request.num_outputs, request.decoded) for request in requests}
+    return {request: (request.num_outputs, request.decoded) for request in with_samples(requests)}
+
+
+def with_samples(requests: Iterable[Request]) -> list[Request]:
+    """Return requests, and after each its samples that begin when its prompt is computed."""
+    return [each for request in requests for each in ((request, *request.unforked) if request.others else (request,))]
 
 
 def _together(scheduled: Mapping[Request, int]) -> dict[Request, int]:

@@ -108,6 +108,14 @@ class StatePool:
             self._users[slots.start] += 1
             self._free.pop(slots.start, None)
 
+    def fork(self, request: Request, other: Request) -> None:
+        """Let another sample go on from the state of a request: a step reads it, and writes to slots of its own."""
+        self.settle(request)
+        slots = self.slots[request]
+        self.slots[other] = Slots(slots.first, slots.start)
+        if slots.start is not None:
+            self._users[slots.start] += 1
+
     def hold(self, request: Request, query_len: int, seq_len: int) -> None:
         """Take the slots that a step writes to; called again with more tokens, drafts, it takes those for them, too.
 

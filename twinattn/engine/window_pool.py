@@ -98,12 +98,7 @@ class WindowPool:
             raise ValueError(f"blocks: expected at most {len(self._free)} new ones, as many as are free, got {needed}")
         for block in new:
             if self.window_block[block] < 0:
-                self._kept.pop(block, None)  # it gets other tokens
-                taken, last = self._free.popitem(last=False)
-                if self._kept.get(last) == taken:
-                    del self._kept[last]
-                self.window_block[block] = taken
-                self._is_current = False
+                self._take(block)
             self.users[block] += 1
         self.held[sequence].update(new)
 
@@ -138,6 +133,26 @@ class WindowPool:
             self.users[block] += 1
         self.held[sequence] = set(seen)
 
+    def fork(self, sequence: Hashable, other: Hashable) -> None:
+        """Let another sequence hold all that a sequence holds, as it goes on from the same tokens."""
+        self.held[other] = set(self.held.get(sequence, ()))
+        for block in self.held[other]:
+            self.users[block] += 1
+
+    def copy(self, sequence: Hashable, block: int, to: int) -> tuple[int, int]:
+        """Let a sequence hold a new full block instead of one that others hold, too; the caller copies its keys.
+
+        Returns:
+            The block of this pool to copy from, and the one to copy to.
+        """
+        source = self.window_block[block]
+        self._take(to)
+        self.users[to] = 1
+        self.held[sequence].add(to)
+        self.held[sequence].remove(block)
+        self._give_back({block})
+        return source, self.window_block[to]
+
     def release(self, sequence: Hashable) -> None:
         """Free all blocks of a finished or preempted sequence; it may hold none."""
         self._give_back(self.held.pop(sequence, set()))
@@ -168,6 +183,15 @@ class WindowPool:
             self._map.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
             self._is_current = True
         return self._map
+
+    def _take(self, block: int) -> None:
+        """Give a full block the block here that was freed first."""
+        self._kept.pop(block, None)  # it gets other tokens
+        taken, last = self._free.popitem(last=False)
+        if self._kept.get(last) == taken:
+            del self._kept[last]
+        self.window_block[block] = taken
+        self._is_current = False
 
     def _give_back(self, blocks: set[int]) -> None:
         for block in sorted(blocks):

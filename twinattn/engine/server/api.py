@@ -101,9 +101,8 @@ class Api:
         if ask.streams:
             return StreamingResponse(self._stream(response), media_type="text/event-stream")
         pieces = [piece async for piece in self._pieces(ask.answer)]
-        if pieces[-1].error is not None:
-            return _error(500, pieces[-1].error)
-        return JSONResponse(response.whole(pieces))
+        errors = [piece.error for piece in pieces if piece.error is not None]
+        return _error(500, errors[0]) if errors else JSONResponse(response.whole(pieces))
 
     async def _abort_on_hang_up(self, request: Request, answer: Answer) -> None:
         """Abort an answer when its client hangs up; the end of its response ends this, too, and aborts nothing."""
@@ -112,24 +111,26 @@ class Api:
         self.thread.abort(answer)
 
     async def _pieces(self, answer: Answer) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of an answer up to its last, and measure them."""
-        before, piece = None, Piece()
+        """Yield the pieces of an answer up to the last one of each sample, and measure them."""
+        before: dict[int, float | None] = dict.fromkeys(range(answer.sampling.n))  # by sample that has not ended
         try:
-            while piece.finish_reason is None:
-                following = await answer.pieces.get()
-                assert isinstance(following, Piece)  # a refusal comes before the first piece
-                piece = following
-                before = self.measured.observe(answer, before, piece)
+            while before:
+                piece = await answer.pieces.get()
+                assert isinstance(piece, Piece)  # a refusal comes before the first piece
+                before[piece.index] = self.measured.observe(answer, before[piece.index], piece)
+                if piece.finish_reason is not None:
+                    del before[piece.index]
                 yield piece
         finally:
-            if piece.finish_reason is None:  # the client has hung up
-                self.measured.observe(answer, before, Piece(finish_reason="abort"))
+            for last in before.values():  # the client has hung up
+                self.measured.observe(answer, last, Piece(finish_reason="abort"))
 
     async def _stream(self, response: "_Response") -> AsyncIterator[str]:
         """Yield the server-sent events of an answer."""
-        count = 0
+        count, left = 0, response.ask.answer.sampling.n
         if response.ask.is_chat:
-            yield _event(response.chunk({"role": "assistant", "content": ""}))
+            for index in range(left):
+                yield _event(response.chunk(index, {"role": "assistant", "content": ""}))
         async with aclosing(self._pieces(response.ask.answer)) as pieces:
             async for piece in pieces:
                 count += len(piece.token_ids)
@@ -137,11 +138,12 @@ class Api:
                     yield _event(_error_body(500, piece.error))
                     break
                 if piece.text:
-                    yield _event(response.chunk({"content": piece.text}))
+                    yield _event(response.chunk(piece.index, {"content": piece.text}))
                 if piece.finish_reason is not None:
-                    yield _event(response.chunk({}, piece.finish_reason))
-                    if response.ask.usage:
-                        yield _event(response.body(chunk=True) | {"choices": [], "usage": response.usage(count)})
+                    yield _event(response.chunk(piece.index, {}, piece.finish_reason))
+                    left -= 1
+                if not left and response.ask.usage:
+                    yield _event(response.body(chunk=True) | {"choices": [], "usage": response.usage(count)})
         yield "data: [DONE]\n\n"
 
     def _no_such_model(self, name: Any) -> Response:
@@ -159,24 +161,27 @@ class _Response:
         kind = f"chat.completion{'.chunk' * chunk}" if self.ask.is_chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def chunk(self, delta: Mapping[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a chunk of a stream; of a completion only the text of `delta` counts."""
+    def chunk(self, index: int, delta: Mapping[str, str], finish_reason: str | None = None) -> dict[str, Any]:
+        """Return a chunk of a sample's stream; of a completion only the text of `delta` counts."""
         choice = {"delta": delta} if self.ask.is_chat else {"text": delta.get("content", "")}
-        return self.body(chunk=True) | {"choices": [self._choice(choice, finish_reason)]}
+        return self.body(chunk=True) | {"choices": [self._choice(index, choice, finish_reason)]}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the response that is not streamed."""
-        text = "".join(piece.text for piece in pieces)
-        message = {"message": {"role": "assistant", "content": text}} if self.ask.is_chat else {"text": text}
+        choices = []
+        for index in range(self.ask.answer.sampling.n):
+            own = [piece for piece in pieces if piece.index == index]
+            text = "".join(piece.text for piece in own)
+            message = {"message": {"role": "assistant", "content": text}} if self.ask.is_chat else {"text": text}
+            choices.append(self._choice(index, message, own[-1].finish_reason))
         count = sum(len(piece.token_ids) for piece in pieces)
-        choices = [self._choice(message, pieces[-1].finish_reason)]
         return self.body(chunk=False) | {"choices": choices, "usage": self.usage(count)}
 
-    def _choice(self, content: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, index: int, content: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
 
     def usage(self, count: int) -> dict[str, int]:
-        """Return the numbers of tokens."""
+        """Return the numbers of tokens, of which the prompt counts once."""
         assert self.ask.answer.request is not None  # the engine has taken it
         prompt = self.ask.answer.request.prompt_len
         return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}

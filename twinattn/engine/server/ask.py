@@ -13,10 +13,10 @@ from typing import Any
 from twinattn.engine import SamplingParams
 from twinattn.engine.engine_thread import Answer
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
+SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "n")
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # change no answer
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the server does not compute, and the values that do not ask for it
-    **dict.fromkeys(("n", "best_of"), (1,)),
+    "best_of": (1,),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0, 0.0)),
     **dict.fromkeys(("echo", "logprobs"), (False,)),
     "suffix": ("",),
