@@ -11,8 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 
 import twinattn.engine.cuda_graphs
 import twinattn.engine.graph_shapes
-from tests.engine import test_engine_faults as faults
-from tests.helpers import engines
+from tests.helpers import engines, faults
 from tests.helpers.engines import MODELS, SYSTEM, TWINS, Watched, make_engine
 from tests.helpers.pairs import every_pair
 from tests.helpers.samples import alone, assert_the_prefix_is_shared, samples_of

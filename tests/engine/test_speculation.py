@@ -2,8 +2,11 @@
 
 import copy
 import importlib
+import re
+from unittest import mock
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import twinattn.engine
@@ -12,7 +15,7 @@ from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.engines import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import make_model
-from twinattn.engine import CudaGraphs, Draft, DraftModel, NGram, SamplingParams
+from twinattn.engine import CudaGraphs, Draft, Drafter, DraftModel, NGram, SamplingParams
 
 CHAIN = NGram(max_drafts=4)
 TREE = NGram(max_drafts=3, max_branches=3, max_ngram=2)
@@ -281,13 +284,185 @@ def test_recorded_verifications_change_nothing(llama, layers, kind, monkeypatch,
 
 
 def test_bad_speculation_is_refused(llama, device):
-    with pytest.raises(ValueError, match="speculation: expected an NGram or a DraftModel, or None, got 'ngram'"):
-        make_engine(llama, "refattn", speculation="ngram")
     other = make_engine(make_model(LlamaForCausalLM, LlamaConfig(**SIZES | dict(vocab_size=50)), device), "refattn")
     with pytest.raises(ValueError, match=f"of the same {SIZES['vocab_size']} tokens, got one of 50"):
         make_engine(llama, "refattn", speculation=DraftModel(other))
     with pytest.raises(ValueError, match="max_drafts: expected a positive int, got 0"):
         DraftModel(other, max_drafts=0)
+
+
+# --- a drafter of the user's own ---
+
+
+class Phrases:
+    """Drafts what a dictionary says of the last token.
+
+    Attributes:
+        asked: the tokens of each call, and its limits.
+    """
+
+    max_drafts, max_branches = 4, 1
+
+    def __init__(self, phrases):
+        self.phrases, self.asked = phrases, []
+
+    def propose(self, tokens, *, depth, nodes, branches):
+        self.asked.append(([*tokens], depth, nodes, branches))
+        tokens.clear()  # they are its own
+        return self.phrases.get(self.asked[-1][0][-1], [])[:depth]
+
+
+@pytest.mark.covers("G229")
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_drafter_of_ones_own_changes_no_token(llama, twin, n):
+    """Greedy, drawn, and with several samples; its phrases are right, wrong, or right for a while."""
+    samplings = [LONG, SamplingParams(max_tokens=12, temperature=0.8, seed=3, n=n), LONG, LONG]
+    whole = [sample.tokens for r in make_engine(llama, twin).generate(REPEATING, samplings) for sample in r.samples]
+    phrases = {}
+    for tokens in whole:
+        for place, token in enumerate(tokens):
+            phrases.setdefault(token, tokens[place + 1 : place + 3] + [90, 91])
+    drafter = Phrases(phrases)
+    engine = make_engine(llama, twin, speculation=drafter, max_num_batched_tokens=20)
+    found = [sample.tokens for r in engine.generate(REPEATING, samplings) for sample in r.samples]
+    assert found == whole
+    assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
+    for tokens, depth, nodes, branches in drafter.asked:
+        assert 1 <= depth <= 4 and depth <= nodes < 20 and branches == 1
+        assert any(tokens == one[: len(tokens)] for one in whole), "it gets all tokens, and no other"
+    assert_nothing_is_held(engine)
+
+
+def test_samples_begin_with_no_draft(llama):
+    """A prompt of one token is like a decode, but all samples have to begin after it."""
+    sampling = SamplingParams(max_tokens=6, temperature=1.0, n=3)
+    expected = [sample.output_ids for sample in make_engine(llama).generate([[9]], sampling)[0].samples]
+    engine = make_engine(llama, block_size=2, speculation=Phrases({token: [5, 6, 7, 8] for token in range(97)}))
+    assert [sample.output_ids for sample in engine.generate([[9]], sampling)[0].samples] == expected
+    assert engine.counters.drafted_tokens > 0
+    assert_nothing_is_held(engine)
+
+
+def test_a_draft_may_be_a_tree_or_an_array(llama):
+    class Trees(Phrases):
+        max_branches = 2
+
+        def propose(self, tokens, *, depth, nodes, branches):
+            kinds = [torch.tensor([5, 6])[:depth], (7,), None, [], Draft((), (-1,)), Draft((5, 6), (-1, 0, 0))]
+            return kinds[len(tokens) % len(kinds)]
+
+    expected = outputs(make_engine(llama), PROMPTS, LONG)
+    engine = make_engine(llama, speculation=Trees({}))
+    assert outputs(engine, PROMPTS, LONG) == expected
+    assert engine.counters.drafted_tokens > 0
+
+
+def unchecked(**fields):
+    """Make a draft of anything, as it can be made where no types are checked."""
+    draft = Draft((), (-1,))
+    for name, value in fields.items():
+        object.__setattr__(draft, name, value)
+    return draft
+
+
+FORK, NO_TREE = (-1, 0, 0), "draft: expected ints as tokens, and as parents -1 and an earlier node"
+WRONG = {
+    "too many": ([5] * 9, "draft: expected at most depth=4 tokens after one another, got 9"),
+    "too many branches": (
+        Draft((5, 6), (-1, 0, 0)),
+        r"draft: expected a chain, as branches=1, got parents=\[-1, 0, 0\]",
+    ),
+    "no tree": (Draft((5, 6), (-1, 0, 2)), NO_TREE),
+    "no root": (Draft((5, 6), (0, 1)), NO_TREE),
+    "no ints in a draft": (unchecked(tokens=(5.0,), parents=(-1, 0)), NO_TREE),
+    "an unknown token": ([5, 97], "draft: expected token ids in 0..96, got 97"),
+    "a negative token": ([-1], "draft: expected token ids in 0..96, got -1"),
+    "fractions": ([5, 6.5], "draft: expected token ids, which are ints, got 6.5"),
+    "flags": ([True], "draft: expected token ids, which are ints, got True"),
+    "text": ("abc", "draft: expected a sequence of token ids, a Draft or None, got 'abc'"),
+    "a number": (5, "draft: expected a sequence of token ids, a Draft or None, got 5"),
+    "rows of tokens": (torch.tensor([[5, 6]]), r"draft: expected token ids, which are ints, got \[5, 6\]"),
+    "an exception": (LookupError("no such phrase"), "LookupError: no such phrase"),
+}
+
+
+@pytest.mark.covers("G229")
+@pytest.mark.lets_a_pass_fail
+@pytest.mark.parametrize(("draft", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_draft_ends_its_request_alone(llama, draft, message):
+    class Wrong(Phrases):
+        def propose(self, tokens, *, depth, nodes, branches):
+            if len(tokens) != 17:  # the second prompt's fourth token; others are shorter, or longer
+                return super().propose(tokens, depth=depth, nodes=nodes, branches=branches)
+            if isinstance(draft, Exception):
+                raise draft
+            return draft
+
+    prompts = [[11], [*range(40, 53), 7], [7, 3] * 9]
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=())
+    expected = outputs(make_engine(llama), prompts, sampling)
+    engine = make_engine(llama, speculation=Wrong({token: [5, 6] for token in range(97)}))
+    events = list(engine.stream(prompts, sampling))
+    requests = list(dict.fromkeys(event.request for event in events))
+    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
+    assert [request.output_ids for request in requests] == [expected[0], expected[1][:3], expected[2]]
+    (failure,) = [event for event in events if event.error]
+    assert failure.request is requests[1] and failure.error == requests[1].error
+    assert re.fullmatch(f"{'' if isinstance(draft, Exception) else 'ValueError: '}{message}.*", failure.error)
+    assert_nothing_is_held(engine)
+    assert outputs(engine, prompts[:1], sampling) == expected[:1], "the engine goes on"
+
+
+class NoSize:
+    max_drafts = 3
+
+    def propose(self, tokens, *, depth, nodes, branches):
+        return []
+
+
+LACKS_ALL = "got 'ngram', which lacks max_drafts, max_branches, propose"
+ARGUMENTS = "expected propose(tokens, *, depth, nodes, branches), got "
+
+
+class OldArguments(Phrases):
+    def propose(self, tokens, count):
+        return []
+
+
+@pytest.mark.covers("G229")
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (
+            "ngram",
+            "expected a Drafter, such as NGram(), or None, got 'ngram', which lacks max_drafts, max_branches, propose",
+        ),
+        (NGram, "expected a Drafter, such as NGram(), or None, got <class '.*NGram'>, "),
+        (NoSize(), "expected a Drafter, .* got .*NoSize object at .+, which lacks max_branches"),
+        (mock.Mock(max_drafts=0, max_branches=1), "expected max_drafts to be an int of at least 1, got 0"),
+        (mock.Mock(max_drafts=1, max_branches=True), "expected max_branches to be an int of at least 1, got True"),
+        (
+            OldArguments({}),
+            "expected propose(tokens, *, depth, nodes, branches), got <bound method OldArguments.propose",
+        ),
+        (
+            mock.Mock(max_drafts=1, max_branches=1, propose=3),
+            "expected propose(tokens, *, depth, nodes, branches), got 3",
+        ),
+    ],
+    ids=["text", "a class", "no size", "no drafts", "a flag", "arguments", "no function"],
+)
+def test_what_is_no_drafter_is_refused(llama, drafter, message):
+    pattern = message.replace("(", r"\(").replace(")", r"\)").replace("*,", r"\*,")
+    with pytest.raises(ValueError, match=f"^speculation: {pattern}"):
+        make_engine(llama, speculation=drafter)
+
+
+def test_the_drafters_here_are_drafters(llama):
+    for drafter in (NGram(), DraftModel(make_engine(llama)), Phrases({})):
+        assert isinstance(drafter, Drafter)
+    assert not isinstance(NoSize(), Drafter)
 
 
 # --- a draft model ---

@@ -29,7 +29,7 @@ class Oracle(NGram):
 
     def propose(self, tokens, *, depth, nodes, branches=None):
         answer = next(answer for answer in self.answers if answer[: len(tokens)] == tokens)
-        right = answer[len(tokens) :][: min(depth, self.max_drafts)]
+        right = answer[len(tokens) :][: min(depth, nodes // self.max_branches)]
         drafted, parents, at = [], [-1], 0
         for token in right:
             wrong = [(token + 1) % SIZES["vocab_size"], (token + 2) % SIZES["vocab_size"]][: self.max_branches - 1]

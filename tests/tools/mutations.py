@@ -1696,6 +1696,31 @@ MUTATIONS: list[Mutation] = [
             "        return None",
         ),
     ),
+    *breaks(
+        "G229",
+        "a draft may be as long as it likes",
+        ("twinattn.engine.speculation:check_draft", "if max(draft.depths) > depth:", "if False:"),
+    ),
+    *breaks(
+        "G229",
+        "a draft has tokens that the model does not know",
+        ("twinattn.engine.speculation:check_draft", "if not 0 <= token < vocab_size]", "if not 0 <= token]"),
+    ),
+    *breaks(
+        "G229",
+        "a wrong draft ends the step",
+        ("twinattn.engine.speculation:Drafting.add", "                wrong[request] = error", "                raise"),
+    ),
+    *breaks(
+        "G229",
+        "a drafter gets the engine's own list",
+        ("twinattn.engine.speculation:Drafting._propose", "[*request.tokens]", "request.tokens"),
+    ),
+    *breaks(
+        "G229",
+        "a drafter may lack what it likes",
+        ("twinattn.engine.arguments:check_drafter", "if isinstance(drafter, type) or missing:", "if False:"),
+    ),
     # --- several samples ---
     *breaks(
         "G228",

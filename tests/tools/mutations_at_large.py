@@ -775,6 +775,13 @@ AT_LARGE: list[Mutation] = [
         DRAFTS,
     ),
     planted(
+        "a prompt of one token, with samples that wait for it, has drafts",
+        "twinattn.engine.speculation:Drafting.add",
+        " or request.unforked",
+        "",
+        DRAFTS,
+    ),
+    planted(
         "samples share a window without a word to its pool",
         "twinattn.engine.window_pool:WindowPool.fork",
         "            self.users[block] += 1",

@@ -21,7 +21,7 @@ LONG_FUNCTIONS = {
     "fastattn/kernels/triton/attention.py:attend_levels": 87,
     "fastattn/kernels/triton/differential.py:bind_differential": 99,
     "refattn/differential.py:attention": 82,
-    "twinattn/engine/engine.py:__init__": 96,  # half of it is arguments, and their checks
+    "twinattn/engine/engine.py:__init__": 93,  # half of it is arguments, and their checks
     "twinattn/integrations/flash_attn.py:flash_attn_with_kvcache": 99,
     "twinattn/kit/check.py:check": 97,
     "twinattn/kit/isolate.py:check_apart": 89,

@@ -11,7 +11,7 @@ from twinattn.engine.packed_weights import pack, unpack
 from twinattn.engine.request import Draft, Event, Prompt, Request, StepTokens
 from twinattn.engine.sampling import SamplingParams, sample
 from twinattn.engine.scheduler import Counters, Scheduler
-from twinattn.engine.speculation import DraftModel, NGram
+from twinattn.engine.speculation import Drafter, DraftModel, NGram
 from twinattn.engine.state_pool import StatePool
 from twinattn.engine.storages import CalibrationStats
 from twinattn.engine.window_pool import WindowPool
@@ -25,6 +25,7 @@ __all__ = [
     "CudaGraphs",
     "Draft",
     "DraftModel",
+    "Drafter",
     "Engine",
     "Event",
     "Machine",

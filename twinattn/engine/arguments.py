@@ -1,5 +1,6 @@
 """Checks of what an engine is made of, before anything is loaded or allocated."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,7 +12,7 @@ from refattn.checks import check_flag, describe
 from twinattn.engine.cost_model import Machine
 from twinattn.engine.kv_cache_dtype import PACKED_ROWS
 from twinattn.engine.layers import Layer
-from twinattn.engine.speculation import DraftModel, NGram
+from twinattn.engine.speculation import Drafter, DraftModel
 
 PATHS = ("kv_cache", "metadata")  # that every twin has
 
@@ -48,7 +49,7 @@ def check_parts(
     twin: Any,
     machine: Machine | None,
     runner: Any,
-    speculation: NGram | DraftModel | None,
+    speculation: Drafter | None,
     **flags: bool,
 ) -> None:
     """Check what an engine works with besides its model; arguments as in `Engine`.
@@ -64,15 +65,37 @@ def check_parts(
         raise ValueError(f"machine: expected a Machine, or None, got {describe(machine)}")
     if runner is not None and (isinstance(runner, type) or not callable(getattr(runner, "run", None))):
         raise ValueError(f"runner: expected an object with a `run`, such as CudaGraphs(), or None, got {runner!r}")
-    if speculation is not None and not isinstance(speculation, NGram | DraftModel):
-        raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
+    if speculation is not None:
+        check_drafter(speculation)
     for name, flag in flags.items():
         check_flag(name, flag)
 
 
-def check_speculation(
-    speculation: NGram | DraftModel | None, layers: Sequence[Layer], has_states: bool, vocab_size: int
-) -> None:
+def check_drafter(drafter: Any) -> None:
+    """Check that an object can be asked for drafts.
+
+    Raises:
+        ValueError: if it is a class, lacks an attribute of `Drafter`, has one that is no int of at least 1, or has a
+            `propose` that takes other arguments.
+    """
+    sizes = "max_drafts", "max_branches"
+    missing = [name for name in (*sizes, "propose") if not hasattr(drafter, name)]
+    if isinstance(drafter, type) or missing:
+        lacks = f", which lacks {', '.join(missing)}" if missing else ", a class, not an object"
+        raise ValueError(f"speculation: expected a Drafter, such as NGram(), or None, got {drafter!r}{lacks}")
+    for name in sizes:
+        size = getattr(drafter, name)
+        if type(size) is not int or size < 1:
+            raise ValueError(f"speculation: expected {name} to be an int of at least 1, got {size!r}")
+    try:
+        inspect.signature(drafter.propose).bind([], depth=1, nodes=1, branches=1)
+    except TypeError as error:
+        raise ValueError(
+            f"speculation: expected propose(tokens, *, depth, nodes, branches), got {drafter.propose!r}: {error}"
+        ) from error
+
+
+def check_speculation(speculation: Drafter | None, layers: Sequence[Layer], has_states: bool, vocab_size: int) -> None:
     """Check that a model takes the drafts that an engine makes.
 
     Args:

@@ -56,7 +56,7 @@ from twinattn.engine.request import AnyPrompt, Event, Request, StepTokens
 from twinattn.engine.runner import AsyncRunner, KeepingRunner, Runner, UnderWay
 from twinattn.engine.sampling import GREEDY, SamplingParams
 from twinattn.engine.scheduler import Counters, Scheduler, progress_of, with_samples
-from twinattn.engine.speculation import DraftModel, NGram, add_drafts
+from twinattn.engine.speculation import Drafter, Drafting
 from twinattn.engine.storages import CalibrationStats
 from twinattn.engine.twin import Twin
 from twinattn.engine.warm_up import warm_up
@@ -75,6 +75,7 @@ class Engine:
     Attributes:
         mark: called with what a step does from here on, for a profile: "scheduling", "tables", "copies", "forward",
             "sampling" or "bookkeeping", and "done" when it is over.
+        decode_len: the most new tokens of a decode: one, and the chain of its drafts.
 
     Args:
         model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is replaced by
@@ -90,8 +91,9 @@ class Engine:
         runner: runs some steps in its own way, for example by replaying CUDA graphs; None runs the model.
         batch_invariant: compute the attention of every row bit-identically, whatever else is in the batch. There is no
             cascade then, as it depends on the other requests. The model's own matrix products are not covered.
-        speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
-            than one branch needs layers that take trees: all but those of local chunks.
+        speculation: drafts tokens, which the model verifies next to the confirmed ones: `NGram`, `DraftModel`, or any
+            other `Drafter`; None drafts nothing. More than one branch needs layers that take trees: all but those of
+            local chunks.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or quantized values of 8 bits, "fp8_e4m3",
             "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ; of 4 bits,
             "int4" (turned, with scales per token and head) or "nvfp4", for more than three times as many. Latents and
@@ -130,19 +132,15 @@ class Engine:
         machine: Machine | None = None,
         runner: Runner | None = None,
         batch_invariant: bool = False,
-        speculation: NGram | DraftModel | None = None,
+        speculation: Drafter | None = None,
         kv_cache_dtype: str = "auto",
         calibration: Sequence[CalibrationStats] | None = None,
         calculate_kv_scales: bool = False,
         num_kept_states: int | None = None,
         trust_model: bool = False,
     ) -> None:
-        sizes = dict(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-        )
+        limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        sizes = dict(num_blocks=num_blocks, block_size=block_size, **limits)
         arguments.check_sizes(sizes)
         arguments.check_parts(
             tokenizer=tokenizer,
@@ -177,7 +175,8 @@ class Engine:
         if calibration is not None:
             layers = set_scales(layers, calibration, self.twin, models.owners_of(config), model.device)
         arguments.check_speculation(speculation, layers, bool(state_layers), self.vocab_size)
-        limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        self.drafting = Drafting.of(speculation, self.vocab_size)
+        self.decode_len = 1 if self.drafting is None else 1 + self.drafting.max_drafts
         self.layer_pools = LayerPools(
             model,
             self.twin,
@@ -233,11 +232,6 @@ class Engine:
     def pool_bytes(self) -> int:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
         return self.layer_pools.nbytes
-
-    @property
-    def decode_len(self) -> int:
-        """The most new tokens of a decode: one, and the chain of its drafts."""
-        return 1 if self.speculation is None else 1 + self.speculation.max_drafts
 
     @property
     def max_request_tokens(self) -> int | float:
@@ -342,17 +336,16 @@ class Engine:
         try:
             self._is_stepping = True
             self._check_weights(unfinished)
-            scheduled, under_way = self._next_pass()
+            scheduled, under_way, events = self._next_pass()
             before = progress_of(scheduled)
-            if not scheduled:
-                return []
-            under_way = under_way or self._launch(scheduled)
-            if under_way is not None:
-                self._under_way = self._launch_next(under_way)
-            events = self._compute(scheduled, under_way)
+            if scheduled:
+                under_way = under_way or self._launch(scheduled)
+                if under_way is not None:
+                    self._under_way = self._launch_next(under_way)
+                events |= self._compute(scheduled, under_way)
+                self.counters.steps += 1
             for request, its_events in events.items():
                 self.outputs.commit(request, scheduled.get(request, 0), its_events)
-            self.counters.steps += 1
             return list(chain.from_iterable(events.values()))  # in Python 3.12 no except is sure after a comprehension
         except BaseException:
             self._under_way = None
@@ -433,17 +426,23 @@ class Engine:
                 self.scheduler.undo(unfinished)
                 raise
 
-    def _next_pass(self) -> tuple[dict[Request, int], UnderWay | None]:
-        """Return the step that is under way if a request is left in it, else schedule the next one."""
+    def _next_pass(self) -> tuple[dict[Request, int], UnderWay | None, dict[Request, list[Event]]]:
+        """Return the step that is under way if a request is left in it, else schedule the next one.
+
+        The events are those of requests whose drafts were wrong, and which are in no step any more.
+        """
+        failures: dict[Request, list[Event]] = {}
         under_way, self._under_way = self._under_way, None
         scheduled = {} if under_way is None else under_way.going_on
         if scheduled:
             self.scheduler.follow(scheduled)
         else:
-            scheduled, under_way = self.planner.in_order(self._add_drafts(self.scheduler.schedule())), None
+            scheduled, under_way = self.scheduler.schedule(), None
+            failures = self._add_drafts(scheduled)
+            scheduled = self.planner.in_order(scheduled)
             self._copy_blocks()
         self.counters.key_reads += sum(request.num_computed_tokens + count for request, count in scheduled.items())
-        return scheduled, under_way
+        return scheduled, under_way, failures
 
     def _copy_blocks(self) -> None:
         """Copy the blocks that several samples have, and one of them is about to write to."""
@@ -451,12 +450,13 @@ class Engine:
         if copies:
             self.layer_pools.copy_blocks(copies)
 
-    def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, int]:
-        """Add drafts to decodes, if there is speculation."""
-        if self.speculation is not None:
-            room = self.max_num_batched_tokens - sum(scheduled.values())
-            add_drafts(scheduled, self.speculation, room, self.scheduler.allocate)
-        return scheduled
+    def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, list[Event]]:
+        """Add drafts to decodes, if there is speculation; return the failures of requests whose drafts were wrong."""
+        if self.drafting is None:
+            return {}
+        room = self.max_num_batched_tokens - sum(scheduled.values())
+        wrong = self.drafting.add(scheduled, room, self.scheduler.allocate)
+        return {request: [Event(request, error=describe_error(error))] for request, error in wrong.items()}
 
     def _compute(self, scheduled: dict[Request, int], under_way: UnderWay | None = None) -> dict[Request, list[Event]]:
         """Run the model over what is scheduled, and return the events of each request, which change nothing yet.

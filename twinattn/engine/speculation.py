@@ -9,6 +9,8 @@ This works well for text that repeats itself (summaries, edited code, answers th
 costs only a few rows of a step that waits for memory anyway. Several occurrences give several branches; common
 beginnings are merged, which gives a tree. A draft model works for any text, and takes time itself.
 
+A drafter of your own is an object with a `propose`, as `Drafter` says.
+
 A draft is right if the model chooses the same token with the same random number that the token would have without
 drafts. So the answers are the same, in fewer steps.
 
@@ -16,9 +18,11 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees:
 model: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from operator import index
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -28,6 +32,8 @@ from refattn.trees import MOST_NODES, Accepted, Trees
 from twinattn.engine.request import Draft, Request
 from twinattn.engine.sampling import SamplingParams
 from twinattn.engine.twin import Twin
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -46,6 +52,56 @@ class DraftEngine(Protocol):
 
     def generate(self, prompts: Iterable[Sequence[int]], sampling: SamplingParams) -> list[Request]:
         """Answer prompts, and return their finished requests."""
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Drafts what may follow the tokens of a request: `NGram`, `DraftModel`, or an object of your own.
+
+    A drafter decides how many steps an answer takes, and never its tokens: the model verifies each draft in the step
+    that it is made for. This one looks up the last token in a dictionary:
+
+        class Phrases:
+            max_drafts, max_branches = 3, 1
+
+            def __init__(self, phrases):
+                self.phrases = phrases
+
+            def propose(self, tokens, *, depth, nodes, branches):
+                return self.phrases.get(tokens[-1], [])[:depth]
+
+        Engine(model, speculation=Phrases({12: [7, 9, 4]}), ...)
+
+    It is called between two steps, in the engine's thread, once for each request that decodes. State, if it has some,
+    has to follow from `tokens`: nothing says that a request begins, has ended or was preempted, and no call resets
+    anything. After a rejected draft, the next call has the tokens that were accepted; after a step that was undone, the
+    same ones again. A request whose draft is wrong, or whose `propose` raises, ends with an error; the others go on.
+
+    Attributes:
+        max_drafts: most tokens of a draft after one another, at least 1; read once, when the engine is made.
+        max_branches: 1 if drafts are chains, more if some are trees; read once, too.
+    """
+
+    @property
+    def max_drafts(self) -> int:
+        """The most tokens of a draft after one another."""
+
+    @property
+    def max_branches(self) -> int:
+        """1 if drafts are chains."""
+
+    def propose(self, tokens: list[int], *, depth: int, nodes: int, branches: int) -> "Draft | Sequence[int] | None":
+        """Draft what may follow some tokens.
+
+        Args:
+            tokens: all tokens of a request, the prompt and what was generated, in a list of the drafter's own.
+            depth: most tokens after one another: `max_drafts`, or fewer where the step or the answer has less room.
+            nodes: most tokens of all branches of a tree, at least `depth`.
+            branches: `max_branches`, or 1 in a step that takes only chains.
+
+        Returns:
+            The ids of a chain, in order; or a `Draft`, which may be a tree; or None, or no ids, for no draft.
+        """
 
 
 @dataclass(frozen=True)
@@ -163,32 +219,106 @@ def _merge(branches: Sequence[Sequence[int]], nodes: int) -> Draft | None:
     return Draft(tuple(tokens), tuple(parents)) if tokens else None
 
 
-def add_drafts(
-    scheduled: dict[Request, int],
-    speculation: NGram | DraftModel,
-    room: int,
-    allocate: Callable[[Request, int], bool],
-) -> None:
-    """Add drafts to the decodes of a step, as far as step, pool and output have room.
+@dataclass(frozen=True)
+class Drafting:
+    """Adds the drafts of a drafter to steps.
 
-    Args:
-        scheduled: the number of new tokens of each request, which grow by its draft.
-        speculation: how to draft.
-        room: how many tokens the step has room for.
-        allocate: allocates the blocks for new tokens of a request; False if too few are free.
+    Attributes:
+        drafter: the drafter.
+        max_drafts: the drafter's, when the engine was made.
+        max_branches: likewise.
+        vocab_size: tokens that the model knows.
     """
-    has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
-    branches = 1 if has_spans or max(scheduled.values(), default=0) > MOST_NODES else None
-    for request, count in scheduled.items():
-        request.draft, request.accepted = None, []
-        depth = request.sampling.max_tokens - request.num_outputs - 1
-        if count != 1 or request.num_pending != 1 or depth < 1 or room < 1:
-            continue
-        nodes = min(room, MOST_NODES - 1)
-        draft = speculation.propose(request.tokens, depth=depth, nodes=nodes, branches=branches)
-        if draft is not None and allocate(request, 1 + len(draft.tokens)):
-            request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
-            room -= len(draft.tokens)
+
+    drafter: Drafter
+    max_drafts: int
+    max_branches: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, drafter: Drafter | None, vocab_size: int) -> "Drafting | None":
+        """Return what adds the drafts of a drafter; None without one."""
+        return None if drafter is None else cls(drafter, drafter.max_drafts, drafter.max_branches, vocab_size)
+
+    def add(
+        self, scheduled: dict[Request, int], room: int, allocate: Callable[[Request, int], bool]
+    ) -> dict[Request, Exception]:
+        """Add drafts to the decodes of a step, as far as step, pool and output have room.
+
+        Args:
+            scheduled: the number of new tokens of each request, which grow by its draft.
+            room: how many tokens the step has room for.
+            allocate: allocates the blocks for new tokens of a request; False if too few are free.
+
+        Returns:
+            What was wrong with a draft, by request; those are no longer scheduled.
+        """
+        has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
+        are_chains = has_spans or max(scheduled.values(), default=0) > MOST_NODES
+        branches = 1 if are_chains else self.max_branches
+        wrong: dict[Request, Exception] = {}
+        for request, count in scheduled.items():
+            request.draft, request.accepted = None, []
+            left = request.sampling.max_tokens - request.num_outputs - 1
+            if count != 1 or request.num_pending != 1 or left < 1 or room < 1 or request.unforked:
+                continue
+            nodes = min(room, MOST_NODES - 1)
+            try:
+                draft = self._propose(request, min(self.max_drafts, left, nodes), nodes, branches)
+            except Exception as error:  # whatever a drafter raises, it is the fault of one request
+                logger.exception("a draft after %d tokens failed", len(request.tokens))
+                wrong[request] = error
+                continue
+            if draft is not None and allocate(request, 1 + len(draft.tokens)):
+                request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
+                room -= len(draft.tokens)
+        for request in wrong:
+            del scheduled[request]
+        return wrong
+
+    def _propose(self, request: Request, depth: int, nodes: int, branches: int) -> Draft | None:
+        limits = dict(depth=depth, nodes=nodes, branches=branches)
+        proposed = self.drafter.propose([*request.tokens], **limits)
+        return None if proposed is None else check_draft(proposed, **limits, vocab_size=self.vocab_size)
+
+
+def check_draft(proposed: Any, *, depth: int, nodes: int, branches: int, vocab_size: int) -> Draft | None:
+    """Check what a drafter has proposed, and return it as a draft; None if it is empty.
+
+    Raises:
+        ValueError: if it is no draft, has more tokens than it may have, or tokens that the model does not know.
+    """
+    draft = proposed if isinstance(proposed, Draft) else _chain_of(proposed)
+    if not draft.tokens:
+        return None
+    parents = draft.parents
+    are_ints = all(type(number) is int for number in (*draft.tokens, *parents))
+    is_tree = are_ints and len(parents) == len(draft.tokens) + 1 and parents[0] == -1
+    if not is_tree or not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+        raise ValueError(
+            f"draft: expected ints as tokens, and as parents -1 and an earlier node for each of them, got {draft}"
+        )
+    if branches == 1 and not draft.is_chain:
+        raise ValueError(f"draft: expected a chain, as branches=1, got parents={list(parents)}")
+    if max(draft.depths) > depth:
+        raise ValueError(f"draft: expected at most depth={depth} tokens after one another, got {max(draft.depths)}")
+    if len(draft.tokens) > nodes:
+        raise ValueError(f"draft: expected at most nodes={nodes} tokens, got {len(draft.tokens)}")
+    unknown = [token for token in draft.tokens if not 0 <= token < vocab_size]
+    if unknown:
+        raise ValueError(f"draft: expected token ids in 0..{vocab_size - 1}, got {unknown[0]}")
+    return draft
+
+
+def _chain_of(proposed: Any) -> Draft:
+    """Return the draft of some token ids, each of which follows the one before it."""
+    ids = proposed.tolist() if hasattr(proposed, "tolist") else proposed
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise ValueError(f"draft: expected a sequence of token ids, a Draft or None, got {describe(proposed)}")
+    wrong = [token for token in ids if isinstance(token, bool) or not hasattr(token, "__index__")]
+    if wrong:
+        raise ValueError(f"draft: expected token ids, which are ints, got {wrong[0]!r}")
+    return Draft(tuple(map(index, ids)), tuple(range(-1, len(ids))))
 
 
 class Verified(NamedTuple):
