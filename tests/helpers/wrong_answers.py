@@ -315,4 +315,11 @@ WRONG = {
         ("len(keys) == room", "len(keys) > room", "with the token that fills the ring"),
         ("state, decays[:0], keys[:0], written[:0]", "state, decays, keys, written", "or they count twice"),
     ],
+    "own_block": [
+        ("    elif users[blocks[place]] > 1:\n", "    else:\n", "is its own already"),
+        ("        users[blocks[place]] -= 1\n", "", "it would never be free again"),
+        ("blocks[place] = free.pop(0)", "blocks[place] = free.pop()", "this is the last"),
+        ("users[blocks[place]] > 1", "users[blocks[place]] > 99", "before it writes"),
+        ("        users[blocks[place]] = 1\n    elif", "    elif", "users: "),
+    ],
 }

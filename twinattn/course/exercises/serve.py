@@ -38,7 +38,8 @@ ELSEWHERE = (
     "rollback",
     "backward",
     "replay",
-)  # for images, an indexer, a state, training
+    "own_block",
+)  # for images, an indexer, a state, training, several answers
 SERVED = tuple(exercise for exercise in EXERCISES if exercise.name not in ELSEWHERE)
 
 

@@ -35,4 +35,5 @@ EXERCISES = (
     model.ROTATE,
     model.SAMPLE,
     states.REPLAY,
+    cache.OWN_BLOCK,
 )

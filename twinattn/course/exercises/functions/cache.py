@@ -55,6 +55,77 @@ SLOT = Exercise(
 )
 
 
+def _own_block(position: int, blocks: list[int], users: list[int], free: list[int], block_size: int) -> None:
+    place = position // block_size
+    if place < len(blocks) and users[blocks[place]] == 1:
+        return
+    _replace_block(place, blocks, users, free)
+
+
+def _replace_block(
+    place: int, blocks: list[int], users: list[int], free: list[int], *, counts: int = 1, at: int = 0
+) -> None:
+    """Take the block at a place of `free`, and count its users; and one less of the block that it replaces."""
+    if place < len(blocks):
+        users[blocks[place]] -= counts
+    blocks[place : place + 1] = [free.pop(at)]
+    users[blocks[place]] = 1
+
+
+def _own_block_trials() -> Iterator[Trial]:
+    def arguments(position: int, blocks: list[int], several: dict[int, int], free: list[int], **size: int) -> Any:
+        users = [several.get(block, int(block in blocks)) for block in range(10)]
+        return dict(position=position, blocks=blocks, users=users, free=free, block_size=4) | size
+
+    yield Trial("a block that two sequences have", arguments(6, [9, 2], {9: 2, 2: 2}, [5, 7]))
+    yield Trial("the last user of a block", arguments(6, [9, 2], {9: 2}, [5, 7]))
+    yield Trial("a block of three, and three free ones", arguments(1, [4], {4: 3}, [8, 0, 6]))
+    yield Trial("the first token of a new block", arguments(8, [9, 2], {9: 2, 2: 2}, [5, 7]))
+    yield Trial("the first block of a sequence", arguments(0, [], {}, [3]))
+    yield Trial("blocks of two", arguments(5, [1, 0, 2], {1: 2, 0: 2, 2: 2}, [7, 3], block_size=2))
+
+
+OWN_BLOCK = Exercise(
+    "own_block",
+    _own_block,
+    _own_block_trials,
+    {
+        "a block that only this sequence has is its own already: nothing is to be copied": (
+            lambda position, blocks, users, free, block_size: _replace_block(
+                position // block_size, blocks, users, free
+            )
+        ),
+        "the block that was left has one user less: it would never be free again": (
+            lambda position, blocks, users, free, block_size: (
+                None
+                if position // block_size < len(blocks) and users[blocks[position // block_size]] == 1
+                else _replace_block(position // block_size, blocks, users, free, counts=0)
+            )
+        ),
+        "the next free block is the first of the list, and this is the last": (
+            lambda position, blocks, users, free, block_size: (
+                None
+                if position // block_size < len(blocks) and users[blocks[position // block_size]] == 1
+                else _replace_block(position // block_size, blocks, users, free, at=-1)
+            )
+        ),
+        "others still write into the shared block: the sequence has to leave it before it writes": (
+            lambda position, blocks, users, free, block_size: (
+                None
+                if position // block_size < len(blocks)
+                else _replace_block(position // block_size, blocks, users, free)
+            )
+        ),
+    },
+    (
+        "`position // block_size` is the place of the block in `blocks`; it may be one past the last.",
+        "Count both: one user less of the block that the sequence leaves, and one of the block that it takes.",
+    ),
+    changes=("blocks", "users", "free"),
+    in_page=True,
+)
+
+
 def _slot_mapping(query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> Any:
     batch = metadata.make_batch(query_lens, seq_lens, block_tables)
     return metadata.slot_mapping(batch, sum(query_lens), block_size=block_size).tolist()
