@@ -642,6 +642,24 @@ def test_greedy_and_sampled_requests_go_together(llama, expected):
 # The end, and the text.
 
 
+@pytest.mark.parametrize("way", ["step", "stream"])
+def test_the_last_token_of_an_answer_says_why_it_is_the_last(llama, expected, way):
+    engine, samplings = make_engine(llama), [SamplingParams(max_tokens=5, stop_token_ids=(expected[1][3],)), GREEDY]
+    if way == "stream":
+        events = list(engine.stream(PROMPTS[1:3], samplings))
+    else:
+        for case in zip(PROMPTS[1:3], samplings, strict=True):
+            engine.add(*case)
+        events = [event for _ in range(8) for event in engine.step()]
+    for request in {event.request for event in events}:
+        reasons = [event.finish_reason for event in events if event.request is request]
+        assert reasons == [None] * (len(request.output_ids) - 1) + [request.finish_reason]
+    assert {event.finish_reason for event in events} == {None, "stop", "length"}
+    failed = engine.add(PROMPTS[0], GREEDY)
+    engine.abort(failed)
+    assert failed.finish_reason == "abort" and engine.step() == []
+
+
 @pytest.mark.parametrize("twin", TWINS)
 def test_stop_tokens_end_an_answer(llama, expected, twin):
     stop = expected[1][3]

@@ -210,6 +210,7 @@ def test_a_stream_has_the_tokens_of_all_samples(llama):
     assert [request.index for request in requests] == [0, 1, 2, 3, 0]
     for request in requests:
         own = [event for event in events if event.request is request]
+        assert [event.finish_reason for event in own] == [None] * 5 + ["length"]
         assert [event.token_id for event in own] == request.output_ids and len(own) == 6
         assert "".join(event.text for event in own) == request.text != ""
     assert len({request.text for request in requests}) == 5

@@ -594,8 +594,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a decode ahead draws with the random number of the token before",
         "twinattn.engine.decode_rows:DecodeRows.next",
-        "settings_of(requests, [1] * len(rows))",
-        "settings_of(requests, [0] * len(rows))",
+        "self.places[kept] + 1",
+        "self.places[kept]",
         AHEAD,
     ),
     planted(
@@ -749,8 +749,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "drafts go on after the end",
         "twinattn.engine.outputs:Outputs.events_of",
-        "if events[-1].token_id is None or self._reason_to_end(request, events[-1].token_id):",
-        "if events[-1].token_id is None:",
+        "if event.token_id is None or event.finish_reason:",
+        "if event.token_id is None:",
         DRAFTS,
     ),
     planted(

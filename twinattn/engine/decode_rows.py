@@ -6,20 +6,20 @@ Three requests decode; the second one gets its last token in this decode, and th
     the next one      seq_lens  6 5        block_table  [[9 2] [1 3]]            sources  0  2
 
 A row of the next decode is a row of this one, with one token and now and then a block more, so what is left for Python
-to do is little: it has no loop over requests but for their random numbers and their states. `sources` says from which
-row of this decode its token comes, which only the device knows yet; -1 is a token that the host knows.
+to do is little: it has no loop over requests but for their states. `sources` says from which row of this decode its
+token comes, which only the device knows yet; -1 is a token that the host knows.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float64, Int32
+from jaxtyping import Float64, Int32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
 from twinattn.engine.request import Request
-from twinattn.engine.sampling import settings_of
+from twinattn.engine.sampling import generators, settings_of, uniforms_at
 from twinattn.engine.state_layers import rows_of
 from twinattn.engine.state_pool import Slots, StatePool
 
@@ -35,6 +35,8 @@ class DecodeRows:
         input_ids: their new tokens; 0 if only the device knows it.
         sources: the row of the decode before that chooses the new token; -1 if the host knows it.
         settings: temperature, `top_p` and random number of the next token, as `sample` takes them.
+        generators: the states of their random number generators.
+        places: the number of the next token in each answer, from 0.
         slots: where their states are, as in `state_layers.rows_of`; no columns without layers that keep one.
         copies: the states that are copied before the decode.
     """
@@ -45,6 +47,8 @@ class DecodeRows:
     input_ids: Int32[Tensor, "b"]
     sources: Int32[Tensor, "b"]
     settings: Float64[Tensor, "3 b"]
+    generators: Int64[Tensor, "b"]
+    places: Int64[Tensor, "b"]
     slots: Int32[Tensor, "b columns"]
     copies: list[tuple[int, int]]
 
@@ -74,6 +78,8 @@ class DecodeRows:
             _int32([0 if count else request.tokens[-1] for request, count in zip(requests, unknown, strict=True)]),
             _int32(sources),
             settings_of(requests, unknown),
+            generators([request.sampling.seed for request in requests]),
+            torch.tensor([request.num_outputs for request in requests]) + torch.tensor(unknown),
             *_states_of(slots, states),
         )
 
@@ -93,13 +99,18 @@ class DecodeRows:
         for row in (last % block_size == 0).nonzero()[:, 0].tolist():  # their next token begins a block
             place = int(column[row])
             table[row, place] = requests[row].blocks[place]
+        settings, generators, places = self.settings[:, kept], self.generators[kept], self.places[kept] + 1
+        if settings[0].any():
+            settings[2] = uniforms_at(generators, places)
         return DecodeRows(
             requests,
             last + 1,
             table,
             torch.zeros_like(kept),
             kept,
-            settings_of(requests, [1] * len(rows)),
+            settings,
+            generators,
+            places,
             *_states_of([None if states is None else states.slots[request].ahead for request in requests], states),
         )
 

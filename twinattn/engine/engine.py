@@ -399,10 +399,12 @@ class Engine:
             shown = dict.fromkeys((sample for request in requests for sample in request.samples), 0)
             while shown:
                 for request in [*shown]:
-                    is_last, pieces = request.status == "finished", request.pieces[shown[request] :]
-                    for token, piece in zip(request.tokens[request.prompt_len + shown[request] :], pieces, strict=True):
-                        yield Event(request, token, piece)
-                    shown[request] += len(pieces)
+                    is_last, first, count = request.status == "finished", shown[request], request.num_outputs
+                    for place in range(first, count):
+                        ends = is_last and place == count - 1 and request.finish_reason in ("stop", "length")
+                        token, text = request.tokens[request.prompt_len + place], request.pieces[place]
+                        yield Event(request, token, text, finish_reason=request.finish_reason if ends else None)
+                    shown[request] = count
                     if is_last:
                         del shown[request]
                         if request.error is not None:

@@ -39,10 +39,11 @@ class Outputs:
         """
         events = []
         for token in tokens:
-            events.append(self._next_event(request, token))
-            if events[-1].token_id is None or self._reason_to_end(request, events[-1].token_id):
+            event = self._next_event(request, token)
+            events.append(event)
+            if event.token_id is None or event.finish_reason:
                 break
-            request.accepted.append(events[-1].token_id)
+            request.accepted.append(event.token_id)
         request.accepted = []
         return events
 
@@ -54,45 +55,39 @@ class Outputs:
             count: its new tokens in the step, drafts included; 0 for a sample of which another one computed the prompt.
             events: from `events_of`, or of its failure.
         """
-        if request.draft is not None:
-            count = 1  # its tokens so far; drafts do not count yet
-        tokens, failure = [event for event in events if event.error is None], events[-1:]
+        failure = events[-1].error if events else None
+        tokens = events if failure is None else events[:-1]
         if count and (tokens or not events):
-            self._scheduler.keep(request, count)
+            self._scheduler.keep(request, count if request.draft is None else 1)  # drafts do not count yet
         if tokens and request.others:
             self._scheduler.fork(request)
         if tokens and request.status == "waiting":  # the first sample has failed, and its blocks are gone
             self._scheduler.waiting.appendleft(request)
         for event in tokens:
             assert event.token_id is not None  # it is no failure
-            reason = self._reason_to_end(request, event.token_id)
             request.tokens.append(event.token_id)
             request.pieces.append(event.text)
-            if reason:
-                failure = []
         if request.draft is not None and tokens:
             self._scheduler.keep_drafts(request, len(tokens) - 1)
         request.draft = None
-        if failure and failure[0].error is not None:
-            request.error = failure[0].error
+        if failure is not None:
+            request.error = failure
             self._scheduler.pool.forget(request.blocks)  # their contents are not known
             self._scheduler.finish(request, "error")
-        elif tokens and reason:
-            self._scheduler.finish(request, reason)
+        elif tokens and tokens[-1].finish_reason is not None:
+            self._scheduler.finish(request, tokens[-1].finish_reason)
 
     def _next_event(self, request: Request, token: int | None) -> Event:
         """Return the event of a request's next token, or of its failure if there is no token or no text of it."""
         if token is None:
             return Event(request, error="FloatingPointError: logits: expected finite numbers, got NaN or infinity")
+        reason = self._reason_to_end(request, token)
         try:
-            return Event(request, token, self._new_text(request, token) if self.tokenizer else "")
+            text = new_text(self.tokenizer, request, token, reason) if self.tokenizer else ""
+            return Event(request, token, text, finish_reason=reason)
         except Exception as error:
             logger.exception("a request of %d tokens failed", len(request.tokens))
             return Event(request, error=describe_error(error))
-
-    def _new_text(self, request: Request, token: int) -> str:
-        """Return the text that comes with a token."""
-        return new_text(self.tokenizer, request, token, self._reason_to_end(request, token))
 
     def _reason_to_end(self, request: Request, token: int) -> str | None:
         """Return the reason why a token is the last of its request, or None if it is not."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import index
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -236,8 +236,7 @@ def fill_in(input_ids: Tensor, chosen: Int64[Tensor, "rows"]) -> Tensor:
     return chosen[row].clamp(min=0).where(input_ids < 0, input_ids)
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A request got a token, or it failed.
 
     Attributes:
@@ -245,12 +244,14 @@ class Event:
         token_id: the token; None if the request failed.
         text: the text to show since its last event; it never ends in half a character.
         error: what went wrong if the request failed, as in `Request.error`.
+        finish_reason: of the last token of a request, why it is the last: "stop" or "length".
     """
 
     request: Request
     token_id: int | None = None
     text: str = ""
     error: str | None = None
+    finish_reason: str | None = None
 
 
 def tokenize(prompt: str | Iterable[int], tokenizer: Any) -> list[int]:

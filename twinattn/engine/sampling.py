@@ -168,8 +168,17 @@ def uniforms(seeds: Sequence[int], places: Sequence[int]) -> Float64[Tensor, "b"
     Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators"; the constants are those of
         Vigna's `splitmix64.c`.
     """
-    state = _splitmix64(torch.tensor([seed % 2**64 for seed in seeds], dtype=torch.uint64).view(torch.int64))
-    bits = _splitmix64(state + torch.tensor(list(places), dtype=torch.int64) * GOLDEN_GAMMA)
+    return uniforms_at(generators(seeds), torch.tensor(list(places), dtype=torch.int64))
+
+
+def generators(seeds: Sequence[int]) -> Int64[Tensor, "b"]:
+    """Return the state of the random number generator that each seed gives, for `uniforms_at`."""
+    return _splitmix64(torch.tensor([seed % 2**64 for seed in seeds], dtype=torch.uint64).view(torch.int64))
+
+
+def uniforms_at(states: Int64[Tensor, "b"], places: Int64[Tensor, "b"]) -> Float64[Tensor, "b"]:
+    """Return the random number of each generator at a place, as `uniforms`."""
+    bits = _splitmix64(states + places * GOLDEN_GAMMA)
     return _shift_right(bits, 11).double() * 2.0**-53
 
 

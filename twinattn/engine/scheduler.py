@@ -189,8 +189,10 @@ class Scheduler:
                     return {}
                 scheduled[request] = count
                 room -= count
-        ends = [(other, (other.num_computed_tokens + count) // self.block_size) for other, count in launched.items()]
-        filling = [(other, full) for other, full in ends if full > len(other.contents)]
+        filling: list[tuple[Request, int]] = []
+        if self.waiting:
+            ends = [(one, (one.num_computed_tokens + count) // self.block_size) for one, count in launched.items()]
+            filling = [(one, full) for one, full in ends if full > len(one.contents)]
         while room and self._has_room():
             request, cached = self.waiting[0], self._find(self.waiting[0])
             if request.spans or request.unforked or self._begins_like_one_of(filling, request, len(cached)):
