@@ -27,7 +27,7 @@ HANDED_ON = ("allocation", "steps")  # modules with functions that both twins ha
 REFERENCE_ONLY = {"attention", "masks", "rounding"} | SHARED
 FAST_ONLY = {"kernels", "dispatch", "doctor"}
 BESIDES = {"kv_cache", "merge", "metadata", "state_cache"}  # twins that are no paths, but go with them
-OVER_STATES = {"recurrent", "replay"}  # paths without keys to attend to: they have no blocks, and no softmax to return the sum of
+OVER_STATES = {"recurrent", "replay"}  # paths without keys to attend to: no blocks, and no softmax to return the sum of
 
 
 def parts(package: str) -> set[str]:
