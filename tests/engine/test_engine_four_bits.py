@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-import twinattn.engine.engine
+import twinattn.engine.choice
 from tests.helpers.drafts import Oracle
 from tests.helpers.tiny_models import make_family, make_llama
 from twinattn.engine import Engine, NGram, SamplingParams, calibrate
@@ -89,14 +89,14 @@ def test_a_token_takes_so_many_bytes(models, package, kind):
 
 def logits_of(model, monkeypatch, **options):
     """Return the logits that the first tokens are chosen from."""
-    rows, choose = {}, twinattn.engine.engine.choose
+    rows, choose = {}, twinattn.engine.choice.choose
 
     def watch(logits, requests, **how):
         rows.update(zip(requests, logits, strict=True))
         return choose(logits, requests, **how)
 
     with monkeypatch.context() as watched:
-        watched.setattr(twinattn.engine.engine, "choose", watch)
+        watched.setattr(twinattn.engine.choice, "choose", watch)
         requests = Engine(model, **SIZES, **options).generate(PROMPTS[1:], SamplingParams(max_tokens=1))
     return torch.stack([rows[request] for request in requests]).float()
 
