@@ -442,7 +442,7 @@ PROPERTIES = (
         "Queries over latents in fp8 may be rounded to it, too, under a scale of their own.",
         drawn(stored=FP8_NAMES, query_scale=(True,)),
         everything,
-        ("query_scale",),
+        ("query_scale", "cache_scale"),
         ("mla",),
         examples=8,
     ),

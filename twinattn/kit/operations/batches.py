@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, LENS, ODD_LENS, Drawn, batch_of, padding_of, rows_of
-from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, Without
 from twinattn.kit.operations.tiles import BLOCKS, of_lengths, of_size
 
 NUMBERS = (torch.float32,)  # one type is enough: no input is floating point
@@ -128,17 +128,25 @@ def draw_requests(case: Case, dtype: torch.dtype) -> Inputs:
     drawn, lens = Drawn(case, dtype), case["lens"]
     counts = [-(-s // case["block_size"]) + int(drawn.whole(0, 2, 1)) for _, s in lens]
     tables = [drawn.whole(0, case["blocks"], count).tolist() for count in counts]
-    return Inputs(dict(query_lens=[q for q, _ in lens], seq_lens=[s for _, s in lens], block_tables=tables))
+    return Inputs(
+        dict(
+            query_lens=[q for q, _ in lens],
+            seq_lens=[s for _, s in lens],
+            block_tables=tables if case["block_tables"] else None,
+        )
+    )
 
 
 def made(a: Arguments, compute: torch.dtype, fill: int = -1) -> Answers:
     """Return the fields of the batch."""
-    columns = max((len(x) for x in a["block_tables"]), default=0)
-    rows = [[*x, *[fill] * (columns - len(x))] for x in a["block_tables"]]
+    tables = a["block_tables"] or []
+    columns = max((len(x) for x in tables), default=0)
+    rows = [[*x, *[fill] * (columns - len(x))] for x in tables]
+    no_table = a["block_tables"] is None
     return dict(
         cu_seqlens_q=torch.tensor([0, *accumulate(a["query_lens"])], dtype=torch.int32),
         seq_lens=torch.tensor(a["seq_lens"], dtype=torch.int32),
-        block_table=torch.tensor(rows, dtype=torch.int32).reshape(len(rows), columns),
+        block_table=None if no_table else torch.tensor(rows, dtype=torch.int32).reshape(len(rows), columns),
         max_query_len=max(a["query_lens"], default=0),
         max_seq_len=max(a["seq_lens"], default=0),
     )
@@ -152,7 +160,8 @@ MAKE_BATCH = Operation(
     "`block_table` (-1 past a last block), `max_query_len`, `max_seq_len`",
     draw=draw_requests,
     oracle=made,
-    sizes=dict(lens=LENS, block_size=(4, 1, 16), blocks=(100, 2**31 - 1)),
+    sizes=dict(lens=LENS, block_size=(4, 1, 16), blocks=(100, 2**31 - 1), block_tables=(True,)),
+    without=dict(block_tables=Without(False, ("block_tables",))),
     dimensions=of_lengths() | dict(block_size=of_size("block_size", BLOCKS)),
     specials=(
         Special("empty", "There may be no request, and requests without tokens.", dict(lens=ODD_LENS)),
@@ -281,6 +290,7 @@ ORDER = Operation(
     draw=draw_order,
     oracle=ordered,
     sizes=dict(requests=(4, 1, 9, 30), decode_len=(1, 3, 0)),
+    without=dict(decode_len=Without(1, ("decode_len",))),
     dimensions=dict(requests=of_size("requests")),
     specials=(Special("empty", "There may be no request.", dict(requests=(0,))),),
     exact=frozenset({"out"}),
@@ -344,6 +354,7 @@ SPLIT = Operation(
     draw=draw_split,
     oracle=parted,
     sizes=dict(decodes=(2, 1, 3), prefills=(2, 1, 3), decode_len=(1, 3), decodes_first=(True, False)),
+    without=dict(decode_len=Without(1, ("decode_len",))),
     dimensions=dict(
         decodes=of_size("decodes", 513), prefills=of_size("prefills", 129), decode_len=of_size("decode_len", 513)
     ),

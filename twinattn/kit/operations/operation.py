@@ -10,7 +10,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +69,26 @@ class Mistake:
     oracle: Oracle
 
 
+class Without(NamedTuple):
+    """What a function gets that lacks one of some parameters.
+
+    Attributes:
+        value: the only value of a size.
+        words: the names of the parameters.
+    """
+
+    value: Any
+    words: tuple[str, ...]
+
+
+IN: Mapping[str, tuple[str, ...]] = {  # arguments that contain others
+    "plan": ("window_size", "num_accepted", "has_initial_state", "causal"),
+    "options": ("softmax_scale", "scale", "delta", "sinks", "softcap", "alibi_slopes"),
+    "scales": ("key_scales", "value_scales", "format"),
+    "shard": ("interleave",),
+}
+
+
 @dataclass(frozen=True)
 class Special:
     """A property of one operation: the common check over some sizes, options or values.
@@ -103,6 +123,9 @@ class Operation:
         dimensions: by name, the sizes that are also drawn past those of tiles.
         options: the neutral value of each option; the others are those in `sizes`. A function without a parameter of
             that name gets only calls with the neutral value.
+        without: for a size that a function can only follow through some parameters, their names, and the only value
+            that a function without one of them gets.
+        contents: arguments that contain others, such as a plan, each with the names of those.
         specials: more properties.
         derived: arguments that are made of others for a function that takes them, such as a plan.
         outputs: names of the returned values, in order; none if a function only changes arguments.
@@ -133,6 +156,8 @@ class Operation:
     sizes: Mapping[str, tuple[Any, ...]]
     dimensions: Mapping[str, Dimension] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    without: Mapping[str, "Without"] = field(default_factory=dict)
+    contents: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IN)
     specials: tuple[Special, ...] = ()
     derived: Mapping[str, Callable[[Arguments], Any]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("out",)
@@ -163,10 +188,15 @@ class Operation:
     def cases(self, kernel: "OperationKernel", about: str, chosen: Mapping[str, Any], count: int) -> list[Case]:
         """Draw cases: the first has the first choice of every size, and all choices of a size are equally frequent."""
         choices = {**self.sizes, **{name: (value,) for name, value in self.options.items()}, **chosen}
-        choices |= {name: tuple(kernel.limits[name]) for name in kernel.limits.keys() & choices.keys()}
+        choices |= self.only(kernel)
         drawn = random.Random(f"{self.name} {about}")
         columns = {name: _in_turn(values, drawn) for name, values in choices.items()}
         return [Case(self.name, {name: next(column) for name, column in columns.items()}, i) for i in range(count)]
+
+    def only(self, kernel: "OperationKernel") -> dict[str, tuple[Any, ...]]:
+        """Return the choices of the sizes that a function limits: by its claims, or as it lacks a parameter."""
+        lacking = {x: (y.value,) for x, y in self.without.items() if kernel.lacks(y.words)}
+        return lacking | {name: tuple(kernel.limits[name]) for name in kernel.limits.keys() & self.sizes.keys()}
 
     def cases_past_tiles(self, kernel: "OperationKernel", chosen: Mapping[str, Any]) -> list[Case]:
         """Draw cases in which each dimension in turn fills a tile, or is past it, with any other choices.
@@ -174,7 +204,8 @@ class Operation:
         Dimensions that need sizes which the function does not claim are left out.
         """
         large = [sizes for dimension in self.dimensions.values() for sizes in dimension.cases()]
-        large = [x for x in large if all(x[n] in kernel.limits[n] for n in kernel.limits.keys() & x.keys())]
+        only = self.only(kernel)
+        large = [x for x in large if all(x[n] in only[n] for n in only.keys() & x.keys())]
         drawn = self.cases(kernel, "past tiles", chosen, len(large))
         return [Case(self.name, {**case.sizes, **x}, i) for i, (case, x) in enumerate(zip(drawn, large, strict=True))]
 
@@ -281,7 +312,12 @@ class OperationKernel:
 
     def takes(self, word: str) -> bool:
         """Return whether the function has a parameter of this name, or one that includes it."""
-        return word in self.parameters or any(word in IN[x] for x in IN.keys() & self.parameters.keys())
+        contents = self.operation.contents
+        return word in self.parameters or any(word in contents[x] for x in contents.keys() & self.parameters.keys())
+
+    def lacks(self, words: tuple[str, ...]) -> bool:
+        """Return whether the function lacks one of these parameters."""
+        return not all(self.takes(word) for word in words)
 
     def asked(self, arguments: Arguments) -> Arguments:
         """Return an argument for each parameter, if there is one."""
@@ -307,10 +343,6 @@ class OperationKernel:
 
 
 IN_CASES = {"head_sizes": "head_size", "block_sizes": "block_size"}  # names of the command line -> names in cases
-IN = {  # arguments that contain others
-    "plan": ("window_size", "num_accepted", "flush", "causal"),
-    "options": ("sinks", "softcap", "alibi_slopes"),
-}
 
 
 def named(came: Any, names: tuple[str, ...], optional: frozenset[str] = frozenset()) -> Answers:

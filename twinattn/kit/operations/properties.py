@@ -93,6 +93,10 @@ class OperationProperty:
         for word in self.needs:
             if not kernel.takes(word):
                 return f"has no parameter {word}"
+        for name, values in self.operation.only(kernel).items():
+            lacking = self.operation.without.get(name)
+            if lacking and name not in kernel.limits and not {*values} & {*self.sizes.get(name, values)}:
+                return f"has no parameter {next(x for x in lacking.words if not kernel.takes(x))}"
         if self.on_cpu and device != "cpu":
             return "is asked on a CPU only"
         return None
@@ -192,9 +196,9 @@ class OperationProperty:
         self, kernel: OperationKernel, case: Case, dtype: torch.dtype, device: str, error: Broken
     ) -> tuple[Case, Broken]:
         """Replace choices by simpler ones as long as the case still fails."""
-        choices = {**self.operation.sizes, **self.sizes}
+        choices = {**self.operation.sizes, **self.sizes, **self.operation.only(kernel)}
         for name, value in case.sizes.items():
-            values = kernel.limits.get(name, choices[name])
+            values = choices[name]
             for simpler in values[: list(values).index(value)] if value in values else values:
                 smaller = Case(case.path, {**case.sizes, name: simpler}, case.seed)
                 try:
@@ -322,7 +326,7 @@ def again(call: _Call) -> None:
     kept = {n: x for n, x in first.items() if isinstance(x, Tensor) and word_of(n) not in call.operation.changes}
     before = {name: x.clone() for name, x in kept.items()}
     call.hold()
-    choices = {name: call.kernel.limits.get(name, values) for name, values in call.operation.sizes.items()}
+    choices = {**call.operation.sizes, **call.operation.only(call.kernel)}
     sizes = {name: values[(call.case.seed + 1) % len(values)] for name, values in choices.items()}
     other = Case(call.case.path, sizes | {name: call.case[name] for name in call.operation.options}, call.case.seed + 1)
     call.ask(call.place(call.operation.draw(other, call.dtype).arguments))

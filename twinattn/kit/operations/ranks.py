@@ -18,6 +18,7 @@ from twinattn.kit.operations.operation import (
     Operation,
     OperationKernel,
     Special,
+    Without,
     named,
 )
 from twinattn.kit.operations.scores import PADDING, expanded, softmax, visible, with_sinks
@@ -51,7 +52,8 @@ def draw_ranks(case: Case, dtype: torch.dtype) -> Inputs:
             unread[f"{name}[{rank}]"] = past["block_table"] if name == "block_table" else expanded(free, x)
     a |= dict(query=list(query.chunk(ranks, dim=1)), key=key, value=value, **lists)
     a |= dict(sinks=list(drawn.normal(h, dtype=torch.float32).chunk(ranks)) if case["sinks"] else None)
-    a |= dict(ranks=ranks, interleave=run, softmax_scale=0.21, window_size=case["window_size"], return_lse=True)
+    a |= dict(ranks=ranks, interleave=run, window_size=case["window_size"], return_lse=True)
+    a |= dict(softmax_scale=d**-0.5 if case["softmax_scale"] is None else case["softmax_scale"])
     padding = {name: padding_of(a, a[name]) for name in ("key", "value")}
     padding |= {f"query[{rank}]": padding_of(a, x) for rank, x in enumerate(a["query"])}
     return Inputs(a, unread | padding)
@@ -130,6 +132,7 @@ CONTEXT_PARALLEL = Operation(
         ranks=(2, 1, 3),
         interleave=(1, 2, 16),
         few_heads=(False,),
+        softmax_scale=(0.21, None),
         sinks=(False, True),
         window_size=((-1, -1), (3, -1), (0, -1), (5, -1), (11, -1)),
         padding=(0, 2),
@@ -138,6 +141,7 @@ CONTEXT_PARALLEL = Operation(
     | dict(block_size=of_size("block_size", BLOCKS), padding=of_size("padding", 513))
     | dict(heads=Dimension(lambda n: dict(heads=(n, 1)), 65), head_size=of_size("head_size", 257))
     | dict(ranks=Dimension(lambda n: dict(ranks=8), 64), interleave=of_size("interleave", BLOCKS, block_size=BLOCKS)),
+    without=dict(interleave=Without(1, ("interleave",)), softmax_scale=Without(None, ("softmax_scale",))),
     options=dict(sinks=False, window_size=(-1, -1)),
     specials=(
         Special(

@@ -8,12 +8,13 @@ from refattn.options import RecurrentOptions
 from refattn.rings import ReplayPlan, Ring
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, batch_of
-from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, Without
 from twinattn.kit.operations.states import EMPTY, draw_steps
 from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((1, 5), (2, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((1, 12), (1, 1), (2, 30)), ((4, 70), (1, 8)))
 RING = ("key", "written", "log_decay")
+CONTENTS = {"plan": ("has_initial_state", "flush", "drafts"), "options": ("scale", "delta")}
 
 
 def draw_slots(case: Case, drawn: Drawn) -> tuple[Arguments, Tensor]:
@@ -85,7 +86,7 @@ def draw_replay(case: Case, dtype: torch.dtype) -> Inputs:
         ring_key=keys(n, size, h, dk),
         ring_written=drawn.normal(n, size, hv, dv, dtype=wide),
         ring_log_decay=decays(n, size, *gates),
-        scale=0.3,
+        scale=dk**-0.5 if case["scale"] is None else case["scale"],
         delta=case["delta"],
     )
     padding, past = torch.ones(t, dtype=torch.bool), torch.arange(size) >= a["cursors"][:, None]
@@ -167,7 +168,15 @@ REPLAY = Operation(
         drafts=(False, True),
         per_channel=(False, True),
         delta=(True, False),
+        scale=(0.3, None, -0.7),
     ),
+    without=dict(
+        flush=Without(False, ("flush",)),
+        drafts=Without(False, ("drafts",)),
+        delta=Without(True, ("delta",)),
+        scale=Without(None, ("scale",)),
+    ),
+    contents=CONTENTS,
     dimensions={
         name: x for name, x in of_lengths(queries=65, sequences=129, heads=1, group=1).items() if name != "keys"
     }
@@ -253,6 +262,8 @@ CURSORS = Operation(
         flush=(False, True),
         drafts=(False, True),
     ),
+    without=dict(flush=Without(False, ("flush",)), drafts=Without(False, ("drafts", "num_accepted"))),
+    contents=CONTENTS,
     dimensions={name: x for name, x in of_lengths(queries=65, sequences=1025).items() if name != "keys"}
     | dict(ring_size=of_size("ring_size", 1025)),
     specials=(

@@ -27,6 +27,7 @@ from twinattn.kit.operations.operation import (
     Mistake,
     Operation,
     Special,
+    Without,
 )
 from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_lengths, of_size
 from twinattn.kit.operations.written import index_parts
@@ -227,7 +228,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         value_cache=values,
         key_scales=drawn.uniform(n, p, hk, low=0.005, high=0.03, dtype=torch.float32),
         value_scales=drawn.uniform(hk, dv, low=0.005, high=0.03, dtype=torch.float32) if case["value_scales"] else None,
-        softmax_scale=0.21,
+        softmax_scale=d**-0.5 if case["softmax_scale"] is None else case["softmax_scale"],
         return_lse=True,
         sinks=drawn.normal(h, dtype=torch.float32) if case["sinks"] else None,
         softcap=case["softcap"],
@@ -237,7 +238,8 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     )
     if case["values"] == "tiny":
         tiny = TINY[dtype][case.seed % len(TINY[dtype])]
-        a["query"], a["softmax_scale"] = a["query"] * tiny, 0.21 / tiny
+        a["query"] = a["query"] * tiny
+        a["softmax_scale"] /= 1.0 if case["softmax_scale"] is None else tiny
     quotient = a["query"].double() / (a["query"].double().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     a["query"][(quotient % 1 - 0.5).abs() < 1e-4] = 0  # near halves, which float32 and float64 may round differently
     if case["values"] == "zeros":
@@ -295,9 +297,11 @@ INT8 = Operation(
         values=("normal",),
         causal=(True, False),
         window_size=((-1, -1), (3, 0), (20, 2), (-1, 1)),
+        softmax_scale=(0.21, None),
         softcap=(0.0, 2.0),
         sinks=(False, True),
     ),
+    without=dict(softmax_scale=Without(None, ("softmax_scale",)), value_scales=Without(False, ("value_scales",))),
     options=dict(causal=True, window_size=(-1, -1), softcap=0.0, sinks=False),
     dimensions=of_lengths(queries=513, sequences=513)
     | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))

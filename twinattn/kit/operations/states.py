@@ -10,7 +10,7 @@ from refattn.options import RecurrentOptions
 from refattn.states import StateMap
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, batch_of
-from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, named
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, Without, named
 from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((5, 5), (1, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((9, 12), (4, 4), (2, 30)), ((70, 70),))
@@ -256,6 +256,7 @@ STATE_MAP = Operation(
         delta=(True, False),
         gates=("usual",),
     ),
+    without=dict(delta=Without(True, ("delta",))),
     dimensions={
         name: x for name, x in of_lengths(queries=513, sequences=129, heads=1, group=1).items() if name != "keys"
     }

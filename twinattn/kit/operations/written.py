@@ -14,7 +14,7 @@ from torch import Tensor
 from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import Drawn
-from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, Without
 from twinattn.kit.operations.tiles import BLOCKS, of_size
 
 HALF = 3e-7  # the relative error that a quotient in float32 may have
@@ -276,6 +276,7 @@ FP8_WRITE = Operation(
         per_head=(False, True),
         values=("normal",),
     ),
+    without=dict(format=Without("e4m3", ("format",))),
     dimensions=PAST_TILES | dict(heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)),
     specials=(
         Special("saturates", "Numbers beyond the format, infinity too, become its largest.", dict(values=("large",))),
@@ -398,6 +399,7 @@ INT8_WRITE = Operation(
         value_scales=(True, False),
         values=("normal",),
     ),
+    without=dict(value_scales=Without(False, ("value_scales",))),
     dimensions=PAST_TILES | dict(heads=of_size("heads", tokens=5), head_size=of_size("head_size", tokens=5)),
     specials=(
         Special("ties", "Halves are rounded to the even number.", dict(values=("ties",))),
