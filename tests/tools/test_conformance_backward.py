@@ -1,6 +1,7 @@
 """The kit proves gradients: it finds mistakes planted in a backward, names them, and leaves right kernels alone."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -160,6 +161,38 @@ def test_weights_may_be_off_by_the_rounding_of_their_log_sum_exp():
     for seed in range(4):
         example = Example(PATH, lens, (4, 2), 128, 0, 64, options=options, seed=seed)
         everything(find(weights_of_the_given_lse, PATH), example, torch.float32, "cpu")
+
+
+LARGE_SCORES = [
+    Example(PATH, ((1, 295), (4, 40)), (3, 3), 128, options={"softmax_scale": scale}, seed=seed)
+    for scale, seed in itertools.product((0.3, -0.3), range(4))
+]
+
+
+@pytest.mark.parametrize("example", LARGE_SCORES)
+def test_weights_may_be_off_by_the_rounding_of_their_score(example):
+    """A score of about 10 is a sum of 128 terms: its rounding error is a relative error of `exp(score - lse)`."""
+    everything(find(weights_of_the_given_lse, PATH), example, torch.float32, "cpu")
+
+
+WRONG_WEIGHTS = dict(
+    lse_in_16_bits=lambda a: a | dict(lse=a["lse"].bfloat16().float()),
+    ln_2_of_four_digits=lambda a: a | dict(lse=a["lse"] * (0.6931 / 0.693147)),
+    scores_in_tf32=lambda a: a | dict(query=(a["query"].view(torch.int32) & ~0x1FFF).view(torch.float32)),
+    delta_in_16_bits=lambda a: a | dict(out=a["out"].half().float()),
+    a_key_lost=lambda a: a | dict(key=torch.cat([a["key"][:294], -a["key"][294:295], a["key"][295:]])),
+)
+
+
+@pytest.mark.parametrize("example", LARGE_SCORES)
+@pytest.mark.parametrize("name", WRONG_WEIGHTS)
+def test_wrong_weights_are_found_where_scores_are_large(name, example):
+    @functools.wraps(weights_of_the_given_lse)
+    def kernel(**arguments):
+        return weights_of_the_given_lse(**WRONG_WEIGHTS[name](arguments))
+
+    with pytest.raises(property.Broken):
+        everything(find(kernel, PATH), example, torch.float32, "cpu")
 
 
 def test_sdpa_and_its_scale():

@@ -239,18 +239,21 @@ def hold_gradients(example: Example, arguments: Arguments, answers: Answers, *, 
             except AssertionError:
                 if dtype != torch.float32:
                     raise
-                gradients.assert_close(name, *limits, largest_score=score + lse_roundings(arguments))
+                gradients.assert_close(name, *limits, largest_score=score + weight_roundings(example, arguments))
         except AssertionError as error:
             raise Broken(str(error)) from None
 
 
-def lse_roundings(arguments: Arguments) -> float:
+def weight_roundings(example: Example, arguments: Arguments) -> float:
     """Return the roundings that the weights of a backward have from the LSE, in units of `FLOAT32_ROUNDINGS`.
 
-    Such a weight is `exp(score - lse)`: the absolute rounding error of the LSE is a relative error of the weight.
+    Such a weight is `exp(score - lse)`: the absolute rounding errors of both are relative errors of the weight, which
+    no sum of weights cancels, as that of a softmax does. An LSE has a rounding of its own size. A score is a sum in
+    which roundings walk at random, and has one of the size of the norms of its query and key.
     """
     _, lse = gradients.forward(arguments)
-    return float(lse.abs().nan_to_num(0.0, 0.0, 0.0).amax()) / FLOAT32_ROUNDINGS if lse.numel() else 0.0
+    largest = float(lse.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if lse.numel() else 0.0
+    return (largest + score_size(example, arguments)) / FLOAT32_ROUNDINGS
 
 
 def hold_selection(arguments: Arguments, came: Tensor, want: Tensor) -> None:
