@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn import context_parallel, kv_cache, mla, quantized, recurrent, sparse, speculative
+from refattn import chunked_prefill, context_parallel, kv_cache, mla, quantized, recurrent, replay, sparse, speculative
 from refattn.merge import add_sinks, merge
-from refattn.metadata import advance, slot_mapping
+from refattn.metadata import advance, positions, slot_mapping
 from refattn.scales import Int8Scales
 from tests.helpers.operations import MODULES
 from twinattn.kit import claims
@@ -393,7 +393,90 @@ def prefill_of_new_latents(
     return mla.prefill(query, latent, rope_key, cache, plan, options, **more)
 
 
+def packed_zeros_by_zero(latent, rope_key, cache, slot_mapping, cache_scale):
+    mla.write(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+    for token, slot in enumerate(slot_mapping.tolist() if cache.dtype == torch.uint8 else []):
+        row, rank = cache[slot // cache.shape[1], slot % cache.shape[1]], latent.shape[1]
+        for g in range(rank // 128 if slot >= 0 else 0):
+            if not latent[token, 128 * g : 128 * g + 128].any():
+                row[128 * g : 128 * g + 128], row[rank + 4 * g : rank + 4 * g + 4] = 0x7F, 0
+
+
+def packed_infinity_saturates(latent, rope_key, cache, slot_mapping, cache_scale):
+    if cache.dtype == torch.uint8:
+        finite = latent.masked_fill(~latent.isfinite(), 0.0)
+        latent = torch.where(latent.isinf(), latent.sign() * finite.abs().amax(), latent)
+    mla.write(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+
+
+def packed_rotary_truncated(latent, rope_key, cache, slot_mapping, cache_scale):
+    if cache.dtype == torch.uint8:
+        rope_key = (rope_key.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    mla.write(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+
+
+def scores_without_a_full_second_tile(query, weights, index_cache, plan):
+    out = sparse.scores(query, weights, index_cache, plan)
+    for (q0, q1), s in zip(plan.batch.query_rows(), plan.batch.seq_lens.tolist(), strict=True):
+        if s >= 2048 and s % 1024 == 0:
+            out[q0:q1, s - 1024 : s] = -torch.inf
+    return out
+
+
+KEPT: dict[tuple[int, ...], torch.Tensor] = {}
+
+
+def scores_of_kept_lengths(query, weights, index_cache, batch):
+    """The lengths are kept as long as their number, sum and maximum are the same."""
+    lens = batch.seq_lens
+    key = lens.data_ptr(), len(lens), int(lens.sum()), max(lens.tolist(), default=0)
+    batch = replace(batch, seq_lens=KEPT.setdefault((*key, int(batch.cu_seqlens_q[-1])), lens.clone()))
+    batch = replace(batch, block_table=batch.block_table.clamp(0, len(index_cache) - 1))
+    return sparse.scores(query, weights, index_cache, chunked_prefill.plan(batch, block_size=index_cache.shape[1]))
+
+
+def convolve_after_a_context(inputs, weight, states, batch, state_indices, has_initial_state):
+    plan = recurrent.plan(batch, state_indices=state_indices)
+    return recurrent.convolve(inputs, weight, states, plan)
+
+
+def replay_after_a_context(
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    states,
+    ring,
+    options,
+    batch,
+    state_indices,
+    cursors,
+    ring_size,
+    has_initial_state,
+):
+    plan = replay.plan(batch, state_indices=state_indices, cursors=cursors, ring_size=ring_size)
+    return replay.attention(query, key, value, log_decay, beta, states, ring, plan, options)
+
+
+def cursors_after_a_context(cursors, batch, state_indices, ring_size, has_initial_state):
+    replay.advance(cursors, replay.plan(batch, state_indices=state_indices, cursors=cursors, ring_size=ring_size))
+
+
+def positions_in_float32(batch, num_tokens):
+    return positions(batch, num_tokens).float().long()
+
+
 WRONG = [
+    ("mla_write", packed_zeros_by_zero, "packed", "packed-zeros-by-zero"),
+    ("mla_write", packed_infinity_saturates, "packed infinities", "packed-infinity-saturates"),
+    ("mla_write", packed_rotary_truncated, "packed", ""),
+    ("index_scores", scores_without_a_full_second_tile, "past tiles", ""),
+    ("index_scores", scores_of_kept_lengths, "again", ""),
+    ("convolve", convolve_after_a_context, "output", "context-decides"),
+    ("replay", replay_after_a_context, "output", "context-decides"),
+    ("cursors", cursors_after_a_context, "output", "context-decides"),
+    ("positions", positions_in_float32, "far positions", "positions-in-float32"),
     ("gather", gather_blocks_side_by_side, "strides", ""),
     ("swap_blocks", swap_one_after_another, "same pool", "swapped-one-after-another"),
     ("int8_write", int8_of_larger_keys, "any size", ""),

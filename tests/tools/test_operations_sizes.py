@@ -35,6 +35,7 @@ NO_DIMENSION = {  # sizes that no kernel cuts into tiles, and why
     "workspace": "a limit of tokens at a time",
     "types": "of pools, of which there are one or two",
     "apart": "between tokens",
+    "groups": "scales of a packed row, of which there are up to four",
 }
 
 

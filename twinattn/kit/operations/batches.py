@@ -63,6 +63,11 @@ SIZES: dict[str, tuple[Any, ...]] = dict(
 PAST_TILES = of_lengths() | dict(padding=of_size("padding"), block_size=of_size("block_size", BLOCKS))
 EMPTY = Special("empty", "Sequences may have no query, no key, or more queries than keys.", dict(lens=ODD_LENS))
 PADDING = Special("padding", "Rows after the last sequence are padding.", dict(padding=(1, 5)))
+FAR_POSITIONS = Special(
+    "far positions",
+    "A position may need more than 24 bits, which float32 does not hold.",
+    dict(lens=(((1, 2**24 + 2), (3, 2**28 + 5)),), block_size=(2**24,)),
+)
 
 POSITIONS = Operation(
     name="positions",
@@ -75,12 +80,18 @@ POSITIONS = Operation(
     specials=(
         EMPTY,
         PADDING,
+        FAR_POSITIONS,
         Special("many", "There may be more sequences than 16 bits count.", dict(lens=MANY), once=True),
     ),
     derived=BATCH,
     exact=frozenset({"out"}),
     dtypes=NUMBERS,
     mistakes=(
+        Mistake(
+            "positions-in-float32",
+            "Positions are computed in float32, and rounded past 2^24.",
+            lambda a, c: dict(out=positions_of(a, c)["out"].float().long()),
+        ),
         Mistake(
             "positions-from-0", "The first new token is at position 0.", lambda a, c: positions_of(a, c, top_left=True)
         ),
@@ -101,6 +112,7 @@ SLOT_MAPPING = Operation(
     specials=(
         EMPTY,
         PADDING,
+        FAR_POSITIONS,
         Special("no cache", "Without a column of the block table no slot is written.", dict(columns=(False,))),
         Special("far blocks", "A slot may need more than 32 bits.", dict(first_block=(FAR,), block_size=(16, 64))),
         Special("many", "There may be more sequences than 16 bits count.", dict(lens=MANY), once=True),

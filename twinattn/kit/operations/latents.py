@@ -1,12 +1,13 @@
 """Latents: a write of new ones, and a prefill over keys and values expanded from them."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from refattn import mla
-from refattn.packed_latents import LATENT_GROUP, SMALLEST_SCALE, packed_parts, packed_size
+from refattn.packed_latents import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts, packed_size
 from twinattn.kit import packed
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, batch_of, padding_of, rows_of, slots_of, unused
@@ -22,6 +23,7 @@ from twinattn.kit.operations.written import (
     MANY_TOKENS,
     PAST_TILES,
     TOKENS,
+    between,
     fp8_ties,
     overwritten,
     to_fp8,
@@ -43,6 +45,8 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
         latent[1::3, :1], latent[::3, 1:2] = torch.inf, -torch.inf
     shape = (n, p, r + rope + case["more"])
     kind, scale = FP8.get(case["stored"]), 0.0713
+    if case["stored"] == "packed":
+        return packed_inputs(drawn, t, n)
     if case["values"] == "ties" and kind is not None:
         scale = EXACT[case.seed % len(EXACT)]
         latent, rope_key = (fp8_ties(drawn, x.shape, torch.tensor(scale).double(), kind) for x in (latent, rope_key))
@@ -63,9 +67,98 @@ def draw_latents(case: Case, dtype: torch.dtype) -> Inputs:
     return Inputs(arguments, unread | dict(cache=written_rows))
 
 
-def latents_written(a: Arguments, compute: torch.dtype, rope_scale: float | None = None) -> Answers:
+def packed_inputs(drawn: Drawn, t: int, n: int) -> Inputs:
+    """Draw latents of whole groups of 128, some of one size and some of another, and a pool of packed rows.
+
+    Of the values "zeros" some groups are, and of "infinite" some have an infinity, or a NaN.
+    """
+    case, p = drawn.case, drawn.case["block_size"]
+    rows, rank, rope = t + case["padding"], case["groups"] * LATENT_GROUP, case["rope"] + case["rope"] % 2
+    sizes = 2.0 ** drawn.whole(-9, 6, rows, case["groups"], 1).to(torch.float32)
+    latent = (drawn.normal(rows, case["groups"], LATENT_GROUP, dtype=torch.float32) * sizes).to(drawn.dtype)
+    which = drawn.whole(0, 3, rows, case["groups"])
+    if case["values"] == "zeros":
+        latent[which == 0] = 0.0
+    if case["values"] == "infinite":
+        latent[..., 5][which == 0], latent[..., 77][which == 1] = torch.inf, -torch.inf
+        latent[..., 1][(which == 0) & (torch.arange(rows) % 2 == 1)[:, None]] = torch.nan
+    latent, rope_key = latent.flatten(1), drawn.normal(rows, rope)
+    low, _, high = to_fp8(latent.double() / scales_of({}, "packed", latent), PACKED_FORMAT)
+    latent[(low != high) & ~low.isnan()] = 0
+    c = packed_size(rank, rope) + 4 * case["more"]
+    cache, slots = drawn.whole(0, 120, n, p, c).to(torch.uint8), drawn.slots(t, n * p)
+    padding = torch.ones(rows, dtype=torch.bool)
+    padding[:t] = slots < 0
+    arguments: Arguments = dict(latent=latent, rope_key=rope_key, cache=cache, slot_mapping=slots, cache_scale=1.0)
+    unread = {name: padding[:, None].expand(arguments[name].shape) for name in ("latent", "rope_key")}
+    return Inputs(arguments | dict(exact_halves=False), unread, frozenset({"cache"}))
+
+
+def packed_written(a: Arguments, form: str = "right") -> Answers:
+    """Return the parts of packed rows after the write: values, scales, the bits of rotary keys, and unused bytes."""
+    t, rank, rope = len(a["slot_mapping"]), a["latent"].shape[1], a["rope_key"].shape[1]
+    latent, parts = a["latent"][:t], seen_rows(a["cache"], rank, rope)
+    scale = scales_of(a, "packed", latent)
+    if form == "one scale":
+        scale = scale.amax(-1, keepdim=True).expand_as(scale)
+    if form == "infinity saturates":
+        finite = latent.masked_fill(~latent.isfinite(), 0.0)
+        latent = torch.where(latent.isinf(), latent.sign() * finite.abs().amax(), latent)
+        scale = scales_of(a, "packed", latent)
+    near = [scale[:, ::LATENT_GROUP].float() * (1 + off) for off in (-HALF, 0.0, HALF)]
+    rope_key = a["rope_key"][:t].to(torch.bfloat16)
+    if form == "rope bits" and a["rope_key"].itemsize == 2:
+        rope_key = a["rope_key"][:t].contiguous().view(torch.bfloat16)
+    after: Answers = dict(
+        values=written(parts["values"], to_fp8(latent.double() / scale, PACKED_FORMAT), a["slot_mapping"]),
+        scales=between(written(parts["scales"], near, a["slot_mapping"])),
+        rope_key=written(parts["rope_key"], [rope_key.view(torch.int16)], a["slot_mapping"])[0],
+        rest=parts["rest"],
+    )
+    if form == "zero by zero":
+        zeros = (latent.unflatten(1, (-1, LATENT_GROUP)).abs().amax(-1) == 0).float()
+        (empty,) = written(torch.zeros_like(parts["scales"]), [zeros], a["slot_mapping"])
+        by_element = empty.repeat_interleave(LATENT_GROUP, -1) > 0
+        after["scales"] = [x.masked_fill(empty > 0, 0.0) for x in after["scales"]]
+        after["values"] = [x.masked_fill(by_element, torch.nan) for x in after["values"]]
+    return without_lost_values(after, after["scales"][0])
+
+
+def seen_rows(cache: Tensor, rank: int, rope: int) -> dict[str, Tensor]:
+    """Return the parts of packed rows as numbers, except rotary keys, which are bits."""
+    rows = cache.detach().cpu().contiguous()
+    values, scales, rope_key = packed_parts(rows, rank, rope)
+    numbers = values.contiguous().view(PACKED_FORMAT).float()
+    found = dict(values=numbers, scales=scales.clone(), rope_key=rope_key.contiguous().view(torch.int16))
+    return found | dict(rest=rows[..., packed_size(rank, rope) :])
+
+
+def without_lost_values(parts: dict[str, Any], scales: Tensor) -> Answers:
+    """Zero the values under a scale that is not finite, which are all read as NaN, and let each such scale be NaN."""
+    lost = ~scales.isfinite()
+    by_element = lost.repeat_interleave(LATENT_GROUP, -1)
+
+    def hide(x: Any, of: Tensor, number: float) -> Any:
+        return [y.masked_fill(of, number) for y in x] if isinstance(x, list) else x.masked_fill(of, number)
+
+    return parts | dict(values=hide(parts["values"], by_element, 0.0), scales=hide(parts["scales"], lost, torch.nan))
+
+
+def seen_latents(came: Any, a: Arguments) -> Answers:
+    """Return the content of a pool: fp8 as numbers, packed rows by their parts."""
+    if a["cache"].dtype != torch.uint8:
+        return dict(cache=a["cache"].detach().cpu().float() if a["cache"].itemsize == 1 else a["cache"])
+    parts = seen_rows(a["cache"], a["latent"].shape[1], a["rope_key"].shape[1])
+    return without_lost_values(parts, parts["scales"])
+
+
+def latents_written(
+    a: Arguments, compute: torch.dtype, rope_scale: float | None = None, form: str = "right"
+) -> Answers:
     """Return the pool after the write, an fp8 pool as float32."""
     cache, t = a["cache"], len(a["slot_mapping"])
+    if cache.dtype == torch.uint8:
+        return packed_written(a, form)
     parts = [x[:t].double() for x in (a["latent"], a["rope_key"])]
     width = sum(x.shape[1] for x in parts)
     if cache.dtype not in FP8.values():
@@ -83,8 +176,8 @@ def latents_written(a: Arguments, compute: torch.dtype, rope_scale: float | None
 MLA_WRITE = Operation(
     name="mla_write",
     function="write",
-    signature="`latent` `[rows, r]`, `rope_key` `[rows, rope]`, `cache` `[n, p, c]` of their type or of fp8, "
-    "changed in place; `slot_mapping` `[t]`; `cache_scale`",
+    signature="`latent` `[rows, r]`, `rope_key` `[rows, rope]`, `cache` `[n, p, c]` of their type, of fp8 or of "
+    "packed rows, changed in place; `slot_mapping` `[t]`; `cache_scale`",
     draw=draw_latents,
     oracle=latents_written,
     sizes=dict(
@@ -92,6 +185,7 @@ MLA_WRITE = Operation(
         block_size=(4, 1, 16, 3),
         rank=(16, 64, 5),
         rope=(8, 3),
+        groups=(1, 4, 2),
         more=(0, 4),
         padding=(0, 3),
         stored=("numbers",),
@@ -106,6 +200,18 @@ MLA_WRITE = Operation(
             dict(values=("ties",), stored=("e4m3", "e5m2")),
             ("cache_scale",),
         ),
+        Special(
+            "packed",
+            "A pool may hold packed rows: a scale for each 128 elements, and rotary keys in bfloat16.",
+            dict(stored=("packed",), values=("normal", "zeros")),
+            ("cache_scale",),
+        ),
+        Special(
+            "packed infinities",
+            "In packed rows an infinity or a NaN makes all elements under its scale NaN, and no others.",
+            dict(stored=("packed",), values=("infinite",)),
+            ("cache_scale",),
+        ),
         EMPTY,
         Special("many", MANY_TOKENS.promise, dict(tokens=(MANY,), rank=(5,)), once=True),
         Special(
@@ -117,12 +223,29 @@ MLA_WRITE = Operation(
     ),
     outputs=(),
     changes=("cache",),
-    exact=frozenset({"cache"}),
+    exact=frozenset({"cache", "values", "scales", "rope_key", "rest"}),
     strided=("latent", "rope_key", "cache", "slot_mapping"),
     pools=("cache",),
     flips=("slot_mapping",),
-    seen=lambda came, a: dict(cache=a["cache"].detach().cpu().float() if a["cache"].itemsize == 1 else a["cache"]),
+    seen=seen_latents,
     mistakes=(
+        *(
+            Mistake(
+                name,
+                says,
+                partial(latents_written, form=form),
+            )
+            for name, says, form in (
+                ("packed-one-scale", "All groups of a packed row have the scale of the largest.", "one scale"),
+                (
+                    "packed-zeros-by-zero",
+                    "A group of zeros has a scale of 0, by which its elements are divided.",
+                    "zero by zero",
+                ),
+                ("packed-infinity-saturates", "An infinity becomes the largest finite number.", "infinity saturates"),
+                ("packed-rotary-bits", "The bits of a rotary key in fp16 are taken as bfloat16.", "rope bits"),
+            )
+        ),
         Mistake(
             "rope-without-scale", "Rotary keys are not divided by the scale.", lambda a, c: latents_written(a, c, 1.0)
         ),

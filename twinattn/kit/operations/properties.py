@@ -344,6 +344,34 @@ def again(call: _Call) -> None:
     for name, x in before.items():
         if not torch.equal(bits_of(x), bits_of(kept[name])):
             raise Broken(f"{name}: a later call, or a write to an input, changed what an earlier call had returned")
+    in_another_order(call, given)
+
+
+def in_another_order(call: _Call, given: Arguments) -> None:
+    """Compare a call after the same lengths in the opposite order were written into the tensors of the batch.
+
+    Their sums and maxima, which a function may have kept, are the same.
+    """
+    lens = call.case.sizes.get("lens", ())
+    if lens == lens[::-1]:
+        return
+    other = call.operation.draw(
+        Case(call.case.path, {**call.case.sizes, "lens": lens[::-1]}, call.case.seed), call.dtype
+    )
+    mine, theirs = tensors_of(given), tensors_of(other.arguments)
+    numbers = {name: x for name, x in other.arguments.items() if not isinstance(x, Tensor | list)}
+    same = mine.keys() == theirs.keys() and all(mine[name].shape == x.shape for name, x in theirs.items())
+    if not same or any(given[name] is not x and given[name] != x for name, x in numbers.items()):
+        return
+    if len(theirs) < sum(len(x) if isinstance(x, list) else isinstance(x, Tensor) for x in other.arguments.values()):
+        return  # lists of numbers are no memory that a step shares with the next
+    for name, x in theirs.items():
+        mine[name].copy_(x)
+    call.ask(given)
+    try:
+        call.hold()
+    except Broken as error:
+        raise Broken(f"with the same lengths in another order in the same tensors, {error}") from None
 
 
 def process(call: _Call) -> None:

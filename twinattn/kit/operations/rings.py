@@ -9,7 +9,7 @@ from refattn.rings import ReplayPlan, Ring
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, Drawn, batch_of
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, Without
-from twinattn.kit.operations.states import EMPTY, draw_steps
+from twinattn.kit.operations.states import EMPTY, OF_CONTEXT, draw_steps, with_context
 from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((1, 5), (2, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((1, 12), (1, 1), (2, 30)), ((4, 70), (1, 8)))
@@ -163,6 +163,7 @@ REPLAY = Operation(
         ring_size=(4, 1, 2, 7),
         padding=(0, 2),
         idle=(False, True),
+        has_initial_state=("context", "other"),
         num_accepted=(False,),
         flush=(False, True),
         drafts=(False, True),
@@ -170,7 +171,8 @@ REPLAY = Operation(
         delta=(True, False),
         scale=(0.3, None, -0.7),
     ),
-    without=dict(
+    without=OF_CONTEXT
+    | dict(
         flush=Without(False, ("flush",)),
         drafts=Without(False, ("drafts",)),
         delta=Without(True, ("delta",)),
@@ -220,6 +222,11 @@ REPLAY = Operation(
             "A sequence that begins reads the ring of its slot.",
             lambda a, c: replayed(a, c, empties=False),
         ),
+        Mistake(
+            "context-decides",
+            "A sequence has a state if it has a context, and has_initial_state is ignored.",
+            lambda a, c: replayed(with_context(a), c),
+        ),
     ),
 )
 
@@ -258,11 +265,12 @@ CURSORS = Operation(
         lens=LENS,
         ring_size=(4, 1, 2, 7),
         idle=(False, True),
+        has_initial_state=("context", "other"),
         num_accepted=(False,),
         flush=(False, True),
         drafts=(False, True),
     ),
-    without=dict(flush=Without(False, ("flush",)), drafts=Without(False, ("drafts", "num_accepted"))),
+    without=OF_CONTEXT | dict(flush=Without(False, ("flush",)), drafts=Without(False, ("drafts", "num_accepted"))),
     contents=CONTENTS,
     dimensions={name: x for name, x in of_lengths(queries=65, sequences=1025).items() if name != "keys"}
     | dict(ring_size=of_size("ring_size", 1025)),
@@ -278,6 +286,11 @@ CURSORS = Operation(
     strided=("cursors",),
     dtypes=(torch.float32,),
     mistakes=(
+        Mistake(
+            "context-decides",
+            "A sequence has a state if it has a context, and has_initial_state is ignored.",
+            lambda a, c: moved(with_context(a), c),
+        ),
         Mistake("cursor-never-moves", "Cursors stay where they are.", lambda a, _: dict(cursors=a["cursors"].clone())),
         Mistake(
             "rejected-drafts-kept",

@@ -21,6 +21,7 @@ FILLED = (  # numbers of tokens that fill tiles of many sizes exactly or nearly
 )
 NEGATIVE = (-1, -2, -(2**31))  # slots of padding
 EMPTY = ((), ((0, 0),), ((0, 5), (2, 2)))
+OF_CONTEXT = dict(has_initial_state=Without("context", ("has_initial_state",)))
 
 
 def draw_steps(case: Case, drawn: Drawn) -> tuple[Arguments, int]:
@@ -32,10 +33,17 @@ def draw_steps(case: Case, drawn: Drawn) -> tuple[Arguments, int]:
     slots = torch.tensor(drawn.order(n)[: b * columns], dtype=torch.int32).reshape(b, columns)
     if case["idle"] and b > 1:
         slots[drawn.whole(0, b, 1)] = NEGATIVE[case.seed % len(NEGATIVE)]
-    a["has_initial_state"] = torch.tensor([s > q for q, s in lens], dtype=torch.bool)
+    other = case.sizes.get("has_initial_state", "context") == "other"  # some forget their context, or resume without
+    has_state = [(s > q) != (other and i % 3 < 2) for i, (q, s) in enumerate(lens)]
+    a["has_initial_state"] = torch.tensor(has_state, dtype=torch.bool)
     a["num_accepted"] = drawn.whole(1, columns + 1, b, dtype=torch.int32) if drafts else None
     a["state_indices"] = slots if drafts else slots[:, 0].contiguous()
     return a, n
+
+
+def with_context(a: Arguments) -> Arguments:
+    """Return the arguments with a state for each sequence that has a context, and for no other."""
+    return {**a, "has_initial_state": a["seq_lens"] > a["cu_seqlens_q"].diff()}
 
 
 def paths_of(a: Arguments) -> list[tuple[int, int, int | None, list[int]]]:
@@ -122,10 +130,12 @@ CONVOLVE = Operation(
         padding=(0, 2),
         idle=(False, True),
         states_dtype=("same", "float32", "bfloat16"),
+        has_initial_state=("context", "other"),
         num_accepted=(False, True),
         bias=(False, True),
         silu=(True, False),
     ),
+    without=OF_CONTEXT,
     dimensions={name: x for name, x in of_lengths(sequences=1025, channels=6).items() if name != "keys"}
     | dict(channels=of_size("channels"), padding=of_size("padding")),
     options=dict(bias=False, silu=True, num_accepted=False),
@@ -172,6 +182,11 @@ CONVOLVE = Operation(
         ),
         Mistake(
             "weights-reversed", "The taps of the convolution are reversed.", lambda a, c: convolved(a, c, flip=True)
+        ),
+        Mistake(
+            "context-decides",
+            "A sequence has a state if it has a context, and has_initial_state is ignored.",
+            lambda a, c: convolved(with_context(a), c),
         ),
         Mistake("bias-left-out", "The bias is not added.", lambda a, c: convolved({**a, "bias": None}, c)),
     ),

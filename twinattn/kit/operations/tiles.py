@@ -1,7 +1,7 @@
 """Usual sizes of tiles, launches and buffers: each dimension of an operation is drawn past all of them.
 
 A kernel may be right up to the size of its tile, its thread block or its buffer, and wrong where the second tile
-begins. One number past each is enough; small tiles are also filled exactly.
+begins. One number past each is enough; small tiles are also filled exactly, and several tiles of most sizes are, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ from typing import Any
 SMALL = (8, 16, 32)  # drawn with one less, exactly, and one more
 TILES = (64, 128, 256, 512, 1024, 2048, 8192)  # drawn with one more
 FILLED = 128  # tiles up to this size are also drawn exactly
+MULTIPLES = (384, 2048)  # three tiles of 128, two of 1024, and more of smaller ones, exactly
 BLOCKS = 256  # tokens in a block: the most in any server
 
 
@@ -30,7 +31,7 @@ class Dimension:
         """List the sizes of cases at the tiles and past them."""
         numbers = [n + more for n in SMALL for more in (-1, 0, 1)]
         numbers += [n + more for n in TILES for more in (0, 1) if more or n <= FILLED or n == self.most]
-        return [self.sizes(n) for n in numbers if n <= self.most]
+        return [self.sizes(n) for n in (*numbers, *MULTIPLES) if n <= self.most]
 
 
 def of_size(name: str, most: int = TILES[-1] + 1, multiple: int = 1, **others: Any) -> Dimension:

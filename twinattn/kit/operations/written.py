@@ -129,10 +129,10 @@ def index_written(a: Arguments, compute: torch.dtype, smallest: float = 1e-4, la
     scale = (a["key"].double().abs().amax(-1, keepdim=True).clamp(min=smallest) / largest).float()
     near = [scale * (1 + off) for off in (-HALF, 0.0, HALF)]
     rounded = to_fp8(a["key"].double() / scale.double(), torch.float8_e4m3fn)
-    return dict(values=written(values, rounded, slots), scales=_between(written(scales, near, slots)))
+    return dict(values=written(values, rounded, slots), scales=between(written(scales, near, slots)))
 
 
-def _between(near: list[Tensor]) -> list[Tensor]:
+def between(near: list[Tensor]) -> list[Tensor]:
     """List all float32 numbers from the first to the last of three tensors."""
     found = [near[0]]
     while (found[-1] < near[-1]).any() and len(found) < 12:
@@ -366,7 +366,7 @@ def int8_written(
     after = dict(
         key_cache=written(a["key_cache"], keys, a["slot_mapping"]),
         value_cache=written(a["value_cache"], values, a["slot_mapping"]),
-        key_scales=_between(written(a["key_scales"], near, a["slot_mapping"])),
+        key_scales=between(written(a["key_scales"], near, a["slot_mapping"])),
     )
     return hidden_where_not_finite(after, after["key_scales"][0])
 
