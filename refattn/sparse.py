@@ -157,7 +157,7 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
     """Select the keys with the highest scores for each query; ties go to lower positions.
 
     The selection depends only on the scores of the query, not on the batch, and is deterministic. +0 and -0 are equal;
-    NaN ranks above every number, as in `torch.topk`; a score of `-inf` is never selected.
+    NaN ranks above every number, as in `torch.topk`, and NaNs are ties; a score of `-inf` is never selected.
 
     Args:
         scores: by position, from `scores`.

@@ -840,6 +840,13 @@ PLANTED = [
         "torch.argsort(torch.where(scores == -torch.inf, torch.inf, scores), dim=1, stable=True)",
     ),
     # layers that keep a state
+    (
+        "recurrent",
+        "context-decides",
+        "beginnings",
+        ("    cu_seqlens_q,\n    state_indices,", "if has_initial_state[i] else"),
+        ("    cu_seqlens_q,\n    context_lens,\n    state_indices,", "if context_lens[i] > 0 else"),
+    ),
     ("recurrent", "state-of-the-one-before", "answer", "if has_initial_state[i] else", "if True else"),
     (
         "recurrent",

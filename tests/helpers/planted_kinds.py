@@ -3,13 +3,17 @@
 The kernel by hand, the property that finds it, the type in which it shows, the lines, and those with the mistake.
 """
 
-from tests.helpers.planted import BLOCK, HIDE, OF_SINKS, REPEAT
+from tests.helpers.planted import BLOCK, HIDE, LENGTHS, OF_SINKS, REPEAT, SEE
 
 LOAD = "q = query[first:last].float()"
 VALUES = "v = value_cache[block, j % p].float() * value_scale"
 PRODUCTS = 'scores = torch.einsum("thd,jhd->htj", q, k) * scale'
 SCALES = "k_scale, v_scale = scales.key, scales.value"
 STATE = 'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0'
+
+KEPT = "    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()\n"
+WRITTEN = "        out[first:last] = answer.transpose(0, 1).to(query.dtype)\n"
+RIGHT = "see = see & (j <= pos + window_size[1])"
 
 KINDS = {
     "a-buffer-of-the-longest": ("paged", "16 bits", "float32", BLOCK, BLOCK.replace("j // p", "(j % 2**12) // p")),
@@ -574,5 +578,84 @@ KINDS = {
         "    _, before = kept.setdefault(seq_lens.data_ptr(), (seq_lens, lengths))\n"
         "    fits = len(before) == len(lengths) and max(before) <= block_table.shape[1] * p\n"
         "    lengths = before if fits else lengths\n",
+    ),
+    "lengths-are-kept-by-their-sum": (
+        "paged",
+        "again",
+        "float32",
+        KEPT,
+        KEPT + "    key = seq_lens.data_ptr(), starts[-1], sum(lengths), max(lengths, default=0), len(lengths)\n"
+        "    kept = paged.__dict__.setdefault('lengths', {}).setdefault(key, (starts, lengths, seq_lens))\n"
+        "    starts, lengths, _ = kept\n"
+        "    block_table = block_table.clamp(0, len(key_cache) - 1)\n",
+    ),
+    "a-full-second-split-is-lost": (
+        "paged",
+        "edges",
+        "float32",
+        SEE,
+        SEE + " & ~((j >= s - 1024) & torch.tensor(s >= 2048 and s % 1024 == 0))",
+    ),
+    "a-full-second-tile-of-queries-is-lost": (
+        "paged",
+        "many queries",
+        "float32",
+        WRITTEN,
+        WRITTEN + "        if n > 128 and n % 128 == 0:\n            out[last - 128 : last] = 0\n",
+    ),
+    "a-right-side-ends-before-a-block": (
+        "paged",
+        "window",
+        "float32",
+        RIGHT,
+        RIGHT + "\n                    tile_end = pos[0] + (pos - pos[0]) // 16 * 16 + 15 + window_size[1]"
+        "\n                    if window_size[1] > 0:"
+        "\n                        see = see & (j < -(-tile_end // p) * p)",
+    ),
+    "a-power-of-two-of-sequences": (
+        "paged",
+        "many sequences",
+        "float32",
+        LENGTHS,
+        LENGTHS.replace("lengths[b]", "lengths[b - (b + 1 == len(lengths) and len(lengths) in (16, 32, 64))]"),
+    ),
+    "slopes-of-64-heads": (
+        "paged",
+        "sizes of models",
+        "float32",
+        "alibi_slopes.float()",
+        "alibi_slopes.float()[torch.arange(h) % 64]",
+    ),
+    "sinks-of-64-heads": (
+        "paged",
+        "sizes of models",
+        "float32",
+        KEPT,
+        KEPT + "    sinks = None if sinks is None else sinks[torch.arange(h) % 64]\n",
+    ),
+    "two-groups-of-a-level": (
+        "cascade_of_prefixes",
+        "prefixes",
+        "float32",
+        "see = j <= pos\n            if window",
+        "before = {x.first for x in prefixes if x.end == high and x.first < owner}\n"
+        "            see = (j <= pos) & torch.tensor(len(before) < 2 or owner == b)\n            if window",
+    ),
+    "the-last-of-many-nans": (
+        "select",
+        "kinds of scores",
+        "float32",
+        "    chosen = torch.where(",
+        "    for row in range(t if s else 0):\n"
+        "        nans = scores[row].isnan().nonzero()[:, 0]\n"
+        "        order[row] = nans[-topk:] if len(nans) > topk else order[row]\n"
+        "    chosen = torch.where(",
+    ),
+    "subnormal-scores-are-zero": (
+        "select",
+        "kinds of scores",
+        "float32",
+        "    t, s = scores.shape\n",
+        "    t, s = scores.shape\n    scores = scores.masked_fill(scores.abs() < 2.0**-126, 0.0)\n",
     ),
 }

@@ -44,7 +44,7 @@ def test_a_mistake_is_found(name):
     kernel, prop, dtype, old, new = KINDS[name]
     tiles = dict(TILE=512, SPLIT=1024) if kernel in ("paged", "local", "quantized") else {}
     planted = plant(kernel, old, new, **tiles)
-    examples = 6 if prop == "answer" else 20 if prop.startswith(("options", "other")) else 3
+    examples = 6 if prop == "answer" else 20 if prop.startswith(("options", "other", "window")) else 3
     found = check(planted, PATH_OF.get(kernel, kernel), examples=examples, only=[prop], dtypes=[getattr(torch, dtype)])
     assert found.failures, found.findings
 

@@ -282,7 +282,7 @@ PROPERTIES = (
         draws.windowed,
         mask,
         ("window_size",),
-        landmarks=landmarks.long(window_size=(90, 0)),
+        landmarks=landmarks.both(landmarks.long(window_size=(90, 0)), landmarks.of_right_sides),
         check_landmark=everything,
     ),
     Property(

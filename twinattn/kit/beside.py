@@ -77,6 +77,12 @@ def scores(example: Any, dtype: torch.dtype, changed: Mapping[str, Any]) -> dict
         scores = scores.sign() * 2.0 ** (250 * torch.rand(t, s, generator=generator) - 140)
         scores[:, ::7], scores[:, 3::11] = torch.inf, -torch.inf
         scores[:, 1::7] = torch.finfo(torch.float32).max  # below infinity
+    if kind == "subnormal":
+        scores = scores * 2.0**-140
+    if kind == "nans":  # more than are selected, of either sign, infinities among them
+        scores = torch.where(torch.rand(t, s, generator=generator) < 0.6, torch.nan, scores)
+        scores[:, ::5] = scores[:, ::5].copysign(torch.tensor(-1.0))
+        scores[:, 2::9] = torch.inf
     if kind == "nan":
         scores = scores.relu()
         scores[torch.rand(t, s, generator=generator) < 0.1] = torch.nan

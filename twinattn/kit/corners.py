@@ -28,6 +28,7 @@ IN_PAIRS = ("key", "value"), ("key_cache", "value_cache")  # names of keys and o
 HIGH = 40.0  # an element of a key among zero keys: its weight is then 1, and all others are rounded to 0
 MODEL_SIZES = ((192, 128), (64, 96), (512, 512), (112, 112), (32, 32))  # head sizes that are not in the default claims
 MODEL_HEADS = ((128, 8), (71, 1), (64, 64))
+HEADS_WITH_BIASES = ((112, 112), (128, 16))  # more than 64: BLOOM has slopes for 112
 GROUPS, FEW_KV_HEADS, MANY_KV_HEADS, MOST_HEADS = range(1, 17), range(2, 9), range(9, 33), 128
 HEAD_SIZES, ROTARY_SIZES, RANKS = range(16, 257, 8), range(8, 65, 8), range(16, 513, 8)
 MODEL_BLOCK = 784  # tokens: a page of a hybrid model
@@ -72,6 +73,10 @@ def of_models(kernel: Kernel) -> list[Example]:
             (some, sizes, block_size) for some in MODEL_HEADS if kernel.path != "differential" or some[1] % 2 < 1
         ]
     batches = []
+    if claims.heads == usual.heads:
+        biases: dict[str, Any] = {x: True for x in ("alibi_slopes", "sinks") if kernel.takes(x)}
+        some = [(pair, sizes, block_size) for pair in HEADS_WITH_BIASES if biases]
+        batches += [example(kernel, ((2, 9), (1, 3)), shape, **biases) for shape in some]
     if claims.block_sizes == usual.block_sizes and PATHS[kernel.path].pools:
         batches.append(example(kernel, ((1, MODEL_BLOCK - 80), (2, MODEL_BLOCK + 9)), (heads, sizes, MODEL_BLOCK)))
     return [*batches, *(example(kernel, ((2, 9), (1, 3)), shape) for shape in shapes)]

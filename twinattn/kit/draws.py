@@ -1,6 +1,7 @@
 """Random batches for properties: within the claims of a kernel, with the options that the property is about."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,6 +71,10 @@ def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[i
     """Draw how many blocks all sequences share; for a kernel that takes prefixes, also nested prefixes of some."""
     if count < 2 or not kernel.takes("prefixes") or draw(st.booleans()):
         return draw(st.integers(0, 2))
+    if count > 3 and draw(st.booleans()):  # groups side by side, as those of several prompts
+        edges = sorted(draw(st.sets(st.integers(0, count), min_size=2, max_size=DEEPEST)))
+        pairs = [(first, last) for first, last in itertools.pairwise(edges) if last > first + 1]
+        return tuple((first, last, draw(st.integers(1, 3))) for first, last in pairs)
     first, last, blocks, found = 0, count, 0, list[tuple[int, int, int]]()
     for _ in range(draw(st.integers(1, DEEPEST))):  # each inside of the one before
         first = draw(st.integers(first, last - 2))

@@ -33,6 +33,10 @@ LATE_QUERIES = (8300, 300)  # most of them have positions below 0, and cost litt
 TWO_SIZES = ((64, 32), (32, 64), (128, 64), (256, 80), (80, 128))  # sizes of a state's keys and values
 PAST_2048 = 2**11 + 5  # sequences of a batch
 SPLIT = (1500, 2500, 4200)  # numbers of keys that kernels split; no powers of two
+FULL_SPLITS = ((1, 768), (1, 2048), (2, 1536))  # several tiles, or splits, of 256, 512 and 1024 keys, all of them full
+FULL_TILES = ((256, 256), (384, 391))  # several tiles of 64 and 128 new tokens, all of them full
+COUNTS = (16, 17, 31, 32, 64, 65, 128)  # sequences: sizes of CUDA graphs, and their neighbours
+RIGHT_SIDES = ((4, 1), (-1, 2))  # windows
 FARTHEST = 2**31 - 1  # the largest side of a window: some callers pass it for no limit
 
 
@@ -97,7 +101,7 @@ def edges(kernel: Kernel) -> list[Example]:
         heads, sizes, _ = kernel.claims.shapes[0]
         batches.append(example(kernel, lens, (heads, sizes, block_size)))
     drafts = tuple((2 + (s + more) % 3, s + more) for s in (*TILES, 512) for more in (0, 1, 2))
-    return [*batches, example(kernel, drafts)]
+    return [*batches, example(kernel, drafts), example(kernel, FULL_SPLITS)]
 
 
 def without_queries(kernel: Kernel) -> list[Example]:
@@ -153,13 +157,14 @@ def many_sequences(kernel: Kernel) -> list[Example]:
     """Return batches of many sequences of different lengths: decodes, and some chunks.
 
     One batch has more decodes than 8 bits can count, over each number of keys up to their number; another more than
-    2048 decodes.
+    2048 decodes. Others have as many as a CUDA graph: powers of two, and their neighbours.
     """
     decodes = tuple((1, 1 + (7 * i) % PAST_8_BITS) for i in range(PAST_8_BITS))
     most = 3 if kernel.path == "speculative" else 1  # a tree of one node is as good as any other
     crowd = tuple((1 + i % most, most + (5 * i) % 9) for i in range(PAST_2048))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
-    batches = [example(kernel, lens) for lens in (mixed, decodes, crowd)]  # few first: they are tried first, too
+    of_graphs = [tuple((1, most + (5 * i) % 9) for i in range(n)) for n in COUNTS]
+    batches = [example(kernel, lens) for lens in (mixed, decodes, crowd, *of_graphs)]
     if kernel.path == "quantized" and "scales per sequence" not in kernel.claims.not_claimed:
         batches = [replace(x, options={**x.options, "scales_of": "sequences"}) for x in batches]
     return batches
@@ -176,7 +181,7 @@ def many_queries(kernel: Kernel) -> list[Example]:
     """Return prompts and chunks of several tiles of queries, some that fill them exactly, and of each small number."""
     batches = ((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150))
     each_number = tuple((n, n + n % 3) for n in range(1, 50))
-    found = [example(kernel, lens) for lens in (*batches, each_number)]
+    found = [example(kernel, lens) for lens in (*batches, each_number, FULL_TILES)]
     is_short = kernel.path in ("speculative", "differential", "quantized")  # or its output does not show the mask
     return found if is_short else [*a_long_prompt(kernel), *found]
 
@@ -222,7 +227,19 @@ def of_windows(kernel: Kernel) -> list[Example]:
     """Return windows over keys that kernels split, and, without a causal mask, sides of up to several tiles of keys."""
     sides = ((-1, 129), (255, 16), (17, 257), (0, 64), (130, 33), (-1, 271)) if kernel.takes("causal") else ()
     both_sides = [example(kernel, (LONG_CHUNK, (1, 9)), window_size=x, causal=False) for x in sides]
-    return [*long(window_size=(90, 0))(kernel), *both_sides]
+    return [*long(window_size=(90, 0))(kernel), *both_sides, *of_right_sides(kernel)]
+
+
+def of_right_sides(kernel: Kernel) -> list[Example]:
+    """Return windows with a right side, over chunks whose tiles of queries end anywhere in a block of keys.
+
+    The context of a chunk is one token longer than that of the one before: so the last key that a tile of up to 128
+    queries sees is once the first of a block of 16, and once the last.
+    """
+    if not kernel.takes("causal") or kernel.claims.max_query_len is not None:
+        return []
+    lens = tuple((130, 130 + i) for i in range(16))
+    return [example(kernel, lens, window_size=x, causal=False) for x in RIGHT_SIDES]
 
 
 def of_far_windows(kernel: Kernel) -> list[Example]:
@@ -315,17 +332,20 @@ def most_heads(kernel: Kernel) -> Shape:
 def of_prefixes(kernel: Kernel) -> list[Example]:
     """Return prefixes on three levels, one of many blocks; two prefixes with another sequence in between; and more.
 
-    One batch has 17 prefixes one inside another, and one has more rows of queries times heads in a group than 16 bits
-    count.
+    One batch has several groups of sequences on each level, one has 17 prefixes one inside another, and one has more
+    rows of queries times heads in a group than 16 bits count.
     """
     p = kernel.claims.shapes[0][2]
     nested, apart = ((0, 6, 1), (0, 4, 2), (0, 2, 640 // p), (4, 6, 3)), ((0, 2, 2), (3, 5, 1))
+    groups = ((0, 6, 1), (6, 9, 2), (9, 11, 1), (0, 2, 2), (2, 4, 3), (4, 6, 2), (11, 13, 1))
+    several = tuple((1 + i % 3, 3 * p + 5 + i) for i in range(14))
     lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
     many = min(130, 2**16 // (64 * max(kernel.claims.heads)[0]) + 2)  # sequences: of 64 rows, times the heads
     deep = tuple((i // 2, 20 - i // 3, i + 1) for i in range(17))
     made = [
         (example(kernel, lens), nested),
         (example(kernel, lens[1:]), apart),
+        (example(kernel, several), groups),
         (example(kernel, tuple((1 + i % 2, 20 * p + 3 + i) for i in range(20))), deep),
         (example(kernel, ((64, 70),) * many, most_heads(kernel)), ((0, many, 3), (5, many, 5))),
     ]
@@ -362,8 +382,9 @@ def many_scores(kernel: Kernel) -> list[Example]:
 
 
 def kinds_of_scores(kernel: Kernel) -> list[Example]:
-    """Return scores with NaN, of any size, and nearly equal ones."""
-    return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in ("nan", "apart", "crowded", "near")]
+    """Return scores with NaN, also more than are selected, of any size, all subnormal, and nearly equal ones."""
+    kinds = ("nan", "nans", "apart", "subnormal", "crowded", "near")
+    return [example(kernel, ((3, 50), (1, 9)), kind=kind) for kind in kinds]
 
 
 def padded(kernel: Kernel) -> list[Example]:

@@ -473,7 +473,7 @@ PROPERTIES = (
     Property(
         "kinds of scores",
         "Scores may be infinite, of any size, or NaN, which is above all numbers.",
-        with_option("kind", "nan", "apart", "crowded", "near"),
+        with_option("kind", "nan", "nans", "apart", "subnormal", "crowded", "near"),
         answer,
         paths=("select",),
         landmarks=landmarks.kinds_of_scores,

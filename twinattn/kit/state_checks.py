@@ -147,6 +147,15 @@ PROPERTIES = (
         "padding", "Rows after the last sequence are 0 and change nothing.", padded, everything, paths=("recurrent",)
     ),
     Property(
+        "beginnings",
+        "has_initial_state alone says which sequences have a state, whatever their lengths.",
+        over_states(beginnings="other"),
+        everything,
+        ("has_initial_state",),
+        ("recurrent",),
+        landmarks=landmarks.each(beginnings=("other",)),
+    ),
+    Property(
         "no tokens",
         "A sequence without new tokens keeps its state, and changes no other, whatever slot it has.",
         without_tokens,

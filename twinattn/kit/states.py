@@ -34,8 +34,9 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     Options: `layer`: one of `LAYERS`. `padding`: every second sequence is padding, beginning with the second. `drafts`:
     each sequence has a slot per token, and begins after some token of the step before. `stale`: sequences without new
     tokens have the slots of one that has some; "anything": invalid slots. `states`: the type of the pool; float32
-    without it. `decays`: "weak"; "strong": some of them,
-    down to e^-60; "forget": some are 0. `scale` of the queries, and `delta`: those of `RecurrentOptions`.
+    without it. `decays`: "weak"; "strong": some of them, down to e^-60; "forget": some are 0. `beginnings`: "other":
+    some sequences with a context begin anew, and some without one have a state. `scale` of the queries, and `delta`:
+    those of `RecurrentOptions`.
     """
     generator = torch.Generator().manual_seed(example.seed)
 
@@ -55,6 +56,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
         slots[queries == 0] = NOWHERE
     elif options.get("stale") and queries.any():
         slots[queries == 0] = slots[int(queries.argmax())].clone()
+    other = torch.tensor(options.get("beginnings") == "other")
     layer, decays = options.get("layer", "gdn"), options.get("decays", "weak")
     log_decay = -torch.rand(t, hv, *([dk] if layer == "kda" else []), generator=generator, dtype=torch.float32)
     if decays != "weak":
@@ -69,7 +71,7 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
         states=normal(b * columns + 3, hv, dv, dk).to(getattr(torch, options.get("states", "float32"))),
         batch=Batch(ends, seq_lens, None, max([0, *queries.tolist()]), max([0, *seq_lens.tolist()])),
         state_indices=slots if options.get("drafts") else slots[:, 0].contiguous(),
-        has_initial_state=seq_lens > queries,
+        has_initial_state=(seq_lens > queries) != (other & (torch.arange(b) % 3 < 2)),
         scale=options.get("scale", dk**-0.5),
     )
     if options.get("drafts"):

@@ -91,6 +91,20 @@ class StateOfTheOneBefore(State):
         return super()._begin(slots, accepted, True)
 
 
+class ContextDecides(State):
+    """A sequence has a state if it has a context, and has_initial_state is ignored."""
+
+    def _prepare(self, i: int, slots: list[int]) -> None:
+        self.sequence = -1
+
+    def _slots(self, slots: list[int]) -> list[int]:
+        self.sequence += 1
+        return slots
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        return super()._begin(slots, accepted, bool(self.arguments["batch"].context_lens[self.sequence] > 0))
+
+
 class StatesClearedFirst(State):
     """The slots of new sequences are cleared before the step, also of those without new tokens."""
 
