@@ -35,6 +35,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of each parameter that a caller of th
         return_lse=False,
         out=None,
     ),
+    "int4_attention": dict(
+        softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, sinks=None, return_lse=False, out=None
+    ),
     "mla_write": dict(cache_scale=1.0),
     "mla_prefill": dict(
         sinks=None, alibi_slopes=None, softcap=0.0, cache_scale=1.0, max_context_len=None, return_lse=False, out=None
@@ -93,7 +96,8 @@ def test_each_optional_parameter_of_the_reference_is_tried():
     for path, operation in OPERATIONS.items():
         function = getattr(import_module(f"refattn.{MODULE_OF[path]}"), operation.function)
         words = {x.name for x in inspect.signature(function).parameters.values() if x.default is not x.empty}
-        words |= {*operation.options, *operation.without}
+        words |= {*operation.options, *operation.without} | ({"softmax_scale"} & {*first_arguments(path)})
+        words -= {"softmax_scale"} if path == "mla_prefill" else set()  # it does not follow from the size of latents
         assert words - {*NOT_FLAT} <= DEFAULTS.get(path, {}).keys(), path
 
 

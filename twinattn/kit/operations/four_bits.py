@@ -14,7 +14,7 @@ from torch import Tensor
 from refattn.four_bits import Int4Scales
 from twinattn.kit.example import Arguments
 from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, padding_of, rows_of, slots_of
-from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation
+from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Without
 from twinattn.kit.operations.scores import (
     EMPTY,
     LONG,
@@ -45,7 +45,7 @@ def draw(case: Case, dtype: torch.dtype) -> Inputs:
         a[f"{name}_scales"] = (sizes.view(torch.int32) & ~15 | zeros).view(torch.float32)
     a |= dict(
         query=drawn.normal(t, h, d),
-        softmax_scale=0.21,
+        softmax_scale=d**-0.5 if case["softmax_scale"] is None else case["softmax_scale"],
         return_lse=True,
         sinks=drawn.normal(h, dtype=torch.float32) if case["sinks"] else None,
         softcap=case["softcap"],
@@ -161,11 +161,13 @@ INT4 = Operation(
         head_size=(16, 64, 48),
         more=(0, 8),
         padding=(0, 2),
+        softmax_scale=(0.21, None),
         causal=(True, False),
         window_size=((-1, -1), (3, 0), (20, 2), (-1, 1)),
         softcap=(0.0, 2.0),
         sinks=(False, True),
     ),
+    without=dict(softmax_scale=Without(None, ("softmax_scale",))),
     options=dict(causal=True, window_size=(-1, -1), softcap=0.0, sinks=False),
     dimensions=of_lengths(queries=513, sequences=513)
     | dict(block_size=of_size("block_size", BLOCKS, lens=((2, 300), (1, 9))), padding=of_size("padding", 1025))
