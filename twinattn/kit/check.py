@@ -22,8 +22,8 @@ from twinattn.kit.adapters import kernel_of
 from twinattn.kit.bits import bits_of
 from twinattn.kit.drawn import Drawn
 from twinattn.kit.example import PATHS, Answers, Arguments, Example
-from twinattn.kit.finding import FAILED, Finding, Report
-from twinattn.kit.kernel import BadKernelError, Kernel, NoMemoryError, check_device, notes_on
+from twinattn.kit.finding import ENDS, FAILED, Finding, Report
+from twinattn.kit.kernel import BadKernelError, Kernel, NoMemoryError, as_arguments, check_device, notes_on
 from twinattn.kit.landmarks import is_huge, is_large, without_an_option
 from twinattn.kit.operations import Case, OperationProperty
 from twinattn.kit.property import READ_OUT, Broken, Check, CrashedError, Draw, NotClaimedError, Property, RefusedError
@@ -31,10 +31,6 @@ from twinattn.kit.reference import expected
 from twinattn.kit.tolerance import Distance, bound, distance, on_cpu
 
 SEED = 3  # the seed of the batches
-ENDS = {
-    "call": "it cannot be called",
-    "writes": "it changes its inputs",
-}  # if one of these fails, no other property is checked
 EVIDENCE = 6  # more batches, to tell mistakes apart
 SHRINKING = 10.0  # seconds, at most; 0: failures are not shrunk
 AGAIN = 0.2  # times SHRINKING, once another property has found a mistake
@@ -345,6 +341,8 @@ class _Search:
         """Describe a failure with its masks and probable mistakes; of equal ones, those in `blamed` come first."""
         example = self.smallest
         assert example is not None
+        given = next((x.calls[-1][0] for x in self.trials if x.failed and x.example == example and x.calls), {})
+        taken = {word: x for word, x in given.items() if self.kernel.takes(word) or word in self.kernel.parameters}
         is_race = self._differs_from_call_to_call(example)
         self._gather()
         name, where = (
@@ -368,6 +366,8 @@ class _Search:
             f"reproduce({self.kernel.name!r}, {self.prop.name!r}, {example!r}, dtype={name!r}{where}"
             f"{', times=1000' if is_race else ''})",
             self.kernel.without_lse and self.prop.compares_lse,
+            as_arguments(taken, {*example.options}),
+            self.kernel.lacking(example),
         )
 
     def _differs_from_call_to_call(self, example: Example) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twinattn.kit.example import PATHS, Example
+from twinattn.kit.example import PACKED, PATHS, Example
 from twinattn.kit.operations import OPERATIONS, Case
 
 USUAL_GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)  # query heads of a KV head, of models that are served
@@ -29,6 +29,7 @@ class Drawn:
         batches: the number of batches.
         largest: for an operation other than attention, the largest value of each size, by name.
         choices: for such an operation, the values of each size and option, by name, as they print.
+        pools: what pools hold, such as a type, if it is not that of queries.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Drawn:
     batches: int = 0
     largest: dict[str, int] = field(default_factory=dict)
     choices: dict[str, set[str]] = field(default_factory=dict)
+    pools: set[str] = field(default_factory=set)
 
     def add(self, example: Example | Case) -> None:
         """Count a batch."""
@@ -52,6 +54,7 @@ class Drawn:
                 self.choices.setdefault(name, set()).add(repr(size))
             self.largest |= {name: max(size, self.largest.get(name, size)) for name, size in sizes.items()}
             return
+        self.pools.add(_pool_of(example))
         self.heads.add(example.heads)
         self.head_sizes.add((example.head_size, example.value_size))
         self.block_sizes.add(example.block_size)
@@ -70,6 +73,8 @@ class Drawn:
         of = [", ".join(self.dtypes)]
         if self.path not in PATHS:
             of += [f"{name} up to {size:,}" for name, size in self.largest.items()]
+            named = {name: sorted(x.strip("'") for x in of if x[0] == "'") for name, of in self.choices.items()}
+            of += [f"{name} {_listed(names)}" for name, names in named.items() if names]
             return f"drawn: {'; '.join(of)}"
         if self.path not in WITHOUT_HEADS:
             of.append(f"heads {_listed([f'{h}/{hk}' for h, hk in sorted(self.heads)], most)}")
@@ -77,6 +82,8 @@ class Drawn:
             of.append(f"head sizes {_listed([f'{d}' if d == dv else f'{d}/{dv}' for d, dv in sizes], most)}")
         if PATHS[self.path].pools:
             of.append(f"blocks of {_listed([str(size) for size in sorted(self.block_sizes)], most)}")
+        if self.pools - {""}:
+            of.append(f"pools of {_listed(sorted(x or 'the type of queries' for x in self.pools))}")
         of.append(f"up to {self.longest:,} keys, {self.most_queries:,} rows and {self.most_sequences:,} sequences")
         return f"drawn: {'; '.join(of)}"
 
@@ -113,6 +120,16 @@ class Drawn:
             longest=self.longest, most_queries=self.most_queries, most_sequences=self.most_sequences
         )
         return dict(dtypes=self.dtypes, batches=self.batches, **numbers, **sets, largest=self.largest)
+
+
+def _pool_of(example: Example) -> str:
+    """Return what the pools of a batch hold, "" for the type of the queries."""
+    said = example.options.get
+    if example.path in PACKED:
+        return f"packed rows ({said('rows', 'mixed')})"
+    if example.path == "quantized":
+        return f"{said('format') or 'e4m3'}{' as bytes' if said('bytes') else ''}"
+    return str(said("stored") or said("states") or "")
 
 
 def _listed(names: Sequence[str], most: int | None = None) -> str:

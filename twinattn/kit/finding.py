@@ -11,6 +11,10 @@ import torch
 from twinattn.kit.drawn import Drawn
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
+ENDS = {
+    "call": "it cannot be called",
+    "writes": "it changes its inputs",
+}  # if one of these fails, no other property is checked
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Finding:
         seen: the masks read out of the kernel's output.
         code: a line that reproduces it.
         without_lse: whether the log-sum-exp was left out of the comparison, because it is wrong or not claimed.
+        asked: the numbers that the failing call had beside those of the batch, such as `scale=0.3`.
+        lacking: parameters that the function does not have, each with the value that it is held to.
     """
 
     property: str
@@ -46,6 +52,8 @@ class Finding:
     seen: tuple[tuple[str, ...], ...] = ()
     code: str = ""
     without_lse: bool = False
+    asked: str = ""
+    lacking: str = ""
 
 
 @dataclass

@@ -11,7 +11,7 @@ import itertools
 import mmap
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -213,6 +213,12 @@ def notes_on(kernel: Any) -> tuple[str, ...]:
     )
 
 
+def as_arguments(values: Mapping[str, Any], shown: Collection[str]) -> str:
+    """Return the numbers among the arguments of a call as code, except those that are shown elsewhere."""
+    numbers = {name: x for name, x in values.items() if isinstance(x, int | float | str) and name not in shown}
+    return ", ".join(f"{name}={x!r}" for name, x in numbers.items())
+
+
 @dataclass
 class Kernel:
     """A function that computes a path, and how the kit calls it.
@@ -283,6 +289,12 @@ class Kernel:
         by_plan = option in path.planned and "plan" in self.parameters
         by_options = option in path.options and "options" in self.parameters
         return (option in self.parameters and option in self.words()) or by_plan or by_options
+
+    def lacking(self, example: Example) -> str:
+        """Return the parameters that it does not have and whose default matters, each with what it is held to."""
+        known = dict(softmax_scale=f"{example.head_size} ** -0.5", causal="True", delta="True")
+        words = [name for name in known if name in self.words() and not self.takes(name)]
+        return ", ".join(f"{name} ({known[name]} is expected)" for name in words if name not in example.options)
 
     @property
     def knows_query_lens(self) -> bool:

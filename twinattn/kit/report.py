@@ -7,7 +7,7 @@ from itertools import islice, zip_longest
 from typing import Any
 from xml.etree import ElementTree
 
-from twinattn.kit.finding import FAILED, Finding, Report
+from twinattn.kit.finding import ENDS, FAILED, Finding, Report
 
 MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # all other outcomes are failures
 STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
@@ -45,22 +45,36 @@ def lines(report: Report, *, is_verbose: bool = False) -> Iterator[tuple[str, st
         yield "dim", text
     for text in report.notes:
         yield "yellow", text
+    failures = [[x] for x in report.failures] if is_verbose else by_cause(report.failures)
+    unreached = [x for x in report.not_reached if x.detail in ENDS.values()]
+    if unreached:  # the one that matters comes first
+        yield from _sections(failures)
+        yield "", ""
     if is_verbose or report.times:
-        width = max((len(finding.property) for finding in report.findings), default=0)
-        for finding in report.findings:
+        listed = [x for x in report.findings if x not in unreached]
+        width = max((len(finding.property) for finding in listed), default=0)
+        for finding in listed:
             sign = mark(finding.outcome)
             yield STYLES[sign], f"{sign} {finding.property:{width}}  {_says(finding)}"
     else:
-        yield from _by_outcome(report)
-    for group in [[x] for x in report.failures] if is_verbose else by_cause(report.failures):
+        yield from _by_outcome([x for x in report.findings if x not in unreached])
+    if unreached:
+        yield STYLES["?"], f"? not reached, {unreached[0].detail}: {len(unreached)} properties"
+    else:
+        yield from _sections(failures)
+
+
+def _sections(failures: Sequence[Sequence[Finding]]) -> Iterator[tuple[str, str]]:
+    """Yield a section for each group of failures, after an empty line."""
+    for group in failures:
         yield "", ""
         yield from _of_failures(group)
 
 
-def _by_outcome(report: Report) -> Iterator[tuple[str, str]]:
+def _by_outcome(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     """Yield a line per outcome with the names of its properties; what was refused or not reached, with each reason."""
     named: dict[tuple[str, str], list[str]] = {}
-    for finding in report.findings:
+    for finding in findings:
         if finding.outcome not in FAILED:
             reason = f", {finding.detail}" if finding.outcome in ("refused", "not reached") and finding.detail else ""
             named.setdefault((mark(finding.outcome), finding.outcome + reason), []).append(finding.property)
@@ -143,6 +157,8 @@ def _details(finding: Finding, named: int = 0) -> Iterator[tuple[str, str]]:
             "",
             f"  smallest batch, {finding.dtype}: {finding.example}" if finding.dtype else f"  on {finding.example}",
         )
+    if finding.asked:
+        yield "", f"  called with {finding.asked}"
     for i, (want, got) in enumerate(zip(finding.expected, finding.seen, strict=True)):
         if want != got:
             yield "", f"  who sees whom in sequence {i} (X: sees what it should not, o: does not see what it should)"
@@ -151,7 +167,8 @@ def _details(finding: Finding, named: int = 0) -> Iterator[tuple[str, str]]:
     for i, (name, says) in enumerate(finding.mistakes[named:], named):
         yield "bold yellow", f"  {'probably' if not i else 'or'} {name}: {says}"
     if not finding.mistakes and finding.outcome == "wrong":
-        yield "yellow", "  no known mistake gives these numbers"
+        lacking = f"; the function has no parameter {finding.lacking}" if finding.lacking else ""
+        yield "yellow", f"  no known mistake gives these numbers{lacking}"
     if finding.code:
         yield "dim", f"  {finding.code}"
 

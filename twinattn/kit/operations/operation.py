@@ -319,6 +319,14 @@ class OperationKernel:
         """Return whether the function lacks one of these parameters."""
         return not all(self.takes(word) for word in words)
 
+    def lacking(self) -> str:
+        """Return the parameters that it does not have and whose default matters, each with what it is held to."""
+        known = {word: x.value for x in self.operation.without.values() for word in x.words}
+        known |= {name: x for name, x in self.operation.options.items() if x}
+        words = [name for name in known if not self.takes(name)]
+        says = {name: "its default" if known[name] in (None, "context") else repr(known[name]) for name in words}
+        return ", ".join(f"{name} ({x} is expected)" for name, x in says.items())
+
     def asked(self, arguments: Arguments) -> Arguments:
         """Return an argument for each parameter, if there is one."""
         asked = {}

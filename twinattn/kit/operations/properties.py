@@ -21,7 +21,7 @@ from torch import Tensor
 
 from twinattn.kit.bits import bits_of
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import NoMemoryError, synchronize
+from twinattn.kit.kernel import NoMemoryError, as_arguments, synchronize
 from twinattn.kit.operations.hold import agrees, hold
 from twinattn.kit.operations.memory import LAYOUTS, Placed, far_apart, layout_of, place, poisoned
 from twinattn.kit.operations.operation import (
@@ -188,6 +188,8 @@ class OperationProperty:
             example=repr(case),
             dtype=kind,
             mistakes=mistakes,
+            asked=as_arguments({n: x for n, x in trial.arguments.items() if kernel.takes(n)}, case.sizes.keys()),
+            lacking=kernel.lacking(),
             code=f"from twinattn.kit.check import reproduce; from twinattn.kit.operations import Case; "
             f"reproduce({kernel.name!r}, {self.name!r}, {case!r}, dtype={kind!r}{where})",
         )
