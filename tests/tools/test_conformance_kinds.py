@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from refattn import mla, replay
 from tests.helpers import by_hand
 from tests.helpers.planted import plant
 from tests.helpers.planted_kinds import KINDS
@@ -224,6 +225,11 @@ def test_what_cannot_be_called_ends_the_search():
         (finding,) = report.failures
         assert (finding.property, finding.detail) == (name, says)
         assert {x.outcome for x in report.findings} == {"wrong", "not reached", "not claimed"}
+        lines = as_text(report).splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith(("✗", "·", "?")))
+        assert lines[first].startswith(f"✗ {name}") and says in lines[first + 1]
+        assert lines[-1] == f"? not reached, it cannot be called: {len(report.not_reached)} properties"
+        assert as_text(report, is_verbose=True).count("not reached") == 2  # in the counts, and here
 
 
 def test_failures_of_one_cause_are_one():
@@ -238,7 +244,44 @@ def test_failures_of_one_cause_are_one():
     assert "the same in 2 others: answer, tail" in text
 
 
+def test_a_report_shows_the_numbers_of_a_call_that_fails():
+    """Also those that are no option of the batch, such as the scale over latents."""
+
+    def louder(query, cache, cu_seqlens_q, seq_lens, block_table, latent_rank, softmax_scale):
+        return 1.01 * by_hand.mla(query, cache, cu_seqlens_q, seq_lens, block_table, latent_rank, softmax_scale)
+
+    text = as_text(check(louder, "mla", examples=2, only=["answer"], **FLOAT32))
+    assert "\n  called with latent_rank=64, softmax_scale=0.1\n" in text
+
+    def of_a_ring(query, key, value, log_decay, beta, states, ring, ring_size, plan):
+        return 1.01 * replay.attention(query, key, value, log_decay, beta, states, ring, plan)
+
+    text = as_text(check(of_a_ring, "replay", examples=2, only=["output"], **FLOAT32))
+    lacking = "delta (True is expected), scale (its default is expected)"
+    assert f"no known mistake gives these numbers; the function has no parameter {lacking}" in text
+
+
+def test_a_report_says_which_parameters_of_a_path_are_lacking():
+    def halved(query, key, value, cu_seqlens_q, cu_seqlens_k, causal):
+        return by_hand.varlen(query * 0.437, key, value, cu_seqlens_q, cu_seqlens_k, causal=causal)
+
+    text = as_text(check(halved, "varlen", examples=2, only=["answer"], **FLOAT32))
+    assert re.search(r"numbers; the function has no parameter softmax_scale \(\d+ \*\* -0.5 is expected\)", text)
+
+
 # --- what was drawn ---
+
+
+def test_a_report_says_what_pools_held():
+    def write(latent, rope_key, cache, slot_mapping, cache_scale=1.0):
+        return mla.write(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+
+    report = check(write, "mla_write", examples=4, only=["output", "fp8", "packed"], **FLOAT32)
+    assert "; stored e4m3, e5m2, numbers, packed; values normal, zeros" in report.drawn.line()
+    drawn = Drawn("mla", ("float32",))
+    drawn.add(Example("mla", value_head_size=32, options={"stored": "float8_e5m2"}))
+    drawn.add(Example("mla", value_head_size=32))
+    assert "; pools of float8_e5m2, the type of queries; " in drawn.line()
 
 
 def test_a_report_says_what_was_drawn_and_what_was_not():

@@ -196,7 +196,7 @@ def test_a_decode_over_states_is_asked_for_one_token_of_each():
     assert not report.failures, as_text(report)
     not_claimed = {finding.property for finding in report.findings if finding.outcome == "not claimed"}
     assert not_claimed == {
-        *("padding", "no tokens", "entries unused", "drafts", "steps", "chunks"),
+        *("padding", "beginnings", "no tokens", "entries unused", "drafts", "steps", "chunks"),
         *("decay per channel", "without delta", "autocast", "out"),
     }
 
