@@ -5,11 +5,11 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from refattn.options import AttentionOptions, RecurrentOptions
+from tests.helpers.drawn import drawn_batches
 from tests.helpers.operations import MODULES
-from twinattn.kit import check, properties
+from twinattn.kit import properties
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import NOT_DRAWN, find
 from twinattn.kit.operations import OPERATIONS
@@ -28,27 +28,6 @@ def options_of(*functions):
         make = RecurrentOptions if "log_decay" in names else AttentionOptions
         names |= {field.name: None for field in fields(make)}
     return [name for name in names if name not in OF_CALLS]
-
-
-def drawn_batches(kernel, prop):
-    """Return the landmarks of a property, and a few batches that it draws."""
-    found = list(prop.in_type(kernel, 0) if prop.in_type is not None else prop.landmarks(kernel))
-
-    @settings(
-        max_examples=3,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @seed(check.SEED)
-    @given(check._batches(prop, kernel))
-    def draw(example):
-        found.append(example)
-
-    if prop.examples != 0:
-        draw()
-    return found
 
 
 def drawn_arguments(path):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from refattn.ranks import Shard
+from tests.helpers.drawn import drawn_batches
 from tests.helpers.operations import MODULES
-from tests.tools.test_drawn_options import drawn_batches
 from twinattn.kit import properties
 from twinattn.kit.check import check
 from twinattn.kit.example import PATHS, Example

@@ -7,6 +7,7 @@ Reported: vLLM 42580: https://github.com/vllm-project/vllm/issues/42580
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
