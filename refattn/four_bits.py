@@ -41,7 +41,7 @@ from refattn.scales import ROUNDING, Scales
 from refattn.trees import AttentionPlan
 
 LARGEST = 15  # the largest int4 value, and the largest zero point
-SMALLEST_INT4_SCALE = torch.finfo(torch.float32).tiny  # that of a row of zeros
+SMALLEST_INT4_SCALE = torch.finfo(torch.float32).tiny  # the scale of a row of zeros
 GROUP = 16  # elements under one scale in nvfp4
 GROUP_FORMAT = torch.float8_e4m3fn  # the format of the scales of groups
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of nvfp4; bit 3 is the sign

@@ -90,7 +90,7 @@ def attention(
         query'    = query scale * quantized query         for int8, and for fp8 if `scales.query` is given
         out       = attention(query', key', value')            under the mask of the plan
 
-    for int4    key'[j] = hadamard(scale[j] * (quantized key[j] - zero[j])), values likewise; the query as it is
+    for int4    key'[j] = hadamard(scale[j] * (quantized key[j] - zero[j])), values the same; the query is unchanged
     for nvfp4   key'[j] = number * scale of each 16 elements * quantized key[j]
 
     Write the new keys and values first (`write`).

@@ -212,7 +212,7 @@ class Driver:
 
 
 def pretend(gpu):
-    """Let Triton and our kernels see a GPU."""
+    """Make Triton and our kernels take a GPU for present that is not."""
     Driver.gpu = gpu
     devices.is_rocm = lambda: gpu.target.backend == "hip"
     devices.capability = lambda device: gpu.capability

@@ -25,7 +25,7 @@ SM = {"sm_90": (228 * 1024, 2048)}
 
 
 def compiled(rung, inputs, gpu):
-    """Return what the compiler says of the first kernel of a rung."""
+    """Return the registers, spills and shared memory of the first kernel of a rung, as compiled."""
     module = rung.load()
     if hasattr(module, "missing"):
         module.missing = lambda device: None
@@ -47,7 +47,7 @@ def attend_as_on_a_gpu(query, key_cache, value_cache, plan, options):
 
 
 def compile_all(name, gpu):
-    """Return what the compiler says of each rung but the reference, by name."""
+    """Return the same of each rung but the reference, by name."""
     pretend(GPUS[gpu])
     _, lens = next(iter(ladder.BATCHES[name].items()))
     lens = [(min(queries, SHORT), min(keys, SHORT)) for queries, keys in lens]

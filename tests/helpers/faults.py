@@ -184,7 +184,7 @@ ERRORS = (RuntimeError("planted"), torch.OutOfMemoryError("planted"), ValueError
 
 @cache
 def tiny_model(window):
-    """Make a model of full layers, or of a full one and one with a window of so many tokens."""
+    """Make a model of layers with full attention, or of one with full attention and one with a window."""
     model = make_llama(**TINY)
     if window:
         layers = dict(num_hidden_layers=2, sliding_window=window, layer_types=["full_attention", "sliding_attention"])

@@ -28,7 +28,7 @@ class Slots:
     def like(
         cls, kernel: str, step: Step, num_slots: int, ring_size: int, *, poison: float = torch.nan, dtype: Any = None
     ) -> "Slots":
-        """Make slots that nobody owns yet: all memory holds poison, and every cursor nonsense."""
+        """Make slots that no sequence owns yet: all memory holds poison, and cursors hold an arbitrary number."""
         path = refattn.replay if kernel == "reference" else fastattn.replay
         (_, h, dk), (_, hv, dv) = step.key.shape, step.value.shape
         per_channel, wide = step.log_decay.ndim == 3, torch.promote_types(step.key.dtype, torch.float32)

@@ -288,7 +288,7 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, 
 
 
 def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tuple[Hashable, ...]:
-    """Return what the compiler specializes on. Every launch that is not replayed calls this, so it is kept short."""
+    """Return what the compiler specializes on. Short, as every launch that is not replayed calls it."""
     known: list[Any] = []
     for name, x in arguments:
         kind = type(x)

@@ -223,7 +223,7 @@ def _launch_decode(
 def _arguments_of(
     tensors: Tensors, plan: ReplayPlan, cursors: Cursors, delta: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what each launch of a step takes: the tensors that change, by name, and the other arguments."""
+    """Return the arguments of each launch of a step: the tensors that change, by name, and all others."""
     query, key, value, log_decay, beta, states, *fields, _ = tensors
     ring = Ring(*fields)
     named = {"tokens.query": query, "tokens.key": key, "tokens.value": value}
