@@ -152,11 +152,11 @@ def store(
             for pool, of_them in ((pools[0], of_key), (pools[1], of_value))
         )
     pools = [x.to(device) for x in pools]
-    if spread and kind in FOUR_BITS:
-        scales = replace(scales, key=apart(scales.key), value=apart(scales.value))
     scales = replace(scales, **{name: x.to(device) for name, x in vars(scales).items() if isinstance(x, torch.Tensor)})
     if spread:
         pools = [apart(x) for x in pools]
+        if kind in FOUR_BITS:
+            scales = replace(scales, key=apart(scales.key), value=apart(scales.value))
         if isinstance(scales, Int8Scales):
             scales = Int8Scales(apart(scales.key), None if scales.value is None else apart(scales.value))
     assert lengths.tolist() == [len(some) for some in slots]

@@ -235,6 +235,10 @@ def test_what_is_no_number_stays_with_its_sequence_and_head(kind, kernel, wrong,
         expected[0, 2:, : 16 if kind == "nvfp4" else 32] = True
     for twin in (refattn.quantized, fastattn.quantized):
         with kernel.forced():
+            if device != "cpu" and kind == "nvfp4" and twin is fastattn.quantized:
+                with pytest.raises(NotImplementedError, match="does not compute attention to nvfp4 pages"):
+                    plan_and_attend(twin, query, *pools, batch, scales=scales)
+                continue
             out = plan_and_attend(twin, query, *pools, batch, scales=scales).cpu()
         assert torch.equal(out.isnan(), expected) and out[~expected].isfinite().all()
 

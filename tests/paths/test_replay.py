@@ -521,9 +521,14 @@ def test_gradients_of_the_reference_and_no_backward_pass_of_the_twin():
         return torch.cat([slots.step(type(step)(*(x[i : i + 1] for x in tokens)), [1], [i + 1], [0]) for i in range(4)])
 
     assert torch.autograd.gradcheck(outputs, [x.clone().requires_grad_() for x in step])
-    slots = Slots.like("torch" if DEVICE == "cpu" else "triton", step.to(torch.float32), 1, 3)
+    step = step.to(torch.float32)
+    slots = Slots.like("torch" if DEVICE == "cpu" else "triton", step, 1, 3)
+    ring, cursors = Ring(*(x.to(DEVICE) for x in slots.ring)), slots.cursors.zero_().to(DEVICE)
+    tables = dict(state_indices=ints([0]).to(DEVICE), cursors=cursors, ring_size=3)
+    plan = fastattn.replay.plan(moved(lengths([4], [0]), DEVICE), **tables)
+    query, *others = step.to(DEVICE)
     with pytest.raises(NotImplementedError, match="query: requires_grad"):
-        slots.step(step.to(torch.float32)._replace(query=step.query.float().requires_grad_()), [4], [0], [0])
+        fastattn.replay.attention(query.requires_grad_(), *others, slots.states.to(DEVICE), ring, plan)
 
 
 # --- bad input ---
