@@ -350,7 +350,7 @@ def bind_attend(
         quantization = quantization._replace(rounds_query=False)
     plans = [level.own for level in plan.levels]
     if quantization.kind and quantization.has_bytes:
-        key, value = quantized_in_pairs(query, key, value, plans, options)
+        key, value = quantized_in_pairs(query, key, value, plans, options, quantization.per_byte)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
     answer, lse, launches = attend_levels(
         query, key, value, plans, options, out, shared=shared, quantization=quantization, tree=tree, with_lse=return_lse
@@ -426,10 +426,11 @@ def attend_levels(
     launches, first = [], 0
     for level, tuning in zip(levels, tunings, strict=True):
         pays = quantization.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
+        as_pairs = pays and quantization.has_bytes and not are_pairs(value)
         launch = launch_level(
             query,
-            key,
-            in_pairs(value) if pays and quantization.has_bytes and not are_pairs(value) else value,
+            in_pairs(key) if as_pairs and quantization.per_byte == 2 else key,
+            in_pairs(value) if as_pairs else value,
             level,
             options,
             tuning,

@@ -1,14 +1,19 @@
 """Where the keys are, in a kernel: int4 pages, and their write; see `fastattn.kernels.triton.keys`.
 
-    scores    scale[j] * (hadamard(query) . (q[j] - zero[j]))           a program turns its queries once
-    output    hadamard(sum of weight[j] * scale[j] * (q[j] - zero[j]))  and its partial output
+    scores    scale[j] * (hadamard(query) . q[j] - zero[j] * sum(hadamard(query)))      a program turns its queries once
+    output    hadamard(sum of weight[j] * scale[j] * (q[j] - zero[j]))                  and its partial output
 
-A byte holds two elements of a row, so a tile of keys is loaded as bytes and becomes two tiles, of the even and of the
-odd elements, as the query does: two products of half the length, or two weighted sums of half the width. `q - zero` is
-a whole number, exact in 16 bits: the bits of 1024 + q in float16 (of 128 + q in bfloat16) are those of 1024 (128) with
-q in the last four, and minus 1024 + zero that leaves the number.
+A unit of a pool is a byte, of two elements, or two bytes, of four. A tile of units becomes two or four tiles, of every
+second or every fourth element, as the query does: as many products, or weighted sums, of a part of the size. Nothing is
+converted: the four bits of an element are four bits of a number of 16 bits, the last ones of a small float16 for keys,
+and those of 16 + element in bfloat16 for values. What the zero points take away is summed beside, once for all elements:
 
-Source: `refattn.four_bits`; the bits of a sum as a conversion: Kim et al. 2022, "Who Says Elephants Can't Run".
+    sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * (16 + q[j])  -  sum of w[j] * (16 + zero[j])
+
+Units of two bytes are loaded and turned into the layout of a tensor core as any other 16 bits; bytes are read one by one
+where they are transposed. They serve many rows, queries in float32, and pools that are not viewed in units.
+
+Source: `refattn.four_bits`; bits as numbers: Kim et al. 2022, "Who Says Elephants Can't Run".
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -19,36 +24,75 @@ import triton.language as tl
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from fastattn.kernels.triton.keys import How, query_tile, same_scale, token_tile, value_offset
-from fastattn.kernels.triton.launch import converts_fp8
+from fastattn.kernels.device import is_rocm
+from fastattn.kernels.triton.keys import (
+    How,
+    multiply_keys,
+    multiply_values,
+    query_tile,
+    same_scale,
+    token_tile,
+    value_offset,
+    zeros,
+)
+from fastattn.kernels.triton.launch import INTERPRETED
 from fastattn.kernels.triton.quantized import Quantization, power_of_two
-from fastattn.kernels.triton.quantized_keys import Pair, Step, begin_quantized, end_quantized
+from fastattn.kernels.triton.quantized_keys import Step
 from refattn.four_bits import LARGEST, SMALLEST_INT4_SCALE, Int4Scales, turned_size
 
 LAST = tl.constexpr(LARGEST)  # the last four bits
 SMALLEST = tl.constexpr(SMALLEST_INT4_SCALE)
 
-# PTX to turn four bytes into the four numbers of their low halves and the four of their high ones, less zero points.
-FOUR_BYTES = """
-    {{
-        .reg .b32 low, high, magic, one;
+# PTX to take the elements of two units, of four bytes: two, or four, times as many numbers of 16 bits.
+# A key is the bits of a small float16, 2**-24 or 16 * 2**-24 of the element; a value those of 16 + element in bfloat16.
+KEYS_OF_BYTES = tl.constexpr("""
+    {
+        .reg .b32 low, high;
         and.b32 low, $4, 0x0f0f0f0f;
-        shr.u32 high, $4, 4;
-        and.b32 high, high, 0x0f0f0f0f;
-        mov.b32 magic, {magic};
-        mov.b32 one, {one};
-        prmt.b32 $0, low, magic, 0x4140;
-        prmt.b32 $1, low, magic, 0x4342;
-        prmt.b32 $2, high, magic, 0x4140;
-        prmt.b32 $3, high, magic, 0x4342;
-        fma.rn.{kind}x2 $0, $0, one, $5;
-        fma.rn.{kind}x2 $1, $1, one, $6;
-        fma.rn.{kind}x2 $2, $2, one, $5;
-        fma.rn.{kind}x2 $3, $3, one, $6;
-    }}
-"""
-FOUR_BYTES_FP16 = tl.constexpr(FOUR_BYTES.format(magic="0x64646464", one="0x3c003c00", kind="f16"))
-FOUR_BYTES_BF16 = tl.constexpr(FOUR_BYTES.format(magic="0x43434343", one="0x3f803f80", kind="bf16"))
+        and.b32 high, $4, 0xf0f0f0f0;
+        prmt.b32 $0, low, 0, 0x4140;
+        prmt.b32 $1, low, 0, 0x4342;
+        prmt.b32 $2, high, 0, 0x4140;
+        prmt.b32 $3, high, 0, 0x4342;
+    }
+""")
+KEYS_OF_UNITS = tl.constexpr("""
+    {
+        .reg .b32 high;
+        shr.u32 high, $4, 8;
+        and.b32 $0, $4, 0x000f000f;
+        and.b32 $1, $4, 0x00f000f0;
+        and.b32 $2, high, 0x000f000f;
+        and.b32 $3, high, 0x00f000f0;
+    }
+""")
+VALUES_OF_BYTES = tl.constexpr("""
+    {
+        .reg .b32 low, high, sixteen;
+        mov.b32 sixteen, 0x41414141;
+        shl.b32 low, $4, 3;
+        shr.u32 high, $4, 1;
+        lop3.b32 low, low, 0x78787878, 0x80808080, 0xea;
+        lop3.b32 high, high, 0x78787878, 0x80808080, 0xea;
+        prmt.b32 $0, low, sixteen, 0x4140;
+        prmt.b32 $1, low, sixteen, 0x4342;
+        prmt.b32 $2, high, sixteen, 0x4140;
+        prmt.b32 $3, high, sixteen, 0x4342;
+    }
+""")
+VALUES_OF_UNITS = tl.constexpr("""
+    {
+        .reg .b32 first, second, third, fourth;
+        shl.b32 first, $4, 3;
+        shr.u32 second, $4, 1;
+        shr.u32 third, $4, 5;
+        shr.u32 fourth, $4, 9;
+        lop3.b32 $0, first, 0x00780078, 0x41804180, 0xea;
+        lop3.b32 $1, second, 0x00780078, 0x41804180, 0xea;
+        lop3.b32 $2, third, 0x00780078, 0x41804180, 0xea;
+        lop3.b32 $3, fourth, 0x00780078, 0x41804180, 0xea;
+    }
+""")
 BLOCK_ROWS = 16  # rows of a program that writes
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -61,21 +105,22 @@ class Int4(NamedTuple):
     Attributes:
         how: its functions, `INT4`.
         where: pages.
-        key: the pool of keys, in bytes.
-        value: the pool of values, in bytes.
+        key: the pool of keys, in units.
+        value: the pool of values, in units.
         key_strides: as in `Numbers`, and so on; sizes are those of elements.
         key_scales: [n, p, hk], each with its zero point in its last four bits.
         value_scales: the same, of the values.
         key_scale_strides: of blocks, tokens and heads.
         value_scale_strides: the same, of the values.
-        PAIRS: True: a weighted sum is one of even and one of odd elements.
+        KEY_UNIT: elements of a unit of keys, 2 or 4.
+        VALUE_UNIT: elements of a unit of values, 2 or 4.
         KEY_TYPE: the type of the product of queries and keys.
         VALUE_TYPE: that of the product of weights and values.
         KEY_BLOCK: elements of a key that are turned together.
         VALUE_BLOCK: elements of a value that are.
         KEY_STAGES: log2(KEY_BLOCK).
         VALUE_STAGES: log2(VALUE_BLOCK).
-        HAS_PTX: whether the GPU has instructions that turn four bytes into eight numbers.
+        HAS_PTX: whether the compiler takes PTX.
     """
 
     how: Any
@@ -93,7 +138,8 @@ class Int4(NamedTuple):
     value_scales: Any
     key_scale_strides: Any
     value_scale_strides: Any
-    PAIRS: Any
+    KEY_UNIT: Any
+    VALUE_UNIT: Any
     KEY_TYPE: Any
     VALUE_TYPE: Any
     KEY_BLOCK: Any
@@ -104,11 +150,27 @@ class Int4(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A tile of turned queries, even and odd elements, and the factor that each row was divided by."""
+    """A tile of turned queries in parts, the unit of each row's products, and the sum of each row."""
 
-    even: Any
-    odd: Any
-    factors: Any
+    parts: Any
+    unit: Any
+    sums: Any
+
+
+class Parts(NamedTuple):
+    """Of each unit the first element, the second, the third and the fourth; the last two are 0 where units have two."""
+
+    first: Any
+    second: Any
+    third: Any
+    fourth: Any
+
+
+class Weighted(NamedTuple):
+    """Weighted sums of the parts of values, as if all were 16 larger, and what is too much in each element."""
+
+    parts: Any
+    excess: Any
 
 
 @triton.jit
@@ -129,38 +191,96 @@ def turn(x, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def both_of(pairs, scale, AXIS: tl.constexpr, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Return the even and the odd elements of bytes, less the zero points of their tokens, which lie along 1 - AXIS."""
-    zero = tl.expand_dims(scale.to(tl.int32, bitcast=True) & LAST, AXIS)
-    if dtype == tl.float32:
-        even = (pairs & LAST).to(tl.float32) - zero.to(tl.float32)
-        odd = (pairs >> 4).to(tl.float32) - zero.to(tl.float32)
+def by_ptx(units, OF_BYTES: tl.constexpr, OF_UNITS: tl.constexpr, dtype: tl.constexpr):
+    """Take the parts of units by PTX."""
+    if units.dtype == tl.uint8:
+        first, second = tl.inline_asm_elementwise(
+            OF_BYTES, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 2, is_pure=True, pack=4
+        )
+        parts = Parts(first, second, 0, 0)
     else:
-        BITS: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300  # the bits of 1024, or of 128
-        less = (zero | BITS | 0x8000).to(tl.uint16).to(dtype, bitcast=True)
-        if HAS_PTX:
-            ASM: tl.constexpr = FOUR_BYTES_FP16 if dtype == tl.float16 else FOUR_BYTES_BF16
-            given = pairs, tl.broadcast_to(less, pairs.shape)
-            even, odd = tl.inline_asm_elementwise(
-                ASM, "=&r,=&r,=&r,=&r,r,r,r", given, dtype=(less.dtype, less.dtype), is_pure=True, pack=4
-            )
-        else:
-            even = ((pairs & LAST).to(tl.uint16) | BITS).to(dtype, bitcast=True) + less
-            odd = ((pairs >> 4).to(tl.uint16) | BITS).to(dtype, bitcast=True) + less
-    return even, odd
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            OF_UNITS, "=&r,=&r,=&r,=&r,r", (units,), dtype=(dtype.value,) * 4, is_pure=True, pack=2
+        )
+        parts = Parts(first, second, third, fourth)
+    return parts
+
+
+@triton.jit
+@no_type_check
+def key_parts(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Take the parts of keys: elements, and 16 times elements, in units of 2**-24 in float16."""
+    if HAS_PTX and dtype == tl.float16:
+        parts = by_ptx(units, KEYS_OF_BYTES, KEYS_OF_UNITS, dtype)
+    else:
+        is_half: tl.constexpr = dtype == tl.float16
+        bits = units.to(tl.uint16)
+        first, second = bits & 0x0F, bits & 0xF0
+        first = first.to(dtype, bitcast=True) if is_half else first.to(dtype)
+        second = second.to(dtype, bitcast=True) if is_half else second.to(dtype)
+        third, fourth = 0, 0
+        if units.dtype == tl.uint16:
+            third, fourth = (bits >> 8) & 0x0F, (bits >> 8) & 0xF0
+            third = third.to(dtype, bitcast=True) if is_half else third.to(dtype)
+            fourth = fourth.to(dtype, bitcast=True) if is_half else fourth.to(dtype)
+        parts = Parts(first, second, third, fourth)
+    return parts
+
+
+@triton.jit
+@no_type_check
+def sixteen_more(bits, SHIFT: tl.constexpr, dtype: tl.constexpr):
+    """Return 16 + the element from the bit `SHIFT` on."""
+    element = (bits >> SHIFT) & 0x0F
+    return ((element << 3) | 0x4180).to(dtype, bitcast=True) if dtype == tl.bfloat16 else element.to(dtype) + 16.0
+
+
+@triton.jit
+@no_type_check
+def value_parts(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
+    """Take the parts of values: elements, 16 more, in bfloat16 or float32."""
+    if HAS_PTX and dtype == tl.bfloat16:
+        parts = by_ptx(units, VALUES_OF_BYTES, VALUES_OF_UNITS, dtype)
+    else:
+        bits = units.to(tl.uint16)
+        third, fourth = 0, 0
+        if units.dtype == tl.uint16:
+            third, fourth = sixteen_more(bits, 8, dtype), sixteen_more(bits, 12, dtype)
+        parts = Parts(sixteen_more(bits, 0, dtype), sixteen_more(bits, 4, dtype), third, fourth)
+    return parts
+
+
+@triton.jit
+@no_type_check
+def zero_points(scale):
+    """Return the zero point of each scale."""
+    return (scale.to(tl.int32, bitcast=True) & LAST).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
 def int4_query(keys, queries, tile, TILE):
-    """Load a tile of queries and turn it. Each row is divided by a power of two, so that float16 holds it."""
+    """Load a tile of queries and turn it. Each row is divided by a power of two, so that float16 holds it.
+
+    Keys have second and fourth elements 16 times too large; so the queries have the others.
+    """
     q = turn(query_tile(queries, tile, 0, keys.HEAD_SIZE, keys.KEY_PAD).to(tl.float32), keys.KEY_BLOCK, keys.KEY_STAGES)
     factors = power_of_two(tl.max(tl.abs(q), 1))
     q = tl.div_rn(q, tl.broadcast_to(factors[:, None], q.shape)).to(keys.KEY_TYPE)
-    even, odd = tl.split(tl.reshape(q, [TILE.ROWS, keys.KEY_PAD // 2, 2]))
+    sums = tl.sum(q.to(tl.float32), 1) * factors
+    first, second = tl.split(tl.reshape(q, [TILE.ROWS, keys.KEY_PAD // 2, 2]))
+    third, fourth = 0, 0
+    if keys.KEY_UNIT == 4:
+        first, third = tl.split(tl.reshape(first, [TILE.ROWS, keys.KEY_PAD // 4, 2]))
+        second, fourth = tl.split(tl.reshape(second, [TILE.ROWS, keys.KEY_PAD // 4, 2]))
+        third = (third * 16).to(keys.KEY_TYPE)
+    first = (first * 16).to(keys.KEY_TYPE)
     if TILE.KEYS_AXIS == 0:
-        even, odd = tl.trans(even), tl.trans(odd)
-    return Query(even, odd, factors)
+        first, second = tl.trans(first), tl.trans(second)
+        if keys.KEY_UNIT == 4:
+            third, fourth = tl.trans(third), tl.trans(fourth)
+    unit = factors * (2.0**20 if keys.KEY_TYPE == tl.float16 else 2.0**-4)
+    return Query(Parts(first, second, third, fourth), unit, sums)
 
 
 @triton.jit
@@ -174,64 +294,112 @@ def scales_of(keys, scales, strides, tile, place, is_key):
 @triton.jit
 @no_type_check
 def load_int4(keys, tile, place, is_key, TILE):
-    """Load the keys of a step in bytes, and their scales."""
+    """Load the keys of a step in units, and their scales."""
     pool = keys.key + tile.kv_head.to(tl.int64) * keys.key_strides[-2]
     offset, stride = keys.where.offset(keys.where, place, keys.key_strides), keys.key_strides[-1]
-    SIZE: tl.constexpr = keys.HEAD_SIZE // 2
-    k = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.KEY_PAD // 2, TILE.KEYS_AXIS)
+    SIZE: tl.constexpr = keys.HEAD_SIZE // keys.KEY_UNIT
+    k = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.KEY_PAD // keys.KEY_UNIT, TILE.KEYS_AXIS)
     return Step(k, scales_of(keys, keys.key_scales, keys.key_scale_strides, tile, place, is_key))
 
 
 @triton.jit
 @no_type_check
 def int4_products(keys, q, step, TILE):
-    """Multiply the even elements of queries and keys, and the odd ones; then by the scale of each key."""
-    even, odd = both_of(step.key, step.scale, 1 - TILE.KEYS_AXIS, keys.KEY_TYPE, keys.HAS_PTX)
-    if TILE.KEYS_AXIS == 1:
-        products = tl.dot(q.even, even, input_precision="ieee")
-        products = tl.dot(q.odd, odd, products, input_precision="ieee")
-    else:
-        products = tl.dot(even, q.even, input_precision="ieee")
-        products = tl.dot(odd, q.odd, products, input_precision="ieee")
-    products = products * tl.expand_dims(q.factors, TILE.KEYS_AXIS)
+    """Multiply the parts of queries and keys; take away what zero points add; then multiply by the scale of each key."""
+    k = key_parts(step.key, keys.KEY_TYPE, keys.HAS_PTX)
+    products = multiply_keys(q.parts.first, k.first, TILE) + multiply_keys(q.parts.second, k.second, TILE)
+    if keys.KEY_UNIT == 4:
+        products += multiply_keys(q.parts.third, k.third, TILE)
+        products += multiply_keys(q.parts.fourth, k.fourth, TILE)
+    zero = tl.expand_dims(zero_points(step.scale), 1 - TILE.KEYS_AXIS)
+    products = products * tl.expand_dims(q.unit, TILE.KEYS_AXIS) - zero * tl.expand_dims(q.sums, TILE.KEYS_AXIS)
     return products * tl.expand_dims(step.scale, 1 - TILE.KEYS_AXIS)
 
 
 @triton.jit
 @no_type_check
+def begin_int4(keys, TILE):
+    """Return empty weighted sums. With few rows the excess is summed over the keys of a thread, and over all at the end."""
+    SIZE: tl.constexpr = keys.VALUE_PAD // keys.VALUE_UNIT
+    third, fourth = 0, 0
+    if keys.VALUE_UNIT == 4:
+        third, fourth = zeros(SIZE, TILE), zeros(SIZE, TILE)
+    excess = zeros(TILE.KEYS, TILE) if TILE.ROWS <= 16 else tl.zeros([TILE.ROWS], tl.float32)
+    return Weighted(Parts(zeros(SIZE, TILE), zeros(SIZE, TILE), third, fourth), excess)
+
+
+@triton.jit
+@no_type_check
 def load_int4_values(keys, tile, place, is_key, step, TILE):
-    """Load the values of a step in bytes, and their scales."""
+    """Load the values of a step in units, and their scales."""
     pool = keys.value + tile.kv_head.to(tl.int64) * keys.value_strides[-2]
     offset, stride = value_offset(keys, place), keys.value_strides[-1]
-    SIZE: tl.constexpr = keys.VALUE_HEAD_SIZE // 2
-    v = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.VALUE_PAD // 2, 1 - TILE.KEYS_AXIS)
+    SIZE: tl.constexpr = keys.VALUE_HEAD_SIZE // keys.VALUE_UNIT
+    v = token_tile(pool, offset, stride, is_key, 0, SIZE, keys.VALUE_PAD // keys.VALUE_UNIT, 1 - TILE.KEYS_AXIS)
     return Step(v, scales_of(keys, keys.value_scales, keys.value_scale_strides, tile, place, is_key))
 
 
 @triton.jit
 @no_type_check
+def scaled(part, LARGER: tl.constexpr, zero, scale):
+    """Return values in float16: elements, `LARGER` times too large in units of 2**-24, less their zero points, scaled."""
+    return ((part.to(tl.float32) * (2.0**24 / LARGER) - zero) * scale).to(tl.float16)
+
+
+@triton.jit
+@no_type_check
 def add_int4(keys, acc, rescale, weights, v, TILE):
-    """Rescale both weighted sums, of even and of odd elements, and add a step to each.
+    """Rescale the weighted sums, and add a step to each.
 
     A weight is multiplied by the scale of its value. In float16 a small product would lose digits, so there the values
-    are multiplied.
+    are multiplied, and nothing is in excess.
     """
-    rescale = tl.expand_dims(rescale, TILE.KEYS_AXIS)
     dtype: tl.constexpr = keys.VALUE_TYPE
-    even, odd = both_of(v.key, v.scale, TILE.KEYS_AXIS, dtype, keys.HAS_PTX)
+    excess = acc.excess
     if dtype == tl.float16:
+        parts = key_parts(v.key, dtype, keys.HAS_PTX)
+        zero = tl.expand_dims(zero_points(v.scale), TILE.KEYS_AXIS)
         scale = tl.expand_dims(v.scale, TILE.KEYS_AXIS)
-        even, odd = (even.to(tl.float32) * scale).to(tl.float16), (odd.to(tl.float32) * scale).to(tl.float16)
+        third, fourth = 0, 0
+        if keys.VALUE_UNIT == 4:
+            third, fourth = scaled(parts.third, 1, zero, scale), scaled(parts.fourth, 16, zero, scale)
+        parts = Parts(scaled(parts.first, 1, zero, scale), scaled(parts.second, 16, zero, scale), third, fourth)
+        weights = weights.to(dtype)
     else:
-        weights = weights * tl.expand_dims(v.scale, 1 - TILE.KEYS_AXIS)
-    weights = weights.to(dtype)
-    if TILE.KEYS_AXIS == 1:
-        first = tl.dot(weights, even, acc.first * rescale, input_precision="ieee")
-        second = tl.dot(weights, odd, acc.second * rescale, input_precision="ieee")
-    else:
-        first = tl.dot(even, weights, acc.first * rescale, input_precision="ieee")
-        second = tl.dot(odd, weights, acc.second * rescale, input_precision="ieee")
-    return Pair(first, second)
+        parts = value_parts(v.key, dtype, keys.HAS_PTX)
+        weights = (weights * tl.expand_dims(v.scale, 1 - TILE.KEYS_AXIS)).to(dtype)
+        rounded = weights
+        if dtype == tl.bfloat16:  # moved bits: a conversion takes as long as four products
+            rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        more = rounded * tl.expand_dims(zero_points(v.scale) + 16.0, 1 - TILE.KEYS_AXIS)
+        if TILE.ROWS <= 16:
+            excess = excess * tl.expand_dims(rescale, TILE.KEYS_AXIS) + more
+        else:
+            excess = excess * rescale + tl.sum(more, TILE.KEYS_AXIS)
+    rescale = tl.expand_dims(rescale, TILE.KEYS_AXIS)
+    third, fourth = 0, 0
+    if keys.VALUE_UNIT == 4:
+        third = multiply_values(acc.parts.third * rescale, weights, parts.third, TILE)
+        fourth = multiply_values(acc.parts.fourth * rescale, weights, parts.fourth, TILE)
+    first = multiply_values(acc.parts.first * rescale, weights, parts.first, TILE)
+    second = multiply_values(acc.parts.second * rescale, weights, parts.second, TILE)
+    return Weighted(Parts(first, second, third, fourth), excess)
+
+
+@triton.jit
+@no_type_check
+def end_int4(keys, acc, TILE):
+    """Return the weighted sum, [rows, dv], with its parts interleaved again, less the excess."""
+    first, second, third, fourth = acc.parts
+    if TILE.KEYS_AXIS == 0:
+        first, second = tl.trans(first), tl.trans(second)
+        if keys.VALUE_UNIT == 4:
+            third, fourth = tl.trans(third), tl.trans(fourth)
+    if keys.VALUE_UNIT == 4:
+        first, second = tl.join(first, third), tl.join(second, fourth)
+    values = tl.reshape(tl.join(first, second), [TILE.ROWS, keys.VALUE_PAD])
+    excess = tl.sum(acc.excess, TILE.KEYS_AXIS) if TILE.ROWS <= 16 else acc.excess
+    return values - excess[:, None]
 
 
 @triton.jit
@@ -245,10 +413,10 @@ INT4 = How(
     tl.constexpr(int4_query),
     tl.constexpr(load_int4),
     tl.constexpr(int4_products),
-    tl.constexpr(begin_quantized),
+    tl.constexpr(begin_int4),
     tl.constexpr(load_int4_values),
     tl.constexpr(add_int4),
-    tl.constexpr(end_quantized),
+    tl.constexpr(end_int4),
     tl.constexpr(same_scale),
     tl.constexpr(turned_back),
 )
@@ -279,11 +447,12 @@ def int4_keys_of(query: Tensor, both: dict[str, Any], quantization: Quantization
         value_scales=value_scales,
         key_scale_strides=key_scales.stride(),
         value_scale_strides=value_scales.stride(),
-        PAIRS=tl.constexpr(True),
+        KEY_UNIT=tl.constexpr(query.shape[2] // both["key"].shape[-1]),
+        VALUE_UNIT=tl.constexpr(both["VALUE_HEAD_SIZE"].value // both["value"].shape[-1]),
         KEY_TYPE=tl.constexpr(tl.float32 if query.dtype == torch.float32 else tl.float16),
         VALUE_TYPE=tl.constexpr(TYPES[query.dtype]),
         **{name: tl.constexpr(size) for name, size in sizes.items()},
-        HAS_PTX=tl.constexpr(converts_fp8(query.device)),
+        HAS_PTX=tl.constexpr(not (INTERPRETED or is_rocm())),
     )
 
 

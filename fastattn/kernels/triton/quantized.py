@@ -53,8 +53,8 @@ class Quantization(NamedTuple):
 
     @property
     def has_bytes(self) -> bool:
-        """Whether quantized keys and values have a byte per element, and values may be read in pairs of these."""
-        return self.groups is None and self.per_byte == 1
+        """Whether quantized keys and values are bytes alone, and may be read in pairs of these."""
+        return self.groups is None
 
 
 UNQUANTIZED = Quantization("")
@@ -75,9 +75,9 @@ def quantization_of(scales: Fp8Scales | Int8Scales) -> Quantization:
 
 
 def quantized_in_pairs(
-    query: Tensor, key: Tensor, value: Tensor, plans: Sequence[Plan], options: AttentionOptions
+    query: Tensor, key: Tensor, value: Tensor, plans: Sequence[Plan], options: AttentionOptions, per_byte: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return quantized pools as kernels take them: fp8 as bytes, values in pairs if that pays.
+    """Return quantized pools as kernels take them: fp8 as bytes, values (of int4 keys, too) in pairs if that pays.
 
     With few rows the kernel is memory-bound, and gains by pairs. With 64 rows Triton 3.6 compiles pairs to code that
     reads out of bounds, on an NVIDIA H200 with two accumulators of 32 columns; a shared level has many rows. With
@@ -86,7 +86,9 @@ def quantized_in_pairs(
     key, value = (x.view(torch.uint8) if x.dtype in FORMATS else x for x in (key, value))
     rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key.shape[2])
     pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
-    return key, in_pairs(value) if pays else value
+    if not pays:
+        return key, value
+    return key if per_byte == 1 else in_pairs(key), in_pairs(value)
 
 
 def _number_and_tensor(scale: float | Tensor | None) -> tuple[float, Tensor | None]:

@@ -277,9 +277,9 @@ def are_pairs(value: Tensor) -> bool:
 
 
 def size_of(value: Tensor, per_byte: int = 1) -> int:
-    """Return the elements of a value; `per_byte` of them in each byte, where a pool is of bytes."""
+    """Return the elements of a value; `per_byte` of them in each byte, where a pool is of bytes or pairs of these."""
     size = value.shape[-1]
-    return 2 * size if are_pairs(value) else per_byte * size
+    return 2 * per_byte * size if are_pairs(value) else per_byte * size
 
 
 def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool, per_byte: int = 1) -> tuple[int, int]:
