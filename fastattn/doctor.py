@@ -28,6 +28,7 @@ PACKAGES = {
     "fa4": "flash-attn-4",
     "fa3": "flash-attn-3",
     "flash_mla": "sgl-flash-mla",
+    "flash_qla": "flash-qla",
     "fa2": "flash-attn",
     "torch_flash": "torch",
 }

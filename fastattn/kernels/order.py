@@ -30,6 +30,7 @@ MODULES = {  # the module of each kernel: its `KERNEL`, or the name after the co
     "fa4": "fastattn.kernels.flash.fa4",
     "fa3": "fastattn.kernels.flash.fa3",
     "flash_mla": "fastattn.kernels.flash.flash_mla",
+    "flash_qla": "fastattn.kernels.flash.flash_qla",
     "fa2": "fastattn.kernels.flash.fa2",
     "torch_flash": "fastattn.kernels.flash.fa2:TORCH_FLASH",
 }
@@ -39,6 +40,7 @@ FA3_PAGE = 128  # tokens in a page; prompts over such pages go to FlashAttention
 ROWS_TO_EXPAND = 512  # query rows per key, on average, from which the cache is dequantized into memory; an estimate
 FULL = 0.8  # tiles per SM from which FlashAttention-3's own heuristic splits no keys
 SELECTED_FULL = 0.24  # tiles of 64 heads per SM from which FlashMLA goes first
+LONG_PROMPT = 512  # new tokens of a sequence from which FlashQLA goes first; an estimate
 FEW_OPERATIONS = 8e9  # FLOPs up to which a call is bound by launch overhead
 
 forced: ContextVar[str | None] = ContextVar("forced", default=None)
@@ -79,6 +81,13 @@ RULES = (
         lambda problem: problem.device.type != "cuda",
         ("torch",),
         "not measured: there is one kernel, which has no attention",
+    ),
+    Rule(
+        "prompts of recurrent layers",
+        lambda problem: problem.operation == "recurrent" and problem.max_query_len >= LONG_PROMPT,
+        ("flash_qla", "triton", "torch"),
+        """not measured in a result file: for 1 x 8192, 1 x 32768 and 8 x 1024 tokens of 32 heads its authors publish
+        280, 877 and 178 us (2026-07), and ours takes 491, 1924 and 414 (f3845cd, 2026-11-27)""",
     ),
     Rule(
         "merges, writes and tables",

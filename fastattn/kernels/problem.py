@@ -65,6 +65,8 @@ class Problem(NamedTuple):
         even: the host knows that all sequences have about the same number of keys.
         intervals: each query row has its own interval of visible keys.
         extends_causal: each interval has all keys up to its query, and may have later ones.
+        per_channel: of a recurrent layer, each key channel has a decay of its own.
+        per_draft: a state is kept after each token of the step.
         asks: the fields of options, plan, storage and scales that are set, from `asked_of`.
     """
 
@@ -101,6 +103,8 @@ class Problem(NamedTuple):
     intervals: bool = False
     fp8_weights: bool = False
     extends_causal: bool = False
+    per_channel: bool = False
+    per_draft: bool = False
     asks: frozenset[str] = frozenset()
 
     @property
@@ -158,7 +162,16 @@ def problem_of(operation: str, arguments: Mapping[str, Any]) -> Problem:
     if operation == "compact":
         return problem._replace(num_dims=first.ndim)
     if operation in ("recurrent", "replay"):
-        return problem._replace(head_size=first.shape[-1], value_head_size=arguments["value"].shape[-1])
+        problem = problem._replace(head_size=first.shape[-1], value_head_size=arguments["value"].shape[-1])
+    if operation == "recurrent":
+        plan = arguments["plan"]
+        return problem._replace(
+            num_tokens=len(first),
+            num_seqs=plan.batch.num_seqs,
+            max_query_len=plan.batch.max_query_len,
+            per_channel=arguments["log_decay"].ndim == 3,
+            per_draft=plan.per_draft,
+        )
     if operation == "flush":
         return problem._replace(head_size=first.shape[-1], value_head_size=first.shape[-2])
     return problem

@@ -40,7 +40,7 @@ FA3_SCHEDULE = """
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace `flash_attn`, `flash_attn.cute`, `flashinfer`, `flash_mla`, `fla` and `attn_gym` by these."""
+    """Replace the packages of FlashAttention, FlashInfer, FlashMLA, FlashQLA, FLA and attention-gym by these."""
     fa2, fa4, flashinfer = (ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flashinfer"))
     flashinfer_mla, flash_mla = ModuleType("flashinfer.mla"), ModuleType("flash_mla")
     fa2.__path__ = flashinfer.__path__ = []
@@ -66,7 +66,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     gdn, kda = (ModuleType(f"attn_gym.linear.{name}") for name in ("gdn", "kda"))
     gdn.paged_chunk_gdn, gdn.recurrent_gdn, gdn.recurrent_gdn_decode = gym_chunk, gym_recurrent, gdn_decode
     kda.paged_chunk_kda, kda.recurrent_kda = gym_chunk_kda, gym_recurrent
-    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, quantized, fla, fla_kda, fla_gla, gdn, kda):
+    flash_qla, prefill, decode = map(ModuleType, ("flash_qla", "flashinfer.gdn_prefill", "flashinfer.gdn_decode"))
+    flash_qla.chunk_gated_delta_rule, prefill.chunk_gated_delta_rule = qla_chunk, flashinfer_chunk
+    decode.gated_delta_rule_decode_pretranspose = flashinfer_decode
+    of_states = fla, fla_kda, fla_gla, gdn, kda, flash_qla, prefill, decode
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, quantized, *of_states):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -205,6 +209,51 @@ def fla_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None
     """Values have as many heads as queries."""
     assert g_gamma is None and q.shape[2] == v.shape[2]
     return fla_fold(q, k, v, g, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def qla_chunk(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, head_first=False, state_v_first=False, auto_cp=True, enable_fwd_cp_cache=True, cp_context=None,
+    force_intra_cp=False,
+):  # fmt: skip
+    """FlashQLA, of heads of 128; its kernels take a scale of 0 for none."""
+    assert auto_cp and cp_context is None and not (use_qk_l2norm_in_kernel or head_first or force_intra_cp)
+    assert q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1] == 128
+    return fla_fold(q, k, v, g, beta, scale or None, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def flashinfer_chunk(
+    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False, output=None, output_state=None, state_checkpoints=None, checkpoint_cu_starts=None,
+    checkpoint_every_n_tokens=0, use_cp="auto", state_indices=None, _cp_chunk_len=None, backend="auto", max_seqlen=None,
+):  # fmt: skip
+    """FlashInfer's prompts: decays instead of their logarithms, and an output state that the caller gives."""
+    assert output_final_state and output is state_indices is None and not use_qk_l2norm_in_kernel
+    assert g.dtype == beta.dtype == output_state.dtype == torch.float32 and q.shape[-1] == v.shape[-1] == 128
+    assert all(x.is_contiguous() for x in (q, k, v, g, beta, cu_seqlens, output_state))
+    if initial_state is None:
+        initial_state = torch.zeros_like(output_state)
+    assert initial_state.shape == output_state.shape and initial_state.is_contiguous()
+    out, after = fold(q, k, v, (g + 1e-10).log(), beta, cu_seqlens, initial_state, scale or None)
+    return out, output_state.copy_(after)
+
+
+def flashinfer_decode(
+    q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None,
+    initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, disable_state_update=False,
+    backend="auto",
+):  # fmt: skip
+    """FlashInfer's decode over slots of float32; gates in the type of the query; a negative slot is padding."""
+    assert state is output is output_state_indices is intermediate_states_buffer is None and not disable_state_update
+    assert q.shape[1] == 1 and q.dtype == a.dtype == b.dtype and not use_qk_l2norm
+    assert A_log.dtype == dt_bias.dtype == initial_state.dtype == torch.float32
+    gate = -A_log.exp() * softplus(a.float() + dt_bias)
+    is_real, ends = initial_state_indices >= 0, torch.arange(len(q) + 1)
+    before = initial_state[initial_state_indices.clamp(min=0).long()]
+    rows = (x[:, 0] for x in (q, k, v, gate, b.float().sigmoid()))
+    out, after = fold(*rows, ends, before, scale)
+    initial_state[initial_state_indices[is_real].long()] = after[is_real]
+    return (out * is_real[:, None, None])[:, None], initial_state
 
 
 def gym_chunk(q, k, v, gate, beta, state_cache, state_indices, *, cu_seqlens, has_initial_state, scale=None):

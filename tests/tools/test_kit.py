@@ -686,6 +686,7 @@ WITH_DOUBLES = [
     "flash_mla-packed",
     *("fla-gdn", "fla-gdn-recurrent", "fla-kda", "fla-kda-recurrent", "fla-mamba2", "fla-mamba2-recurrent"),
     *("attn-gym-gdn", "attn-gym-gdn-recurrent", "attn-gym-kda", "attn-gym-kda-recurrent"),
+    *("flash-qla", "flashinfer-gdn"),
 ]
 
 

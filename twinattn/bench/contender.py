@@ -56,7 +56,7 @@ def twin(
     def prepare_call(inputs: Inputs) -> Call:
         work = replace(inputs.work, path=path, plan_of="") if path else inputs.work
         call = _call(work, inputs, lambda name: importlib.import_module(f"{package}.{name}"), planned)
-        return call if kernel is None else partial(_call_with, kernel, call)
+        return call if kernel is None else partial(call_with, kernel, call)
 
     return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
@@ -125,7 +125,8 @@ def plain_attention() -> Contender:
     )
 
 
-def _call_with(kernel: str, call: Call, **options: Any) -> Any:
+def call_with(kernel: str, call: Call, **options: Any) -> Any:
+    """Make a call of ours with a kernel."""
     with use_kernel(kernel):
         return call(**options)
 

@@ -18,7 +18,17 @@ from twinattn.bench.contender import (
 from twinattn.bench.generation import Generation
 from twinattn.bench.ranks import ranks
 from twinattn.bench.row import Row, row_of, work_of
-from twinattn.bench.states import States, states_attn_gym, states_fla, states_twin, steps_attn_gym, steps_twin
+from twinattn.bench.states import (
+    States,
+    states_attn_gym,
+    states_fla,
+    states_flash_qla,
+    states_flashinfer,
+    states_twin,
+    steps_attn_gym,
+    steps_flashinfer,
+    steps_twin,
+)
 from twinattn.bench.step_work import CacheWrite, QuantizedWrite, Slots, VirtualBatches
 from twinattn.bench.work import Layers, drafts, latent_prefill, latents
 
@@ -405,11 +415,14 @@ def _states(shrink: int) -> Iterator[Row]:
         aims = {1: "2.7 µs", 64: "67 µs", 256: "258 µs"} if query_len == 1 else {}
         kind = "decode" if query_len == 1 else f"prefill-{query_len}"
         name, aim = f"{kind}-{num_seqs}x{heads[0]}-heads", aims.get(num_seqs, "the best peer")
-        contenders = states_twin(), states_fla(), states_attn_gym()
+        peers = states_flashinfer(), states_fla(), states_attn_gym()
+        if query_len > 1:
+            peers = states_twin(kernel="triton"), states_flash_qla(), *peers
+        contenders = states_twin(), *peers
         yield Row("recurrent", name, states, contenders, aim=aim)
     for num_seqs, aim in ((1, "43 µs: as without a ring"), (64, "640 µs"), (256, "2400 µs")):
         states = States(num_seqs, 1, (32, 16), steps=16)
-        contenders = steps_twin("replay", 16), steps_twin("recurrent"), steps_attn_gym()
+        contenders = steps_twin("replay", 16), steps_twin("recurrent"), steps_flashinfer(), steps_attn_gym()
         yield Row("replay", f"16-decodes-{num_seqs}x32-heads", states, contenders, aim=aim)
 
 

@@ -17,10 +17,10 @@ from torch.nn.functional import normalize
 
 from refattn.batch import Batch
 from refattn.states import StatePlan
-from twinattn.bench.contender import Contender
+from twinattn.bench.contender import Contender, call_with
 from twinattn.bench.measure import Call
 from twinattn.bench.work import Judge, hold
-from twinattn.libraries import attn_gym, fla
+from twinattn.libraries import attn_gym, fla, flash_qla, flashinfer
 
 SAMPLED_VALUES = 4  # rows of a state whose answer is checked: none depends on another
 
@@ -133,16 +133,21 @@ class StateInputs(NamedTuple):
     batch: Batch
 
 
-def states_twin(package: str = "fastattn") -> Contender:
-    """Our layer; it plans once per step, before the time is taken."""
+def states_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
+    """Our layer; it plans once per step, before the time is taken.
+
+    Args:
+        package: "fastattn" or "refattn".
+        kernel: ask for this kernel, to see whether the chosen one is the fastest.
+    """
 
     def prepare(inputs: StateInputs) -> Call:
         path = importlib.import_module(f"{package}.recurrent")
         plan: StatePlan = path.plan(inputs.batch, state_indices=inputs.slots[:, 1].contiguous())
-        states = inputs.states.clone()
-        return lambda: path.attention(*inputs[1:6], states, plan)
+        call = partial(path.attention, *inputs[1:6], inputs.states.clone(), plan)
+        return call if kernel is None else partial(call_with, kernel, call)
 
-    return Contender(package, prepare, judge=_judge_of_the_first)
+    return Contender(", ".join(filter(None, (package, kernel))), prepare, judge=_judge_of_the_first)
 
 
 def steps_twin(path: str, ring_size: int = 0) -> Contender:
@@ -192,6 +197,18 @@ def steps_attn_gym() -> Contender:
     return Contender("attention-gym", prepare, rows="steps b h d -> (b steps) h d", judge=_judge_of_the_first)
 
 
+def steps_flashinfer() -> Contender:
+    """FlashInfer over slots, one decode after the other."""
+
+    def prepare(inputs: StateInputs) -> Call:
+        states, slots = inputs.states.clone(), inputs.slots[:, 1].contiguous()
+        tokens = (_tokens_of_step(inputs, step) for step in range(inputs.work.steps))
+        calls = [flashinfer.prepare_gdn_decode(*step, states, slots) for step in tokens]
+        return lambda: torch.stack([call() for call in calls])
+
+    return Contender("FlashInfer", prepare, rows="steps b h d -> (b steps) h d", judge=_judge_of_the_first)
+
+
 def _tokens_of_step(inputs: StateInputs, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     query, key, value, log_decay, beta = (
         x.unflatten(0, (-1, inputs.work.steps))[:, step].contiguous() for x in inputs[1:6]
@@ -225,6 +242,28 @@ def states_fla() -> Contender:
         return lambda: call()[0]
 
     return Contender("FLA", prepare)
+
+
+def states_flash_qla() -> Contender:
+    """FlashQLA, which has prompts, over states that lie one after the other."""
+
+    def prepare(inputs: StateInputs) -> Call:
+        call = flash_qla.prepare(*inputs[1:6], None, inputs.batch.cu_seqlens_q)
+        return lambda: call()[0]
+
+    return Contender("FlashQLA", prepare)
+
+
+def states_flashinfer() -> Contender:
+    """FlashInfer: its prompts over states that lie one after the other, its decode, which makes the gates, in slots."""
+
+    def prepare(inputs: StateInputs) -> Call:
+        if inputs.work.query_len == 1:
+            return flashinfer.prepare_gdn_decode(*inputs[1:6], inputs.states.clone(), inputs.slots[:, 1].contiguous())
+        call = flashinfer.prepare_gdn(*inputs[1:6], None, inputs.batch.cu_seqlens_q)
+        return lambda: call()[0]
+
+    return Contender("FlashInfer", prepare, judge=_judge_of_the_first)
 
 
 def states_attn_gym() -> Contender:

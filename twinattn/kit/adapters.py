@@ -30,6 +30,7 @@ from twinattn.libraries import (
     fa4,
     fla,
     flash_mla,
+    flash_qla,
     flashinfer,
     missing,
     pytorch,
@@ -384,6 +385,7 @@ NO_SLOTS = {
 UNWRITTEN = {"padding": "rows past the last sequence are not written"}
 FINITE = {"forgets": "decays are finite"}
 NO_TOKENS, NO_SCALE = "must have nonempty dimensions", "scale must be finite and positive"  # attention-gym's texts
+NO_SCALE_OF_0 = {"read scale": "takes a scale of 0 for the default"}
 SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many heads as keys
 
 
@@ -621,6 +623,32 @@ KERNELS = (
             needs_cuda=False,
         )
         for layer, form in fla.NAIVE
+    ),
+    Adapter(
+        "flash-qla",
+        "recurrent",
+        over_gathered_states(
+            flash_qla.prepare,
+            dtypes=HALVES,
+            layers=("gdn",),
+            head_sizes=((128, 128),),
+            not_claimed=NO_SLOTS | FINITE | NO_SCALE_OF_0,
+        ),
+        "flash_qla",
+        "flash-qla",
+        flash_qla.available,
+    ),
+    Adapter(
+        "flashinfer-gdn",
+        "recurrent",
+        over_gathered_states(
+            flashinfer.prepare_gdn,
+            dtypes=HALVES,
+            layers=("gdn",),
+            head_sizes=((128, 128),),
+            not_claimed=NO_SLOTS | NO_SCALE_OF_0,
+        ),
+        *FLASHINFER,
     ),
     *(
         Adapter(

@@ -163,6 +163,82 @@ def merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse * math.log(2)
 
 
+def prepare_gdn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    before: Tensor | None,
+    cu_seqlens_q: Tensor,
+    scale: float | None = None,
+) -> Call:
+    """Prepare its gated delta rule for prompts, heads of 128 over states that lie one after the other.
+
+    It takes decays, not their logarithms, and a scale of 0 for the default.
+
+    Args:
+        query: `[t, h, dk]`.
+        key: `[t, h, dk]`.
+        value: `[t, hv, dv]`.
+        log_decay: `[t, hv]`.
+        beta: `[t, hv]`.
+        before: the states before the step, `[b, hv, dv, dk]`; zeros if None.
+        cu_seqlens_q: where sequences begin, `[b + 1]`.
+        scale: `dk ** -0.5` if None.
+
+    Returns:
+        A call that returns the outputs `[t, hv, dv]` and the states after the step `[b, hv, dv, dk]`.
+    """
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    states = value.new_empty(len(cu_seqlens_q) - 1, *value.shape[1:], key.shape[-1], dtype=torch.float32)
+    return partial(
+        chunk_gated_delta_rule,
+        *(x.contiguous() for x in (query, key, value, log_decay.float().exp(), beta.float())),
+        scale=scale,
+        initial_state=before,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens_q.contiguous(),
+        output_state=states,
+    )
+
+
+def prepare_gdn_decode(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, state_indices: Tensor
+) -> Call:
+    """Prepare its decode of one token each over slots, in float32 and in place; -1 is padding.
+
+    It makes the gates itself, of numbers in the type of the query.
+
+    Args:
+        query: `[b, h, dk]`.
+        key: `[b, h, dk]`.
+        value: `[b, hv, dv]`.
+        log_decay: `[b, hv]`.
+        beta: `[b, hv]`.
+        states: the pool, `[n, hv, dv, dk]`.
+        state_indices: the slot of each sequence, `[b]`.
+
+    Returns:
+        A call that returns the outputs `[b, hv, dv]`.
+    """
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+
+    gate = (-log_decay).clamp_min(1e-30).expm1().log()  # its softplus is the decay
+    raw = [x[:, None].to(query.dtype) for x in (gate, beta.logit())]
+    zeros = torch.zeros(value.shape[1], device=states.device)
+    rows = [x[:, None].contiguous() for x in (query, key, value)]
+    call = partial(
+        gated_delta_rule_decode_pretranspose,
+        *(*rows, None, zeros, raw[0], zeros.clone(), raw[1]),
+        use_qk_l2norm=False,
+        initial_state=states,
+        initial_state_indices=state_indices,
+    )
+    return lambda: call()[0][:, 0]
+
+
 def _run(wrapper: Any, return_lse: bool, *tensors: Any, **named: Tensor) -> Call:
     call = partial(wrapper.run, *tensors, **named)
     if not return_lse:
