@@ -4,6 +4,7 @@ With them, what a peer gets (tables, lengths, plans) is checked where there is n
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,6 +189,11 @@ def fold(query, key, value, log_decay, beta, ends, states, scale=None, *, delta=
 def fla_fold(q, k, v, g, beta=None, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
              cu_seqlens=None):  # fmt: skip
     """All of FLA's kernels; that of Mamba-2 has no beta."""
+    assert os.environ.get("FLA_FLASH_QLA") == "0", "it would call FlashQLA"
+    return fold_rows(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def fold_rows(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens):
     assert output_final_state and state_v_first and cu_seqlens.dtype == torch.int64 and len(q) == 1
     if initial_state is None:
         initial_state = q.new_zeros(len(cu_seqlens) - 1, v.shape[2], v.shape[3], q.shape[3])
@@ -219,7 +225,7 @@ def qla_chunk(
     """FlashQLA, of heads of 128; its kernels take a scale of 0 for none."""
     assert auto_cp and cp_context is None and not (use_qk_l2norm_in_kernel or head_first or force_intra_cp)
     assert q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1] == 128
-    return fla_fold(q, k, v, g, beta, scale or None, initial_state, output_final_state, state_v_first, cu_seqlens)
+    return fold_rows(q, k, v, g, beta, scale or None, initial_state, output_final_state, state_v_first, cu_seqlens)
 
 
 def flashinfer_chunk(

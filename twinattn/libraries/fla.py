@@ -1,9 +1,12 @@
 """Flash Linear Attention: the package `fla-core`. It knows no slots: the states of a step lie one after the other.
 
+Where FlashQLA is installed, it computes prompts of "gdn" by that. Here its own kernels are called.
+
 Every call returns the outputs `[t, hv, dv]` and the states after the step `[b, hv, dv, dk]`.
 """
 
 import importlib
+import os
 from functools import partial
 from typing import Any
 
@@ -62,6 +65,7 @@ def prepare(
         layer: "gdn", "kda" or "mamba2".
         form: "chunk" for prompts, or "recurrent", token by token.
     """
+    os.environ["FLA_FLASH_QLA"] = "0"
     function = getattr(importlib.import_module(f"fla.ops.{MODULES[layer]}"), FUNCTIONS[layer, form])
     call = partial(
         function,
