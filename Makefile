@@ -19,7 +19,7 @@ export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo prove serve exercises lab test test-rest test-all newest compile mutants search vllm-test families site-test matrix check bench readme docs
+.PHONY: help demo prove serve exercises lab test test-rest test-all newest compile mutants search vllm-test vllm-gpu-test families site-test matrix check bench readme docs
 .PHONY: docs-version gpu-report notebooks release-check clean
 
 help:  ## this list
@@ -60,6 +60,10 @@ mutants: $(VENV)/.rest $(VENV)/.model  ## break each feature once, and see its t
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py tests/integrations/vllm_names.py $(ARGS)
+
+# --noconftest: it would have kernels interpreted, and asks for packages that vLLM does not bring.
+vllm-gpu-test:  ## the backends inside vLLM on a GPU, or on two; PYTHON is one that has vLLM, ARGS="-k gemma2" takes some
+	$(PYTHON) -m pytest --noconftest tests/integrations/vllm_gpu.py $(ARGS)
 
 families: $(VENV)/.rest  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)

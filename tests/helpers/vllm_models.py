@@ -1,0 +1,167 @@
+"""Small models with random weights for vLLM on a GPU, their prompts, and what float32 says of any text.
+
+The models are made on the spot, with transformers, in bfloat16. Each has what its family is known for: windows,
+softcap, sinks, ALiBi, latents; heads have the sizes of the real ones. Their experts are all active, since a router
+that chooses among experts turns a rounding into another expert.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+SIZES = dict(
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=2048,
+    initializer_range=0.06,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+WINDOW = 64
+LATENT = dict(
+    num_key_value_heads=8,
+    head_dim=64,
+    kv_lora_rank=512,  # what vLLM's kernels are compiled for, with 64 rotary elements
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    first_k_dense_replace=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    moe_intermediate_size=64,
+)
+YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
+SINKS = dict(
+    num_local_experts=4,
+    num_experts_per_tok=4,
+    sliding_window=WINDOW,
+    rope_parameters=YARN | dict(original_max_position_embeddings=2048),
+)
+GEMMA = dict(head_dim=256, num_attention_heads=4, sliding_window=WINDOW, query_pre_attn_scalar=256)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of its configuration, without "Config", and sizes
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", dict(head_dim=128, num_attention_heads=16, num_key_value_heads=8)),
+    "gemma2": ("Gemma2", GEMMA | dict(attn_logit_softcapping=2.0)),
+    "gemma3": ("Gemma3Text", GEMMA | dict(num_hidden_layers=6)),
+    "gpt_oss": ("GptOss", SINKS),
+    "bloom": ("Bloom", dict(n_layer=4, n_head=8)),
+    "deepseek_v2": ("DeepseekV2", LATENT | dict(q_lora_rank=None)),
+    "deepseek_v3": ("DeepseekV3", LATENT | dict(q_lora_rank=256)),
+}
+OVER_LATENTS = ("deepseek_v2", "deepseek_v3")
+
+
+def set_window(model: Any) -> None:
+    """Let layers with a window see one more key."""
+    model.config.sliding_window += 1
+
+
+def drop_softcap(model: Any) -> None:
+    """Leave the scores uncapped."""
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+
+
+def drop_sinks(model: Any) -> None:
+    """Leave the sinks out of the denominators."""
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e4)
+
+
+def halve_slopes(model: Any) -> None:
+    """Halve the slopes of ALiBi."""
+    for layer in model.transformer.h:
+        layer.self_attention.register_forward_pre_hook(
+            lambda module, given, named: (given, named | dict(alibi=named["alibi"] / 2)), with_kwargs=True
+        )
+
+
+def drop_first_key(model: Any) -> None:
+    """Hide the first token from those that are far behind it."""
+    embed = model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, given, out: out.index_fill(1, given[0].new_zeros(1), 0.0))
+
+
+# Small mistakes of an attention, by model: each has to show in the log-probabilities.
+MISTAKES: list[tuple[str, Callable[[Any], None]]] = [
+    *((name, set_window) for name in ("gemma2", "gemma3", "gpt_oss")),
+    ("gemma2", drop_softcap),
+    ("gpt_oss", drop_sinks),
+    ("bloom", halve_slopes),
+    *((name, drop_first_key) for name in ("llama", "qwen3", *OVER_LATENTS)),
+]
+
+
+def config_of(name: str) -> Any:
+    """Return the configuration of a model."""
+    kind, sizes = MODELS[name]
+    return getattr(transformers, f"{kind}Config")(**SIZES | sizes)
+
+
+@torch.no_grad()
+def make(name: str) -> Any:
+    """Return a model with random weights in bfloat16, in which norms, biases and sinks matter too."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # they begin as 0 or 1
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(torch.bfloat16).eval()
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save a model below a folder, and return where."""
+    make(name).save_pretrained(folder / name)
+    return folder / name
+
+
+def prompts() -> list[list[int]]:
+    """Return ragged prompts, of which every other begins with the same tokens."""
+    draw = random.Random(7)
+    lengths = (1, 3, 16, 17, 63, 64, 65, 127, 128, 129, 200, 255, 300, 400, 511, 31)
+    shared = [draw.randrange(1, SIZES["vocab_size"]) for _ in range(96)]
+    own = [[draw.randrange(1, SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
+    return [shared * (i % 2) + tokens for i, tokens in enumerate(own)]
+
+
+@torch.no_grad()
+def scorer(
+    folder: Path, device: str, change: Callable[[Any], None] = lambda model: None
+) -> Callable[[list[int]], Tensor]:
+    """Return a function of a text that returns the log-probabilities after each of its tokens, by float32.
+
+    Args:
+        folder: of a saved model.
+        device: where to compute.
+        change: what to do to the model first.
+
+    Returns:
+        A function from tokens to `[tokens, vocabulary]`, on the CPU.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    change(model)
+    model.to(device)
+
+    @torch.no_grad()
+    def score(tokens: list[int]) -> Tensor:
+        given = torch.tensor([tokens], device=device)
+        return model(given, use_cache=False).logits[0].float().log_softmax(-1).cpu()
+
+    return score

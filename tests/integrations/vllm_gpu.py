@@ -1,0 +1,168 @@
+"""The backends inside vLLM on GPUs: as near to float32 as vLLM's own, and the same tokens where no two nearly tie.
+
+    make vllm-gpu-test PYTHON=python3                       all, by a Python that has vLLM and torch for a GPU
+    make vllm-gpu-test PYTHON=python3 ARGS="-k gemma2"      some; only their engines are started
+
+Not a part of `make test`. Nothing is downloaded: models are small, random and made on the spot. Engines run in
+processes, VLLM_GPU_JOBS at a time; with VLLM_GPU_RESULTS=FILE, what was compared is written as JSON, too.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import vllm_models
+from tests.helpers.vllm_jobs import BUDGET, GRAPHS, TOKENS, Engines, Job
+from tests.helpers.vllm_models import MISTAKES, MODELS, OVER_LATENTS
+from twinattn.kit.tolerance import distance
+
+AT_ONCE = int(os.environ.get("VLLM_GPU_JOBS", "6"))
+PROMPTS = vllm_models.prompts()
+MODES = ("eager", "piecewise", "full")
+
+
+def stock(model: str, cache: str = "auto", dtype: str = "bfloat16") -> Job:
+    """Return the job of vLLM's own backend."""
+    return Job(model, "TRITON_MLA" if model in OVER_LATENTS else "TRITON_ATTN", cache=cache, dtype=dtype)
+
+
+def beside(job: Job) -> Job:
+    """Return the job of vLLM's own backend that a job of ours is held to: eager, on one GPU."""
+    return stock(job.model, job.cache, job.dtype)
+
+
+def ours(model: str, mode: str, **more: Any) -> Job:
+    """Return a job of our backend."""
+    return Job(model, "FASTATTN_MLA" if model in OVER_LATENTS else "FASTATTN", mode, **more)
+
+
+ON_ONE = [ours(model, mode) for model in MODELS for mode in MODES]
+ON_ONE += [ours(model, "compiled") for model in ("llama", "deepseek_v2")]
+ON_ONE += [ours(model, mode, cache="fp8") for model in ("llama", "gemma2", "gpt_oss") for mode in ("eager", "full")]
+ON_ONE += [ours(model, mode, dtype="float32") for model in ("llama", "gemma2", "bloom") for mode in ("eager", "full")]
+OVER_TWO = [ours(model, mode, ranks=2) for model in ("qwen3", "deepseek_v2") for mode in MODES]
+
+pytestmark = pytest.mark.timeout(900)  # a test waits for its engines, and for those before them
+
+
+def name_of(job):
+    """Return the name of a case: what differs from an engine on one GPU with the model's own cache."""
+    more = [job.cache] * (job.cache != "auto") + [job.dtype] * (job.dtype != "bfloat16")
+    more += [f"tp{job.ranks}"] * (job.ranks > 1)
+    more += [f"dcp{job.context_ranks}-by-{job.interleave}"] * (job.context_ranks > 1)
+    return "-".join([job.model, job.mode, *more])
+
+
+@pytest.fixture(scope="session")
+def engines(request, tmp_path_factory):
+    """Start the engines of all selected tests, and end them."""
+    devices = range(torch.cuda.device_count())
+    made = Engines(tmp_path_factory.mktemp("vllm"), devices, AT_ONCE)
+    selected = [item.callspec.params["job"] for item in request.session.items]
+    made.start(job for job in selected if job.ranks <= len(devices))
+    made.start(beside(job) for job in selected)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def truth(engines):
+    """Return a function of a model and a text that returns its log-probabilities by float32, on the GPU."""
+    scorer = functools.cache(lambda model: vllm_models.scorer(engines.model(model), "cuda"))
+    return functools.lru_cache(512)(lambda model, text: scorer(model)(list(text)))
+
+
+@pytest.fixture(scope="session")
+def compared():
+    """Collect what was compared, and write it where VLLM_GPU_RESULTS says."""
+    rows = []
+    yield rows
+    if path := os.environ.get("VLLM_GPU_RESULTS"):
+        Path(path).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def errors(truth, answer):
+    """Return the distance to float32 of every log-probability of an answer, each on its own text."""
+    found, expected = [], []
+    for turn in answer["rounds"]:
+        for i, prompt in enumerate(PROMPTS):
+            tokens = turn["tokens"][i]
+            by_float32 = truth(answer["job"]["model"], (*prompt, *tokens[:-1]))
+            after = prompt[1:] + tokens if "scores" in turn else tokens
+            expected.append(
+                by_float32[len(prompt) + len(tokens) - 1 - len(after) :].gather(1, torch.tensor(after)[:, None])
+            )
+            found.append(torch.tensor([*turn.get("scores", [[]] * len(PROMPTS))[i], *turn["chosen"][i]]))
+    return distance(torch.cat(found), torch.cat(expected)[:, 0])
+
+
+def near_ties(truth, mine, its):
+    """Return, of each text in which two answers part, how much likelier one of the two tokens is by float32."""
+    gaps = []
+    for i, prompt in enumerate(PROMPTS):
+        for turn in mine["rounds"]:
+            pairs = list(zip(turn["tokens"][i], its["rounds"][0]["tokens"][i], strict=True))
+            at = next((j for j, (a, b) in enumerate(pairs) if a != b), None)
+            if at is not None:
+                by_float32 = truth(mine["job"]["model"], (*prompt, *(a for a, _ in pairs[:at])))[-1]
+                gaps.append(float((by_float32[pairs[at][0]] - by_float32[pairs[at][1]]).abs()))
+    return gaps
+
+
+def check(engines, truth, compared, job):
+    """Hold what our backend answers to float32, by twice the error of vLLM's own, and to vLLM's tokens."""
+    mine, its = engines.answer(job), engines.answer(beside(job))
+    error, allowed = errors(truth, mine), errors(truth, its)
+    gaps = near_ties(truth, mine, its)
+    first = [answer["rounds"][0]["tokens"] for answer in (mine, its)]
+    row = dict(dataclasses.asdict(job), rms=error.rms, max=error.max, its_rms=allowed.rms, its_max=allowed.max)
+    row |= dict(same=sum(a == b for a, b in zip(*first, strict=True)), of=len(PROMPTS), gap=max(gaps, default=0.0))
+    compared.append(row | dict(seconds=mine["took"]))
+    assert error.rms <= 2 * allowed.rms and error.max <= 2 * allowed.max, row
+    assert all(gap <= 2 * max(error.max, allowed.max) for gap in gaps), row
+    assert len({tuple(tokens) for tokens in first[0]}) == len(PROMPTS), "prompts have answers of their own"
+    return mine
+
+
+@pytest.mark.parametrize("job", ON_ONE, ids=name_of)
+def test_answers_are_as_near_to_float32_as_vllms(engines, truth, compared, job):
+    answer = check(engines, truth, compared, job)
+    kind = "FastMLAImpl" if job.model in OVER_LATENTS else "FastAttentionImpl"
+    assert answer["layers"] == [kind]
+    assert answer["graphs"] == GRAPHS[job.mode]
+    layers = vllm_models.config_of(job.model).num_hidden_layers
+    first, again = answer["rounds"]
+    assert again["cached"] > sum(map(len, PROMPTS)) / 2, "prefixes are found again"
+    assert first["calls"] > layers * sum(map(len, PROMPTS)) / BUDGET, "prompts come in chunks"
+    # Each decode calls each layer's attention, unless it is replayed as a whole.
+    assert (again["calls"] < layers * TOKENS) is (job.mode in ("full", "compiled")), again["calls"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="runs over two GPUs")
+@pytest.mark.parametrize("job", OVER_TWO, ids=name_of)
+def test_answers_over_two_gpus_are_as_near_to_float32(engines, truth, compared, job):
+    answer = check(engines, truth, compared, job)
+    assert answer["rounds"][1]["cached"] > sum(map(len, PROMPTS)) / 2
+
+
+@pytest.mark.parametrize(
+    ("job", "mistake"),
+    [(stock(model), x) for model, x in MISTAKES],
+    ids=lambda x: getattr(x, "__name__", None) or x.model,
+)
+def test_a_mistake_would_show(engines, truth, job, mistake):
+    """Float32 with one key more in a window, say, is further from float32 than twice the error of vLLM's own."""
+    mistaken = vllm_models.scorer(engines.model(job.model), "cuda", mistake)
+    its = engines.answer(job)
+    found, expected = [], []
+    for prompt, tokens in zip(PROMPTS, its["rounds"][0]["tokens"], strict=True):
+        text, after = (*prompt, *tokens[:-1]), torch.tensor(prompt[1:] + tokens)[:, None]
+        found.append(mistaken(list(text)).gather(1, after))
+        expected.append(truth(job.model, text).gather(1, after))
+    assert distance(torch.cat(found), torch.cat(expected)).rms > 2 * errors(truth, its).rms
