@@ -97,7 +97,7 @@ RULES = (
     ),
     Rule(
         "quantized pages, where a key meets many queries",
-        lambda p: p.keys == "quantized" and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
+        lambda p: p.keys in ("quantized", "int4") and _rows_per_key(p) >= ROWS_TO_EXPAND and not _pays_to_split(p),
         ("fa4", "fa3", "triton"),
         f"""{H200}, quantized/prefill-2x8192-fp8: the cache is dequantized into memory once, for a kernel that reads
         unquantized pages. flash-attn-4 comes first: it splits no keys, so NaN in any key reaches the output.

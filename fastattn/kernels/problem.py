@@ -190,6 +190,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         key, value, scales = keys
     else:
         key, value = keys[:2]
+    is_expanded = isinstance(keys, QuantizedPages | Int4Pages)  # before a kernel that asks for alignment reads them
     levels = plan.levels
     own = plan.own
     batch = own.batch
@@ -217,7 +218,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         sinks=options.sinks is not None,
         batch_invariant=options.batch_invariant,
         aligned=query.device.type != "cuda"
-        or all(map(has_aligned_heads, (query,) if isinstance(keys, QuantizedPages) else (query, key, value)))
+        or all(map(has_aligned_heads, (query,) if is_expanded else (query, key, value)))
         and (not isinstance(keys, PackedLatents) or has_packed_rows(keys, query.shape[2])),
         uniform=_is_uniform(batch) and query.shape[0] >= num_seqs * batch.max_query_len,
         stored=_stored_in(keys, scales, value),

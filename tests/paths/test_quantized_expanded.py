@@ -21,6 +21,7 @@ import refattn.quantized
 from fastattn.kernels import cpu, order
 from fastattn.kernels.flash import cannot_expand, fa4
 from fastattn.kernels.flash.expand import repage, round_queries
+from fastattn.kernels.triton.four_bits import int4_quantization
 from fastattn.kernels.triton.quantized import quantization_of
 from refattn.keys import Pages
 from refattn.metadata import make_batch
@@ -121,6 +122,23 @@ def test_pages_hold_scales_times_quantized_values_to_the_bit(kind, per, dtype, d
 
 
 @each_type
+def test_int4_pages_hold_rows_that_are_turned_back(dtype, device):
+    """Of padded pools with heads outside of tokens, and heads of which two thirds are turned together."""
+    case = Case("turned", ((2, 40), (0, 0), (1, 129)), heads=(3, 3), head_size=24, value_head_size=64, layout="HND")
+    stored = store(case, "int4", dtype=dtype, spread=True, device=device)
+    quantization = int4_quantization(stored.scales)
+    for pool, rows, scales in (
+        (stored.key_cache, stored.keys, quantization.key),
+        (stored.value_cache, stored.values, quantization.value),
+    ):
+        pages, table = repage(pool, stored.batch, block_size=64, dtype=dtype, kind="int4", scales=scales)
+        for exact, blocks, (_, s) in zip(rows, table, case.lens, strict=True):
+            used = pages[blocks[: -(-s // 64)].long()].flatten(0, 1).cpu()
+            torch.testing.assert_close(used[:s].double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+            assert not used[s:].any()
+
+
+@each_type
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "int8"])
 def test_every_code_is_expanded(kind, dtype, device):
     quantized_values = torch.arange(256).to(torch.uint8).view(KINDS[kind])
@@ -166,7 +184,7 @@ def test_queries_are_rounded_to_the_bit(kind, per, dtype, device):
 @each_type
 @pytest.mark.parametrize(
     ("case", "kind"),  # pages are found by the case, and expanded by the kind
-    [*((CASES[0], kind) for kind in KINDS), *((case, kind) for case in CASES[1:] for kind in ("e4m3", "int8"))],
+    [*((CASES[0], kind) for kind in KINDS), *((case, kind) for case in CASES[1:] for kind in ("e4m3", "int8", "int4"))],
     ids=str,
 )
 def test_twins(case, kind, dtype, kernel, device):
@@ -174,7 +192,7 @@ def test_twins(case, kind, dtype, kernel, device):
 
 
 @each_kernel
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("kind", ["e4m3", "int8", "int4"])
 @pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "causal"])
 def test_twins_of_each_plan(kind, plan, kernel, device):
     check(kernel, store_for(MIXED, kind, TYPES[0], device=device), plan)
@@ -196,7 +214,7 @@ def test_scales_over_padded_pools(kind, per, round_query, kernel, device):
     ("options", "kind"),  # quantized values are expanded before options are looked at
     [
         *zip(("scale", "negative-scale", "softcap", "sinks"), 2 * ("e4m3", "int8"), strict=True),
-        *(("everything", kind) for kind in ("e4m3", "int8")),
+        *(("everything", kind) for kind in ("e4m3", "int8", "int4")),
     ],
 )
 def test_twins_with_options(options, kind, kernel, device):
@@ -206,7 +224,7 @@ def test_twins_with_options(options, kind, kernel, device):
 
 
 @each_kernel
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("kind", ["e4m3", "int8", "int4"])
 def test_prompts_of_several_pages(kind, kernel, device):
     """Longer than a page, and than a tile of any kernel; the second one goes on from a context."""
     case = Case("prompts", ((300, 300), (140, 500), (1, 131)), heads=(4, 2), head_size=64)
@@ -216,7 +234,7 @@ def test_prompts_of_several_pages(kind, kernel, device):
 @each_kernel
 @pytest.mark.parametrize(
     ("plan", "kind"),  # the plan decides which pages are expanded; their contents are the quantized values
-    [*(("causal", kind) for kind in KINDS), ("untrimmed-window", "e4m3"), ("local", "int8")],
+    [*(("causal", kind) for kind in (*KINDS, "int4")), ("untrimmed-window", "e4m3"), ("local", "int8")],
 )
 def test_poison(kind, plan, kernel, device):
     """Quantized values of NaN, scales of NaN, infinity and 1e4 in slots that no sequence owns change no bit."""

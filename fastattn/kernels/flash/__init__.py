@@ -18,8 +18,7 @@ def cannot_expand(problem: Problem) -> str | None:
 
     The bound takes all sequences to be as long as the longest, as the host knows no other length.
     """
-    assert problem.stored is not None  # it is over a quantized cache
-    quantized, values = problem.stored
+    quantized, values = problem.stored or (torch.uint8, torch.uint8)  # int4 has bytes of both
     if values not in (quantized, problem.dtype):
         return f"reads values of the type of the keys or of the queries, {problem.dtype}, not {values}"
     columns = -(-problem.max_seq_len // EXPANDED_BLOCK)

@@ -1,6 +1,7 @@
 """Attend over quantized pages by a kernel for unquantized pages: dequantize them first, once for all queries.
 
     a key, a value      scale * quantized, rounded into the type of the queries, in pages that load fastest
+    int4                the same, turned back first
     a query             scale * quantized in its own type, where queries are rounded as keys are
 
 Each key costs a byte per element to read, and four to write and to read again, instead of a conversion for every tile
@@ -22,11 +23,13 @@ from torch import Tensor
 from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
+from fastattn.kernels.triton.four_bits import int4_quantization, turn, zero_points
 from fastattn.kernels.triton.launch import converts_fp8
 from fastattn.kernels.triton.quantized import Quantization, dequantize, prepare_query, quantization_of, row_scale
 from fastattn.kernels.triton.queries import find_rows
 from fastattn.kernels.triton.tuning import pad
 from refattn.batch import Batch
+from refattn.four_bits import Int4Pages, turned_size
 from refattn.keys import QuantizedPages
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -45,7 +48,7 @@ Paged = Callable[
 def attend_dequantized(
     paged: Paged,
     query: Float[Tensor, "t h d"],
-    keys: QuantizedPages,
+    keys: QuantizedPages | Int4Pages,
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
@@ -64,7 +67,7 @@ def attend_dequantized(
         The outputs, and their log-sum-exps in float32.
     """
     key_cache, value_cache, scales = keys
-    quantization = quantization_of(scales)
+    quantization = int4_quantization(keys.scales) if isinstance(keys, Int4Pages) else quantization_of(keys.scales)
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     expanded, where = memo_of(plan).expanded, where_called()
@@ -162,7 +165,7 @@ def _round_kernel(
 
 
 def repage(
-    cache: Shaped[Tensor, "n p hk d"],
+    cache: Shaped[Tensor, "n p hk stored"],
     batch: Batch,
     *,
     block_size: int,
@@ -176,22 +179,24 @@ def repage(
     """Copy the tokens of a batch into a pool of their own, with larger blocks, in order; see `kernels.flash.fa4`.
 
     Args:
-        cache: the pool; fp8 as bytes.
+        cache: the pool; fp8 and int4 as bytes.
         batch: the lengths and the block table.
         block_size: tokens in a new block, a multiple of `BLOCK_ROWS`.
         table: where to write the new table; new memory if None.
         dtype: the type of the new pool; that of the old one if None.
-        kind: what the pool holds, "e4m3", "e5m2" or "int8"; "" for unquantized values, which are copied as they are.
+        kind: what the pool holds, "e4m3", "e5m2", "int8" or "int4", whose bytes hold two elements; "" for unquantized
+            values, which are copied as they are.
         number: the scale of all quantized values, without `scales`.
         scales: of fp8 per head `[hk]`, or per sequence and head `[b, hk]`; of int8 per head and channel `[hk, d]`, or
-            per token of the pool and head `[n, p, hk]`.
+            per token of the pool and head `[n, p, hk]`, as of int4.
         sequences: for each sequence of `batch`, the sequence that its scales belong to; None where they are the same.
 
     Returns:
         The new pool, with zeros past a sequence's end in its last block and anything in blocks after that, and its
         block table.
     """
-    _, old_block_size, num_kv_heads, head_size = cache.shape
+    _, old_block_size, num_kv_heads, size = cache.shape
+    head_size = 2 * size if kind == "int4" else size
     assert batch.block_table is not None  # the path has checked it
     columns = -(-batch.max_seq_len // block_size)
     pool = cache.new_empty(batch.num_seqs * columns, block_size, num_kv_heads, head_size, dtype=dtype)
@@ -220,6 +225,8 @@ def repage(
         BLOCK_ROWS=rows,
         FORMAT=kind,
         PER=per,
+        TURNED=turned_size(head_size),
+        STAGES=turned_size(head_size).bit_length() - 1,
         HAS_FP8_CVT=converts_fp8(cache.device),
     )
     return pool, table
@@ -229,7 +236,7 @@ def _layout_of(scales: Tensor | None, kind: str) -> tuple[str, tuple[int, ...]]:
     """Return the granularity of scales, and their strides, with 0 for the sequences where all have the same scales."""
     if scales is None:
         return "number", ()
-    if kind == "int8":
+    if kind in ("int8", "int4"):
         return "token" if scales.ndim == 3 else "channel", scales.stride()
     return "sequence", (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
 
@@ -256,6 +263,8 @@ def _repage_kernel(
     BLOCK_ROWS: tl.constexpr,
     FORMAT: tl.constexpr,
     PER: tl.constexpr,
+    TURNED: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
     # A program copies a few tokens of a sequence, with all their heads.
@@ -278,7 +287,7 @@ def _repage_kernel(
     is_column = (head < NUM_KV_HEADS) & (at_d < HEAD_SIZE)
     place = token % OLD_BLOCK_SIZE
     source = block * cache_strides[0] + place * cache_strides[1]
-    within = head * cache_strides[2] + at_d * cache_strides[3]
+    within = head * cache_strides[2] + (at_d // 2 if FORMAT == "int4" else at_d) * cache_strides[3]
     mask = is_token[:, None] & is_column[None, :]
     rows = tl.load(cache + source[:, None] + within[None, :], mask, 0)
     if FORMAT != "":
@@ -298,7 +307,13 @@ def _repage_kernel(
             scale = tl.load(scales + member * scale_strides[0] + head * scale_strides[1], is_column, 0.0)[None, :]
         else:
             scale = number
-        rows = dequantize(rows, FORMAT, HAS_FP8_CVT).to(tl.float32) * scale
+        if FORMAT == "int4":
+            elements = (rows >> ((at_d % 2) * 4)[None, :].to(tl.uint8)) & 15
+            numbers = (elements.to(tl.float32) - zero_points(scale)) * scale
+            numbers = turn(tl.reshape(numbers, [BLOCK_ROWS * HEADS_PAD, HEAD_PAD]), TURNED, STAGES)
+            rows = tl.reshape(numbers, [BLOCK_ROWS, HEADS_PAD * HEAD_PAD])
+        else:
+            rows = dequantize(rows, FORMAT, HAS_FP8_CVT).to(tl.float32) * scale
     target = (first_row + tl.arange(0, BLOCK_ROWS)) * (NUM_KV_HEADS * HEAD_SIZE)
     at_target = target[:, None] + (head * HEAD_SIZE + at_d)[None, :]
     tl.store(pool + at_target, rows.to(pool.dtype.element_ty), mask=is_column[None, :])

@@ -38,6 +38,7 @@ from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, window_within_reach
 from refattn.batch import Batch
+from refattn.four_bits import Int4Pages
 from refattn.keys import Keys, Latents, Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -67,7 +68,7 @@ UNUSED: dict[str, Any] = dict.fromkeys(
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel can't compute a problem, or None."""
-    if problem.keys == "quantized":
+    if problem.keys in ("quantized", "int4"):
         return unsupported_reason(expanded(problem)) or cannot_expand(problem)
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
@@ -109,7 +110,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "fa3",
     unsupported_reason,
-    attends=("rows", "pages", "quantized", "latents"),
+    attends=("rows", "pages", "quantized", "int4", "latents"),
     trees=("pages", "latents"),
     knows=options_of("softmax_scale", "softcap", "sinks") | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS,
     functions={"attend": f"{__name__}:attend"},
@@ -136,7 +137,7 @@ def attend(
         if isinstance(plan, TreePlan):
             return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
         return mla(query, keys.cache, level.own, options, keys.latent_rank, out)
-    if isinstance(keys, QuantizedPages):
+    if isinstance(keys, QuantizedPages | Int4Pages):
         from fastattn.kernels.flash.expand import attend_dequantized
 
         return attend_dequantized(paged, query, keys, level.own, options, out)

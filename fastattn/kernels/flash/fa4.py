@@ -17,6 +17,7 @@ from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.kernel import LEVELS, PAGES, PLAN, QUANTIZED, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, has_aligned_heads, window_within_reach
+from refattn.four_bits import Int4Pages
 from refattn.keys import Keys, Pages, QuantizedPages, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -31,7 +32,7 @@ MOST_COPIED_BYTES = 2**29  # bytes of copied keys and values that a call may all
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel can't compute a problem, or None."""
-    if problem.keys == "quantized":
+    if problem.keys in ("quantized", "int4"):
         return unsupported_reason(expanded(problem)) or cannot_expand(problem)
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
@@ -70,7 +71,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "fa4",
     unsupported_reason,
-    attends=("rows", "pages", "quantized"),
+    attends=("rows", "pages", "quantized", "int4"),
     knows=options_of("softmax_scale", "softcap", "sinks") | PLAN | LEVELS | PAGES | QUANTIZED,
     functions={"attend": f"{__name__}:attend"},
 )
@@ -89,7 +90,7 @@ def attend(
         from fastattn.kernels.flash.interval import attend_up_to_and_after
 
         return attend_up_to_and_after(attend, query, keys, level.own, options, out)
-    if isinstance(keys, QuantizedPages):
+    if isinstance(keys, QuantizedPages | Int4Pages):
         from fastattn.kernels.flash.expand import attend_dequantized
 
         return attend_dequantized(paged, query, keys, level.own, options, out)

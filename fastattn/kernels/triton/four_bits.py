@@ -4,14 +4,14 @@
     output    hadamard(sum of weight[j] * scale[j] * (q[j] - zero[j]))                  and its partial output
 
 A unit of a pool is a byte, of two elements, or two bytes, of four. A tile of units becomes two or four tiles, of every
-second or every fourth element, as the query does: as many products, or weighted sums, of a part of the size. Nothing is
-converted: the four bits of an element are four bits of a number of 16 bits, the last ones of a small float16 for keys,
-and those of 16 + element in bfloat16 for values. What the zero points take away is summed beside, once for all elements:
+second or every fourth element, as the query does: as many products, or weighted sums, each of a part of the size.
+Nothing is converted: the bits of an element are four bits of a number of 16 bits, the last ones of a small float16 for
+keys, and those of 16 + element in bfloat16 for values. What zero points take away is summed beside, for all elements:
 
     sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * (16 + q[j])  -  sum of w[j] * (16 + zero[j])
 
-Units of two bytes are loaded and turned into the layout of a tensor core as any other 16 bits; bytes are read one by one
-where they are transposed. They serve many rows, queries in float32, and pools that are not viewed in units.
+Units of two bytes take the way of all 16 bits into the layout of a tensor core; bytes are read one by one where they
+are transposed. They serve many rows, queries in float32, and pools that cannot be viewed in pairs of bytes.
 
 Source: `refattn.four_bits`; bits as numbers: Kim et al. 2022, "Who Says Elephants Can't Run".
 """
@@ -279,7 +279,7 @@ def int4_query(keys, queries, tile, TILE):
         first, second = tl.trans(first), tl.trans(second)
         if keys.KEY_UNIT == 4:
             third, fourth = tl.trans(third), tl.trans(fourth)
-    unit = factors * (2.0**20 if keys.KEY_TYPE == tl.float16 else 2.0**-4)
+    unit = factors * (2.0**20 if tl.float16 == keys.KEY_TYPE else 2.0**-4)
     return Query(Parts(first, second, third, fourth), unit, sums)
 
 
@@ -305,7 +305,7 @@ def load_int4(keys, tile, place, is_key, TILE):
 @triton.jit
 @no_type_check
 def int4_products(keys, q, step, TILE):
-    """Multiply the parts of queries and keys; take away what zero points add; then multiply by the scale of each key."""
+    """Multiply the parts of queries and keys, take away what zero points add, and multiply by the scale of each key."""
     k = key_parts(step.key, keys.KEY_TYPE, keys.HAS_PTX)
     products = multiply_keys(q.parts.first, k.first, TILE) + multiply_keys(q.parts.second, k.second, TILE)
     if keys.KEY_UNIT == 4:
@@ -319,7 +319,7 @@ def int4_products(keys, q, step, TILE):
 @triton.jit
 @no_type_check
 def begin_int4(keys, TILE):
-    """Return empty weighted sums. With few rows the excess is summed over the keys of a thread, and over all at the end."""
+    """Return empty weighted sums. With few rows the excess is summed over the keys of a thread, in the end over all."""
     SIZE: tl.constexpr = keys.VALUE_PAD // keys.VALUE_UNIT
     third, fourth = 0, 0
     if keys.VALUE_UNIT == 4:
@@ -342,7 +342,7 @@ def load_int4_values(keys, tile, place, is_key, step, TILE):
 @triton.jit
 @no_type_check
 def scaled(part, LARGER: tl.constexpr, zero, scale):
-    """Return values in float16: elements, `LARGER` times too large in units of 2**-24, less their zero points, scaled."""
+    """Return values in float16: elements, `LARGER` times too large in units of 2**-24, less zero points, scaled."""
     return ((part.to(tl.float32) * (2.0**24 / LARGER) - zero) * scale).to(tl.float16)
 
 
