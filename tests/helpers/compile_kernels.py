@@ -476,7 +476,11 @@ def launch_all(gpu, largest):
 
 
 def launch_over_states(some):
-    """Launch what layers with a state need: decodes, drafts with checkpoints, prompts by chunks, the convolution."""
+    """Launch what layers with a state need: decodes, drafts with checkpoints, prompts by chunks, the convolution.
+
+    And what FlashQLA needs beside its own kernels.
+    """
+    from fastattn.kernels.flash.states import gather_states, lengths_of, scatter_states
     from fastattn.kernels.triton import convolution, recurrent
 
     half, indices = torch.bfloat16, torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
@@ -502,6 +506,10 @@ def launch_over_states(some):
         )
         inputs, weight = torch.zeros(2 * query_len, 512, dtype=dtype), torch.zeros(512, 4, dtype=dtype)
         convolution.convolve(inputs, weight, torch.zeros(8, 3, 512), plan, weight[:, 0], True, None)
+        if not drafts and head_size == 128:
+            before = gather_states(states, plan, 2 * query_len)
+            scatter_states(before, states, value, plan)
+            lengths_of(batch.cu_seqlens_q, 2 * query_len, chunk=64, part=1024)
     batch = make_batch([1] * 2, [1024] * 2)
     plan, query = twin.plan(batch, state_indices=indices[:, 0]), torch.zeros(2, 8, 128, dtype=half)
     with to_the_end():

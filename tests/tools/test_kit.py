@@ -23,12 +23,13 @@ from twinattn.kit import Example, claims, field, hold, isolate, landmarks, mista
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit import kernel as kernels
-from twinattn.kit.adapters import ADAPTERS, over_gathered_states
+from twinattn.kit.adapters import ADAPTERS
 from twinattn.kit.check import check, reproduce
 from twinattn.kit.example import PACKED, PATHS
 from twinattn.kit.field import list_failures, results, tables
 from twinattn.kit.isolate import check_apart
 from twinattn.kit.kernel import BadKernelError, find
+from twinattn.kit.over_slots import over_gathered_states
 from twinattn.kit.properties import PROPERTIES
 from twinattn.kit.property import Broken, CrashedError
 from twinattn.kit.report import MOST_ROWS, as_html, as_text

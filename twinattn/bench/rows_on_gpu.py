@@ -415,10 +415,8 @@ def _states(shrink: int) -> Iterator[Row]:
         aims = {1: "2.7 µs", 64: "67 µs", 256: "258 µs"} if query_len == 1 else {}
         kind = "decode" if query_len == 1 else f"prefill-{query_len}"
         name, aim = f"{kind}-{num_seqs}x{heads[0]}-heads", aims.get(num_seqs, "the best peer")
-        peers = states_flashinfer(), states_fla(), states_attn_gym()
-        if query_len > 1:
-            peers = states_twin(kernel="triton"), states_flash_qla(), *peers
-        contenders = states_twin(), *peers
+        of_prompts = () if query_len == 1 else (states_twin(kernel="triton"), states_flash_qla())
+        contenders = states_twin(), *of_prompts, states_flashinfer(), states_fla(), states_attn_gym()
         yield Row("recurrent", name, states, contenders, aim=aim)
     for num_seqs, aim in ((1, "43 µs: as without a ring"), (64, "640 µs"), (256, "2400 µs")):
         states = States(num_seqs, 1, (32, 16), steps=16)

@@ -22,6 +22,17 @@ from refattn.batch import Batch
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import Kernel, claims, find
 from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation
+from twinattn.kit.over_slots import (
+    FINITE,
+    NO_SCALE,
+    NO_SCALE_OF_0,
+    NO_SLOTS,
+    NO_TOKENS,
+    SAME_HEADS,
+    UNWRITTEN,
+    over_gathered_states,
+    over_slots_from_1,
+)
 from twinattn.libraries import (
     Call,
     attn_gym,
@@ -319,76 +330,6 @@ def sglang_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
     return merge_state(outs[0], lses[0], outs[1], lses[1])
 
 
-# --- layers that keep a state ---
-
-
-def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
-    """Return a kernel over slots that calls one over contiguous states, as servers do.
-
-    It gathers the states of a step (zeros for new sequences), and afterwards writes the states of sequences with new
-    tokens back to their slots.
-    """
-
-    @claims(**{"not_claimed": NO_SLOTS} | limits)
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        states: Tensor,
-        cu_seqlens_q: Tensor,
-        state_indices: Tensor,
-        has_initial_state: Tensor,
-        scale: float,
-    ) -> Tensor:
-        slots = state_indices.long()
-        moved = cu_seqlens_q.diff() > 0  # the slots of other sequences may be invalid
-        before = states[slots.where(moved, 0)].masked_fill(~has_initial_state[:, None, None, None], 0.0)
-        out, after = prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale)()
-        states[slots[moved]] = after[moved].to(states.dtype)
-        return out
-
-    return kernel
-
-
-def over_slots_from_1(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
-    """Return a kernel over slots that calls one with slot 0 as padding: its pool gets one more slot in front."""
-
-    @claims(**limits)
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        states: Tensor,
-        cu_seqlens_q: Tensor,
-        state_indices: Tensor,
-        has_initial_state: Tensor,
-        scale: float,
-    ) -> Tensor:
-        pool = torch.cat([states[:1], states])
-        slots = state_indices.where(state_indices < len(states), -1)  # it would read through an invalid slot
-        tables = slots + 1, cu_seqlens_q, has_initial_state
-        out = prepare(query, key, value, log_decay, beta, pool, *tables, scale)()
-        states.copy_(pool[1:])
-        return out
-
-    return kernel
-
-
-NO_SLOTS = {
-    "padding slot": "knows no slots",
-    "padding": "says nothing of rows that no sequence has",
-}
-UNWRITTEN = {"padding": "rows past the last sequence are not written"}
-FINITE = {"forgets": "decays are finite"}
-NO_TOKENS, NO_SCALE = "must have nonempty dimensions", "scale must be finite and positive"  # attention-gym's texts
-NO_SCALE_OF_0 = {"read scale": "takes a scale of 0 for the default"}
-SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many heads as keys
-
-
 # --- all of them, in the order of the tables ---
 
 TORCH = None, "torch", lambda: None
@@ -624,31 +565,23 @@ KERNELS = (
         )
         for layer, form in fla.NAIVE
     ),
-    Adapter(
-        "flash-qla",
-        "recurrent",
-        over_gathered_states(
-            flash_qla.prepare,
-            dtypes=HALVES,
-            layers=("gdn",),
-            head_sizes=((128, 128),),
-            not_claimed=NO_SLOTS | FINITE | NO_SCALE_OF_0,
-        ),
-        "flash_qla",
-        "flash-qla",
-        flash_qla.available,
-    ),
-    Adapter(
-        "flashinfer-gdn",
-        "recurrent",
-        over_gathered_states(
-            flashinfer.prepare_gdn,
-            dtypes=HALVES,
-            layers=("gdn",),
-            head_sizes=((128, 128),),
-            not_claimed=NO_SLOTS | NO_SCALE_OF_0,
-        ),
-        *FLASHINFER,
+    *(
+        Adapter(
+            name,
+            "recurrent",
+            over_gathered_states(
+                prepare,
+                dtypes=HALVES,
+                layers=("gdn",),
+                head_sizes=((128, 128),),
+                not_claimed=NO_SLOTS | NO_SCALE_OF_0 | unclaimed,
+            ),
+            *library,
+        )
+        for name, prepare, unclaimed, library in (
+            ("flash-qla", flash_qla.prepare, FINITE, ("flash_qla", "flash-qla", flash_qla.available)),
+            ("flashinfer-gdn", flashinfer.prepare_gdn, {}, FLASHINFER),
+        )
     ),
     *(
         Adapter(

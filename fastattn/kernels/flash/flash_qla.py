@@ -38,7 +38,7 @@ CONTEXT = "flash_qla.ops.gated_delta_rule.chunk.cp"  # how sequences are divided
 DECISION = f"{CONTEXT}.autocp"  # whether they should be
 SIZE = 128  # elements of a key, and of a value
 CHUNK = 64  # tokens
-LEAST_LOG_DECAY = -30.0  # of the state before such a token 1e-13 is left
+LEAST_LOG_DECAY = -30.0  # such a token leaves 1e-13 of the state before it
 
 
 def unsupported_reason(problem: Problem) -> str | None:

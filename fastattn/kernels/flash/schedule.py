@@ -8,6 +8,7 @@ import torch
 
 from fastattn.kernels.replay import memo_of
 from refattn.plan import Plan
+from refattn.states import StatePlan
 
 UNKNOWN = object()
 MOST_OF_SIZES = 256  # schedules by sizes alone; one more clears all
@@ -15,7 +16,7 @@ MOST_OF_SIZES = 256  # schedules by sizes alone; one more clears all
 _of_sizes: dict[Hashable, Any] = {}
 
 
-def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
+def schedule_of(plan: Plan | StatePlan, name: Hashable, make: Callable[[], Any]) -> Any:
     """Return the schedule in the memo of a plan, or make one and store it there.
 
     The lengths of a plan may be advanced in place, and a captured graph is replayed with others. So a schedule belongs

@@ -3,6 +3,7 @@
 Sequences are those of `fastattn.kernels.triton.states`: of padding, and without new tokens, no slot is read or written.
 """
 
+from functools import partial
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -53,9 +54,9 @@ def lengths_of(cu_seqlens_q: Int32[Tensor, "_"], num_tokens: int, *, chunk: int,
     """
     device, b = cu_seqlens_q.device, len(cu_seqlens_q) - 1
     n, m = num_tokens // chunk + b + 1, num_tokens // part + b + 1
-    shapes = ((b + 2,), (n, 2), (m + 1,), (m,), (b + 2,))
-    ints = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
-    lengths = Lengths(*ints, torch.empty(m, dtype=torch.bool, device=device))
+    ints = partial(torch.empty, dtype=torch.int32, device=device)
+    is_last = torch.empty(m, dtype=torch.bool, device=device)
+    lengths = Lengths(ints(b + 2), ints(n, 2), ints(m + 1), ints(m), ints(b + 2), is_last)
     Launch(
         _lengths_kernel,
         (b + 1,),
