@@ -236,6 +236,26 @@ var machines = [
     "chunked_prefill/chunk-4x512-of-16896-blocks-128",
     1799.0,
     609500000000000.0
+   ],
+   [
+    "quantized/decode-64x8192-int4",
+    15.03,
+    47670000000000.0
+   ],
+   [
+    "quantized/decode-8x8192-int4",
+    15.03,
+    27100000000000.0
+   ],
+   [
+    "quantized/decode-1x131072-int4",
+    15.06,
+    32070000000000.0
+   ],
+   [
+    "quantized/prefill-2x8192-int4",
+    3841.0,
+    573700000000000.0
    ]
   ]
  },

@@ -12,7 +12,6 @@ from tests.helpers.launched import LAUNCHED
 ROOT = Path(__file__).parent.parent.parent
 MOST_OF_A_KERNEL, MOST_OF_A_FUNCTION = 15, 8
 LONGER = {
-    "fastattn/kernels/flash/expand.py:_repage_kernel": 20,
     "fastattn/kernels/flash/fixup.py:_adapt_kernel": 20,
     "fastattn/kernels/triton/cache.py:_quantize_kernel": 24,
     "fastattn/kernels/triton/cache.py:_write_kernel": 16,

@@ -12,7 +12,7 @@ pages are copied as well, for a kernel that loads whole tiles and reads pages of
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -203,7 +203,6 @@ def repage(
     table = batch.block_table.new_empty(batch.num_seqs, columns) if table is None else table
     if not len(pool):
         return pool, table
-    per, strides = _layout_of(scales, kind)
     rows = min(BLOCK_ROWS, max(1, MOST_ELEMENTS // (pad(num_kv_heads) * pad(head_size))))
     _repage_kernel[len(pool) * block_size // rows,](
         cache,
@@ -211,25 +210,52 @@ def repage(
         table,
         batch.block_table,
         batch.seq_lens,
-        scales,
-        number,
-        sequences,
+        _quantized_of(kind, head_size, number, scales, sequences),
         cache.stride(),
         batch.block_table.stride(),
-        strides,
         columns,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         OLD_BLOCK_SIZE=old_block_size,
         BLOCK_SIZE=block_size,
         BLOCK_ROWS=rows,
-        FORMAT=kind,
-        PER=per,
-        TURNED=turned_size(head_size),
-        STAGES=turned_size(head_size).bit_length() - 1,
         HAS_FP8_CVT=converts_fp8(cache.device),
     )
     return pool, table
+
+
+class Quantized(NamedTuple):
+    """How the values of a pool are quantized, as the kernel takes it.
+
+    Attributes:
+        scales: the scales; None for one number.
+        number: the scale of all values, without `scales`.
+        sequences: as for `repage`.
+        strides: of the scales.
+        FORMAT: the kind; "" for unquantized values.
+        PER: "number", "sequence", "channel" or "token".
+        TURNED: elements that are turned back together, of int4.
+        STAGES: log2(TURNED).
+    """
+
+    scales: Any
+    number: Any
+    sequences: Any
+    strides: Any
+    FORMAT: Any
+    PER: Any
+    TURNED: Any
+    STAGES: Any
+
+
+def _quantized_of(
+    kind: str, head_size: int, number: float, scales: Tensor | None, sequences: Tensor | None
+) -> Quantized:
+    """Return how a pool is quantized; the arguments are those of `repage`."""
+    per, strides = _layout_of(scales, kind)
+    turned = turned_size(head_size)
+    constants = map(tl.constexpr, (kind, per, turned, turned.bit_length() - 1))
+    return Quantized(scales, number, sequences, strides, *constants)
 
 
 def _layout_of(scales: Tensor | None, kind: str) -> tuple[str, tuple[int, ...]]:
@@ -249,22 +275,15 @@ def _repage_kernel(
     table,
     block_table,
     seq_lens,
-    scales,
-    number,
-    sequences,
+    quantized,
     cache_strides,
     table_strides,
-    scale_strides,
     columns,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     OLD_BLOCK_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    PER: tl.constexpr,
-    TURNED: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
     # A program copies a few tokens of a sequence, with all their heads.
@@ -287,33 +306,37 @@ def _repage_kernel(
     is_column = (head < NUM_KV_HEADS) & (at_d < HEAD_SIZE)
     place = token % OLD_BLOCK_SIZE
     source = block * cache_strides[0] + place * cache_strides[1]
-    within = head * cache_strides[2] + (at_d // 2 if FORMAT == "int4" else at_d) * cache_strides[3]
+    within = head * cache_strides[2] + (at_d // 2 if quantized.FORMAT == "int4" else at_d) * cache_strides[3]
     mask = is_token[:, None] & is_column[None, :]
     rows = tl.load(cache + source[:, None] + within[None, :], mask, 0)
-    if FORMAT != "":
-        if PER == "token":
+    if quantized.FORMAT != "":
+        if quantized.PER == "token":
             at_head = tl.arange(0, HEADS_PAD).to(tl.int64)
-            of_tokens = block * scale_strides[0] + place * scale_strides[1]
-            at_scale = of_tokens[:, None] + (at_head * scale_strides[2])[None, :]
-            of_heads = tl.load(scales + at_scale, is_token[:, None] & (at_head < NUM_KV_HEADS)[None, :], 0.0)
+            of_tokens = block * quantized.strides[0] + place * quantized.strides[1]
+            at_scale = of_tokens[:, None] + (at_head * quantized.strides[2])[None, :]
+            of_heads = tl.load(quantized.scales + at_scale, is_token[:, None] & (at_head < NUM_KV_HEADS)[None, :], 0.0)
             scale = tl.broadcast_to(of_heads[:, :, None], [BLOCK_ROWS, HEADS_PAD, HEAD_PAD])
             scale = tl.reshape(scale, [BLOCK_ROWS, HEADS_PAD * HEAD_PAD])
-        elif PER == "channel":
-            scale = tl.load(scales + head * scale_strides[0] + at_d * scale_strides[1], is_column, 0.0)[None, :]
-        elif PER == "sequence":
+        elif quantized.PER == "channel":
+            scale = tl.load(
+                quantized.scales + head * quantized.strides[0] + at_d * quantized.strides[1], is_column, 0.0
+            )[None, :]
+        elif quantized.PER == "sequence":
             member = sequence
-            if sequences is not None:
-                member = tl.load(sequences + sequence).to(tl.int64)
-            scale = tl.load(scales + member * scale_strides[0] + head * scale_strides[1], is_column, 0.0)[None, :]
+            if quantized.sequences is not None:
+                member = tl.load(quantized.sequences + sequence).to(tl.int64)
+            scale = tl.load(
+                quantized.scales + member * quantized.strides[0] + head * quantized.strides[1], is_column, 0.0
+            )[None, :]
         else:
-            scale = number
-        if FORMAT == "int4":
+            scale = quantized.number
+        if quantized.FORMAT == "int4":
             elements = (rows >> ((at_d % 2) * 4)[None, :].to(tl.uint8)) & 15
             numbers = (elements.to(tl.float32) - zero_points(scale)) * scale
-            numbers = turn(tl.reshape(numbers, [BLOCK_ROWS * HEADS_PAD, HEAD_PAD]), TURNED, STAGES)
+            numbers = turn(tl.reshape(numbers, [BLOCK_ROWS * HEADS_PAD, HEAD_PAD]), quantized.TURNED, quantized.STAGES)
             rows = tl.reshape(numbers, [BLOCK_ROWS, HEADS_PAD * HEAD_PAD])
         else:
-            rows = dequantize(rows, FORMAT, HAS_FP8_CVT).to(tl.float32) * scale
+            rows = dequantize(rows, quantized.FORMAT, HAS_FP8_CVT).to(tl.float32) * scale
     target = (first_row + tl.arange(0, BLOCK_ROWS)) * (NUM_KV_HEADS * HEAD_SIZE)
     at_target = target[:, None] + (head * HEAD_SIZE + at_d)[None, :]
     tl.store(pool + at_target, rows.to(pool.dtype.element_ty), mask=is_column[None, :])

@@ -160,7 +160,7 @@ def tune(
     tune_tiles = _tune_latents if shared else _tune
     if block_m <= 16 and is_quantized and query.dtype != torch.float32:  # steps of as many bytes, quantized or not
         row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
-    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized)
+    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, num_sms, is_quantized, per_byte == 2)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if by_fma and block_m > 16:
@@ -183,19 +183,29 @@ def _without_tensor_cores(tuning: LaunchConfig) -> LaunchConfig:
 
 @cache
 def _tune(
-    block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int, is_quantized: bool = False
+    block_m: int,
+    row_bytes: int,
+    programs: int,
+    visible: int,
+    num_sms: int,
+    is_quantized: bool = False,
+    in_four_bits: bool = False,
 ) -> LaunchConfig:
     """Choose the number of splits that keeps all SMs busy to the end, and the launch config for it.
 
     As long as all programs run at once, the time is that of the SM with the most keys to read; about 100 KB in flight
     per SM keep the memory busy. With more programs than fit, the loss is small. One sequence of 131072 keys takes 127
     us in 33 splits, two programs each, and 132 us in 66; of 8-bit values, 70 us in 49 and 76 us in 66 (5e34b75,
-    2026-11-22).
+    2026-11-22). In four bits a program of one warp waits for no other: 58 us in 66 splits, and 60 us by two warps; 8 of
+    8192 keys take 34 and 37 us, 64 of them 180 both (c07fa68, 2026-11-28).
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
     few_rows = block_m <= 16
-    at_once = 3 if block_m == 8 and is_quantized else 4 if few_rows else 128 // block_m  # programs that an SM holds
+    by_a_warp = in_four_bits and block_m == 8
+    at_once = 4 if few_rows else 128 // block_m  # programs that an SM holds
+    if is_quantized and block_m == 8 and not by_a_warp:
+        at_once = 3
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_sms)
@@ -205,6 +215,8 @@ def _tune(
         return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
+    if by_a_warp:
+        return LaunchConfig(block_m, step_for(16, row_bytes), 1, 3, splits, splits)
     on_one = -(-programs * splits // num_sms)
     block_n = step_for(64, row_bytes)
     if few_rows and on_one > 3:
@@ -214,7 +226,13 @@ def _tune(
 
 @cache
 def _tune_latents(
-    block_m: int, row_bytes: int, programs: int, visible: int, num_sms: int, is_quantized: bool = False
+    block_m: int,
+    row_bytes: int,
+    programs: int,
+    visible: int,
+    num_sms: int,
+    is_quantized: bool = False,
+    in_four_bits: bool = False,
 ) -> LaunchConfig:
     """Choose the number of splits over latents, and the launch config for it.
 
