@@ -1,5 +1,6 @@
 """Pages of four bits: what a write stores, byte by byte, what every kernel reads of it, and what is refused."""
 
+import importlib
 import math
 import re
 from contextlib import nullcontext
@@ -374,6 +375,25 @@ def test_twins_with_options(kernel, kind, options, device):
 
 SIZES = [(16, 16), (32, 96), (80, 32), (66, 10), (128, 64), (2, 2)]
 TYPES = [torch.float16, torch.float32, *(() if PRESENT[0].name == "cpu" else (torch.bfloat16,))]
+
+
+@pytest.mark.skipif("triton" not in [x.name for x in PRESENT], reason="Triton comes for Linux only")
+def test_a_long_prompt_is_expanded_once(device, monkeypatch):
+    """By our kernel, too, where a key meets many queries; not if bits must not depend on the batch, or in float32."""
+    expand = importlib.import_module("fastattn.kernels.flash.expand")
+    calls, repage = [], expand.repage
+    monkeypatch.setattr(expand, "repage", lambda *args, **kwargs: calls.append(1) or repage(*args, **kwargs))
+    case = Case("prompt", ((70, 70), (60, 90)), heads=(4, 2), head_size=16)
+    for dtype, options, expected in (
+        (torch.float16, {}, True),
+        (torch.float16, dict(batch_invariant=True), False),
+        (torch.float32, {}, False),
+    ):
+        calls.clear()
+        with fastattn.use_kernel("triton"):
+            stored = store(case, "int4", dtype=dtype, device=device)
+            assert_twins_agree_over_quantized(stored, again=False, **options)
+        assert bool(calls) == expected
 
 
 @pytest.mark.skipif("triton" not in [x.name for x in PRESENT], reason="Triton comes for Linux only")
