@@ -12,10 +12,6 @@ from tests.helpers.launched import LAUNCHED
 ROOT = Path(__file__).parent.parent.parent
 MOST_OF_A_KERNEL, MOST_OF_A_FUNCTION = 15, 8
 LONGER = {
-    "fastattn/kernels/flash/fixup.py:_adapt_kernel": 20,
-    "fastattn/kernels/triton/cache.py:_quantize_kernel": 24,
-    "fastattn/kernels/triton/cache.py:_write_kernel": 16,
-    "fastattn/kernels/triton/cache.py:_write_packed_kernel": 20,
     "fastattn/kernels/triton/differential.py:_scores_of_half": 11,
     "fastattn/kernels/triton/latents_hopper.py:_attend_kernel": 35,
     "fastattn/kernels/triton/latents_hopper.py:_bring": 10,
@@ -23,10 +19,6 @@ LONGER = {
     "fastattn/kernels/triton/prompts_hopper.py:_attend_steps": 12,
     "fastattn/kernels/triton/prompts_hopper.py:_softmax": 9,
     "fastattn/kernels/triton/prompts_hopper.py:_store": 9,
-    "twinattn/engine/kernels/fused_layers.py:_qk_norm_rope_kernel": 18,
-    "twinattn/engine/kernels/sampling.py:_bisect_kernel": 20,
-    "twinattn/engine/kernels/sampling.py:_cut_kernel": 20,
-    "twinattn/engine/kernels/sampling.py:_draw_kernel": 22,
 }
 
 

@@ -2428,7 +2428,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.cache:_write_packed_kernel",
-            "place * scale_strides[1] + group * scale_strides[2]",
+            "place * scales.strides[1] + group * scales.strides[2]",
             "place * scale_strides[1] + (GROUPS - 1 - group) * scale_strides[2]",
         ),
     ),

@@ -6,7 +6,7 @@ affected rows (all rows if sinks are added).
 """
 
 from collections.abc import Callable
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -60,15 +60,11 @@ def fix_up(
         return Launch(
             _adapt_kernel,
             (-(-num_tokens // (steps * BLOCK_TOKENS)), num_heads),
-            dict(out=out, lse=lse, sinks=sinks),
+            {"output.out": out, "output.lse": lse, "sinks": sinks},
             dict(
+                output=Output(out, lse, out.stride(), lse.stride(0), lse.stride(1)),
                 cu_seqlens_q=batch.cu_seqlens_q,
                 seq_lens=batch.seq_lens,
-                out_token_stride=out.stride(0),
-                out_head_stride=out.stride(1),
-                out_stride=out.stride(2),
-                lse_head_stride=lse.stride(0),
-                lse_token_stride=lse.stride(1),
                 num_tokens=num_tokens,
                 num_seqs=batch.num_seqs,
                 left=min(left, batch.max_seq_len + batch.max_query_len),  # no sum with a position overflows then
@@ -99,21 +95,25 @@ def empty_output(
     return out, lse
 
 
+class Output(NamedTuple):
+    """The output of a package [t, h, dv], its log-sum-exps [h, t], and the strides of both."""
+
+    out: Any
+    lse: Any
+    strides: Any
+    lse_head_stride: Any
+    lse_token_stride: Any
+
+
 @triton.jit(
     do_not_specialize=["cu_seqlens_q", "seq_lens", "num_tokens", "num_seqs", "lse_head_stride", "left", "right"]
 )
 @no_type_check
 def _adapt_kernel(
-    out,
-    lse,
+    output,
     cu_seqlens_q,
     seq_lens,
     sinks,
-    out_token_stride,
-    out_head_stride,
-    out_stride,
-    lse_head_stride,
-    lse_token_stride,
     num_tokens,
     num_seqs,
     left,
@@ -132,7 +132,7 @@ def _adapt_kernel(
     num_used = tl.load(cu_seqlens_q + num_seqs)
     if STEPS > 1 and not BY_LENGTHS:  # nearly always there is nothing to fix, as one load of all tokens shows
         all_tokens = begin + tl.arange(0, STEPS * BLOCK_TOKENS)
-        at = lse + head * lse_head_stride + all_tokens * lse_token_stride
+        at = output.lse + head * output.lse_head_stride + all_tokens * output.lse_token_stride
         all_logs = tl.load(at, mask=all_tokens < num_used, other=0.0)
         is_padding = (all_tokens >= num_used) & (all_tokens < num_tokens)
         some = (all_logs != all_logs) | (tl.abs(all_logs) == float("inf")) | is_padding
@@ -142,7 +142,9 @@ def _adapt_kernel(
         tokens = begin + step * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         is_token = tokens < num_tokens
         is_query = is_token & (tokens < num_used)
-        logs = tl.load(lse + head * lse_head_stride + tokens * lse_token_stride, mask=is_query, other=0.0)
+        logs = tl.load(
+            output.lse + head * output.lse_head_stride + tokens * output.lse_token_stride, mask=is_query, other=0.0
+        )
         is_nan_or_inf = (logs != logs) | (tl.abs(logs) == float("inf"))
         sees_nothing = is_token & (tokens >= num_used)
         asked = is_query if BY_LENGTHS else is_nan_or_inf
@@ -163,11 +165,11 @@ def _adapt_kernel(
 
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
         at_dv = tl.arange(0, VALUE_PAD)
-        places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
+        places = (tokens * output.strides[0] + head * output.strides[1])[:, None] + (at_dv * output.strides[2])[None, :]
         in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
         if tl.max(is_nan_or_inf.to(tl.int32), 0) > 0:
             rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
-            tl.store(out + places, rows.to(out.dtype.element_ty), mask=is_nan_or_inf[:, None] & in_value)
+            tl.store(output.out + places, rows.to(output.out.dtype.element_ty), mask=is_nan_or_inf[:, None] & in_value)
         is_changed = is_nan_or_inf
         if sinks is not None:
             sink = tl.load(sinks + head).to(tl.float32)
@@ -175,10 +177,10 @@ def _adapt_kernel(
             root = tl.exp(tl.minimum(logs - sink, 0.0) * 0.5)
             share = root / (1.0 + tl.exp(-tl.abs(logs - sink)))
             some = (is_query & (logs > float("-inf")))[:, None] & in_value
-            values = tl.load(out + places, mask=some, other=0.0).to(tl.float32) * share[:, None] * root[:, None]
-            tl.store(out + places, values.to(out.dtype.element_ty), mask=some)
+            values = tl.load(output.out + places, mask=some, other=0.0).to(tl.float32) * share[:, None] * root[:, None]
+            tl.store(output.out + places, values.to(output.out.dtype.element_ty), mask=some)
             higher = tl.maximum(logs, sink)
             with_sink = higher + tl.log(tl.exp(logs - higher) + tl.exp(sink - higher))
             logs = tl.where(is_query, with_sink, logs)
             is_changed = is_token
-        tl.store(lse + head * lse_head_stride + tokens * lse_token_stride, logs, mask=is_changed)
+        tl.store(output.lse + head * output.lse_head_stride + tokens * output.lse_token_stride, logs, mask=is_changed)

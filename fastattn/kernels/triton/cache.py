@@ -4,7 +4,7 @@ Source: Kwon et al. 2023, "PagedAttention": its cache kernels.
 """
 
 from collections.abc import Callable
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -22,6 +22,33 @@ from refattn.trees import Accepted, Trees
 
 BLOCK_ROWS = 16
 BLOCK_ELEMENTS = 256
+
+
+class Strided(NamedTuple):
+    """A tensor and its strides, as a kernel takes them."""
+
+    at: Any
+    strides: Any
+
+
+class Scales(NamedTuple):
+    """Scales of keys or of values: a tensor with its strides, or None and one number."""
+
+    at: Any
+    strides: Any
+    number: Any
+
+
+def _strided(*tensors: Tensor) -> tuple[Strided, ...]:
+    """Return tensors with their strides."""
+    return tuple(Strided(x, x.stride()) for x in tensors)
+
+
+def _scales(scale: float | Tensor | None) -> Scales:
+    """Return scales as a kernel takes them; without any, 1."""
+    if isinstance(scale, Tensor):
+        return Scales(scale, scale.stride(), 1.0)
+    return Scales(None, (), 1.0 if scale is None else scale)
 
 
 def write(
@@ -48,16 +75,14 @@ def write(
     rows = num_tokens * num_kv_heads
     if rows == 0:
         return None
-    key, value, key_cache, value_cache = (as_bytes(x) for x in (key, value, key_cache, value_cache))
+    given = dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    tensors = {name: as_bytes(x) for name, x in given.items()}
     launch = Launch(
         _write_kernel,
         (-(-rows // BLOCK_ROWS),),
-        dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping),
-        dict(
-            key_strides=key.stride(),
-            value_strides=value.stride(),
-            key_cache_strides=key_cache.stride(),
-            value_cache_strides=value_cache.stride(),
+        {f"{name}.at": x for name, x in tensors.items()} | dict(slot_mapping=slot_mapping),
+        dict(zip(tensors, _strided(*tensors.values()), strict=True))
+        | dict(
             slot_stride=slot_mapping.stride(0),
             rows=rows,
             NUM_KV_HEADS=num_kv_heads,
@@ -94,21 +119,11 @@ def write_quantized(
     if rows == 0:
         return
     kind = FORMATS[scales.format] if isinstance(scales, Fp8Scales) else "int8"
-    numbers = [1.0 if isinstance(x, Tensor) or x is None else x for x in (scales.key, scales.value)]
-    tensors = [x if isinstance(x, Tensor) else None for x in (scales.key, scales.value)]
     pools = [x if kind == "int8" else x.view(torch.uint8) for x in (key_cache, value_cache)]
     _quantize_kernel[(-(-rows // BLOCK_ROWS),)](
-        key,
-        value,
-        *pools,
+        *_strided(key, value, *pools),
+        (_scales(scales.key), _scales(scales.value)),
         slot_mapping,
-        *tensors,
-        *numbers,
-        key.stride(),
-        value.stride(),
-        key_cache.stride(),
-        value_cache.stride(),
-        *(() if x is None else x.stride() for x in tensors),
         slot_mapping.stride(0),
         rows,
         NUM_KV_HEADS=num_kv_heads,
@@ -140,17 +155,8 @@ def write_packed(
         return
     quantized_values, scales, rotary = packed_parts(cache, rank, rope_key.shape[1])
     _write_packed_kernel[-(-num_tokens // BLOCK_ROWS), rank // LATENT_GROUP + 1](
-        latent,
-        rope_key,
-        quantized_values,
-        scales,
-        rotary.view(torch.int16),
+        *_strided(latent, rope_key, quantized_values, scales, rotary.view(torch.int16)),
         slot_mapping,
-        latent.stride(),
-        rope_key.stride(),
-        quantized_values.stride(),
-        scales.stride(),
-        rotary.stride(),
         slot_mapping.stride(0),
         num_tokens,
         GROUPS=rank // LATENT_GROUP,
@@ -239,10 +245,6 @@ def _write_kernel(
     key_cache,
     value_cache,
     slot_mapping,
-    key_strides,
-    value_strides,
-    key_cache_strides,
-    value_cache_strides,
     slot_stride,
     rows,
     NUM_KV_HEADS: tl.constexpr,
@@ -264,18 +266,18 @@ def _write_kernel(
     at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)[None, :]
 
     keys = tl.load(
-        key + (token * key_strides[0] + head * key_strides[1])[:, None] + at_d * key_strides[2],
+        key.at + (token * key.strides[0] + head * key.strides[1])[:, None] + at_d * key.strides[2],
         is_written & (at_d < HEAD_SIZE),
     )
     values = tl.load(
-        value + (token * value_strides[0] + head * value_strides[1])[:, None] + at_dv * value_strides[2],
+        value.at + (token * value.strides[0] + head * value.strides[1])[:, None] + at_dv * value.strides[2],
         is_written & (at_dv < VALUE_HEAD_SIZE),
     )
-    key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
-    tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, is_written & (at_d < HEAD_SIZE))
-    value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
+    key_rows = block * key_cache.strides[0] + place * key_cache.strides[1] + head * key_cache.strides[2]
+    tl.store(key_cache.at + key_rows[:, None] + at_d * key_cache.strides[3], keys, is_written & (at_d < HEAD_SIZE))
+    value_rows = block * value_cache.strides[0] + place * value_cache.strides[1] + head * value_cache.strides[2]
     tl.store(
-        value_cache + value_rows[:, None] + at_dv * value_cache_strides[3],
+        value_cache.at + value_rows[:, None] + at_dv * value_cache.strides[3],
         values,
         is_written & (at_dv < VALUE_HEAD_SIZE),
     )
@@ -288,17 +290,8 @@ def _quantize_kernel(
     value,
     key_cache,
     value_cache,
+    scales,
     slot_mapping,
-    key_scales,  # fp8: one per head [hk]; int8: beside the pool [n, p, hk], written here
-    value_scales,  # fp8: [hk]; int8: by head and channel [hk, dv]; None for one number, or unquantized values
-    key_number,
-    value_number,
-    key_strides,
-    value_strides,
-    key_cache_strides,
-    value_cache_strides,
-    key_scale_strides,
-    value_scale_strides,
     slot_stride,
     rows,
     NUM_KV_HEADS: tl.constexpr,
@@ -309,7 +302,9 @@ def _quantize_kernel(
     FORMAT: tl.constexpr,
     HAS_FP8_CVT: tl.constexpr,
 ):
-    # A row is a head of a token, as in `_write_kernel`.
+    # A row is a head of a token, as in `_write_kernel`. Scales of fp8 are one per head [hk]; those of int8 keys lie
+    # beside the pool [n, p, hk], and are written here; those of int8 values are by head and channel [hk, dv].
+    key_scales, value_scales = scales
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
     slot = tl.load(slot_mapping + token * slot_stride, row < rows, -1)
@@ -324,36 +319,38 @@ def _quantize_kernel(
     in_value = is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)
 
     keys = tl.load(
-        key + (token * key_strides[0] + head * key_strides[1])[:, None] + at_d * key_strides[2], in_key, 0.0
+        key.at + (token * key.strides[0] + head * key.strides[1])[:, None] + at_d * key.strides[2], in_key, 0.0
     ).to(tl.float32)
     values = tl.load(
-        value + (token * value_strides[0] + head * value_strides[1])[:, None] + at_dv * value_strides[2], in_value, 0.0
+        value.at + (token * value.strides[0] + head * value.strides[1])[:, None] + at_dv * value.strides[2],
+        in_value,
+        0.0,
     )
     if FORMAT == "int8":
         key_scale = row_scale(keys)
         keys = to_int8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)))
-        if value_scales is not None:
+        if value_scales.at is not None:
             values = values.to(tl.float32)
             is_nan = tl.max((values != values).to(tl.int32), 1) > 0  # a quantized value cannot hold NaN
             key_scale = tl.where(is_nan, float("nan"), key_scale)
-            at_scale = head[:, None] * value_scale_strides[0] + at_dv * value_scale_strides[1]
-            values = to_int8(tl.div_rn(values, tl.load(value_scales + at_scale, in_value, 1.0)))
-        at_scale = block * key_scale_strides[0] + place * key_scale_strides[1] + head * key_scale_strides[2]
-        tl.store(key_scales + at_scale, key_scale, is_row)
+            at_scale = head[:, None] * value_scales.strides[0] + at_dv * value_scales.strides[1]
+            values = to_int8(tl.div_rn(values, tl.load(value_scales.at + at_scale, in_value, 1.0)))
+        at_scale = block * key_scales.strides[0] + place * key_scales.strides[1] + head * key_scales.strides[2]
+        tl.store(key_scales.at + at_scale, key_scale, is_row)
     else:
         ones = tl.full([BLOCK_ROWS], 1.0, tl.float32)
-        key_scale, value_scale = ones * key_number, ones * value_number
-        if key_scales is not None:
-            key_scale = tl.load(key_scales + head * key_scale_strides[0])
-        if value_scales is not None:
-            value_scale = tl.load(value_scales + head * value_scale_strides[0])
+        key_scale, value_scale = ones * key_scales.number, ones * value_scales.number
+        if key_scales.at is not None:
+            key_scale = tl.load(key_scales.at + head * key_scales.strides[0])
+        if value_scales.at is not None:
+            value_scale = tl.load(value_scales.at + head * value_scales.strides[0])
         keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), FORMAT, HAS_FP8_CVT)
         values = values.to(tl.float32)
         values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), FORMAT, HAS_FP8_CVT)
-    key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
-    tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, in_key)
-    value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
-    tl.store(value_cache + value_rows[:, None] + at_dv * value_cache_strides[3], values, in_value)
+    key_rows = block * key_cache.strides[0] + place * key_cache.strides[1] + head * key_cache.strides[2]
+    tl.store(key_cache.at + key_rows[:, None] + at_d * key_cache.strides[3], keys, in_key)
+    value_rows = block * value_cache.strides[0] + place * value_cache.strides[1] + head * value_cache.strides[2]
+    tl.store(value_cache.at + value_rows[:, None] + at_dv * value_cache.strides[3], values, in_value)
 
 
 @triton.jit(do_not_specialize=["slot_mapping", "rows"])
@@ -365,11 +362,6 @@ def _write_packed_kernel(
     scales,
     rotary,  # bfloat16, by its bits: Triton's interpreter does not round to it
     slot_mapping,
-    latent_strides,
-    rope_strides,
-    quantized_strides,
-    scale_strides,
-    rotary_strides,
     slot_stride,
     rows,
     GROUPS: tl.constexpr,
@@ -389,7 +381,7 @@ def _write_packed_kernel(
     if group < GROUPS:
         at = group * GROUP + tl.arange(0, GROUP)
         numbers = tl.load(
-            latent + row[:, None] * latent_strides[0] + at.to(tl.int64)[None, :] * latent_strides[1],
+            latent.at + row[:, None] * latent.strides[0] + at.to(tl.int64)[None, :] * latent.strides[1],
             is_row[:, None],
             0.0,
         ).to(tl.float32)
@@ -397,21 +389,27 @@ def _write_packed_kernel(
         scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)
         scale = tl.where(tl.max((numbers != numbers).to(tl.int32), 1) > 0, float("nan"), scale)
         rounded = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HAS_FP8_CVT)
-        at_row = block * quantized_strides[0] + place * quantized_strides[1]
-        tl.store(quantized_values + at_row[:, None] + at[None, :] * quantized_strides[2], rounded, is_row[:, None])
-        tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + group * scale_strides[2], scale, is_row)
+        at_row = block * quantized_values.strides[0] + place * quantized_values.strides[1]
+        tl.store(
+            quantized_values.at + at_row[:, None] + at[None, :] * quantized_values.strides[2], rounded, is_row[:, None]
+        )
+        tl.store(
+            scales.at + block * scales.strides[0] + place * scales.strides[1] + group * scales.strides[2], scale, is_row
+        )
     else:  # with names of its own, as a name has one type in Triton
         ROPE_PAD: tl.constexpr = triton.next_power_of_2(ROPE_SIZE)
         at_rope = tl.arange(0, ROPE_PAD)
         in_rope = is_row[:, None] & (at_rope < ROPE_SIZE)[None, :]
         rope = tl.load(
-            rope_key + row[:, None] * rope_strides[0] + at_rope.to(tl.int64)[None, :] * rope_strides[1], in_rope, 0.0
+            rope_key.at + row[:, None] * rope_key.strides[0] + at_rope.to(tl.int64)[None, :] * rope_key.strides[1],
+            in_rope,
+            0.0,
         ).to(tl.float32)
         bits = rope.to(tl.uint32, bitcast=True)
         halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
         halves = tl.where(rope != rope, (bits >> 16) | 0x40, halves)
-        at_rotary = block * rotary_strides[0] + place * rotary_strides[1]
-        tl.store(rotary + at_rotary[:, None] + at_rope[None, :] * rotary_strides[2], halves.to(tl.int16), in_rope)
+        at_rotary = block * rotary.strides[0] + place * rotary.strides[1]
+        tl.store(rotary.at + at_rotary[:, None] + at_rope[None, :] * rotary.strides[2], halves.to(tl.int16), in_rope)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_pairs"])

@@ -17,7 +17,7 @@ Variants Improve Transformer".
 """
 
 from collections.abc import Mapping
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -116,25 +116,16 @@ def qk_norm_rope(
         (None, no_strides) if x is None else _rows(x if x.shape[:-1] == tokens else x.expand(*tokens, head_size))
         for x in (cos, sin)
     )
-    num_rows = tokens.numel() * num_changed
+    num_rows, norms = tokens.numel() * num_changed, (query_weight, key_weight)
     _launch(
         _qk_norm_rope_kernel,
         (-(-num_rows // BLOCK_HEADS),),
-        dict(
-            qkv=rows,
-            cos=cos,
-            sin=sin,
-            query_weight=query_weight,
-            key_weight=key_weight,
-            query=query,
-            key=key,
-        ),
+        {"qkv": rows, "rotary.cos": cos, "rotary.sin": sin}
+        | {"weights.query": query_weight, "weights.key": key_weight, "query": query, "key": key},
         dict(
             qkv_strides=strides,
-            cos_strides=cos_strides,
-            sin_strides=sin_strides,
-            query_weight_stride=0 if query_weight is None else query_weight.stride(0),
-            key_weight_stride=0 if key_weight is None else key_weight.stride(0),
+            rotary=Rotary(None, None, cos_strides, sin_strides),
+            weights=Weights(None, None, *(0 if x is None else x.stride(0) for x in norms)),
             num_rows=num_rows,
             eps=eps,
             NUM_HEADS=num_heads,
@@ -192,7 +183,7 @@ def _launch(
         kernel: the kernel.
         grid: how many programs.
         tensors: all its tensors by name, of one type.
-        arguments: its other arguments by name.
+        arguments: its other arguments by name; a NamedTuple has None in the place of a tensor.
         num_warps: warps of a program.
     """
     if 0 in grid:
@@ -220,6 +211,24 @@ def _launch(
             _launches.clear()
         _launches[key] = launch
     return None
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines, rows [tokens, d], or None; and their strides."""
+
+    cos: Any
+    sin: Any
+    cos_strides: Any
+    sin_strides: Any
+
+
+class Weights(NamedTuple):
+    """The weights of the norms of queries and of keys, or None; and their strides."""
+
+    query: Any
+    key: Any
+    query_stride: Any
+    key_stride: Any
 
 
 @triton.jit
@@ -264,17 +273,11 @@ def _rms_norm_kernel(
 @no_type_check
 def _qk_norm_rope_kernel(
     qkv,
-    cos,
-    sin,
-    query_weight,
-    key_weight,
+    rotary,
+    weights,
     query,
     key,
     qkv_strides,
-    cos_strides,
-    sin_strides,
-    query_weight_stride,
-    key_weight_stride,
     num_rows,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -297,23 +300,23 @@ def _qk_norm_rope_kernel(
     start = (qkv + token * qkv_strides[0] + head * HEAD_SIZE * qkv_strides[1])[:, None]
     first = tl.load(start + (at * qkv_strides[1])[None, :], is_row, 0.0).to(tl.float32)
     second = tl.load(start + ((at + HALF) * qkv_strides[1])[None, :], is_row, 0.0).to(tl.float32)
-    if query_weight is not None:
+    if weights.query is not None:
         mean_square = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_SIZE
         scale = tl.rsqrt(mean_square + eps)[:, None]
-        of_query = (query_weight + at * query_weight_stride)[None, :]
-        of_key = (key_weight + at * key_weight_stride)[None, :]
+        of_query = (weights.query + at * weights.query_stride)[None, :]
+        of_key = (weights.key + at * weights.key_stride)[None, :]
         factors = tl.where(is_query, tl.load(of_query, in_half, 0.0), tl.load(of_key, in_half, 0.0)).to(tl.float32)
         first = _rounded(_rounded(first * scale, dtype) * factors, dtype)
-        of_query, of_key = of_query + half * query_weight_stride, of_key + half * key_weight_stride
+        of_query, of_key = of_query + half * weights.query_stride, of_key + half * weights.key_stride
         factors = tl.where(is_query, tl.load(of_query, in_half, 0.0), tl.load(of_key, in_half, 0.0)).to(tl.float32)
         second = _rounded(_rounded(second * scale, dtype) * factors, dtype)
-    if cos is not None:
-        of_cos = (cos + token * cos_strides[0])[:, None] + (at * cos_strides[1])[None, :]
-        of_sin = (sin + token * sin_strides[0])[:, None] + (at * sin_strides[1])[None, :]
+    if rotary.cos is not None:
+        of_cos = (rotary.cos + token * rotary.cos_strides[0])[:, None] + (at * rotary.cos_strides[1])[None, :]
+        of_sin = (rotary.sin + token * rotary.sin_strides[0])[:, None] + (at * rotary.sin_strides[1])[None, :]
         cosine, sine = tl.load(of_cos, is_row, 0.0).to(tl.float32), tl.load(of_sin, is_row, 0.0).to(tl.float32)
         turned = _rounded(first * cosine, dtype) + _rounded(-second * sine, dtype)
-        cosine = tl.load(of_cos + half * cos_strides[1], is_row, 0.0).to(tl.float32)
-        sine = tl.load(of_sin + half * sin_strides[1], is_row, 0.0).to(tl.float32)
+        cosine = tl.load(of_cos + half * rotary.cos_strides[1], is_row, 0.0).to(tl.float32)
+        sine = tl.load(of_sin + half * rotary.sin_strides[1], is_row, 0.0).to(tl.float32)
         second = _rounded(second * cosine, dtype) + _rounded(first * sine, dtype)
         first = turned
 

@@ -17,7 +17,7 @@ Source: the formula of `twinattn.engine.sampling`; radix selection: Alabi et al.
 GPUs".
 """
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -27,6 +27,47 @@ from torch import Tensor
 
 BLOCK = 4096  # tokens of a program
 NUM_WARPS = 8
+
+
+class Column(NamedTuple):
+    """A number of each row, and its stride."""
+
+    at: Any
+    stride: Any
+
+
+class Logits(NamedTuple):
+    """Logits [b, v], their strides, and the temperature of each row."""
+
+    at: Any
+    strides: Any
+    temperature: Any
+
+
+class Blocks(NamedTuple):
+    """Of each block of each row: its largest logit, the first token that has it, and the sum of its weights."""
+
+    maxima: Any
+    first: Any
+    sums: Any
+
+
+class Found(NamedTuple):
+    """The weights of each block by the next four bits, the threshold's bits so far, and the weights above these."""
+
+    bins: Any
+    prefixes: Any
+    masses: Any
+
+
+class Nucleus(NamedTuple):
+    """Of each row the threshold and the weights above it; of each block these, the ties, and the weight of one."""
+
+    threshold: Any
+    mass: Any
+    above: Any
+    ties: Any
+    weight: Any
 
 
 def sample(
@@ -42,44 +83,47 @@ def sample(
         return tokens
     num_blocks = triton.cdiv(v, BLOCK)
     sizes = dict(NUM_BLOCKS=num_blocks, PADDED=triton.next_power_of_2(num_blocks), BLOCK=BLOCK, num_warps=NUM_WARPS)
-    # Per block: its largest logit and the sum of its weights; with top-p, those above the threshold and one at it.
     maxima, sums, above, weight = torch.empty(4, b, num_blocks, dtype=torch.float64, device=device)
     first, ties = torch.empty(2, b, num_blocks, dtype=torch.int32, device=device)
-    row = (logits, logits.stride(), temperature, temperature.stride(0))
-    _sum_kernel[(b, num_blocks)](*row, maxima, sums, first, v, **sizes)
-    cuts = (temperature, 0)  # is not read without top-p, and the threshold neither
+    rows = Logits(logits, logits.stride(), Column(temperature, temperature.stride(0)))
+    blocks = Blocks(maxima, first, sums)
+    _sum_kernel[(b, num_blocks)](rows, blocks, v, **sizes)
+    cuts = rows.temperature  # is not read without top-p, and the threshold neither
     threshold, mass = tokens, sums
     if top_p is not None:
-        cuts = (top_p, top_p.stride(0))
+        cuts = Column(top_p, top_p.stride(0))
         # Two of each, as a launch reads what the one before it has written.
         bins = torch.empty(2, b, num_blocks, 16, dtype=torch.float64, device=device)
         prefixes = torch.empty(2, b, dtype=torch.int64, device=device)
         masses = torch.empty(2, b, dtype=torch.float64, device=device)
-        old, new = 1, 0
-        for shift in range(8 * logits.element_size() - 4, -1, -4):
-            found, wanted = (bins[old], prefixes[old], masses[old]), (bins[new], prefixes[new], masses[new])
-            is_first = shift == 8 * logits.element_size() - 4
-            _bisect_kernel[(b, num_blocks)](
-                *row, *cuts, maxima, sums, *found, *wanted, v, shift, IS_FIRST=is_first, **sizes
-            )
-            old, new = new, old
-        threshold, mass = prefixes[new], masses[new]
-        found = (bins[old], prefixes[old], masses[old])
-        _cut_kernel[(b, num_blocks)](
-            *row, *cuts, maxima, sums, *found, threshold, mass, above, ties, weight, v, **sizes
-        )
-    nucleus = (above, ties, weight, threshold, mass)
-    place = (uniform, uniform.stride(0))
-    _draw_kernel[(b,)](*row, *cuts, *place, maxima, sums, first, *nucleus, tokens, v, int(top_p is not None), **sizes)
+        found, wanted = map(Found, bins, prefixes, masses)
+        first_shift = 8 * logits.element_size() - 4
+        for shift in range(first_shift, -1, -4):
+            is_first = shift == first_shift
+            _bisect_kernel[(b, num_blocks)](rows, cuts, blocks, found, wanted, v, shift, IS_FIRST=is_first, **sizes)
+            found, wanted = wanted, found
+        threshold, mass = wanted.prefixes, wanted.masses
+    nucleus = Nucleus(threshold, mass, above, ties, weight)
+    if top_p is not None:
+        _cut_kernel[(b, num_blocks)](rows, cuts, blocks, found, nucleus, v, **sizes)
+    place = Column(uniform, uniform.stride(0))
+    _draw_kernel[(b,)](rows, cuts, place, blocks, nucleus, tokens, v, int(top_p is not None), **sizes)
     return tokens
 
 
 @triton.jit
 @no_type_check
-def _load(logits, strides, row, block, v, BLOCK: tl.constexpr):
+def _of_row(column, row):
+    """Load the number of a row, in float64."""
+    return tl.load(column.at + row * column.stride).to(tl.float64)
+
+
+@triton.jit
+@no_type_check
+def _load(rows, row, block, v, BLOCK: tl.constexpr):
     """Load a block of a row: the ids of its tokens and their logits, `-inf` past the end."""
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    at = logits + row * strides[0] + ids.to(tl.int64) * strides[1]
+    at = rows.at + row * rows.strides[0] + ids.to(tl.int64) * rows.strides[1]
     return ids, tl.load(at, mask=ids < v, other=float("-inf"))
 
 
@@ -93,15 +137,15 @@ def _weights(logits, largest, temperature):
 
 @triton.jit
 @no_type_check
-def _row(maxima, sums, row, temperature, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+def _row(blocks, row, temperature, NUM_BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     """Return the largest logit of a row, whether there is a token in it to draw, and the sum of each block."""
     block = tl.arange(0, PADDED)
-    of_blocks = tl.load(maxima + row * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=float("-inf"))
+    of_blocks = tl.load(blocks.maxima + row * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=float("-inf"))
     largest = tl.max(of_blocks, 0)
     is_sound = (largest > float("-inf")) & (largest < float("inf"))
     added = tl.zeros([PADDED], tl.float64)
     if is_sound & (temperature > 0):
-        added = tl.load(sums + row * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=0.0)
+        added = tl.load(blocks.sums + row * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=0.0)
         added *= _weights(of_blocks, largest, temperature)
     return of_blocks, largest, is_sound, added
 
@@ -151,49 +195,35 @@ def _first(ends, weights, position, places, NONE: tl.constexpr):
 @triton.jit(do_not_specialize=["v"])
 @no_type_check
 def _sum_kernel(
-    logits,
-    strides,
-    temperature,
-    temperature_stride,
-    maxima,
-    sums,
-    first,
+    rows,
+    blocks,
     v,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids, x = _load(logits, strides, row, block, v, BLOCK)
+    ids, x = _load(rows, row, block, v, BLOCK)
     if x.dtype.primitive_bitwidth == 16:
         x = x.to(tl.float32)
     is_bad = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) > 0
     largest = tl.max(x, 0)
     at = row * NUM_BLOCKS + block
-    tl.store(first + at, tl.min(tl.where(x == largest, ids, (block + 1) * BLOCK - 1), 0))
-    tl.store(maxima + at, tl.where(is_bad, float("inf"), largest.to(tl.float64)))
-    t = tl.load(temperature + row * temperature_stride).to(tl.float64)
+    tl.store(blocks.first + at, tl.min(tl.where(x == largest, ids, (block + 1) * BLOCK - 1), 0))
+    tl.store(blocks.maxima + at, tl.where(is_bad, float("inf"), largest.to(tl.float64)))
+    t = _of_row(rows.temperature, row)
     if t > 0:
-        tl.store(sums + at, tl.sum(_weights(x, largest.to(tl.float64), t), 0))
+        tl.store(blocks.sums + at, tl.sum(_weights(x, largest.to(tl.float64), t), 0))
 
 
 @triton.jit(do_not_specialize=["v", "shift"])
 @no_type_check
 def _bisect_kernel(
-    logits,
-    strides,
-    temperature,
-    temperature_stride,
-    top_p,
-    top_p_stride,
-    maxima,
-    sums,
-    bins,
-    prefixes,
-    masses,
-    new_bins,
-    new_prefixes,
-    new_masses,
+    rows,
+    cuts,
+    blocks,
+    found,
+    wanted,
     v,
     shift,
     IS_FIRST: tl.constexpr,
@@ -202,22 +232,22 @@ def _bisect_kernel(
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    t = tl.load(temperature + row * temperature_stride).to(tl.float64)
-    p = tl.load(top_p + row * top_p_stride).to(tl.float64)
+    t = _of_row(rows.temperature, row)
+    p = _of_row(cuts, row)
     if (t > 0) & (p < 1):
-        of_blocks, largest, is_sound, added = _row(maxima, sums, row, t, NUM_BLOCKS, PADDED)
+        of_blocks, largest, is_sound, added = _row(blocks, row, t, NUM_BLOCKS, PADDED)
         if is_sound:
             if IS_FIRST:
                 prefix = tl.full([], -8, tl.int64)  # the highest four bits are a number of -8 to 7
                 mass = tl.full([], 0.0, tl.float64)
             else:
-                prefix, mass = tl.load(prefixes + row), tl.load(masses + row)
-                prefix, mass = _narrow(bins, prefix, mass, p * tl.sum(added, 0), row, NUM_BLOCKS, PADDED)
+                prefix, mass = tl.load(found.prefixes + row), tl.load(found.masses + row)
+                prefix, mass = _narrow(found.bins, prefix, mass, p * tl.sum(added, 0), row, NUM_BLOCKS, PADDED)
                 prefix *= 16
             if block == 0:
-                tl.store(new_prefixes + row, prefix)
-                tl.store(new_masses + row, mass)
-            ids, x = _load(logits, strides, row, block, v, BLOCK)
+                tl.store(wanted.prefixes + row, prefix)
+                tl.store(wanted.masses + row, mass)
+            ids, x = _load(rows, row, block, v, BLOCK)
             # The next four bits, 0 to 15, of a token whose higher bits are the threshold's.
             value = (_in_order(x) >> shift) - prefix
             value = tl.where((value >= 0) & (value < 16), value, 16).to(tl.int32)
@@ -228,109 +258,87 @@ def _bisect_kernel(
                 for i in tl.static_range(16):
                     weight = tl.sum(tl.where(value == i, weights, 0.0), 0)
                     weights_of_bins = tl.where(bin == i, weight, weights_of_bins)
-            tl.store(new_bins + (row * NUM_BLOCKS + block) * 16 + bin, weights_of_bins)
+            tl.store(wanted.bins + (row * NUM_BLOCKS + block) * 16 + bin, weights_of_bins)
 
 
 @triton.jit(do_not_specialize=["v"])
 @no_type_check
 def _cut_kernel(
-    logits,
-    strides,
-    temperature,
-    temperature_stride,
-    top_p,
-    top_p_stride,
-    maxima,
-    sums,
-    bins,
-    prefixes,
-    masses,
-    threshold,
-    mass_above,
-    above,
-    ties,
-    weight,
+    rows,
+    cuts,
+    blocks,
+    found,
+    nucleus,
     v,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    t = tl.load(temperature + row * temperature_stride).to(tl.float64)
-    p = tl.load(top_p + row * top_p_stride).to(tl.float64)
+    t = _of_row(rows.temperature, row)
+    p = _of_row(cuts, row)
     if (t > 0) & (p < 1):
-        of_blocks, largest, is_sound, added = _row(maxima, sums, row, t, NUM_BLOCKS, PADDED)
+        of_blocks, largest, is_sound, added = _row(blocks, row, t, NUM_BLOCKS, PADDED)
         if is_sound:
-            prefix, mass = tl.load(prefixes + row), tl.load(masses + row)
-            last, mass = _narrow(bins, prefix, mass, p * tl.sum(added, 0), row, NUM_BLOCKS, PADDED)
+            prefix, mass = tl.load(found.prefixes + row), tl.load(found.masses + row)
+            last, mass = _narrow(found.bins, prefix, mass, p * tl.sum(added, 0), row, NUM_BLOCKS, PADDED)
             if block == 0:
-                tl.store(threshold + row, last)
-                tl.store(mass_above + row, mass)
-            ids, x = _load(logits, strides, row, block, v, BLOCK)
+                tl.store(nucleus.threshold + row, last)
+                tl.store(nucleus.mass + row, mass)
+            ids, x = _load(rows, row, block, v, BLOCK)
             order, weights = _in_order(x), _weights(x, largest, t)
             at = row * NUM_BLOCKS + block
-            tl.store(above + at, tl.sum(tl.where(order > last, weights, 0.0), 0))
-            tl.store(ties + at, tl.sum((order == last).to(tl.int32), 0))
-            tl.store(weight + at, tl.max(tl.where(order == last, weights, 0.0), 0))
+            tl.store(nucleus.above + at, tl.sum(tl.where(order > last, weights, 0.0), 0))
+            tl.store(nucleus.ties + at, tl.sum((order == last).to(tl.int32), 0))
+            tl.store(nucleus.weight + at, tl.max(tl.where(order == last, weights, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["v", "cuts"])
+@triton.jit(do_not_specialize=["v", "has_cuts"])
 @no_type_check
 def _draw_kernel(
-    logits,
-    strides,
-    temperature,
-    temperature_stride,
-    top_p,
-    top_p_stride,
-    uniform,
-    uniform_stride,
-    maxima,
-    sums,
-    first,
-    above,
-    ties,
-    weight,
-    threshold,
-    mass_above,
+    rows,
+    cuts,
+    place,
+    blocks,
+    nucleus,
     tokens,
     v,
-    cuts,
+    has_cuts,
     NUM_BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    t = tl.load(temperature + row * temperature_stride).to(tl.float64)
-    of_blocks, largest, is_sound, added = _row(maxima, sums, row, t, NUM_BLOCKS, PADDED)
-    blocks = tl.arange(0, PADDED)
-    is_block = blocks < NUM_BLOCKS
-    token = tl.load(first + row * NUM_BLOCKS + tl.min(tl.where(of_blocks == largest, blocks, NUM_BLOCKS - 1), 0))
+    t = _of_row(rows.temperature, row)
+    of_blocks, largest, is_sound, added = _row(blocks, row, t, NUM_BLOCKS, PADDED)
+    number = tl.arange(0, PADDED)
+    is_block = number < NUM_BLOCKS
+    token = tl.load(blocks.first + row * NUM_BLOCKS + tl.min(tl.where(of_blocks == largest, number, NUM_BLOCKS - 1), 0))
     if is_sound & (t > 0):
         p = tl.full([], 1.0, tl.float64)
-        if cuts != 0:
-            p = tl.load(top_p + row * top_p_stride).to(tl.float64)
+        if has_cuts != 0:
+            p = _of_row(cuts, row)
         last = tl.full([], -(2**63), tl.int64)  # every logit is above it
         taken = tl.zeros([PADDED], tl.int64)  # tokens of each block that are equal to the threshold, and in the nucleus
         if p < 1:
-            at = row * NUM_BLOCKS + blocks
-            last = tl.load(threshold + row)
-            equal = tl.load(ties + at, mask=is_block, other=0).to(tl.int64)
-            each = tl.max(tl.load(weight + at, mask=is_block, other=0.0), 0)
-            missing = p * tl.sum(added, 0) - tl.load(mass_above + row)
+            at = row * NUM_BLOCKS + number
+            last = tl.load(nucleus.threshold + row)
+            equal = tl.load(nucleus.ties + at, mask=is_block, other=0).to(tl.int64)
+            each = tl.max(tl.load(nucleus.weight + at, mask=is_block, other=0.0), 0)
+            missing = p * tl.sum(added, 0) - tl.load(nucleus.mass + row)
             needed = tl.maximum(tl.ceil(tl.minimum(missing / each, v)), 1.0).to(tl.int64)
             earlier = tl.cumsum(equal, 0) - equal
             taken = tl.minimum(tl.maximum(needed - earlier, 0), equal)
-            added = tl.load(above + at, mask=is_block, other=0.0) + taken.to(tl.float64) * each
+            added = tl.load(nucleus.above + at, mask=is_block, other=0.0) + taken.to(tl.float64) * each
         ends = tl.cumsum(added, 0)
-        position = tl.load(uniform + row * uniform_stride).to(tl.float64) * tl.max(ends, 0)
-        block = _first(ends, added, position, blocks, PADDED)
-        position -= tl.sum(tl.where(blocks == block, ends - added, 0.0), 0)
-        ids, x = _load(logits, strides, row, block, v, BLOCK)
+        position = _of_row(place, row) * tl.max(ends, 0)
+        block = _first(ends, added, position, number, PADDED)
+        position -= tl.sum(tl.where(number == block, ends - added, 0.0), 0)
+        ids, x = _load(rows, row, block, v, BLOCK)
         order = _in_order(x)
         is_tie = (order == last).to(tl.int32)
         rank = tl.cumsum(is_tie, 0)  # from 1
-        room = tl.sum(tl.where(blocks == block, taken, 0), 0)
+        room = tl.sum(tl.where(number == block, taken, 0), 0)
         is_in = (order > last) | ((is_tie > 0) & (rank <= room))
         weights = tl.where(is_in, _weights(x, largest, t), 0.0)
         token = _first(tl.cumsum(weights, 0), weights, position, ids, (block + 1) * BLOCK)
