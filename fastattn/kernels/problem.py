@@ -25,6 +25,7 @@ from refattn.trees import AttentionPlan, TreePlan
 FAR = 2**30  # tokens: the sum with a smaller position fits into 32 bits
 EVEN = 1.25  # longest sequence over the average, at most, for sequences of about equal length
 EXPANDED_BLOCK = 128  # tokens in a block of dequantized values: the page size that FlashAttention loads fastest
+MOST_EXPANDED_BYTES = 2**29  # bytes of dequantized keys and values that a call may allocate
 
 
 class Problem(NamedTuple):

@@ -226,7 +226,6 @@ def pretend(gpu):
 
 def launch_all(gpu, largest):
     pretend(gpu)
-    from fastattn.kernels.flash.expand import repage, round_queries
     from fastattn.kernels.flash.fixup import fix_up
     from fastattn.kernels.flash.recompute import attend_after, attend_to_latent_nodes, attend_to_nodes, recompute
     from fastattn.kernels.flash.slots import slots_in_pool
@@ -241,6 +240,7 @@ def launch_all(gpu, largest):
         quantized,
         sparse,
     )
+    from fastattn.kernels.triton.expand import repage, round_queries
     from fastattn.kernels.triton.quantized import quantize_query
     from twinattn.engine.kernels import fused_layers, sampling
 

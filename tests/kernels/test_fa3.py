@@ -25,9 +25,9 @@ import refattn.speculative
 import refattn.varlen
 import twinattn.kit
 from fastattn import speculative
-from fastattn.kernels import Problem, order
+from fastattn.kernels import Problem, order, schedule
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash import fa2, fa3, schedule
+from fastattn.kernels.flash import fa2, fa3
 from refattn import masks
 from refattn.attention import attend
 from refattn.batch import Batch

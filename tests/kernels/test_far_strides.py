@@ -16,9 +16,9 @@ import fastattn.chunked_prefill
 import fastattn.quantized
 import fastattn.recurrent
 import fastattn.sparse
-from fastattn.kernels.flash.expand import repage, round_queries
 from fastattn.kernels.flash.fixup import fix_up
 from fastattn.kernels.order import use_kernel
+from fastattn.kernels.triton.expand import repage, round_queries
 from fastattn.kernels.triton.index_keys import _in_float16
 from fastattn.kernels.triton.merge import merge
 from fastattn.kernels.triton.quantized import Quantization

@@ -17,8 +17,8 @@ import fastattn.speculative
 import refattn.mla
 import refattn.sparse
 import refattn.speculative
-from fastattn.kernels import Problem, attention_problem, order
-from fastattn.kernels.flash import fa3, flash_mla, schedule
+from fastattn.kernels import Problem, attention_problem, order, schedule
+from fastattn.kernels.flash import fa3, flash_mla
 from refattn.batch import Batch
 from refattn.keys import Latents, PackedLatents, Pages
 from refattn.options import AttentionOptions

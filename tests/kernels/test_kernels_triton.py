@@ -33,7 +33,6 @@ from fastattn.kernels import Problem, order, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fixup as gpu_adapt
 from fastattn.kernels.flash import recompute as gpu_repair
-from fastattn.kernels.flash.expand import repage
 from fastattn.kernels.flash.fixup import empty_output, fix_up
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
@@ -46,6 +45,7 @@ from fastattn.kernels.triton import merge as split
 from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import recurrent as triton_recurrent
 from fastattn.kernels.triton import tuning as triton_tuning
+from fastattn.kernels.triton.expand import repage
 from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles

@@ -24,7 +24,8 @@ from fastattn import dispatch
 from fastattn.kernels import cpu as cpu_kernel
 from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.cpu import schedule as cpu_schedule
-from fastattn.kernels.flash import expand, fa4
+from fastattn.kernels.flash import fa4
+from fastattn.kernels.triton import expand
 from refattn import masks
 from refattn.attention import attend as attend_once
 from refattn.batch import Batch
@@ -287,7 +288,7 @@ def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_si
             seen.append(positions[there])
         return query.new_zeros(query.shape), query.new_zeros(query.shape[:2])
 
-    monkeypatch.setattr(cpu, "_rectangle", rectangle)
+    monkeypatch.setattr(cpu.rectangles, "attend", rectangle)
     inputs = build(Case("places", ((30, 200), (1, 90), (17, 17)), heads=(2, 1)))
     query = torch.cat([torch.arange(s - q, s) for q, s in ((30, 200), (1, 90), (17, 17))])
     for i, s in enumerate((200, 90, 17)):  # queries, keys and values are their own positions
@@ -515,13 +516,13 @@ def test_a_long_decode_is_cut_into_runs_if_it_has_fewer_heads_than_there_are_thr
         calls = []
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         monkeypatch.setattr(
-            cpu, "FLASH", lambda *args, **options: calls.append(args[1].shape) or flash(*args, **options)
+            cpu.rectangles, "FLASH", lambda *args, **options: calls.append(args[1].shape) or flash(*args, **options)
         )
         with fastattn.use_kernel("cpu"):
             plan_and_attend(fastattn.chunked_prefill, *build(Case("runs", lens, heads=(4, 2))).tensors)
         return calls
 
-    flash, run = cpu.FLASH, cpu_schedule.RUN
+    flash, run = cpu.rectangles.FLASH, cpu_schedule.RUN
     assert shapes_of_calls(2, ((1, 3 * run),)) == [(1, 2, 3 * run, 64)]
     assert shapes_of_calls(3, ((1, 4 * run),)) == [(2, 2, 2 * run, 64)]
     assert shapes_of_calls(6, ((1, 3 * run),)) == [(3, 2, run, 64)]
@@ -537,8 +538,8 @@ def test_threads_that_share_a_plan_gather_into_memory_of_their_own(lens, monkeyp
     plan = fastattn.chunked_prefill.plan(batch, block_size=pools[0].shape[1])
     asked = [(query, *pools, plan), (query, *(2 * pool for pool in pools), plan)]
     expected = [fastattn.chunked_prefill.attention(*one) for one in asked]
-    flash, barrier = cpu.FLASH, threading.Barrier(2, timeout=60)
-    monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: (barrier.wait(), flash(*args, **options))[1])
+    flash, barrier = cpu.rectangles.FLASH, threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(cpu.rectangles, "FLASH", lambda *args, **options: (barrier.wait(), flash(*args, **options))[1])
     with ThreadPoolExecutor(2) as threads:
         answers = list(threads.map(lambda one: fastattn.chunked_prefill.attention(*one), asked))
     assert all(map(torch.equal, answers, expected))
@@ -574,8 +575,10 @@ def test_short_prompts_in_one_call(lens, most, options, monkeypatch):
 
 
 def test_how_many_calls_prompts_need(monkeypatch):
-    calls, flash = [], cpu.FLASH
-    monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(args[0].shape) or flash(*args, **options))
+    calls, flash = [], cpu.rectangles.FLASH
+    monkeypatch.setattr(
+        cpu.rectangles, "FLASH", lambda *args, **options: calls.append(args[0].shape) or flash(*args, **options)
+    )
     lens = ((30, 30), (1, 40), (20, 20), (200, 200), (300, 300), (1, 41))
     plan_and_attend(fastattn.chunked_prefill, *build(Case("prompts", lens, heads=(4, 2))).tensors)
     assert calls == [(2, 2, 2, 64), (1, 4, 200, 64), (2, 4, 30, 64), (1, 4, 300, 64)]

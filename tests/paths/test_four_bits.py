@@ -380,7 +380,7 @@ TYPES = [torch.float16, torch.float32, *(() if PRESENT[0].name == "cpu" else (to
 @pytest.mark.skipif("triton" not in [x.name for x in PRESENT], reason="Triton comes for Linux only")
 def test_a_long_prompt_is_expanded_once(device, monkeypatch):
     """By our kernel, too, where a key meets many queries; not if bits must not depend on the batch, or in float32."""
-    expand = importlib.import_module("fastattn.kernels.flash.expand")
+    expand = importlib.import_module("fastattn.kernels.triton.expand")
     calls, repage = [], expand.repage
     monkeypatch.setattr(expand, "repage", lambda *args, **kwargs: calls.append(1) or repage(*args, **kwargs))
     case = Case("prompt", ((70, 70), (60, 90)), heads=(4, 2), head_size=16)

@@ -20,7 +20,7 @@ import fastattn.quantized
 import refattn.quantized
 from fastattn.kernels import cpu, order
 from fastattn.kernels.flash import cannot_expand, fa4
-from fastattn.kernels.flash.expand import repage, round_queries
+from fastattn.kernels.triton.expand import repage, round_queries
 from fastattn.kernels.triton.four_bits import int4_quantization
 from fastattn.kernels.triton.quantized import quantization_of
 from refattn.keys import Pages

@@ -131,8 +131,10 @@ def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call,
     batch = make_batch(lens, lens)
     arguments = {name: x for name, x in given.items() if name != "padding"}
     assert_twins_agree("varlen", *tensors, batch, **arguments)
-    calls, flash = [], cpu.FLASH
-    monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(len(args[0])) or flash(*args, **options))
+    calls, flash = [], cpu.rectangles.FLASH
+    monkeypatch.setattr(
+        cpu.rectangles, "FLASH", lambda *args, **options: calls.append(len(args[0])) or flash(*args, **options)
+    )
     plan_and_attend(fastattn.varlen, *tensors, batch, **arguments)
     assert (calls == [len(lens)]) == is_one_call
 

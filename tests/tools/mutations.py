@@ -299,7 +299,7 @@ MUTATIONS: list[Mutation] = [
             "scores = scores.masked_fill(~visible, -softcap if softcap else -torch.inf)",
         ),
         (
-            "fastattn.kernels.cpu.attention:_capped",
+            "fastattn.kernels.cpu.rectangles:_capped",
             "g=group) + bias\n",
             "g=group) + bias.clamp(min=-options.softcap)\n",
         ),
@@ -309,7 +309,7 @@ MUTATIONS: list[Mutation] = [
         "there is no cap",
         ("refattn.attention:attend", "    if softcap:", "    if False:"),
         (
-            "fastattn.kernels.cpu.attention:_capped",
+            "fastattn.kernels.cpu.rectangles:_capped",
             "(q @ k).tanh_().mul_(options.softcap)",
             "(q @ k).mul_(options.softcap)",
         ),
@@ -323,7 +323,7 @@ MUTATIONS: list[Mutation] = [
             "scale = query.shape[2] ** -0.5",
         ),
         (
-            "fastattn.kernels.cpu.attention:_call",
+            "fastattn.kernels.cpu.rectangles:call_aten",
             "scale = d**-0.5 if softmax_scale is None else softmax_scale",
             "scale = d**-0.5",
         ),
@@ -337,7 +337,7 @@ MUTATIONS: list[Mutation] = [
             "    key, value = (x.repeat(1, query.shape[1] // key.shape[1], 1) for x in (key, value))\n    group = 1",
         ),
         (
-            "fastattn.kernels.cpu.attention:_flash",
+            "fastattn.kernels.cpu.rectangles:flash",
             ('"t (hk g) d -> 1 hk (g t) d"', '"1 hk (g t) dv -> t (hk g) dv"'),
             ('"t (g hk) d -> 1 hk (g t) d"', '"1 hk (g t) dv -> t (g hk) dv"'),
         ),
@@ -2015,7 +2015,7 @@ MUTATIONS: list[Mutation] = [
         "B70",
         "each layer makes a schedule",
         (
-            "fastattn.kernels.flash.schedule:schedule_of",
+            "fastattn.kernels.schedule:schedule_of",
             "    return known[1]",
             "    return schedules.pop((name, where))[1]",
         ),
@@ -2032,7 +2032,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B71",
         "all captures share a schedule",
-        ("fastattn.kernels.flash.schedule:where_called", "    capture = _capture()", '    capture = ("capture", 0)'),
+        ("fastattn.kernels.schedule:where_called", "    capture = _capture()", '    capture = ("capture", 0)'),
     ),
     *breaks(
         "B72",

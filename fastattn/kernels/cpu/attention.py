@@ -17,7 +17,8 @@ batch is split into pieces, and the partial outputs of one query merge by their 
 Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
 
 Keys that no query of the sequence sees are not passed to ATen, because they may hold NaN: a mask only adds `-inf` to
-their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_with_unit_stride` and `_call`.
+their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_with_unit_stride` and beside the
+call itself, in `rectangles.py`.
 
 Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,
 "FlashAttention-2", and its flash-decoding.
@@ -27,12 +28,14 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.nn import functional
 
+from fastattn.kernels.cpu import rectangles
 from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
+from fastattn.kernels.cpu.rectangles import call_aten, flash
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Scratch, View, branches_of, schedule_of
 from fastattn.kernels.kernel import options_of
 from fastattn.kernels.problem import asked_of, compute_dtype, uses_positions
@@ -47,14 +50,10 @@ TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
 BAND_TILE = 32  # queries of a tile of a window: small, as it reads as many keys beyond its window
 BUFFER = 2**19  # elements of keys that a thread gathers at a time: 2 MiB in float32
-SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
-FEW = 16  # keys; fewer are compared one by one in ATen's call, which overlooks NaN
-INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
+INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most `rectangles.SHORT`
 INVARIANT_SLAB = 512  # keys of such a tile: the block size of ATen's call
 
 PLAIN = options_of("softmax_scale", "sinks", "alibi_sqrt")  # options of a plain call; sinks are merged in afterwards
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-TINY = torch.finfo(torch.float32).tiny
 
 
 def varlen(
@@ -70,7 +69,7 @@ def varlen(
     count = 0 if positions or not _is_plain(options) else schedule.count_alike(len(query), len(key))
     if count > 1:
         q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
-        answer = _call(q, k, v, options.softmax_scale, causal=plan.window == (-1, 0))
+        answer = call_aten(q, k, v, options.softmax_scale, causal=plan.window == (-1, 0))
         out, lse = (x.transpose(1, 2).flatten(0, 1) for x in answer)
         return _with_sinks(out, lse, options.sinks, plan)
     out, lse = _empty_output(query, value.shape[-1])
@@ -119,8 +118,8 @@ def replay_of_decodes(
     if options.alibi_slopes is not None or options.sinks is not None or _with_unit_stride(query) is not query:
         return None
     scale = d**-0.5 if options.softmax_scale is None else options.softmax_scale
-    is_long = part.bias is not None or part.keys.stop - part.keys.start >= FEW
-    if scale < TINY or d != value_cache.shape[3] or not is_long:  # these `_call` works around
+    is_long = part.bias is not None or part.keys.stop - part.keys.start >= rectangles.FEW
+    if scale < rectangles.TINY or d != value_cache.shape[3] or not is_long:  # these `call_aten` works around
         return None
     bias = None if part.bias is None else part.bias.to(compute_dtype(query.dtype))
 
@@ -128,9 +127,11 @@ def replay_of_decodes(
         query: Tensor, keys: Pages, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         key, value = _gathered(keys.key_cache, keys.value_cache, part, b)
-        answer, lse = FLASH(query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale)
+        answer, lse = rectangles.FLASH(
+            query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale
+        )
         if return_lse:
-            _fix_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
+            rectangles.fix_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
         return answer.flatten(1, 2), lse.flatten(1, 2) if return_lse else lse
 
     return replay
@@ -170,7 +171,7 @@ def tree(
         )
         bias = _bias(branches.distance, query.dtype, plan.whole.window, options)
         bias = bias.masked_fill_(~branches.seen, -torch.inf)
-        out[branches.rows], lse[branches.rows] = _rectangle(query[branches.rows], key, value, bias, options)
+        out[branches.rows], lse[branches.rows] = rectangles.attend(query[branches.rows], key, value, bias, options)
     return _with_sinks(*_merge(before, (out, lse)), options.sinks, plan.whole)
 
 
@@ -212,7 +213,7 @@ def _piece(
         return _prompts(query, key_cache, value_cache, piece, options)
     if piece.view.window == (-1, -1) and piece.view.intervals is None and _is_plain(options):
         kv_chunks = _kv_chunks(key_cache, value_cache, piece.blocks, piece.view.num_keys)
-        return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in kv_chunks))
+        return _merge(*(flash(query, k, v, options.softmax_scale) for k, v in kv_chunks))
     first_row = piece.view.first_key % key_cache.shape[1]
     key, value = (
         read_blocks(cache, piece.blocks).flatten(0, 1)[first_row : first_row + piece.view.num_keys]
@@ -240,7 +241,7 @@ def _decodes(
     for part in decodes.parts:
         key, value = _gathered(key_cache, value_cache, part, len(rows))
         bias = _bias_of(part, rows, options)
-        out, lse = _call(rows, key, value, options.softmax_scale, bias=bias, all_see_some=part.all_see_some)
+        out, lse = call_aten(rows, key, value, options.softmax_scale, bias=bias, all_see_some=part.all_see_some)
         if len(decodes.parts) == decodes.runs == 1:
             return out.flatten(1, 2), lse.flatten(1, 2)
         outs.append(out.reshape(b, decodes.runs, h, -1))
@@ -265,7 +266,9 @@ def _prompts(
         query = padded
     rows = query.unflatten(0, (prompts.count, -1)).transpose(1, 2)
     key, value = _gathered(key_cache, value_cache, prompts.part, prompts.count)
-    out, lse = (x.transpose(1, 2).flatten(0, 1) for x in _call(rows, key, value, options.softmax_scale, causal=True))
+    out, lse = (
+        x.transpose(1, 2).flatten(0, 1) for x in call_aten(rows, key, value, options.softmax_scale, causal=True)
+    )
     return (out, lse) if prompts.places is None else (out[prompts.places], lse[prompts.places])
 
 
@@ -375,13 +378,13 @@ def _sequence(
     if view.intervals is not None:
         return _segments(query, key, value, view, options)
     if _is_plain(options) and view.window == (-1, -1):
-        return _flash(query, key, value, options.softmax_scale)
+        return flash(query, key, value, options.softmax_scale)
     if not _is_plain(options) or view.window != (-1, 0) or not view.consecutive or context < 0:
         return _tiles(query, key, value, view, options)
-    own = _flash(query, key[context:], value[context:], options.softmax_scale, causal=True)
+    own = flash(query, key[context:], value[context:], options.softmax_scale, causal=True)
     if context == 0:
         return own
-    before = _flash(query, key[:context], value[:context], options.softmax_scale)
+    before = flash(query, key[:context], value[:context], options.softmax_scale)
     return _merge(before, own)
 
 
@@ -403,12 +406,12 @@ def _segments(
             continue
         k, v = (x[segment.first_key - view.first_key : segment.end_key - view.first_key] for x in (key, value))
         if segment.kind == "same":
-            out[rows], lse[rows] = _flash(query[rows], k, v, options.softmax_scale)
+            out[rows], lse[rows] = flash(query[rows], k, v, options.softmax_scale)
             continue
         context = len(k) - (rows.stop - rows.start)  # keys of the first query but for its last: all see them
-        parts = [_flash(query[rows], k[context:], v[context:], options.softmax_scale, causal=True)]
+        parts = [flash(query[rows], k[context:], v[context:], options.softmax_scale, causal=True)]
         if context:
-            parts.append(_flash(query[rows], k[:context], v[:context], options.softmax_scale))
+            parts.append(flash(query[rows], k[:context], v[:context], options.softmax_scale))
         out[rows], lse[rows] = _merge(*parts)
     return out, lse
 
@@ -428,7 +431,7 @@ def _masked(
         k1 = min(k0 + SLAB, end)
         bias = _bias_in(view, at, torch.arange(k0, k1, device="cpu"), query.dtype, options)
         k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
-        parts.append(_rectangle(query, k, v, bias, options))
+        parts.append(rectangles.attend(query, k, v, bias, options))
     return _merge(*parts) if parts else _empty_output(query, value.shape[-1])
 
 
@@ -479,7 +482,7 @@ def _aligned_tiles(
             bias = _bias_in(view, at, keys, query.dtype, options)
             missing = (keys < view.first_key) | (keys >= view.end_key)
             k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
-            parts.append(_rectangle_of_each(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
+            parts.append(rectangles.attend_to_each(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
         if parts:
             out[rows], lse[rows] = (x[places] for x in _merge(*parts))
     return out, lse
@@ -512,46 +515,6 @@ def _bias_in(
         return bias
     first, last = view.intervals.first[at][:, None], view.intervals.last[at][:, None]
     return bias.masked_fill_((keys < first) | (keys > last), -torch.inf)
-
-
-def _rectangle(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    bias: Float[Tensor, "#h t s"],
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over some keys with a bias; keys hidden from every query may hold anything, also NaN."""
-    unseen = bias[0].amax(0) == -torch.inf  # the mask is the same for all heads
-    if unseen.any():
-        key, value = (x.masked_fill(unseen[:, None, None], 0.0) for x in (key, value))
-    if options.softcap:
-        return _capped(query, key, value, bias, options)
-    return _flash(query, key, value, options.softmax_scale, bias=bias)
-
-
-def _rectangle_of_each(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    bias: Float[Tensor, "#h t s"],
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend as `_rectangle` does, and let NaN and infinity reach only the queries that see the key or the value.
-
-    A query with such a hidden key is recomputed, in the same place, with zeros for all keys hidden from it.
-    """
-    out, lse = _rectangle(query, key, value, bias, options)
-    some = ((bias[0].amin(0) == -torch.inf) & (bias[0].amax(0) > -torch.inf)).nonzero()[:, 0]  # seen by some queries
-    if not len(some) or all(x[some].isfinite().all() for x in (key, value)):
-        return out, lse
-    hidden = bias[0] == -torch.inf  # [t, s]
-    broken = ~(key[some].isfinite().all(-1) & value[some].isfinite().all(-1)).all(-1)
-    for i in hidden[:, some[broken]].any(1).nonzero()[:, 0].tolist():
-        own_key, own_value = (x.masked_fill(hidden[i][:, None, None], 0.0) for x in (key, value))
-        own_out, own_lse = _rectangle(query, own_key, own_value, bias, options)
-        out[i], lse[i] = own_out[i], own_lse[i]
-    return out, lse
 
 
 def _cut(begin: int, end: int) -> list[tuple[int, int]]:
@@ -610,125 +573,8 @@ def _band(
     distance = torch.arange(BAND_TILE, device="cpu")[:, None] + left - torch.arange(width, device="cpu")
     bias = _bias(distance, query.dtype, window, options)
     q = rearrange(query, "(m t) h d -> m h t d", t=BAND_TILE)
-    out, lse = _call(q, k, v, options.softmax_scale, bias=bias[None])
+    out, lse = call_aten(q, k, v, options.softmax_scale, bias=bias[None])
     return rearrange(out, "m h t dv -> (m t) h dv"), rearrange(lse, "m h t -> (m t) h")
-
-
-def _flash(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    softmax_scale: float | None,
-    *,
-    causal: bool = False,
-    bias: Float[Tensor, "#h t s"] | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over one rectangle. With few queries, the heads that share a KV head are rows of one matrix product."""
-    t, hk = query.shape[0], key.shape[1]
-    k, v = rearrange(key, "s hk d -> 1 hk s d"), rearrange(value, "s hk dv -> 1 hk s dv")
-    if t > SHORT or causal:
-        bias = None if bias is None else bias[None]
-        out, lse = _call(rearrange(query, "t h d -> 1 h t d"), k, v, softmax_scale, causal=causal, bias=bias)
-        return rearrange(out, "1 h t dv -> t h dv"), rearrange(lse, "1 h t -> t h")
-    if bias is not None:
-        bias = (
-            repeat(bias, "1 t s -> 1 1 (g t) s", g=query.shape[1] // hk)
-            if bias.shape[0] == 1
-            else rearrange(bias, "(hk g) t s -> 1 hk (g t) s", hk=hk)
-        )
-    out, lse = _call(rearrange(query, "t (hk g) d -> 1 hk (g t) d", hk=hk), k, v, softmax_scale, bias=bias)
-    return rearrange(out, "1 hk (g t) dv -> t (hk g) dv", t=t), rearrange(lse, "1 hk (g t) -> t (hk g)", t=t)
-
-
-def _call(
-    query: Float[Tensor, "b h t d"],
-    key: Float[Tensor, "b hk s d"],
-    value: Float[Tensor, "b hk s dv"],
-    softmax_scale: float | None,
-    *,
-    causal: bool = False,
-    bias: Float[Tensor, "#b #h #t s"] | None = None,
-    all_see_some: bool = False,
-) -> tuple[Float[Tensor, "b h t dv"], Float[Tensor, "b h t"]]:
-    """Call ATen, and fix the outputs that it gets wrong.
-
-    It needs one head size for keys and values. For a fully masked row it returns an LSE of 0; such rows are fixed,
-    unless `all_see_some`; see also `_fix_lse`. Under a causal mask it multiplies `-inf` by the scale. Without a bias,
-    if all scores of fewer than `FEW` keys are NaN, it overlooks them, as if there were no keys.
-    """
-    d, dv = query.shape[-1], value.shape[-1]
-    scale = d**-0.5 if softmax_scale is None else softmax_scale
-    if scale < 0:
-        query, scale = -query, -scale
-    if scale < TINY:
-        query, scale = query * 0.0, 1.0
-    if d != dv:
-        query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
-    if bias is None and key.shape[2] < FEW:
-        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=compute_dtype(query.dtype), device="cpu")
-        if causal:
-            bias = bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
-        causal, all_see_some = False, True
-    out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-    if bias is not None and not all_see_some:
-        saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
-        lse.masked_fill_(saw_nothing, -torch.inf)
-        out.masked_fill_(saw_nothing[..., None], 0.0)
-    _fix_lse(out, lse, query, key, scale, causal=causal, bias=bias)
-    return out if d == dv else out[..., :dv], lse
-
-
-def _fix_lse(
-    out: Float[Tensor, "b h t dv"],
-    lse: Float[Tensor, "b h t"],
-    query: Float[Tensor, "b h t d"],
-    key: Float[Tensor, "b hk s d"],
-    scale: float,
-    *,
-    causal: bool = False,
-    bias: Float[Tensor, "#b #h #t s"] | None = None,
-) -> None:
-    """Set the log-sum-exps of rows whose scores are all `-inf` to `-inf`; an infinite key can be the cause.
-
-    ATen returns 0, or the logarithm of a number of keys, which would count in a merge. Its output is 0, too, so one
-    column shows which rows are not affected.
-    """
-    if out[..., 0].all():
-        return
-    (b, h, t, _), (hk, s) = query.shape, key.shape[1:3]
-    zeros = (out[..., 0] == 0) & (lse > -torch.inf)  # [b, h, t]
-    if zeros.any():
-        zeros &= (out == 0).all(-1)
-    for i, head in zeros.any(-1).nonzero().tolist():
-        rows = zeros[i, head].nonzero()[:, 0]
-        scores = query[i, head, rows].to(lse.dtype) @ key[i, head * hk // h].to(lse.dtype).T * scale
-        if bias is not None:
-            scores += bias.expand(b, h, t, s)[i, head, rows]
-        if causal:
-            scores.masked_fill_(torch.arange(s, device="cpu") > rows[:, None], -torch.inf)
-        lse[i, head, rows[scores.amax(-1) == -torch.inf]] = -torch.inf
-
-
-def _capped(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    bias: Float[Tensor, "#h t s"],
-    options: AttentionOptions,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over one rectangle with a softcap, by two matrix products."""
-    compute = compute_dtype(query.dtype)
-    scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    group = query.shape[1] // key.shape[1]
-    q = rearrange(query.to(compute) * (scale / options.softcap), "t (hk g) d -> hk (g t) d", g=group)
-    k, v = rearrange(key.to(compute), "s hk d -> hk d s"), rearrange(value.to(compute), "s hk dv -> hk s dv")
-    scores = rearrange((q @ k).tanh_().mul_(options.softcap), "hk (g t) s -> (hk g) t s", g=group) + bias
-    saw_nothing = (bias == -torch.inf).all(-1).expand(scores.shape[:-1])  # [h, t]
-    lse = scores.logsumexp(-1).masked_fill_(saw_nothing, -torch.inf)
-    weights = scores.sub_(lse[..., None]).exp_().masked_fill_(saw_nothing[..., None], 0.0)
-    out = rearrange(weights, "(hk g) t s -> hk (g t) s", g=group) @ v
-    out = rearrange(out, "hk (g t) dv -> t (hk g) dv", g=group)
-    return out.to(query.dtype), rearrange(lse, "h t -> t h")
 
 
 def _merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -4,17 +4,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastattn.kernels.problem import EXPANDED_BLOCK, Problem
+from fastattn.kernels.problem import EXPANDED_BLOCK, MOST_EXPANDED_BYTES, Problem
 
 NO_FP8 = "reads latents in the type of the query, and no fp8 values: take triton"
 NO_POSITIONS = "takes the query rows for the last ones of their sequences, at no other positions: take triton"
 NO_INTERVALS = "has causal masks and windows, and no interval of keys for each query: take triton"
 NOT_ALIGNED = "loads 16 bytes at a time, from heads that begin at multiples of that, elements side by side: take triton"
-MOST_EXPANDED_BYTES = 2**29  # bytes of dequantized keys and values that a call may allocate
 
 
 def cannot_expand(problem: Problem) -> str | None:
-    """Return why a cache should not be dequantized into memory (`kernels.flash.expand`), or None.
+    """Return why a cache should not be dequantized into memory (`kernels.triton.expand`), or None.
 
     The bound takes all sequences to be as long as the longest, as the host knows no other length.
     """

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability, on_gpu
 from fastattn.kernels.flash import NO_FP8, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
-from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import LATENTS, LEVELS, PAGES, PLAN, QUANTIZED, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, cu_seqlens_k_of, expanded, window_within_reach
+from fastattn.kernels.schedule import schedule_of
 from refattn.batch import Batch
 from refattn.four_bits import Int4Pages
 from refattn.keys import Keys, Latents, Pages, QuantizedPages, Rows
@@ -138,7 +138,7 @@ def attend(
             return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
         return mla(query, keys.cache, level.own, options, keys.latent_rank, out)
     if isinstance(keys, QuantizedPages | Int4Pages):
-        from fastattn.kernels.flash.expand import attend_dequantized
+        from fastattn.kernels.triton.expand import attend_dequantized
 
         return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):

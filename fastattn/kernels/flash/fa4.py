@@ -91,7 +91,7 @@ def attend(
 
         return attend_up_to_and_after(attend, query, keys, level.own, options, out)
     if isinstance(keys, QuantizedPages | Int4Pages):
-        from fastattn.kernels.flash.expand import attend_dequantized
+        from fastattn.kernels.triton.expand import attend_dequantized
 
         return attend_dequantized(paged, query, keys, level.own, options, out)
     if isinstance(keys, Rows):
@@ -125,7 +125,7 @@ def paged(
     assert table is not None  # the path has checked it
     copied = _should_copy(query, key_cache, value_cache, plan)
     if copied:
-        from fastattn.kernels.flash.expand import repage
+        from fastattn.kernels.triton.expand import repage
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)

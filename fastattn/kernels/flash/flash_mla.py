@@ -36,9 +36,9 @@ from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_FP8, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
-from fastattn.kernels.flash.schedule import schedule_of, schedule_of_sizes
 from fastattn.kernels.kernel import LATENTS, LEVELS, PACKED, PLAN, TREE, Kernel, options_of
 from fastattn.kernels.problem import Problem, latent_scales
+from fastattn.kernels.schedule import schedule_of, schedule_of_sizes
 from refattn.keys import Keys, Latents, PackedLatents
 from refattn.options import AttentionOptions
 from refattn.plan import Plan

@@ -27,9 +27,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability, num_sms
-from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import BATCH, Kernel, fields_of
 from fastattn.kernels.problem import Problem
+from fastattn.kernels.schedule import schedule_of
 from refattn.options import RecurrentOptions
 from refattn.states import StatePlan
 

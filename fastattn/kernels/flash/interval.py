@@ -17,9 +17,9 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.problem import places
 from fastattn.kernels.replay import memo_of
+from fastattn.kernels.schedule import UNKNOWN, where_called
 from refattn.keys import Keys, Pages, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import Plan

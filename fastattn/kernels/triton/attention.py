@@ -33,10 +33,16 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.flash import MOST_EXPANDED_BYTES
-from fastattn.kernels.problem import EXPANDED_BLOCK, latent_scales, uses_positions, with_positive_scale
+from fastattn.kernels.problem import (
+    EXPANDED_BLOCK,
+    MOST_EXPANDED_BYTES,
+    latent_scales,
+    uses_positions,
+    with_positive_scale,
+)
 from fastattn.kernels.replay import Run as Replay
 from fastattn.kernels.triton import latents_hopper, prompts_hopper
+from fastattn.kernels.triton.expand import attend_dequantized
 from fastattn.kernels.triton.four_bits import int4_quantization
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, INTERPRETED, Launch, SplitLaunches, can_overlap
@@ -61,7 +67,7 @@ from fastattn.kernels.triton.quantized import (
     FORMATS,
     UNQUANTIZED,
     Quantization,
-    in_pairs,
+    pools_of_level,
     quantization_of,
     quantize_query,
     quantized_in_pairs,
@@ -79,7 +85,6 @@ from fastattn.kernels.triton.queries import (
 )
 from fastattn.kernels.triton.tuning import (
     LaunchConfig,
-    are_pairs,
     bytes_of_a_program,
     fit,
     pad,
@@ -342,8 +347,6 @@ def bind_attend(
     dequantized in registers.
     """
     if isinstance(keys, Int4Pages) and _expands(query, keys, plan, options):
-        from fastattn.kernels.flash.expand import attend_dequantized
-
         return *attend_dequantized(_attend_to_pages, query, keys, plan.own, options, out), attend_to_keys
     key, value, quantization = cache_tensors(query, keys)
     is_rounded = False
@@ -452,12 +455,9 @@ def attend_levels(
     overlap = can_overlap(query.device)
     launches, first = [], 0
     for level, tuning in zip(levels, tunings, strict=True):
-        pays = quantization.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
-        as_pairs = pays and quantization.has_bytes and not are_pairs(value)
         launch = launch_level(
             query,
-            in_pairs(key) if as_pairs and quantization.per_byte == 2 else key,
-            in_pairs(value) if as_pairs else value,
+            *((key, value) if shared else pools_of_level(query, key, value, tuning.block_m, quantization)),
             level,
             options,
             tuning,

@@ -91,6 +91,16 @@ def quantized_in_pairs(
     return key if per_byte == 1 else in_pairs(key), in_pairs(value)
 
 
+def pools_of_level(
+    query: Tensor, key: Tensor, value: Tensor, tile_rows: int, quantization: Quantization
+) -> tuple[Tensor, Tensor]:
+    """Return pools as one level of several takes them: in pairs if its tiles have few rows, which others need not."""
+    has_pairs = value.dtype == torch.uint16
+    if not quantization.kind or not quantization.has_bytes or has_pairs or tile_rows > 16 or query.itemsize != 2:
+        return key, value
+    return in_pairs(key) if quantization.per_byte == 2 else key, in_pairs(value)
+
+
 def _number_and_tensor(scale: float | Tensor | None) -> tuple[float, Tensor | None]:
     """Return a scale as kernels take it: a number and a tensor, where the unused one is 1 or None."""
     if isinstance(scale, Tensor):

@@ -20,9 +20,9 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 
-from fastattn.kernels.flash.schedule import UNKNOWN, where_called
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
+from fastattn.kernels.schedule import UNKNOWN, where_called
 from fastattn.kernels.triton.four_bits import int4_quantization, turn, zero_points
 from fastattn.kernels.triton.launch import converts_fp8
 from fastattn.kernels.triton.quantized import Quantization, dequantize, prepare_query, quantization_of, row_scale
