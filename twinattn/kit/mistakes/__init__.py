@@ -14,7 +14,7 @@ shows the docstring of that class. `Attention` itself is right; it shares no cod
     limits        numbers too large for their type, or for a buffer
     beside        an option that is lost in combination with another one
     states        layers that keep a state
-    backward      gradients; mistakes of the forward have wrong gradients, too
+    backward      gradients, and masks, tiles, sinks and memory of them; mistakes of the forward have wrong ones, too
 """
 
 import re
@@ -25,6 +25,7 @@ from typing import Any
 from twinattn.kit.example import Answers, Arguments, Example
 from twinattn.kit.mistakes import (
     backward,
+    backward_masks,
     beside,
     cascade,
     differential,
@@ -91,7 +92,9 @@ class Mistake:
 
 def of_path(path: str) -> Iterator[Mistake]:
     """Yield the known mistakes of a path."""
-    for module in (backward, *ORDER) if path == "varlen_backward" else ORDER:  # mistakes of the backward come first
+    for module in (
+        (backward, backward_masks, *ORDER) if path == "varlen_backward" else ORDER
+    ):  # mistakes of the backward come first
         for kind in KNOWN:
             if kind.__module__ != module.__name__:
                 continue
