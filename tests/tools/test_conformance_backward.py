@@ -9,7 +9,18 @@ import torch
 from tests.helpers import backward_by_hand
 from tests.helpers.gpu_package_doubles import install
 from tests.helpers.planted_backward import PLANTED, plant
-from twinattn.kit import Example, claims, gradients, landmarks, mistakes, oracle, properties, property, vacuous
+from twinattn.kit import (
+    Example,
+    backward,
+    claims,
+    gradients,
+    landmarks,
+    mistakes,
+    oracle,
+    properties,
+    property,
+    vacuous,
+)
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit.adapters import ADAPTERS
@@ -53,6 +64,19 @@ def test_enough_is_planted():
     known = {x.name for x in mistakes.of_path(PATH) if not x.is_of_forward}
     assert len(named & known) >= 0.75 * len(known) and len(named - known) >= 2
     assert named <= {x.name for x in mistakes.of_path(PATH)}
+
+
+@pytest.mark.parametrize("lens", [(), ((0, 0), (0, 3)), ((3, 0),)], ids=str)
+def test_a_batch_in_which_nothing_is_seen_has_no_gradient_and_no_fault(lens):
+    """Whether the kernel computes gradients, or autograd does."""
+    example = Example(PATH, lens=lens, heads=(2, 1), options={"grad_lse": True})
+
+    def explicit(grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, causal, out, lse, grad_lse):
+        assert not sum(min(q, s) for q, s in lens), "no query sees a key"
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+    for function in (backward_by_hand.varlen, explicit):
+        backward.of_log_sum_exp(find(function, PATH), example, torch.float32, "cpu")
 
 
 def test_slopes_without_a_gradient_are_found():

@@ -7,10 +7,14 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+import fastattn.chunked_prefill
+import refattn.merge
+import refattn.varlen
 from refattn import mla, recurrent, sparse
 from refattn.keys import read_packed
 from refattn.metadata import make_batch
@@ -19,16 +23,17 @@ from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
 from tests.helpers.planted_kinds import KINDS
-from twinattn.kit import Example, claims, field, hold, isolate, landmarks, mistakes, properties
+from twinattn.kit import Example, claims, field, hold, isolate, landmarks, mistakes, properties, reference
 from twinattn.kit import __main__ as command
 from twinattn.kit import check as checking
 from twinattn.kit import kernel as kernels
-from twinattn.kit.adapters import ADAPTERS
+from twinattn.kit.adapters import ADAPTERS, kernel_of
+from twinattn.kit.call import plan_and_attend
 from twinattn.kit.check import check, reproduce
 from twinattn.kit.example import PACKED, PATHS
 from twinattn.kit.field import list_failures, results, tables
 from twinattn.kit.isolate import check_apart
-from twinattn.kit.kernel import BadKernelError, find
+from twinattn.kit.kernel import BadKernelError, Kernel, find
 from twinattn.kit.over_slots import over_gathered_states
 from twinattn.kit.properties import PROPERTIES
 from twinattn.kit.property import Broken, CrashedError
@@ -509,12 +514,79 @@ def test_an_error_ends_the_process_only_if_the_device_does_not_answer_any_more(m
         ("refattn.merge:merge", None, "say which path"),
         ("refattn.masks", None, "say which path"),
         (lambda query, key, value, seqlens_q: query, "varlen", "did you mean cu_seqlens_q"),
+        (lambda *args, **options: args[0], "varlen", r"names no parameters, but takes \*args, \*\*options"),
+        (torch.softmax, "merge", "names no parameters"),
+        (torch.softmax, "add_sinks", "names no parameters"),
     ],
-    ids=["module", "function", "path", "no-path", "module-of-no-path", "parameter"],
+    ids=["module", "function", "path", "no-path", "module-of-no-path", "parameter", "starred", "builtin", "operation"],
 )
 def test_what_cannot_be_called_is_named(target, path, message):
     with pytest.raises(BadKernelError, match=message):
-        find(target, path)
+        kernel_of(target, path)
+
+
+class Merge(torch.nn.Module):
+    def forward(self, outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return refattn.merge.merge(outs, lses)
+
+
+@torch.library.custom_op("twinattn_tests::merge", mutates_args=())
+def merge_op(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return refattn.merge.merge(outs, lses)
+
+
+@torch.jit.script
+def scripted_merge(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    logs = torch.stack(lses)
+    weights = torch.softmax(logs, 0)
+    weights = torch.where(weights.isnan(), torch.zeros_like(weights), weights).to(outs[0].dtype)
+    return (torch.stack(outs) * weights[..., None]).sum(0), torch.logsumexp(logs, 0)
+
+
+@pytest.mark.parametrize(
+    "callable",
+    [
+        Merge(),
+        torch.compile(Merge(), backend="eager"),
+        merge_op,
+        torch.ops.twinattn_tests.merge,
+        torch.ops.twinattn_tests.merge.default,
+        scripted_merge,
+    ],
+    ids=["module", "compiled-module", "op", "packet", "overload", "script"],
+)
+def test_what_names_its_parameters_elsewhere_is_a_kernel(callable):
+    kernel = Kernel("merge", "merge", callable)
+    assert [*kernel.parameters] == ["outs", "lses"]
+    assert not check(kernel, only=["call"], examples=2, dtypes=[torch.float32]).failures
+
+
+@pytest.mark.parametrize("sees_later", [True, False])
+def test_a_kernel_of_encoders_is_asked_without_a_causal_mask(sees_later):
+    @claims(causal=False, heads=((2, 1),), head_sizes=((64, 64),))
+    def encoder(query, key, value, cu_seqlens_q, cu_seqlens_k, causal):
+        if causal:
+            raise NotImplementedError("an encoder has no causal mask")
+        batch = make_batch(*(x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k)))
+        return plan_and_attend(refattn.varlen, query, key, value, batch, causal=not sees_later)
+
+    report = check(encoder, "varlen", only=["call", "answer", "scale"], examples=4, dtypes=[torch.float32])
+    assert bool(report.failures) != sees_later
+    assert not any(finding.refused for finding in report.findings)
+
+
+def test_our_twins_alone_are_asked_for_the_conventions():
+    """A stranger's module with the functions of a path has not promised them."""
+    theirs = ModuleType("chunked_prefill")
+    theirs.plan = lambda batch, *, block_size: fastattn.chunked_prefill.plan(batch, block_size=block_size)
+
+    def attention(query, key_cache, value_cache, plan, options):
+        return fastattn.chunked_prefill.attention(query, key_cache, value_cache, plan, options)
+
+    theirs.attention = attention
+    assert not find(theirs).claims.conventions
+    assert find("fastattn.chunked_prefill").claims.conventions
+    assert find("fastattn.merge:merge", "merge").claims.conventions
 
 
 def test_every_path_has_properties_and_every_property_a_path():
@@ -606,6 +678,36 @@ def test_what_there_is_no_memory_for_is_no_fault_of_a_kernel(monkeypatch, target
     monkeypatch.setattr(kernels.mmap, "mmap", full)
     (finding,) = check(target, path, only=["offsets"], examples=1, dtypes=[torch.float32]).findings
     assert finding.outcome == "not claimed" and finding.detail.startswith("not drawn: this machine has no "), finding
+
+
+def test_a_reference_that_has_no_memory_is_no_fault_of_a_kernel(monkeypatch):
+    def full(*args):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+
+    reference.forget_expected()
+    monkeypatch.setattr(reference, "_expected", full)
+    (finding,) = check("refattn.local", only=["answer"], examples=2, dtypes=[torch.float32]).findings
+    assert finding.outcome == "not claimed" and finding.detail.startswith("not drawn: this machine has no "), finding
+
+
+@pytest.mark.parametrize("path", ["varlen", "chunked_prefill", "sliding_window"])
+def test_many_keys_are_computed_one_kv_head_at_a_time(monkeypatch, path):
+    """So that a group of 4 over 2**18 keys takes 2 GB and not 16; the outputs are the same."""
+    options = {"sinks": True, "alibi_slopes": True} | ({"window_size": (9, 0)} if path == "sliding_window" else {})
+    example = Example(path, lens=((3, 70), (1, 9)), heads=(6, 2), options=options)
+    arguments = example.tensors(torch.float32, "cpu")
+    reference.forget_expected()
+    whole = reference.expected(example, arguments)
+    reference.forget_expected()
+    monkeypatch.setattr(reference, "MOST_AT_ONCE", 0)
+    calls, compute = [], reference._expected
+    monkeypatch.setattr(reference, "_expected", lambda *args: calls.append(1) or compute(*args))
+    parts = reference.expected(example, arguments)
+    reference.forget_expected()
+    assert len(calls) == 2
+    for one, other in zip(whole, parts, strict=True):
+        for name in ("out", "lse"):
+            torch.testing.assert_close(one[name], other[name])
 
 
 _ASKED = ("refattn.merge", "--examples=2", "--property=answer", "--dtype=float32")

@@ -250,7 +250,7 @@ class _Search:
         """Try the landmarks until one fails, and shrink that one."""
         drawn = self.prop
         self.prop = replace(drawn, check=drawn.check_landmark or drawn.check)
-        for mark in marks:
+        for mark in map(self.kernel.as_claimed, marks):
             self._try(mark)
             if repr(mark) in self.failures:
                 self.smallest = self._smaller(mark)
@@ -430,7 +430,7 @@ class _Search:
 @st.composite  # at module level: hypothesis reads the source of each function that it decorates
 def _batches(draw: Draw, prop: Property, kernel: Kernel) -> Example:
     """Draw the batches of a property."""
-    return prop.draw(draw, kernel)
+    return kernel.as_claimed(prop.draw(draw, kernel))
 
 
 def _nearly_alike(one: Answers, other: Answers) -> bool:

@@ -70,9 +70,10 @@ def differentiate(
     answers = [came] if isinstance(came, Tensor) else list(came[:2])
     given = [arguments["grad_out"]]
     if "grad_lse" in arguments:
-        if len(answers) < 2 or not answers[1].requires_grad:
+        has_none = len(answers) < 2 or not answers[1].requires_grad
+        if has_none and _has_lse_gradient({**arguments, **leaves}):
             raise NoGradientError("returns no log-sum-exp that has a gradient")
-        given.append(arguments["grad_lse"].to(answers[1].dtype))
+        given += [arguments["grad_lse"].to(x.dtype) for x in answers[1:]]
     if answers[0].shape != given[0].shape:
         raise TypeError(f"out: shape {list(answers[0].shape)}, expected {list(given[0].shape)}")
     outputs = [x for x in answers[: len(given)] if x.requires_grad]
@@ -83,6 +84,12 @@ def differentiate(
         NAMES[name]: torch.zeros_like(x) if grad is None else grad
         for (name, x), grad in zip(leaves.items(), found, strict=True)
     }
+
+
+def _has_lse_gradient(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the log-sum-exps depend on an input: not in a batch in which no query sees a key."""
+    with torch.enable_grad():
+        return forward({name: x for name, x in arguments.items() if name != "return_lse"})[1].requires_grad
 
 
 def forward(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

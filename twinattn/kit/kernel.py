@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ from torch import Tensor
 from refattn.options import AttentionOptions, RecurrentOptions
 from twinattn.kit import gradients
 from twinattn.kit.example import PATHS, Answers, Arguments, Example
+from twinattn.kit.signature import parameters_of
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
 QUERY_LENS = {"cu_seqlens_q", "query_lens", "context_lens", "batch", "plan"}  # each implies the query lengths
@@ -101,6 +102,7 @@ class Claims:
         max_query_len: the most queries of a sequence; 1 for a decode kernel.
         min_seq_len: the fewest keys of a sequence.
         parts: numbers of parts that a merge takes.
+        causal: False for a kernel of encoders or of cross attention, whose queries see later keys in every call.
         layers: kinds of layers that keep a state, of `states.LAYERS`; most properties draw the first.
         not_claimed: names of properties, each with the reason, in the words of its documentation.
         refusals: substrings of error messages that mean a refusal, for a kernel that does not raise
@@ -108,8 +110,8 @@ class Claims:
         max_examples: the most batches per property, for a kernel that compiles for every shape.
         conventions: whether it claims the conventions that only our twins promise: no effect of autocast or of the
             default type of the process, the same bits for any number of tokens with batch_invariant, slopes and sinks
-            of any type, selected positions in ascending order, fewer slots than rows. The default is True for a
-            function with the path's own signature.
+            of any type, selected positions in ascending order, fewer slots than rows. The default is True for our
+            twins alone.
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
@@ -125,6 +127,7 @@ class Claims:
     max_query_len: int | None = None
     min_seq_len: int = 0
     parts: tuple[int, ...] = (2, 3, 5)
+    causal: bool = True
     layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
@@ -183,6 +186,9 @@ def claims(**limits: Any) -> Callable[[Callable], Callable]:
     return decorate
 
 
+TWINS = ("refattn", "fastattn")  # packages whose functions claim the conventions
+
+
 class BadKernelError(Exception):
     """A function that the kit cannot call, with the reason."""
 
@@ -200,6 +206,21 @@ def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[s
         for name in unknown
     }
     return {name: f"; did you mean {found[0]}?" if found else "" for name, found in close.items()}
+
+
+def named_parameters(function: Callable[..., Any], name: str, words: Sequence[str]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a kernel by name.
+
+    Raises:
+        BadKernelError: if it names none.
+    """
+    try:
+        return parameters_of(function)
+    except ValueError as error:
+        raise BadKernelError(
+            f"{name} {error}\nArguments are passed by name: {', '.join(words)}.\n"
+            "A function of a few lines with these names can call yours in any other way."
+        ) from error
 
 
 def notes_on(kernel: Any) -> tuple[str, ...]:
@@ -245,8 +266,8 @@ class Kernel:
         """Check that the path is known, and that it has an argument for every required parameter."""
         if self.path not in PATHS:
             raise BadKernelError(f"path: expected one of {', '.join(PATHS)}, got {self.path!r}")
-        self.parameters = inspect.signature(self.function).parameters
         words = self.words()
+        self.parameters = named_parameters(self.function, self.name, words)
         for name, hint in unknown_words(self.parameters, words).items():
             if self.parameters[name].default is inspect.Parameter.empty:
                 raise BadKernelError(
@@ -259,7 +280,9 @@ class Kernel:
         if is_step and not QUERY_LENS & set(self.parameters):
             limits = {"max_query_len": 1} | limits  # without query lengths this is a decode
         if "plan" in self.parameters:
-            limits = {"layers": ("gdn", "kda"), "conventions": True} | limits  # it has the path's own signature
+            limits = {"layers": ("gdn", "kda")} | limits  # it has the path's own signature
+        if str(getattr(self.function, "__module__", "")).partition(".")[0] in TWINS:
+            limits = {"conventions": True} | limits
         self.claims = Claims(
             **{**{f.name: getattr(self.usual, f.name) for f in fields(Claims)}, **limits, **self.limits}
         )
@@ -289,6 +312,12 @@ class Kernel:
         by_plan = option in path.planned and "plan" in self.parameters
         by_options = option in path.options and "options" in self.parameters
         return (option in self.parameters and option in self.words()) or by_plan or by_options
+
+    def as_claimed(self, example: Example) -> Example:
+        """Return a batch without a causal mask, if the kernel claims none."""
+        if self.claims.causal or "causal" not in PATHS[self.path].planned or "causal" in example.options:
+            return example
+        return replace(example, options={**example.options, "causal": False})
 
     def lacking(self, example: Example) -> str:
         """Return the parameters that it does not have and whose default matters, each with what it is held to."""
@@ -502,8 +531,7 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
         function_name = PATHS[path].function
         if not hasattr(found, function_name):
             raise BadKernelError(f"{name} has no function {function_name!r}")
-        own = {"conventions": True}  # it has the path's own names
-        return Kernel(name, path, getattr(found, function_name), getattr(found, "plan", None), limits=own)
+        return Kernel(name, path, getattr(found, function_name), getattr(found, "plan", None))
     if path is None:
         raise BadKernelError(f"{name}: {_which_path()}")
     return Kernel(name, path, found)

@@ -395,7 +395,8 @@ def padded(kernel: Kernel) -> list[Example]:
 def past_16_bits(kernel: Kernel) -> list[Example]:
     """Return more keys than 16 bits can count, and more query rows, most of them fully masked to cost little."""
     rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) and kernel.path not in SELECTED else ()
-    return [example(kernel, lens) for lens in (((1, PAST_A_MODEL), (1, 20)), rows) if lens]
+    smallest = min(kernel.claims.shapes, key=lambda shape: (shape[0][0] * sum(shape[1]), shape[0][1]))
+    return [example(kernel, ((1, PAST_A_MODEL), (1, 20)), smallest), *([example(kernel, rows)] if rows else [])]
 
 
 def sees_nothing(kernel: Kernel) -> bool:

@@ -2,7 +2,7 @@
 
 import ctypes
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -14,9 +14,12 @@ from twinattn.kit import gradients
 from twinattn.kit import states as of_states
 from twinattn.kit.call import plan_and_attend
 from twinattn.kit.example import PATHS, Answers, Arguments, Example, Path
+from twinattn.kit.kernel import NoMemoryError
 from twinattn.kit.tolerance import WIDER, on_cpu
 
 MOST_EXPECTED = 256  # expected outputs that are cached
+MOST_AT_ONCE = 2**27  # elements of repeated keys and values: 1 GiB in float64
+HEADS = dict(query=1, key=1, value=1, key_cache=2, value_cache=2, alibi_slopes=0, sinks=0)  # dimensions of heads
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
 
 
@@ -32,7 +35,7 @@ def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
     if asked.digest() not in _EXPECTED:
         if len(_EXPECTED) == MOST_EXPECTED:
             _EXPECTED.pop(next(iter(_EXPECTED)))  # the oldest
-        _EXPECTED[asked.digest()] = _expected(path, example, arguments)
+        _EXPECTED[asked.digest()] = _in_memory(path, example, arguments)
     return _EXPECTED[asked.digest()]
 
 
@@ -58,6 +61,44 @@ def _note(x: Any, update: Callable[[Any], None]) -> None:
             _note(y, update)
     else:
         update(f"{x!r},".encode())
+
+
+def _in_memory(path: Path, example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
+    """Compute what `expected` returns, of many keys one KV head at a time, and say so if there is no room for it."""
+    try:
+        if _size(example) <= MOST_AT_ONCE or not _is_plain(path, arguments):
+            return _expected(path, example, arguments)
+        heads = [_expected(path, example, one) for one in _by_head(arguments, example.heads[1])]
+        wide, low = ({name: torch.cat([x[i][name] for x in heads], 1) for name in ("out", "lse")} for i in range(2))
+        return wide, low
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise NoMemoryError("not drawn: this machine has no room for the reference of this batch") from error
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise NoMemoryError("not drawn: this machine has no room for the reference of this batch") from error
+
+
+def _size(example: Example) -> int:
+    """Return the elements of the keys and values of the longest sequence, repeated for every query head."""
+    longest = max((s for _, s in example.lens), default=0)
+    return longest * example.heads[0] * (example.head_size + example.value_size)
+
+
+def _is_plain(path: Path, arguments: Arguments) -> bool:
+    """Return whether every KV head can be computed alone, from tensors that have a dimension of heads."""
+    known = {*HEADS, "batch", "window_size", "chunk_size", "softmax_scale", "softcap", "causal", "prefixes"}
+    return path.attends and "query" in arguments and arguments.keys() <= known
+
+
+def _by_head(arguments: Arguments, num_kv_heads: int) -> Iterator[Arguments]:
+    """Yield the arguments of each KV head, with its query heads."""
+    for head in range(num_kv_heads):
+        one = dict(arguments)
+        for name in arguments.keys() & HEADS.keys():
+            if isinstance(arguments[name], Tensor):
+                one[name] = arguments[name].chunk(num_kv_heads, HEADS[name])[head]
+        yield one
 
 
 def _expected(path: Path, example: Example, arguments: Arguments) -> tuple[Answers, Answers]:

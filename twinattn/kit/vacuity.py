@@ -257,7 +257,7 @@ def _of_all_words(path: str) -> Callable[..., Any]:
 
 def _planted(kernel: Kernel, mistake: mistakes.Mistake) -> Callable[..., Any]:
     """Return a kernel with a mistake and the parameters of another kernel."""
-    signature = inspect.signature(kernel.function)
+    signature = inspect.Signature([*kernel.parameters.values()])
 
     def planted(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named).arguments

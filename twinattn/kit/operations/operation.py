@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, unknown_words
+from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, named_parameters, unknown_words
 from twinattn.kit.operations.tiles import Dimension
 
 Answers = dict[str, Any]  # tensors, lists of tensors that are all right, numbers
@@ -272,8 +272,8 @@ class OperationKernel:
 
     def __post_init__(self) -> None:
         """Check that the operation has an argument for every required parameter, and read the claims."""
-        self.parameters = inspect.signature(self.function).parameters
         words = self.words()
+        self.parameters = named_parameters(self.function, self.name, words)
         for name, hint in unknown_words(self.parameters, words).items():
             if self.parameters[name].default is inspect.Parameter.empty:
                 raise BadKernelError(
