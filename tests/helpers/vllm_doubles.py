@@ -5,6 +5,7 @@
 
 import enum
 import sys
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -71,11 +72,15 @@ class AttentionBackend:
         return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
 
-class AttentionImpl(Generic[T]):
+class AttentionImplBase(Generic[T]):
+    dcp_world_size, pcp_world_size, need_to_return_lse_for_decode = 1, 1, False
+
+
+class AttentionImpl(AttentionImplBase[T]):
     pass
 
 
-class MLAAttentionImpl(Generic[T]):
+class MLAAttentionImpl(AttentionImplBase[T]):
     def fused_output_quant_supported(self, quant_key):
         return True
 
@@ -115,6 +120,31 @@ def split_decodes_and_prefills(
     decodes = next((i for i, length in enumerate(lens) if length > decode_threshold), len(lens))
     tokens = sum(lens[:decodes])
     return decodes, len(lens) - decodes, tokens, sum(lens) - tokens
+
+
+class GroupCoordinator:
+    """vLLM's ranks, over those of a simulation."""
+
+    def __init__(self, group):
+        self.rank_in_group, self.world_size, self._group = group.rank, group.size, group
+
+    def all_gather(self, input_, dim=-1):
+        return self._group.all_gather(input_, dim)
+
+    def reduce_scatter(self, input_, dim=-1):
+        return self._group.reduce_scatter(input_, dim)
+
+
+RANKS: ContextVar[GroupCoordinator | None] = ContextVar("ranks", default=None)  # those of a thread
+
+
+def get_dcp_group():
+    return RANKS.get()
+
+
+def get_dcp_world_size_and_rank(enabled=True):
+    ranks = RANKS.get() if enabled else None
+    return (1, 0) if ranks is None else (ranks.world_size, ranks.rank_in_group)
 
 
 REGISTERED: dict[str, str] = {}
@@ -181,7 +211,9 @@ def modules(on_cpu: bool) -> dict[str, ModuleType]:
     over_latents.MLACommonMetadataBuilder, over_latents.split_kv_b_proj = MLACommonMetadataBuilder, split_kv_b_proj
     vllm = ModuleType("vllm")
     vllm.envs = envs
-    made = [vllm, envs, platforms, backend, registry, specs, utils, over_latents]
+    ranks = ModuleType("vllm.distributed.parallel_state")
+    ranks.get_dcp_group, ranks.get_dcp_world_size_and_rank = get_dcp_group, get_dcp_world_size_and_rank
+    made = [vllm, envs, platforms, backend, registry, specs, utils, over_latents, ranks, ModuleType("vllm.distributed")]
     made += [ModuleType(name) for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")]
     made += [ModuleType(f"vllm.model_executor{name}") for name in ("", ".layers", ".layers.attention")]
     return {module.__name__: module for module in made}
@@ -213,7 +245,6 @@ def install_over_latents(monkeypatch) -> ModuleType:
 NOT_DECLARED = {  # what vLLM does not validate on a CPU
     "mm_req_doc_ranges": {0: [(1, 4)]},
     "rswa_prefix_lens": torch.tensor([3]),
-    "dcp_local_seq_lens": torch.tensor([3]),
     "encoder_seq_lens": torch.tensor([3]),
     "encoder_seq_lens_cpu": np.array([3]),
 }

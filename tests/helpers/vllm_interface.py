@@ -24,7 +24,7 @@ from typing import Any
 
 TABLE = Path(__file__).with_suffix(".json")
 BACKEND, LAYERS = "v1/attention/backend.py", "model_executor/layers/attention"
-MLA = f"{LAYERS}/mla_attention.py"
+MLA, RANKS = f"{LAYERS}/mla_attention.py", "distributed/parallel_state.py"
 CLASSES = ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImplBase", "AttentionImpl", "MLAAttentionImpl")
 ELSEWHERE = {  # name in the table: file, and class if it is a method
     "AttentionImpl.do_kv_cache_update": ("v1/attention/backends/flash_attn.py", "FlashAttentionImpl"),
@@ -32,6 +32,10 @@ ELSEWHERE = {  # name in the table: file, and class if it is a method
     "split_kv_b_proj": (MLA, None),
     "split_decodes_and_prefills": ("v1/attention/backends/utils.py", None),
     "register_backend": ("v1/attention/backends/registry.py", None),
+    "get_dcp_world_size_and_rank": (RANKS, None),
+    "get_dcp_group": (RANKS, None),
+    "GroupCoordinator.all_gather": (RANKS, "GroupCoordinator"),
+    "GroupCoordinator.reduce_scatter": (RANKS, "GroupCoordinator"),
 }
 RECEIVERS = {  # what stands before the dot, or is called, where vLLM calls a backend
     r"(.*\.)?(self\.|attn_layer\.|layer\.|attn\.)impl": "impl",

@@ -35,8 +35,16 @@ OWN = dict(
     VLLM_USE_DEEP_GEMM="0",
     VLLM_NO_USAGE_STATS="1",
     VLLM_DO_NOT_TRACK="1",
-    VLLM_ALLREDUCE_USE_SYMM_MEM="0",  # collectives by NCCL alone: any two GPUs have it
+    # Collectives by NCCL alone, which any two GPUs have: no symmetric memory, and no multicast over NVLink.
+    VLLM_ALLREDUCE_USE_SYMM_MEM="0",
     VLLM_ALLREDUCE_USE_FLASHINFER="0",
+    VLLM_USE_NCCL_SYMM_MEM="0",
+    VLLM_USE_DIRECT_DCP_A2A="0",
+    VLLM_USE_DIRECT_DCP_Q_GATHER="0",
+    VLLM_USE_DIRECT_DCP_KV_GATHER="0",
+    NCCL_NVLS_ENABLE="0",
+    TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
+    NVSHMEM_DISABLE_NVLS="1",
     HF_HUB_OFFLINE="1",
     TRANSFORMERS_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",

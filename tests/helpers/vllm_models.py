@@ -55,6 +55,7 @@ SINKS = dict(
 GEMMA = dict(head_dim=256, num_attention_heads=4, sliding_window=WINDOW, query_pre_attn_scalar=256)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of its configuration, without "Config", and sizes
     "llama": ("Llama", {}),
+    "llama_mqa": ("Llama", dict(num_key_value_heads=1)),  # ranks share the keys of a KV head that both would have
     "qwen3": ("Qwen3", dict(head_dim=128, num_attention_heads=16, num_key_value_heads=8)),
     "gemma2": ("Gemma2", GEMMA | dict(attn_logit_softcapping=2.0)),
     "gemma3": ("Gemma3Text", GEMMA | dict(num_hidden_layers=6)),

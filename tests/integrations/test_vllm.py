@@ -352,8 +352,8 @@ def test_which_steps_can_be_captured(backend, over_latents):
     common = buffers_of_decodes(3, 4, "cpu")
     step = builder.build_for_cudagraph_capture(common)
     assert builder._cudagraph_support is single and (step.num_decodes, step.num_prefills) == (3, 0)
-    assert step.decode.batch.max_seq_len == LONGEST and step.decode.batch.max_query_len == 1
-    assert step.decode.batch.seq_lens.data_ptr() == common.seq_lens.data_ptr(), "a replay finds its own"
+    assert step.decode.plan.batch.max_seq_len == LONGEST and step.decode.plan.batch.max_query_len == 1
+    assert step.decode.plan.batch.seq_lens.data_ptr() == common.seq_lens.data_ptr(), "a replay finds its own"
 
 
 # --- latents ---
@@ -485,13 +485,6 @@ def test_lengths_of_numpy(backend):
     lengths = dict(max_query_len=np.int32(10), max_seq_len=np.int64(33))
     batch = make_builder(backend, "cpu").build(0, common_metadata(inputs.batch, 3, **lengths)).batch
     assert (type(batch.max_query_len), batch.max_query_len, type(batch.max_seq_len)) == (int, 10, int)
-
-
-@pytest.mark.parametrize("name", ["dcp_world_size", "pcp_world_size"])
-def test_a_layer_of_several_ranks_is_refused(backend, monkeypatch, name):
-    monkeypatch.setattr(backend.FastAttentionImpl, name, 2, raising=False)  # as vLLM does before __init__
-    with pytest.raises(NotImplementedError, match=f"{name}: expected 1, got 2"):
-        backend.FastAttentionImpl(4, 32, 0.2)
 
 
 def test_scales_per_head_are_refused(backend):

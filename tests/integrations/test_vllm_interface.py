@@ -27,8 +27,7 @@ NOT_REACHED = {
     "masked_mha_workspace_fits": "likewise",
     "prefill_max_seq_len": "likewise",
     "topk_tokens": "likewise",
-    "seq_lens": "only where a context is split over ranks",
-    "query_start_loc": "likewise",
+    "seq_lens": "only where a backend is sparse, or a step without decodes has them",
     "prefill.chunked_context": "only where vLLM quantizes the output of a prefill backend of its own",
 }
 each_version = pytest.mark.parametrize("version", TABLE)
@@ -133,13 +132,16 @@ def test_what_vllms_layers_read_is_there(kinds, version):
     assert {*table["reads"]["impl"], *table["reads"]["metadata"]} - given <= {*NOT_REACHED}
     for kind in (*kinds["AttentionImpl"], over_latents):
         assert not hasattr(kind, "uses_amx_bmm") and not getattr(kind, "is_sparse", False)
-        assert not getattr(kind, "supports_dcp", False) and not getattr(kind, "supports_pcp", False)
+        assert kind.supports_dcp and kind.can_return_lse_for_decode and getattr(kind, "lse_base_on_e", True)
+        assert not getattr(kind, "supports_pcp", False)
+    decodes = inspect.get_annotations(metadata)["decode"].__args__[0]
+    assert "seq_lens" in {x.name for x in dataclasses.fields(decodes)}, "vLLM reads it to merge over ranks"
 
 
 @each_version
 def test_each_field_of_a_step_is_decided(kinds, version):
     ours = inspect.getmodule(kinds["AttentionBackend"][0])
-    known = {*ours.READ, *ours.HINTS, *vllm_doubles.NOT_DECLARED}
+    known = {*ours.READ, *ours.OF_RANKS, *ours.HINTS, *vllm_doubles.NOT_DECLARED}
     fields = {name for name in TABLE[version]["fields"] if name[0] != "_"}
     assert fields <= known and (version != NEWEST or fields == known)
 
@@ -151,11 +153,12 @@ def test_each_call_of_ours_fits_vllm(kinds, version):
     called = {
         "super().__init__": "AttentionMetadataBuilder.__init__",
         "self._init_reorder_batch_threshold": "AttentionMetadataBuilder._init_reorder_batch_threshold",
+        "self._ranks.all_gather": "GroupCoordinator.all_gather",
+        "self._ranks.reduce_scatter": "GroupCoordinator.reduce_scatter",
     }
-    for kind in kinds["AttentionBackend"]:
-        for call in (
-            x for x in ast.walk(ast.parse(Path(inspect.getfile(kind)).read_text())) if isinstance(x, ast.Call)
-        ):
+    files = [Path(inspect.getfile(kind)) for kind in kinds["AttentionBackend"]]
+    for file in (*files, files[0].with_name("vllm_ranks.py")):
+        for call in (x for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Call)):
             name = called.get(ast.unparse(call.func), ast.unparse(call.func))
             if name in signatures:
                 receiver = [None] if "self" in signatures[name] else []

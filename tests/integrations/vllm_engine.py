@@ -123,7 +123,7 @@ def hold_to_reference(kind, report):
         out, lse = decode(self, q, cache, metadata, layer)
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         more = dict(latent_rank=self.kv_lora_rank)
-        close(out, mla.attention, (query, cache[:FIRST_BLOCKS]), metadata.decode, self.options, more)
+        close(out, mla.attention, (query, cache[:FIRST_BLOCKS]), metadata.decode.plan, self.options, more)
         report["calls"]["decode"] += 1
         return out, lse
 

@@ -42,11 +42,21 @@ def ours(model: str, mode: str, **more: Any) -> Job:
     return Job(model, "FASTATTN_MLA" if model in OVER_LATENTS else "FASTATTN", mode, **more)
 
 
-ON_ONE = [ours(model, mode) for model in MODELS for mode in MODES]
+ON_ONE = [ours(model, mode) for model in MODELS if model != "llama_mqa" for mode in MODES]
 ON_ONE += [ours(model, "compiled") for model in ("llama", "deepseek_v2")]
 ON_ONE += [ours(model, mode, cache="fp8") for model in ("llama", "gemma2", "gpt_oss") for mode in ("eager", "full")]
 ON_ONE += [ours(model, mode, dtype="float32") for model in ("llama", "gemma2", "bloom") for mode in ("eager", "full")]
 OVER_TWO = [ours(model, mode, ranks=2) for model in ("qwen3", "deepseek_v2") for mode in MODES]
+OVER_TWO += [
+    ours(model, mode, ranks=2, context_ranks=2, interleave=interleave, cache=cache)
+    for model, mode, interleave, cache in (
+        ("llama_mqa", "eager", 1, "auto"),
+        ("llama_mqa", "full", 16, "auto"),
+        ("llama_mqa", "eager", 1, "fp8"),
+        ("deepseek_v2", "eager", 16, "auto"),
+        ("deepseek_v2", "full", 1, "auto"),
+    )
+]
 
 pytestmark = pytest.mark.timeout(900)  # a test waits for its engines, and for those before them
 

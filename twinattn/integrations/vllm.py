@@ -16,6 +16,10 @@ tensors of one number, which the host never reads.
 What is declared here is what a validation of vLLM lets through; anything else it refuses by name before it loads a
 model. On a CPU it does not validate; there, the layer and the builder refuse.
 
+Where ranks share the keys of a sequence (`--decode-context-parallel-size`), each attends with the query heads of all of
+them to its own keys, and the partial outputs merge by their log-sum-exps: `fastattn.context_parallel`, over vLLM's own
+group of ranks.
+
 Decodes of one token can be captured whole, as CUDA graphs. A captured step keeps what it launches, so it is made for
 the longest sequence that the model serves; lengths, tables and slots are in buffers of vLLM, which a replay finds
 filled anew, with 0 new tokens for padding. Of a step with prompts, vLLM captures what lies between the attentions.
@@ -43,12 +47,14 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fastattn import chunked_prefill, quantized, varlen
+from fastattn import chunked_prefill, context_parallel, quantized, varlen
 from fastattn.kv_cache import write
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
-from refattn.plan import Plan
+from refattn.plan import ContextParallelPlan, Plan
+from refattn.ranks import Shard
 from refattn.scales import Fp8Scales
+from twinattn.integrations.vllm_ranks import Ranks, is_capturing, refuse_over_ranks, shard_of
 
 NAME = "FASTATTN"
 BACKEND = "twinattn.integrations.vllm.FastAttentionBackend"
@@ -69,6 +75,7 @@ READ = (
     "slot_mapping",
     "causal",
 )
+OF_RANKS = ("dcp_local_seq_lens",)  # what it reads where ranks share the keys of a sequence
 HINTS = (
     "logits_indices_padded",
     "num_logits_indices",
@@ -99,13 +106,14 @@ def register() -> None:
             register_backend(AttentionBackendEnum[name], BACKEND_OVER_LATENTS)
 
 
-def check_step(common: Any, *, is_causal: bool = True) -> None:
+def check_step(common: Any, shard: Shard | None = None, *, is_causal: bool = True) -> None:
     """Check that a builder knows every field that vLLM has set for a step.
 
     Raises:
         NotImplementedError: for one that it does not know, and for another mask.
     """
-    for name in (x.name for x in fields(common) if x.name not in (*READ, *HINTS) and x.name[0] != "_"):
+    known = (*READ, *HINTS, *(OF_RANKS if shard is not None else ()))
+    for name in (x.name for x in fields(common) if x.name not in known and x.name[0] != "_"):
         value = getattr(common, name)
         if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__len__") or len(value)):
             raise NotImplementedError(
@@ -113,13 +121,6 @@ def check_step(common: Any, *, is_causal: bool = True) -> None:
             )
     if common.causal is not is_causal:
         raise NotImplementedError(f"causal: expected {is_causal}, got {common.causal}; this backend declares no other")
-
-
-def refuse_ranks(layer: Any) -> None:
-    """Refuse a context that is split over ranks: vLLM says so in the attributes of a layer, before it is made."""
-    for name in ("dcp_world_size", "pcp_world_size"):
-        if getattr(layer, name, 1) > 1:
-            raise NotImplementedError(f"{name}: expected 1, got {getattr(layer, name)}; context is not split here")
 
 
 @dataclass
@@ -131,14 +132,18 @@ class FastAttentionMetadata:
         block_size: tokens in a block.
         num_actual_tokens: query rows, without those that only pad.
         is_encoder: whether tokens see each other, in both directions, and no cache.
+        shard: this rank's share of each sequence; None if it has all keys.
         plans: those of the step so far, by window.
+        over_ranks: those of the step so far over several ranks, by whether they were captured.
     """
 
     batch: Batch
     block_size: int
     num_actual_tokens: int
     is_encoder: bool = False
+    shard: Shard | None = None
     plans: dict[int | None, Plan] = field(default_factory=dict)
+    over_ranks: dict[bool, ContextParallelPlan] = field(default_factory=dict)
 
     def plan(self, sliding_window: int | None) -> Plan:
         """Return the plan of a window, in tokens; None for no window. The layers of a group may differ in theirs."""
@@ -151,6 +156,15 @@ class FastAttentionMetadata:
                 made = chunked_prefill.plan(self.batch, block_size=self.block_size, window_size=window)
             self.plans[sliding_window] = made
         return self.plans[sliding_window]
+
+    def plan_over_ranks(self) -> ContextParallelPlan:
+        """Return the plan of this rank. A capture makes its own, so that a replay computes a rank's lengths anew."""
+        captured = is_capturing(self.batch.device)
+        if captured not in self.over_ranks:
+            assert self.shard is not None
+            made = context_parallel.plan(self.batch, shard=self.shard, block_size=self.block_size)
+            self.over_ranks[captured] = made
+        return self.over_ranks[captured]
 
 
 def for_any_length(common: Any, vllm_config: Any) -> Any:
@@ -167,6 +181,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size: int = kv_cache_spec.block_size
         self.is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        self.shard = None if self.is_encoder else shard_of(kv_cache_spec, vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -180,10 +195,10 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
 
         Raises:
             NotImplementedError: if queries are to see later keys, or a field is set that this backend does not know:
-                ranges of images that see each other, prefixes that a window keeps, lengths of a rank.
+                ranges of images that see each other, prefixes that a window keeps.
         """
         common = common_attn_metadata
-        check_step(common, is_causal=not self.is_encoder)
+        check_step(common, self.shard, is_causal=not self.is_encoder)
         # Not how many tokens there are: vLLM may count padding, and kernels would take all sequences for equally long.
         batch = Batch(
             cu_seqlens_q=common.query_start_loc,
@@ -192,7 +207,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
             max_query_len=int(common.max_query_len),  # chunked attention makes them with NumPy
             max_seq_len=int(common.max_seq_len),
         )
-        return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens, self.is_encoder)
+        return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens, self.is_encoder, self.shard)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -207,6 +222,9 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
 
 class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
     """The attention of a layer."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
 
     def __init__(
         self,
@@ -233,7 +251,12 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         if not FastAttentionBackend.supports_kv_cache_dtype(kv_cache_dtype):
             names = ", ".join(FastAttentionBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype}")
-        refuse_ranks(self)
+        refuse_over_ranks(
+            self,
+            sliding_window=sliding_window,
+            use_alibi_sqrt=use_alibi_sqrt,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+        )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
@@ -287,7 +310,8 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         Args:
             layer: has the scales of an fp8 pool.
             query: of the new tokens `[t, h, d]`, and of padding; not quantized, as this backend does not ask for that.
-            key: of the tokens `[t, hk, d]`, for an encoder; not used by a decoder, whose keys are in the pool.
+            key: of the tokens `[t, hk, d]`, for an encoder, and where ranks share the keys of a sequence; otherwise
+                not used, as the keys are in the pool.
             value: likewise.
             kv_cache: the pool, `[n, hk, p, 2 d]`.
             attn_metadata: of the step; None while vLLM measures memory.
@@ -303,6 +327,12 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
+        if attn_metadata.shard is not None:
+            new, plan_of_rank = (query[:tokens], key[:tokens], value[:tokens]), attn_metadata.plan_over_ranks()
+            scales = self._scales(layer) if self.kv_cache_dtype in FP8_FORMATS else None
+            more = dict(group=Ranks(), scales=scales, out=output[:tokens])
+            context_parallel.attention(*new, *self._pools(kv_cache), plan_of_rank, self.options, **more)
+            return output
         plan = attn_metadata.plan(self.sliding_window)
         if self.is_encoder:  # its tokens are all here; there is no pool
             varlen.attention(query[:tokens], key[:tokens], value[:tokens], plan, self.options, out=output[:tokens])

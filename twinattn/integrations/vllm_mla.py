@@ -8,6 +8,10 @@ vLLM splits a step in two, and its layer calls each by its own way:
 vLLM projects queries and outputs of decodes itself. For prefills it has backends of its own, which this does not call.
 The pool `[n, p, c]` is that of the path: a latent and a rotary key per token.
 
+Where ranks share the latents of a sequence, vLLM gathers the queries of decodes from all ranks and merges their outputs
+by the log-sum-exps that are returned here. Prefills attend absorbed to their context, with the heads of all ranks and
+the rank's own latents, and merge likewise; so a context is not sent from rank to rank, but costs more products.
+
 On a CPU vLLM has one backend of this kind for each processor. They are replaced as in `twinattn.integrations.vllm`.
 """
 
@@ -27,11 +31,12 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from fastattn import mla
+from fastattn import context_parallel, merge, mla
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan, PrefillPlan
-from twinattn.integrations.vllm import NAME_OVER_LATENTS, check_step, for_any_length, refuse_ranks
+from twinattn.integrations.vllm import NAME_OVER_LATENTS, check_step, for_any_length
+from twinattn.integrations.vllm_ranks import LatentDecodes, Ranks, merge_over_ranks, refuse_over_ranks, shard_of
 
 LARGEST_LATENT = 576
 
@@ -45,16 +50,20 @@ class FastMLAMetadata:
         num_decodes: sequences that attend absorbed; they come first.
         num_decode_tokens: their query rows.
         num_prefills: the other sequences.
-        decode: the plan of the decodes; None without one.
-        prefill: the plan of the prefills; None without one.
+        decode: the decodes; None without one.
+        prefill: the plan of the prefills; None without one. Where ranks share latents, of new tokens among themselves.
+        context: the plan of the prefills over the context that this rank has; None if it has all, or there is none.
+        query_start_loc: vLLM's tensor, `[b + 1]`, which it reads where ranks share latents.
     """
 
     num_actual_tokens: int
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int
-    decode: Plan | None
+    decode: LatentDecodes | None
     prefill: PrefillPlan | None
+    context: Plan | None
+    query_start_loc: Tensor
 
 
 class FastMLAMetadataBuilder(AttentionMetadataBuilder[FastMLAMetadata]):
@@ -66,6 +75,7 @@ class FastMLAMetadataBuilder(AttentionMetadataBuilder[FastMLAMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size: int = kv_cache_spec.block_size
         self.workspace = MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+        self.shard = shard_of(kv_cache_spec, vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)  # then vLLM puts decodes first
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FastMLAMetadata:
@@ -80,26 +90,50 @@ class FastMLAMetadataBuilder(AttentionMetadataBuilder[FastMLAMetadata]):
             NotImplementedError: if queries are to see later keys, or a field is set that this backend does not know.
         """
         common = common_attn_metadata
-        check_step(common)
+        check_step(common, self.shard)
         decodes, prefills, decode_tokens, prefill_tokens = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold
         )
-        end = decodes + prefills
-        starts, seq_lens, tables = common.query_start_loc, common.seq_lens, common.block_table_tensor
+        starts, tables = common.query_start_loc, common.block_table_tensor
         longest = int(common.max_query_len), int(common.max_seq_len)
-        decode = prefill = None
+        decode = prefill = context = None
         if decodes:
-            batch = Batch(starts[: decodes + 1], seq_lens[:decodes], tables[:decodes], *longest)
-            decode = mla.plan(batch, block_size=self.block_size)
+            own_lens = common.seq_lens if self.shard is None else common.dcp_local_seq_lens
+            sizes = min(longest[0], self.reorder_batch_threshold), self._most_of_rank(longest[1])
+            batch = Batch(starts[: decodes + 1], own_lens[:decodes], tables[:decodes], *sizes)
+            decode = LatentDecodes(mla.plan(batch, block_size=self.block_size), batch.seq_lens)
         if prefills:
-            own = starts[decodes : end + 1] - starts[decodes]
-            batch = Batch(own, seq_lens[decodes:end], tables[decodes:end], *longest, num_tokens=prefill_tokens)
-            lengths, contexts = common.query_start_loc_cpu.diff()[decodes:end], None
-            if common.seq_lens_cpu_upper_bound is not None:  # or all chunks are visited up to the longest sequence
-                contexts = max(0, int((common.seq_lens_cpu_upper_bound[decodes:end] - lengths).max()))
-            sizes = dict(block_size=self.block_size, workspace=self.workspace, max_context_len=contexts)
-            prefill = mla.plan_prefill(batch, **sizes)
-        return FastMLAMetadata(common.num_actual_tokens, decodes, decode_tokens, prefills, decode, prefill)
+            prefill, context = self._plan_prefills(common, slice(decodes, decodes + prefills), prefill_tokens)
+        return FastMLAMetadata(
+            common.num_actual_tokens, decodes, decode_tokens, prefills, decode, prefill, context, starts
+        )
+
+    def _plan_prefills(self, common: Any, seqs: slice, num_tokens: int) -> tuple[PrefillPlan, Plan | None]:
+        """Plan the prefills of a step, and their context apart if other ranks have a share of it."""
+        starts, seq_lens = common.query_start_loc, common.seq_lens[seqs]
+        starts = starts[seqs.start : seqs.stop + 1] - starts[seqs.start]
+        tables, longest = common.block_table_tensor[seqs], (int(common.max_query_len), int(common.max_seq_len))
+        lengths, most = common.query_start_loc_cpu.diff()[seqs], None
+        if common.seq_lens_cpu_upper_bound is not None:  # or all chunks are visited up to the longest sequence
+            most = max(0, int((common.seq_lens_cpu_upper_bound[seqs] - lengths).max()))
+        if self.shard is None:
+            batch = Batch(starts, seq_lens, tables, *longest, num_tokens=num_tokens)
+            sizes = dict(block_size=self.block_size, workspace=self.workspace, max_context_len=most)
+            return mla.plan_prefill(batch, **sizes), None
+        new = Batch(starts, starts.diff(), tables, longest[0], longest[0], num_tokens=num_tokens)
+        own = mla.plan_prefill(new, block_size=self.block_size, workspace=self.workspace, max_context_len=0)
+        if most == 0:  # on every rank, as the bound is that of the whole sequence
+            return own, None
+        lens = context_parallel.local_lens(seq_lens - new.seq_lens, self.shard)
+        keys = Batch(starts, lens, tables, longest[0], self._most_of_rank(longest[1]), num_tokens=num_tokens)
+        return own, Plan(keys, self.block_size, causal=False)
+
+    def _most_of_rank(self, longest: int) -> int:
+        """Return the most tokens that a rank may have of a sequence."""
+        if self.shard is None:
+            return longest
+        period = self.shard.num_ranks * self.shard.interleave
+        return min(longest, -(-longest // period) * self.shard.interleave)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> FastMLAMetadata:
         """Make the plan of decodes that are captured, from the buffers that their replays find filled anew."""
@@ -110,6 +144,8 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
     """The attention of a layer."""
 
     supports_pcp: bool = False
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
 
     def __init__(
         self,
@@ -149,7 +185,7 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         if kv_cache_dtype not in FastMLABackend.supported_kv_cache_dtypes:
             names = ", ".join(FastMLABackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype}")
-        refuse_ranks(self)
+        refuse_over_ranks(self)
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim = kv_lora_rank, qk_nope_head_dim, v_head_dim
@@ -220,9 +256,27 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
             raise NotImplementedError("output_scale: expected none, as this backend does not quantize its answer")
         plan, out = attn_metadata.prefill, output.view(-1, self.num_heads, self.v_head_dim)
         assert plan is not None
-        mla.prefill(
-            q, kv_c_normed, k_pe.squeeze(1), kv_c_and_k_pe_cache, plan, self.options, **self.projections, out=out
-        )
+        given = q, kv_c_normed, k_pe.squeeze(1), kv_c_and_k_pe_cache, plan, self.options
+        if attn_metadata.context is None:
+            mla.prefill(*given, **self.projections, out=out)
+            return
+        new, new_lse = mla.prefill(*given, **self.projections, return_lse=True)
+        latents, lse = self._attend_over_ranks(q, kv_c_and_k_pe_cache, attn_metadata.context)
+        part = mla.project(latents, self.projections["value_projection"])
+        out.copy_(merge.merge([new, part], [new_lse, lse])[0])
+
+    def _attend_over_ranks(self, query: Tensor, cache: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Attend absorbed, with the heads of all ranks, to the latents of this one; and merge over the ranks.
+
+        Returns:
+            Latents `[t, h, r]` of the rank's own heads in the type of the query, and their log-sum-exp `[t, h]`.
+        """
+        ranks = Ranks()
+        queries = ranks.all_gather(mla.absorb(query, self.projections["key_projection"]), dim=1)
+        given = queries, cache, plan, self.options
+        part, lse = mla.attention(*given, latent_rank=self.kv_lora_rank, return_lse=True)
+        latents, own_lse = merge_over_ranks(part, lse, ranks)
+        return latents.to(query.dtype), own_lse
 
     def forward_mqa(
         self,
@@ -240,14 +294,17 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
             layer: not used.
 
         Returns:
-            Latents `[t, h, r]`, which vLLM projects to the outputs of the heads; and no log-sum-exp.
+            Latents `[t, h, r]`, which vLLM projects to the outputs of the heads; and where it merges those of several
+            ranks their natural log-sum-exp `[t, h]`, else None.
         """
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         assert attn_metadata.decode is not None
         latents = query.new_empty(*query.shape[:2], self.kv_lora_rank)
-        given = query, kv_c_and_k_pe_cache, attn_metadata.decode, self.options
-        mla.attention(*given, latent_rank=self.kv_lora_rank, out=latents)
-        return latents, None
+        given = query, kv_c_and_k_pe_cache, attn_metadata.decode.plan, self.options
+        if not self.need_to_return_lse_for_decode:
+            mla.attention(*given, latent_rank=self.kv_lora_rank, out=latents)
+            return latents, None
+        return mla.attention(*given, latent_rank=self.kv_lora_rank, return_lse=True, out=latents)
 
 
 class FastMLABackend(AttentionBackend):
