@@ -223,23 +223,21 @@ def main(path: Path) -> None:
     if job.context_ranks > 1:
         arguments |= dict(decode_context_parallel_size=job.context_ranks, cp_kv_cache_interleave_size=job.interleave)
     engine = LLM(**arguments | MODES[job.mode])
-    config = engine.llm_engine.vllm_config
-    layers = config.compilation_config.static_forward_context.values()
-    kinds = {type(layer.impl) for layer in layers if hasattr(layer, "impl")}
-    calls = _count_calls(kinds)
+    layers, graphs = engine.collective_rpc(_watch)[0]
     report = dict(
         job=dataclasses.asdict(job),
-        layers=sorted(kind.__name__ for kind in kinds),
-        graphs=config.compilation_config.cudagraph_mode.name,
-        compiled=str(config.compilation_config.mode),
-        rounds=[_answer(engine, calls, scores=scores) for scores in (True, False)],
+        layers=layers,
+        graphs=graphs,
+        rounds=[_answer(engine, scores=scores) for scores in (True, False)],
     )
     path.with_suffix(".json.out").write_text(json.dumps(report))
 
 
-def _count_calls(kinds: Iterable[type]) -> list[int]:
-    """Count the calls of the layers' attention by Python: a captured step has none. The count is the list's item."""
-    calls = [0]
+def _watch(worker: Any) -> tuple[list[str], str]:
+    """Return a worker's kinds of attention and of graphs, and let it count the calls of its layers' attention."""
+    config = worker.model_runner.vllm_config.compilation_config
+    kinds = {type(layer.impl) for layer in config.static_forward_context.values() if hasattr(layer, "impl")}
+    worker.attention_calls = calls = [0]
 
     def counting(function: Any) -> Any:
         def count(*given: Any, **named: Any) -> Any:
@@ -252,10 +250,15 @@ def _count_calls(kinds: Iterable[type]) -> list[int]:
         for name in ("forward", "forward_mqa", "forward_mha"):
             if name in vars(kind):
                 setattr(kind, name, counting(getattr(kind, name)))
-    return calls
+    return sorted(kind.__name__ for kind in kinds), config.cudagraph_mode.name
 
 
-def _answer(engine: Any, calls: list[int], *, scores: bool) -> dict[str, Any]:
+def _calls(worker: Any) -> int:
+    """Return how often a worker has called attention by Python: a captured step does not."""
+    return worker.attention_calls[0]
+
+
+def _answer(engine: Any, *, scores: bool) -> dict[str, Any]:
     """Answer all prompts greedily: tokens, their log-probabilities, and those of the prompts' own tokens if asked for.
 
     vLLM computes a prompt anew whose log-probabilities are asked for; without, prefixes are found in the cache.
@@ -270,7 +273,10 @@ def _answer(engine: Any, calls: list[int], *, scores: bool) -> dict[str, Any]:
         logprobs=0,
         prompt_logprobs=0 if scores else None,
     )
-    before, asked = calls[0], [dict(prompt_token_ids=prompt) for prompt in vllm_models.prompts()]
+    before, asked = (
+        engine.collective_rpc(_calls)[0],
+        [dict(prompt_token_ids=prompt) for prompt in vllm_models.prompts()],
+    )
     answers = engine.generate(asked, greedy, use_tqdm=False)
     outputs = [answer.outputs[0] for answer in answers]
     found: dict[str, Any] = dict(
@@ -280,7 +286,7 @@ def _answer(engine: Any, calls: list[int], *, scores: bool) -> dict[str, Any]:
             for output in outputs
         ],
         cached=sum(answer.num_cached_tokens or 0 for answer in answers),
-        calls=calls[0] - before,
+        calls=engine.collective_rpc(_calls)[0] - before,
     )
     if scores:
         found["scores"] = [
