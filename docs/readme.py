@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import address
@@ -121,17 +122,38 @@ def load() -> str:
 
 
 def served() -> str:
-    """Make a table of tokens per second inside vLLM, with our backend and with its own."""
+    """Make the tables of servers under one load: vLLM with each attention backend, this engine, nano-vllm."""
     parts = []
     for file in sorted((RESULTS / "vllm").glob("*.json")):
         found = json.loads(file.read_text())
         head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"
-        lines = [f"| {head} | CUDA graphs | tokens per second, median of three rounds |", "|---|---|--:|"]
-        for row in found["speed"]:
-            rates = sorted(one["tokens"] / one["seconds"] for one in row["rounds"])
-            lines.append(f"| {row['backend']} | {row['graphs']} | {rates[len(rates) // 2]:,.0f} |")
-        parts.append("\n".join(lines))
+        parts.append(served_speed(head, found["speed"]) if "speed" in found else served_rounds(head, found))
     return "\n\n".join(parts)
+
+
+def served_speed(head: str, speed: list[dict[str, Any]]) -> str:
+    """Make a table of tokens per second inside vLLM alone."""
+    lines = [f"| {head} | CUDA graphs | tokens per second, median of three rounds |", "|---|---|--:|"]
+    for row in speed:
+        rates = sorted(one["tokens"] / one["seconds"] for one in row["rounds"])
+        lines.append(f"| {row['backend']} | {row['graphs']} | {rates[len(rates) // 2]:,.0f} |")
+    return "\n".join(lines)
+
+
+def served_rounds(head: str, found: dict[str, Any]) -> str:
+    """Make a table of all servers, the fastest first: medians of the rounds past the first, greedy ones."""
+    greedy = min(one["temperature"] for one in found["rounds"])
+    rounds: dict[str, list[dict[str, Any]]] = {}
+    for one in found["rounds"]:
+        if one["temperature"] == greedy and one["number"]:
+            rounds.setdefault(one["server"], []).append(one)
+    rates = {server: median(one["tokens"] / one["seconds"] for one in its) for server, its in rounds.items()}
+    titles = [f"{head}, {found['model']}", "tokens/s", "first token", "99 %", "between tokens", "99 %"]
+    lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|"]
+    for server in sorted(rates, key=lambda name: -rates[name]):
+        times = [median(one[key][i] for one in rounds[server]) for key in ("first", "between") for i in (0, 1)]
+        lines.append(f"| {' | '.join([server, f'{rates[server]:,.0f}', *map(duration, times)])} |")
+    return "\n".join(lines)
 
 
 def line(name: str, row: dict[str, Any], is_timed: bool) -> str:

@@ -141,8 +141,12 @@ def bench(
 
 @main.command()
 def load(
-    temperature: Annotated[list[float] | None, typer.Option(help="A round with it; several times.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="Rounds with it; several times.")] = None,
+    model: Annotated[str, typer.Option(help="Whose sizes: qwen3-0.6b, qwen3-8b.")] = "qwen3-0.6b",
+    rounds: Annotated[int, typer.Option(help="How many with each temperature.")] = 2,
     nano_vllm: Annotated[Path | None, typer.Option(help="A folder with nano-vllm's source, to run beside.")] = None,
+    vllm: Annotated[list[str] | None, typer.Option(help="vLLM with this backend beside it; several times.")] = None,
+    graphs: Annotated[str, typer.Option(help="vLLM's CUDA graphs: full, or default for its own choice.")] = "full",
     results: Annotated[Path | None, typer.Option(help="Write the figures into this file (.json).")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw some steps into this file (.svg).")] = None,
 ) -> None:
@@ -152,8 +156,17 @@ def load(
     from twinattn.bench import load as module
 
     try:
-        temperatures = tuple(temperature or (0.0, 0.6))
-        module.run(Console(), temperatures=temperatures, nano_vllm=nano_vllm, results=results, picture=picture)
+        module.run(
+            Console(),
+            temperatures=tuple(temperature or (0.0, 0.6)),
+            model=model,
+            rounds=rounds,
+            nano_vllm=nano_vllm,
+            vllm=vllm or (),
+            graphs=graphs,
+            results=results,
+            picture=picture,
+        )
     except module.LoadError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error

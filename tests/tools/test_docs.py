@@ -312,6 +312,28 @@ def test_the_page_of_the_field_shows_the_committed_results(monkeypatch):
     assert shown in readme.FIELD.read_text(), "`make readme` writes it"
 
 
+def test_the_page_of_vllm_shows_the_committed_measurements(monkeypatch):
+    """Servers under one load, the fastest first, by the median of the rounds after the first."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    readme = importlib.import_module("readme")
+    assert readme.served() in (ROOT / "docs/integrations/vllm.md").read_text(), "`make readme` writes it"
+    seconds = {"nano-vllm": (1.0, 4.0, 2.0, 5.0), "vLLM, FASTATTN": (9.0, 1.0, 1.25, 1.0)}
+    rounds = [
+        dict(
+            server=server, temperature=0.0, number=i, tokens=5000, seconds=time, first=[0.1, 0.2], between=[0.01, 0.02]
+        )
+        for server, times in seconds.items()
+        for i, time in enumerate(times)
+    ]
+    warmer = dict(rounds[-1], temperature=0.6, seconds=0.1)
+    shown = readme.served_rounds("A GPU", dict(model="qwen3-8b", rounds=[*rounds, warmer])).splitlines()
+    assert shown[0].startswith("| A GPU, qwen3-8b | tokens/s | first token |")
+    assert shown[2:] == [
+        f"| {server} | {rate} | 100\u00a0ms | 200\u00a0ms | 10\u00a0ms | 20\u00a0ms |"
+        for server, rate in (("vLLM, FASTATTN", "5,000"), ("nano-vllm", "1,250"))
+    ]
+
+
 def test_every_row_behind_its_best_peer_has_its_reason(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     behind = importlib.import_module("behind")

@@ -1,5 +1,6 @@
 """The load of many requests: what is asked, what is measured, and what a results file says."""
 
+import dataclasses
 import gc
 import io
 import json
@@ -7,13 +8,14 @@ import sys
 import textwrap
 from pathlib import Path
 from statistics import median
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from twinattn.bench import load
+from twinattn.bench import load, load_vllm
 from twinattn.bench.load import Load, Round, make_engine, make_model, serve, table
 from twinattn.cli import main
 
@@ -48,7 +50,7 @@ def test_what_a_round_sums_up():
 @pytest.fixture
 def small(monkeypatch):
     """A load of four requests over a tiny model."""
-    monkeypatch.setattr(load, "SIZES", TINY)
+    monkeypatch.setitem(load.MODELS, "qwen3-0.6b", TINY)
     draw = Load.draw
     monkeypatch.setattr(Load, "draw", lambda seed: draw(seed, num_requests=4, most=9))
 
@@ -112,13 +114,72 @@ def test_nano_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(load.transformers, "AutoTokenizer", type("AutoTokenizer", (), {}))
     load.transformers.Qwen3Config(**TINY).save_pretrained(tmp_path / "model")
-    found = load._serve_with_nano_vllm(str(tmp_path), str(tmp_path / "model"), [0.0, 0.6])
+    found = load._serve_with_nano_vllm(str(tmp_path), str(tmp_path / "model"), load.ROUNDS, [0.0, 0.6])
     for name in [name for name in sys.modules if name.startswith("nanovllm")]:
         del sys.modules[name]
     assert [(one.server, one.temperature, one.number) for one in found] == [
         ("nano-vllm", temperature, number) for temperature in (0.0, 0.6) for number in range(load.ROUNDS)
     ]
     assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(4)]
+
+
+class Vllm:
+    """A double of `LLM`, of its engine, and of the engine's core: each step gives a token to each request."""
+
+    def __init__(self, folder, **options):
+        assert json.loads(Path(folder, "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+        assert options["attention_backend"] == "FASTATTN" and options["load_format"] == "dummy"
+        assert options["compilation_config"] == dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
+        self.llm_engine = self.engine_core = self
+        self.left = {}
+
+    def generate(self, prompt, params, use_tqdm):
+        pass
+
+    def add_request(self, name, prompt, params):
+        assert prompt["prompt_token_ids"] and params.ignore_eos and params.output_kind == "at the end"
+        self.left[name] = params.max_tokens
+
+    def has_unfinished_requests(self):
+        return any(self.left.values())
+
+    def get_output(self):
+        running = [name for name, count in self.left.items() if count]
+        self.left |= {name: self.left[name] - 1 for name in running}
+        return SimpleNamespace(outputs=[SimpleNamespace(request_id=name, new_token_ids=[5]) for name in running])
+
+    def step(self):
+        self.engine_core.get_output()
+
+
+def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
+    """With doubles of vLLM's classes; when tokens come is seen between its engine and the core of it."""
+    params = ModuleType("vllm.sampling_params")
+    params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="at the end")
+    made = dict(vllm=ModuleType("vllm"), registered=ModuleType("twinattn.integrations.vllm"))
+    made["vllm"].LLM, made["vllm"].SamplingParams = Vllm, SimpleNamespace
+    made["registered"].register = lambda: None
+    for module in (params, *made.values()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    job = {}
+
+    def run(command, env, **_):
+        assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and command[1:3] == ["-m", "twinattn.bench.load_vllm"]
+        job.update(json.loads(command[3]))
+        found = load_vllm._serve(**job)
+        Path(command[4]).write_text(json.dumps([dataclasses.asdict(one) for one in found]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(load_vllm.subprocess, "run", run)
+    found = load_vllm.of_vllm("FASTATTN", TINY, [0.0, 0.6], rounds=1)
+    assert [(one.server, one.temperature, one.number) for one in found] == [
+        ("vLLM, FASTATTN", temperature, 0) for temperature in (0.0, 0.6)
+    ]
+    assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in range(2)]
+    assert all(0 < one.first[0] <= one.seconds for one in found)
+    monkeypatch.setattr(load_vllm.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    with pytest.raises(load.LoadError, match="vLLM with TRITON_ATTN ended with exit code 1"):
+        load_vllm.of_vllm("TRITON_ATTN", TINY, [0.0], rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +190,11 @@ def test_nano_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         (dict(nano_vllm=Path("nowhere")), "nano_vllm: expected a folder, got 'nowhere'"),
         (dict(results=Path()), "results: expected a file, got the folder '.'"),
         (dict(picture=Path("steps.abc")), "picture: expected"),
+        (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, got 'qwen3'"),
+        (dict(graphs="all"), "graphs: expected one of full, default, got 'all'"),
+        (dict(rounds=0), "rounds: expected a positive int, got 0"),
     ],
-    ids=["temperature", "none", "source", "results", "picture"],
+    ids=["temperature", "none", "source", "results", "picture", "model", "graphs", "rounds"],
 )
 def test_bad_options_are_refused_before_anything_is_served(options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -158,12 +222,16 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     monkeypatch.setattr(load, "make_model", lambda sizes, *_: make_model(sizes, torch.device("cpu"), torch.float32))
     monkeypatch.setattr(load, "machine", lambda device: {"name": "a GPU"})
     nano = Round("nano-vllm", 0.0, 0, 10, 1.0, (0.1, 0.2), (0.01, 0.02))
-    monkeypatch.setattr(load, "of_nano_vllm", lambda folder, temperatures: [nano])
+    monkeypatch.setattr(load, "of_nano_vllm", lambda folder, *_: [nano])
+    inside = dataclasses.replace(nano, server="vLLM, FASTATTN")
+    monkeypatch.setattr(load_vllm, "of_vllm", lambda backend, *_, **__: [inside])
     text = Console(width=150, record=True, file=io.StringIO())
-    load.run(text, temperatures=(0.0,), nano_vllm=tmp_path, results=tmp_path / "new/load.json")
+    beside = dict(nano_vllm=tmp_path, vllm=["FASTATTN"])
+    load.run(text, temperatures=(0.0,), rounds=1, **beside, results=tmp_path / "new/load.json")
     gc.unfreeze()
     found = json.loads((tmp_path / "new/load.json").read_text())
     assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
-    assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "this engine", "this engine"]
-    assert Round(**found["rounds"][0] | {"first": (0.1, 0.2), "between": (0.01, 0.02)}) == nano
+    assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "vLLM, FASTATTN", "this engine"]
+    assert (found["model"], found["graphs"]) == ("qwen3-0.6b", "full") and found["warm_up_seconds"] > 0
+    assert Round.read(found["rounds"][0]) == nano
     assert "with a profile" in text.export_text()

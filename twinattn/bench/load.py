@@ -1,8 +1,9 @@
 """Many requests at once: tokens per second, time to the first token, and time between tokens.
 
 The load is that of nano-vllm's own benchmark: 256 requests, 100 to 1024 tokens in and as many out, all there at the
-start, over a model of the sizes of Qwen3-0.6B with random weights. nano-vllm (github.com/GeeeekExplorer/nano-vllm) runs
-beside it from a folder with its source, in a process of its own.
+start, over a model of the sizes of Qwen3-0.6B, or of Qwen3-8B, with random weights. nano-vllm
+(github.com/GeeeekExplorer/nano-vllm) runs beside it from a folder with its source, and vLLM with the attention backends
+that are named (`load_vllm`), each in a process of its own.
 
     tokens per second        all tokens of all answers, over the time until the last one
     time to first token      of each request, from the start
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastattn
-from refattn.checks import check_file, check_folder, check_number
+from refattn.checks import check_file, check_folder, check_number, check_sizes
 from twinattn.bench.measure import circumstances, machine
 from twinattn.engine import CudaGraphs, Engine, SamplingParams, fuse, profile
 from twinattn.engine.profile import Profile, draw_timeline, times_table
@@ -45,6 +46,17 @@ SIZES = dict(  # Qwen3-0.6B's
     max_position_embeddings=40960,
     tie_word_embeddings=True,
 )
+MODELS = {
+    "qwen3-0.6b": SIZES,
+    "qwen3-8b": SIZES
+    | dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
+}
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
 ROUNDS = 2  # the first one may have something left to compile
@@ -94,6 +106,11 @@ class Round:
             _median_and_99(between),
         )
 
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> "Round":
+        """Return a round from its JSON."""
+        return cls(**record | {name: tuple(record[name]) for name in ("first", "between")})
+
     @property
     def tokens_per_second(self) -> float:
         """How many tokens came in a second."""
@@ -127,28 +144,42 @@ def run(
     console: Console,
     *,
     temperatures: Sequence[float] = (0.0, 0.6),
+    model: str = "qwen3-0.6b",
+    rounds: int = ROUNDS,
     nano_vllm: Path | None = None,
+    vllm: Sequence[str] = (),
+    graphs: str = "full",
     results: Path | None = None,
     picture: Path | None = None,
 ) -> None:
-    """Serve the load with this engine and with nano-vllm, print the figures, and write them.
+    """Serve the load with this engine, with nano-vllm and with vLLM, print the figures, and write them.
 
     Args:
         console: where to print.
-        temperatures: a round with each.
+        temperatures: rounds with each.
+        model: whose sizes, a name of `MODELS`.
+        rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
+        vllm: attention backends of vLLM, by its names; none to leave it out.
+        graphs: vLLM's CUDA graphs: "full", or "default" for its own choice.
         results: a JSON file to write.
         picture: a file to draw some steps into.
 
     Raises:
         ValueError: naming the argument, if a temperature is none, a file cannot be written, or there is no CUDA device.
         ModuleNotFoundError: if there is no matplotlib to draw with.
-        LoadError: if a request or nano-vllm fails.
+        LoadError: if a request, nano-vllm or vLLM fails.
     """
+    from twinattn.bench.load_vllm import GRAPHS, of_vllm  # which takes rounds and loads from here
+
     if not temperatures:
         raise ValueError("temperatures: expected at least one, got none")
     for temperature in temperatures:
         check_number("temperature", temperature, at_least=0)
+    for name, chosen, known in (("model", model, MODELS), ("graphs", graphs, GRAPHS)):
+        if chosen not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {chosen!r}")
+    check_sizes(rounds=rounds)
     check_folder("results", None if results is None else results.parent)
     if results is not None and results.is_dir():
         raise ValueError(f"results: expected a file, got the folder {str(results)!r}")
@@ -159,33 +190,39 @@ def run(
         raise ValueError(f"nano_vllm: expected a folder, got {str(nano_vllm)!r}")
     if not torch.cuda.is_available():
         raise ValueError("device: expected a CUDA device, which the load is made for, got none")
-    rounds = []
+    sizes, done = MODELS[model], list[Round]()
+    head = {"machine": machine(torch.device("cuda")), **circumstances()}
+    head |= {"model": model, "graphs": graphs if vllm else None}
+
+    def show(served: list[Round]) -> None:
+        """Print and write what was served so far: a server that fails leaves the figures of the others."""
+        done.extend(served)
+        console.print(table(done))
+        if results is not None:
+            results.parent.mkdir(parents=True, exist_ok=True)
+            results.write_text(json.dumps(head | {"rounds": [asdict(one) for one in done]}, indent=1) + "\n")
+
     if nano_vllm is not None:
-        rounds += of_nano_vllm(nano_vllm, temperatures)
-        console.print(table(rounds))
-    engine = make_engine(make_model(SIZES, torch.device("cuda"), torch.bfloat16))
+        show(of_nano_vllm(nano_vllm, sizes, temperatures, rounds))
+    for backend in vllm:
+        show(of_vllm(backend, sizes, temperatures, rounds=rounds, graphs=graphs))
+    engine = make_engine(make_model(sizes, torch.device("cuda"), torch.bfloat16))
     start = time.perf_counter()
     engine.warm_up(2 * MOST)
-    warm_up = time.perf_counter() - start
-    for temperature, number, given in _rounds(temperatures):
-        rounds.append(serve(engine, given, temperature, number))
-    console.print(table(rounds))
+    head["warm_up_seconds"] = time.perf_counter() - start
+    show([serve(engine, given, temperature, number) for temperature, number, given in rounds_of(temperatures, rounds)])
     profiled = Profile(engine)
-    serve(engine, Load.draw(ROUNDS * len(temperatures)), temperatures[-1], ROUNDS)
+    serve(engine, Load.draw(rounds * len(temperatures)), temperatures[-1], rounds)
     console.print(times_table(profiled.steps, "a round more, with a profile"))
     if picture is not None and profiled.gpu is not None:
         draw_timeline(profiled.steps, profiled.gpu.spans(), picture)
-    if results is not None:
-        head = {"machine": machine(torch.device("cuda")), **circumstances(), "warm_up_seconds": warm_up}
-        results.parent.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(head | {"rounds": [asdict(one) for one in rounds]}, indent=1) + "\n")
 
 
 def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
     """Make a model with random weights."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes), dtype=dtype)
-    return model.to(device).eval()
+    with device:  # where 8 billion weights are drawn in a second
+        return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes), dtype=dtype).eval()
 
 
 def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET) -> Engine:
@@ -222,18 +259,19 @@ def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
     return Round.of("this engine", temperature, number, start, list(stamps.values()))
 
 
-def of_nano_vllm(folder: Path, temperatures: Sequence[float]) -> list[Round]:
+def of_nano_vllm(folder: Path, sizes: dict[str, Any], temperatures: Sequence[float], rounds: int) -> list[Round]:
     """Serve the load with nano-vllm, in a process of its own."""
     with tempfile.TemporaryDirectory() as model:
-        transformers.Qwen3Config(**SIZES, dtype="bfloat16").save_pretrained(model)
-        command = [sys.executable, "-m", "twinattn.bench.load", str(folder), model, *map(str, temperatures)]
+        transformers.Qwen3Config(**sizes, dtype="bfloat16").save_pretrained(model)
+        given = [str(folder), model, str(rounds), *map(str, temperatures)]
+        command = [sys.executable, "-m", "twinattn.bench.load", *given]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     if done.returncode:
         raise LoadError(f"nano-vllm ended with exit code {done.returncode}; its last words are above")
-    return [Round(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return [Round.read(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]) -> list[Round]:
+def _serve_with_nano_vllm(folder: str, model: str, rounds: int, temperatures: Sequence[float]) -> list[Round]:
     """Serve the load with nano-vllm, in this process: random weights, no tokenizer, no end token."""
     sys.path.insert(0, folder)
     from types import SimpleNamespace
@@ -251,8 +289,8 @@ def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]
     llm = nanovllm.LLM(model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET)
     params = nanovllm.SamplingParams
     llm.generate([[1, 2, 3]], params(max_tokens=16), use_tqdm=False)
-    rounds = []
-    for temperature, number, load in _rounds(temperatures):
+    done = []
+    for temperature, number, load in rounds_of(temperatures, rounds):
         start = time.perf_counter()
         for prompt, count in zip(load.prompts, load.max_tokens, strict=True):  # it has no greedy choice
             llm.add_request(prompt, params(temperature=max(temperature, 0.01), ignore_eos=True, max_tokens=count))
@@ -264,13 +302,13 @@ def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]
             for sequence, its in zip(sequences, stamps, strict=True):
                 if sequence.num_completion_tokens > len(its):
                     its.append(now)
-        rounds.append(Round.of("nano-vllm", temperature, number, start, stamps))
-    return rounds
+        done.append(Round.of("nano-vllm", temperature, number, start, stamps))
+    return done
 
 
-def _rounds(temperatures: Sequence[float]) -> Iterator[tuple[float, int, Load]]:
+def rounds_of(temperatures: Sequence[float], rounds: int) -> Iterator[tuple[float, int, Load]]:
     """Yield all rounds; each has other prompts, so that none is found in the cache."""
-    for i, (temperature, number) in enumerate(product(temperatures, range(ROUNDS))):
+    for i, (temperature, number) in enumerate(product(temperatures, range(rounds))):
         yield temperature, number, Load.draw(i)
 
 
@@ -293,5 +331,6 @@ def _median_and_99(values: Sequence[float]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    found = _serve_with_nano_vllm(sys.argv[1], sys.argv[2], [float(word) for word in sys.argv[3:]])
+    source, config, number, *words = sys.argv[1:]
+    found = _serve_with_nano_vllm(source, config, int(number), [float(word) for word in words])
     sys.stdout.write(json.dumps([asdict(one) for one in found]) + "\n")

@@ -328,10 +328,14 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.shard is not None:
-            new, plan_of_rank = (query[:tokens], key[:tokens], value[:tokens]), attn_metadata.plan_over_ranks()
-            scales = self._scales(layer) if self.kv_cache_dtype in FP8_FORMATS else None
-            more = dict(group=Ranks(), scales=scales, out=output[:tokens])
-            context_parallel.attention(*new, *self._pools(kv_cache), plan_of_rank, self.options, **more)
+            context_parallel.attention(
+                *(query[:tokens], key[:tokens], value[:tokens], *self._pools(kv_cache)),
+                attn_metadata.plan_over_ranks(),
+                self.options,
+                group=Ranks(),
+                scales=self._scales(layer) if self.kv_cache_dtype in FP8_FORMATS else None,
+                out=output[:tokens],
+            )
             return output
         plan = attn_metadata.plan(self.sliding_window)
         if self.is_encoder:  # its tokens are all here; there is no pool

@@ -304,7 +304,8 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         if not self.need_to_return_lse_for_decode:
             mla.attention(*given, latent_rank=self.kv_lora_rank, out=latents)
             return latents, None
-        return mla.attention(*given, latent_rank=self.kv_lora_rank, return_lse=True, out=latents)
+        _, lse = mla.attention(*given, latent_rank=self.kv_lora_rank, return_lse=True, out=latents)
+        return latents, lse
 
 
 class FastMLABackend(AttentionBackend):
