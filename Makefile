@@ -59,11 +59,11 @@ mutants: $(VENV)/.rest $(VENV)/.model  ## break each feature once, and see its t
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs $(JOBS) $(ARGS)
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py tests/integrations/vllm_names.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(addprefix tests/integrations/,vllm_engine.py vllm_kit.py vllm_names.py) $(ARGS)
 
 # --noconftest: it would have kernels interpreted, and asks for packages that vLLM does not bring.
 vllm-gpu-test:  ## the backends inside vLLM on a GPU, or on two; PYTHON is one that has vLLM, ARGS="-k gemma2" takes some
-	$(PYTHON) -m pytest --noconftest tests/integrations/vllm_gpu.py $(ARGS)
+	$(PYTHON) -m pytest --noconftest $(addprefix tests/integrations/,vllm_gpu.py vllm_kit.py) $(ARGS)
 
 families: $(VENV)/.rest  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)

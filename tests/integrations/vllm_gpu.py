@@ -74,7 +74,8 @@ def engines(request, tmp_path_factory):
     """Start the engines of all selected tests, and end them."""
     devices = range(torch.cuda.device_count())
     made = Engines(tmp_path_factory.mktemp("vllm"), devices, AT_ONCE)
-    selected = [item.callspec.params["job"] for item in request.session.items]
+    given = [getattr(item, "callspec", None) for item in request.session.items]
+    selected = [cell.params["job"] for cell in given if cell is not None and "job" in cell.params]
     made.start(job for job in selected if job.ranks <= len(devices))
     made.start(beside(job) for job in selected)
     yield made

