@@ -1,10 +1,22 @@
-"""The names of servers that docs/reference/servers.md has in its tables."""
+"""The names of servers on our pages, and which of them the servers' wheels have.
 
+    python -m tests.helpers.servers DATE VLLM SGLANG      the folders `vllm` and `sglang` of unpacked wheels
+
+writes `servers.json`: the date, the versions, and the names of our pages that are in their sources. A name that is not
+in the list was not looked up, or is not there.
+"""
+
+import json
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs/reference/servers.md"
+PAGE, REQUEST, ON_PAPER = (
+    ROOT / "docs" / page for page in ("reference/servers.md", "request.md", "integrations/sglang.md")
+)
+TABLE = Path(__file__).with_suffix(".json")
+OURS = ("refattn", "fastattn", "twinattn")
 GONE = re.compile(r"\((?:V0|until removed)[^)]*\)|`[^`]*` \(V0\)")
 
 
@@ -40,3 +52,38 @@ def is_there(folder: Path, name: str, file: str) -> bool:
         return False
     source = (folder / file).read_text()
     return all(re.search(rf"^ *(?:async )?(?:def|class) {part}\b", source, re.MULTILINE) for part in name.split("."))
+
+
+def names_on_paper() -> set[str]:
+    """Return the words in code of the page on SGLang that are none of ours."""
+    text = re.sub(r"\]\([^)]*\)", "", ON_PAPER.read_text())
+    return {word for code in re.findall(r"`([^`]*)`", text) for word in words_of(code)} - words_in(*OURS)
+
+
+def words_in(*folders: str | Path) -> set[str]:
+    """Return every word of the Python sources in folders."""
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return {word for file in files for word in re.findall(r"\w+", file.read_text(errors="ignore"))}
+
+
+def said_of(server: str) -> tuple[set[str], set[tuple[str, str]]]:
+    """Return the names that our pages say a server has, and those with the file that they are in."""
+    names = names_of(PAGE.read_text(), server) | (names_on_paper() if server == "SGLang" else set())
+    return names, set(places_of(REQUEST.read_text(), server))
+
+
+def main(date: str, **folders: Path) -> None:
+    """Look the names up, and write those that are there."""
+    table: dict[str, object] = dict(date=date)
+    for server, folder in folders.items():
+        names, places = said_of(server)
+        root = folder / "srt" if server == "SGLang" else folder
+        there = sorted(f"{name} in {file}" for name, file in places if is_there(root, name, file))
+        version = re.search(r"version = '([\d.]+)'", (folder / "_version.py").read_text())
+        assert version is not None
+        table[server] = dict(version=version[1], names=sorted(names & words_in(folder)), places=there)
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], vLLM=Path(sys.argv[2]).resolve(), SGLang=Path(sys.argv[3]).resolve())

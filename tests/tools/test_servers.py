@@ -1,9 +1,30 @@
-"""The page with names of servers says in which versions they were looked up, and those are the ones that we claim."""
+"""Names of servers on our pages are in their wheels, of the versions that the pages name, which are those we claim."""
 
+import json
 import re
 import tomllib
 
-from tests.helpers.servers import PAGE, ROOT, names_of
+import pytest
+
+from tests.helpers.servers import ON_PAPER, PAGE, REQUEST, ROOT, TABLE, names_of, said_of
+
+LOOKED_UP = json.loads(TABLE.read_text())
+
+
+@pytest.mark.parametrize("server", ["vLLM", "SGLang"])
+def test_each_name_was_found_in_the_wheel(server):
+    names, places = said_of(server)
+    assert len(names) > 30 and len(places) > 15
+    again = "look it up: python -m tests.helpers.servers"
+    assert not names - {*LOOKED_UP[server]["names"]}, again
+    assert not {f"{name} in {file}" for name, file in places} - {*LOOKED_UP[server]["places"]}, again
+
+
+def test_the_pages_name_the_day_and_the_versions():
+    for page in (PAGE, REQUEST):
+        said = f"vLLM {LOOKED_UP['vLLM']['version']} and SGLang {LOOKED_UP['SGLang']['version']} ({LOOKED_UP['date']})"
+        assert said in " ".join(page.read_text().split()), page.name
+    assert f"SGLang {LOOKED_UP['SGLang']['version']} " in ON_PAPER.read_text()
 
 
 def test_names_are_found_and_those_that_are_gone_are_not():
