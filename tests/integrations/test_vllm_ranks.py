@@ -16,7 +16,7 @@ from refattn.scales import Fp8Scales
 from tests.helpers import vllm_doubles
 from tests.helpers.ranks import attend_on_all, deal
 from tests.helpers.tolerance import assert_matches_reference
-from tests.integrations.test_vllm import (
+from tests.helpers.vllm_layers import (
     DV,
     NOPE,
     ROPE,

@@ -22,6 +22,7 @@ TEXTS = "tests/engine/test_detokenize.py"
 WEIGHTS = "tests/engine/test_weights.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
+VLLM_RANKS = "tests/integrations/test_vllm_ranks.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
 NEAR = "tests/paths/test_near_int32.py"
 NATIVE = "tests/kernels/test_native.py"
@@ -981,9 +982,9 @@ AT_LARGE: list[Mutation] = [
     ),
     planted(
         "a context of vLLM's latents is cut",
-        "twinattn.integrations.vllm_mla:FastMLAMetadataBuilder.build",
-        "contexts = max(0, int(",
-        "contexts = min(16, int(",
+        "twinattn.integrations.vllm_mla:FastMLAMetadataBuilder._plan_prefills",
+        "most = max(0, int(",
+        "most = min(16, int(",
         VLLM,
     ),
     planted(
@@ -1001,10 +1002,59 @@ AT_LARGE: list[Mutation] = [
         VLLM,
     ),
     planted(
-        "context that vLLM splits is taken for whole",
-        "twinattn.integrations.vllm:refuse_ranks",
-        "if getattr(layer, name, 1) > 1:",
+        "layers that no rank computes are taken over ranks",
+        "twinattn.integrations.vllm_ranks:refuse_over_ranks",
+        'if value and getattr(layer, "dcp_world_size", 1) > 1:',
         "if False:",
-        VLLM,
+        VLLM_RANKS,
+    ),
+    planted(
+        "prompts that vLLM splits over ranks are taken for whole",
+        "twinattn.integrations.vllm_ranks:refuse_over_ranks",
+        'if getattr(layer, "pcp_world_size", 1) > 1:',
+        "if False:",
+        VLLM_RANKS,
+    ),
+    planted(
+        "vLLM's tokens go to its ranks one by one",
+        "twinattn.integrations.vllm_ranks:shard_of",
+        "vllm_config.parallel_config.cp_kv_cache_interleave_size",
+        "1",
+        VLLM_RANKS,
+    ),
+    planted(
+        "vLLM's caches are dealt out where each rank has all",
+        "twinattn.integrations.vllm_ranks:shard_of",
+        'getattr(kv_cache_spec, "dcp_sharded", False)',
+        "True",
+        VLLM_RANKS,
+    ),
+    planted(
+        "outputs of vLLM's ranks are summed without their weights",
+        "twinattn.integrations.vllm_ranks:merge_over_ranks",
+        "weight = (lse - total).exp()",
+        "weight = (lse - lse).exp()",
+        VLLM_RANKS,
+    ),
+    planted(
+        "a decode over vLLM's latents reads what other ranks have",
+        "twinattn.integrations.vllm_mla:FastMLAMetadataBuilder.build",
+        "common.seq_lens if self.shard is None else common.dcp_local_seq_lens",
+        "common.seq_lens",
+        VLLM_RANKS,
+    ),
+    planted(
+        "prompts over vLLM's latents do without the context of a rank",
+        "twinattn.integrations.vllm_mla:FastMLAMetadataBuilder._plan_prefills",
+        "if most == 0:",
+        "if True:",
+        VLLM_RANKS,
+    ),
+    planted(
+        "a captured step of vLLM's ranks has the lengths of its capture",
+        "twinattn.integrations.vllm:FastAttentionMetadata.plan_over_ranks",
+        "captured = is_capturing(self.batch.device)",
+        "captured = False",
+        VLLM_RANKS,
     ),
 ]

@@ -90,9 +90,10 @@ def merge_over_ranks(part: Tensor, lse: Tensor, ranks: Group) -> tuple[Tensor, T
         ranks: the ranks.
 
     Returns:
-        The merged outputs of the rank's own heads, `[t, h, d]` in float32, and their log-sum-exps `[t, h]`.
+        The merged outputs of the rank's own heads, `[t, h, d]` in float32, and their log-sum-exps `[t, h]`; NaN and -inf
+        where no rank has a key.
     """
     total = ranks.all_gather(lse[None], dim=0).logsumexp(0)
-    weight = (lse - total).exp().nan_to_num(0.0)  # NaN where no rank has a key
+    weight = (lse - total).exp()  # NaN where no rank has a key; a merge ignores such a part
     own = ranks.reduce_scatter(part.float() * weight[..., None], dim=1)
     return own, total.chunk(ranks.size, dim=1)[ranks.rank].contiguous()
