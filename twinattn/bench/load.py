@@ -170,7 +170,7 @@ def run(
         ModuleNotFoundError: if there is no matplotlib to draw with.
         LoadError: if a request, nano-vllm or vLLM fails.
     """
-    from twinattn.bench.load_vllm import GRAPHS, of_vllm  # which takes rounds and loads from here
+    from twinattn.bench.load_vllm import GRAPHS, of_vllm  # here, as that module imports this one
 
     if not temperatures:
         raise ValueError("temperatures: expected at least one, got none")

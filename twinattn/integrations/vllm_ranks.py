@@ -90,8 +90,8 @@ def merge_over_ranks(part: Tensor, lse: Tensor, ranks: Group) -> tuple[Tensor, T
         ranks: the ranks.
 
     Returns:
-        The merged outputs of the rank's own heads, `[t, h, d]` in float32, and their log-sum-exps `[t, h]`; NaN and -inf
-        where no rank has a key.
+        The merged outputs of the rank's own heads, `[t, h, d]` in float32, and their log-sum-exps `[t, h]`:
+        NaN and -inf where no rank has a key.
     """
     total = ranks.all_gather(lse[None], dim=0).logsumexp(0)
     weight = (lse - total).exp()  # NaN where no rank has a key; a merge ignores such a part
