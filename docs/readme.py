@@ -26,6 +26,7 @@ RESULTS = ROOT / "docs/results"
 LOADS = RESULTS / "load"
 CITATION = ROOT / "CITATION.cff"
 STEP = ROOT / "docs/assets/step.svg"
+GRAPHS = dict(eager="eager", piecewise="in pieces", full="decodes whole", compiled="compiled")  # modes of vllm-gpu-test
 TWINS = ("fastattn", "refattn")
 FIELD = ROOT / "docs/proof/conformance.md"
 BENCHMARK = ROOT / "docs/proof/benchmark.md"
@@ -128,6 +129,28 @@ def served() -> str:
         found = json.loads(file.read_text())
         head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"
         parts.append(served_speed(head, found["speed"]) if "speed" in found else served_rounds(head, found))
+    return "\n\n".join(parts)
+
+
+def inside() -> str:
+    """Make a table of the errors inside vLLM: of log-probabilities against float32, by ours and by vLLM's own."""
+    parts = []
+    for file in sorted((RESULTS / "vllm_gpu").glob("*.json")):
+        found = json.loads(file.read_text())
+        groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+        for row in found["rows"]:
+            more = [row["cache"]] * (row["cache"] != "auto") + [row["dtype"]] * (row["dtype"] != "bfloat16")
+            more += [f"{row['ranks']} GPUs"] * (row["ranks"] > 1)
+            more += [f"keys over {row['context_ranks']}, by {row['interleave']}"] * (row["context_ranks"] > 1)
+            groups.setdefault((row["model"], *more), {})[row["mode"]] = row
+        head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"
+        titles = [head, "its own, eager", *(f"ours, {name}" for name in GRAPHS.values())]
+        lines = [f"| {' | '.join(titles)} |", "|---|" + "--:|" * (len(titles) - 1)]
+        for name, modes in groups.items():
+            cells = [f"{next(iter(modes.values()))['its_rms']:.4f}"]
+            cells += [f"{modes[mode]['rms']:.4f}" if mode in modes else "" for mode in GRAPHS]
+            lines.append(f"| {' | '.join([', '.join(name), *cells])} |")
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
@@ -273,6 +296,7 @@ def main() -> None:
     put(FIELD, "honoured", honoured())
     put(ROOT / "docs/paths/engine.md", "load", load())
     put(ROOT / "docs/integrations/vllm.md", "served", served())
+    put(ROOT / "docs/integrations/vllm.md", "inside", inside())
     put(BENCHMARK, "behind", behind.table())
     put(TASKS, "exercises", exercises())
     put(TASKS, "puzzles", puzzles())

@@ -53,16 +53,21 @@ SINKS = dict(
     rope_parameters=YARN | dict(original_max_position_embeddings=2048),
 )
 GEMMA = dict(head_dim=256, num_attention_heads=4, sliding_window=WINDOW, query_pre_attn_scalar=256)
+TIED = dict(tie_word_embeddings=True)  # vLLM knows no other: it has no weight of a head to load
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of its configuration, without "Config", and sizes
     "llama": ("Llama", {}),
     "llama_mqa": ("Llama", dict(num_key_value_heads=1)),  # ranks share the keys of a KV head that both would have
     "qwen3": ("Qwen3", dict(head_dim=128, num_attention_heads=16, num_key_value_heads=8)),
-    "gemma2": ("Gemma2", GEMMA | dict(attn_logit_softcapping=2.0)),
+    "gemma2": ("Gemma2", GEMMA | TIED | dict(attn_logit_softcapping=2.0)),
     "gemma3": ("Gemma3Text", GEMMA | dict(num_hidden_layers=6)),
     "gpt_oss": ("GptOss", SINKS),
-    "bloom": ("Bloom", dict(n_layer=4, n_head=8)),
+    "bloom": ("Bloom", TIED | dict(n_layer=4, n_head=8)),
     "deepseek_v2": ("DeepseekV2", LATENT | dict(q_lora_rank=None)),
     "deepseek_v3": ("DeepseekV3", LATENT | dict(q_lora_rank=256)),
+}
+QUIETER = {  # with tied weights a token would be followed by itself, if its embedding were all that counts
+    "gemma2": ("model.embed_tokens.weight", 0.1),
+    "bloom": ("transformer.word_embeddings_layernorm.weight", 0.3),
 }
 OVER_LATENTS = ("deepseek_v2", "deepseek_v3")
 
@@ -119,9 +124,12 @@ def make(name: str) -> Any:
     """Return a model with random weights in bfloat16, in which norms, biases and sinks matter too."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager")
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # they begin as 0 or 1
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    for place, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # they begin as 0 or 1; with large biases all prompts would end alike
+            parameter.add_((0.02 if place.endswith("bias") else 0.2) * torch.randn_like(parameter))
+    if name in QUIETER:
+        parameter, factor = QUIETER[name]
+        model.get_parameter(parameter).mul_(factor)
     return model.to(torch.bfloat16).eval()
 
 
