@@ -39,6 +39,7 @@ Every other operation of a kernel is called by `run(operation, ...)`. The operat
     convolve         inputs, weight, states, plan, bias, silu, out          causal convolution per channel
     replay           ... states, ring, plan, options, out                   rebuild states, and fold new tokens in
     flush            states, ring, cursors, plan                            fold rings into their checkpoints
+    compress         row_cache, bias, plan                                  entries from the rows of their tokens
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if

@@ -112,6 +112,11 @@ def every_other(step: Step) -> dict[str, Any]:
     return dict(positions=torch.tensor(rows, dtype=torch.int32, device=step.batch.device).view(-1, 64))
 
 
+def in_its_blocks(step: Step) -> dict[str, Any]:
+    """Put the entries of a sequence into its blocks, one row for each."""
+    return dict(entry_table=step.batch.block_table, entry_block_size=step.block_size)
+
+
 # --- where the keys are ---
 
 
@@ -159,6 +164,11 @@ def from_latents(inputs: Paged) -> dict[str, Any]:
     return dict(query=query, **tokens, **matrices)
 
 
+def in_two_pools(inputs: Paged) -> dict[str, Any]:
+    """Keys of the window in the first head of the pool of keys, and entries in the last one, in the same blocks."""
+    return dict(query=inputs.query, cache=inputs.key_cache[:, :, 0], entry_cache=inputs.key_cache[:, :, -1])
+
+
 def in_fp8(inputs: Paged) -> dict[str, Any]:
     """Pools of fp8, under a scale each."""
     scales = Fp8Scales(0.5, 0.25)
@@ -201,6 +211,7 @@ STORAGES: dict[str, tuple[str, Callable[[Paged], dict[str, Any]]]] = {  # what a
     "latents": ("mla.attention", in_latents),
     "made of latents": ("mla.prefill", from_latents),
     "selected latents": ("sparse.latent_attention", in_latents),
+    "window and entries": ("compressed.attention", in_two_pools),
     "fp8": ("quantized.attention", in_fp8),
     "int8": ("quantized.attention", in_int8),
     "int4": ("quantized.attention", in_int4),
@@ -327,6 +338,10 @@ PATHS = {
         refuses={("fastattn", "alibi_sqrt"): (NotImplementedError, "no kernel computes the root of the distance")},
     ),
     "sparse": Path("sparse", planned=every_other, refuses=NO_POSITIONS),
+    "compressed": Path(
+        *("compressed", "window and entries", dict(ratio=4, window_size=(20, 0)), in_its_blocks),
+        refuses={("", "alibi_slopes"): (ValueError, "alibi_slopes: expected None, as an entry has no position")},
+    ),
     "sparse-latents": Path("sparse", "selected latents", SCALED, every_other, NO_POSITIONS),
 }
 COMPOSED = {  # plans over other storages, as layers of a server have them: `helpers/layers.py`

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.batch import Batch
+from refattn.entries import CompressedPlan
 from refattn.four_bits import Int4Pages, Int4Scales, Nvfp4Pages, Nvfp4Scales
 from refattn.keys import Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
 from refattn.options import AttentionOptions, RecurrentOptions
@@ -59,6 +60,12 @@ STATES = (
     | fields_of(RecurrentOptions, "scale", "delta")
     | fields_of(ReplayPlan, "slots", "cursors", "ring_size", "flush", "drafts")
     | fields_of(Ring, "key", "written", "log_decay")
+)
+
+ENTRIES = PLAN | fields_of(
+    CompressedPlan,
+    *("batch", "block_size", "ratio", "overlap", "window", "entries", "new", "entry_block_size"),
+    *("slots", "positions", "selected"),
 )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn.kernels.memory import addresses, is_without_memory
+from refattn.entries import CompressedPlan
 from refattn.modes import has_tangents
 from refattn.options import PER_HEAD, AttentionOptions
 from refattn.plan import ContextParallelPlan, Plan, PrefillPlan
@@ -28,7 +29,7 @@ per_head_of = attrgetter(*PER_HEAD)  # tensors; a cache key has their layouts
 
 Key = tuple[object, ...]
 Run = Callable[..., tuple[Tensor, Tensor]]
-AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan | StatePlan | ReplayPlan
+AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan | StatePlan | ReplayPlan | CompressedPlan
 
 
 # --- the memo of a plan ---

@@ -463,6 +463,7 @@ def launch_all(gpu, largest):
         sampling.sample(torch.zeros(2, 151936, dtype=kind), settings[0], settings[1], settings[2])
     launch_over_states(some)
     launch_over_rings(some)
+    launch_over_entries(some)
     for hidden, num_heads, num_kv_heads, head_size in some((1024, 16, 8, 128), (8192, 64, 8, 96)):  # fused layers
         rows, of_hidden = torch.zeros(5, hidden, dtype=half), torch.zeros(hidden, dtype=half)
         of_head = torch.zeros(head_size, dtype=half)
@@ -545,6 +546,24 @@ def launch_over_rings(some):
         with nullcontext() if drafts else to_the_end():
             replay.replay(query, query, value, *gates, states, ring, plan, RecurrentOptions(delta=delta), None)
     replay.flush(states, ring, cursors, plan.slots)
+
+
+def launch_over_entries(some):
+    """Launch what compressed keys need: entries with and without overlap, attention to keys without rotary parts."""
+    from fastattn import compressed as path
+    from fastattn.kernels.triton import attention, compressed
+
+    half, table = torch.bfloat16, torch.zeros(2, 64, dtype=torch.int32)
+    for ratio, overlap, query_len in some((128, False, 512), (4, True, 1), last=2):
+        batch = make_batch([query_len] * 2, [1024] * 2, [list(range(64))] * 2)
+        sizes = dict(ratio=ratio, overlap=overlap, window_size=(127, 0), block_size=16, entry_block_size=16)
+        plan = path.plan(batch, entry_table=table, **sizes)
+        width = 1024 if overlap else 512
+        rows, bias = torch.zeros(64, 16, 2 * width, dtype=half), torch.zeros(ratio, width)
+        compressed.compress(rows, bias, plan)
+        query, pool = torch.zeros(2 * query_len, 64, 512, dtype=half), torch.zeros(64, 16, 1, 512, dtype=half)
+        for its_plan in (plan.window, plan.entries):
+            attention.attend_levels(query, pool, pool, [its_plan], AttentionOptions(softmax_scale=0.04), shared=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,17 @@ from tests.helpers.twin_files import public_names
 from tests.table import PATHS, SMALL, SMALLER
 
 MODULES = (
-    *("cascade", "chunked_prefill", "context_parallel", "varlen", "differential", "interval", "kv_cache", "local"),
+    *(
+        "cascade",
+        "chunked_prefill",
+        "compressed",
+        "context_parallel",
+        "varlen",
+        "differential",
+        "interval",
+        "kv_cache",
+        "local",
+    ),
     *(
         "merge",
         "metadata",
@@ -97,6 +107,9 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
     def selected() -> dict[str, Any]:
         return _batch(positions=ints(0, 3, 19)[:, None], block_size=4)
 
+    def entries() -> dict[str, Any]:
+        return dict(plan=PATHS["compressed"].made_plan(path.package, build(SMALL).batch, SMALL.block_size))
+
     def scores() -> dict[str, Any]:
         query, key_cache, _, batch = build(SMALL).tensors
         plan = path.chunked_prefill.plan(batch, block_size=4)
@@ -109,6 +122,13 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         "mla.prefill": of("mla-prefill", 4, cache_scale=1.0),
         "quantized.attention": of("quantized-fp8"),
         "context_parallel.attention": ranks,
+        "compressed.attention": of("compressed"),
+        "compressed.plan": lambda: (
+            PATHS["compressed"].plan_arguments(path.package, build(SMALL).batch, SMALL.block_size)
+            | _batch(overlap=True)
+        ),
+        "compressed.compress": lambda: entries() | dict(row_cache=torch.randn(10, 4, 12), bias=torch.randn(4, 6)),
+        "compressed.select_entries": lambda: entries() | dict(positions=ints(0, -1, 4)[:, None]),
         "sparse.latent_attention": latent_sparse,
         "sparse.scores": scores,
         "sparse.select": lambda: dict(scores=torch.randn(3, 20), topk=2),
@@ -355,6 +375,7 @@ def legal_types() -> list[Any]:
             made("cascade"),
             made("recurrent"),
             made("replay"),
+            made("compressed"),
             trees,
             trees.trees,
             Shard(0, 2),

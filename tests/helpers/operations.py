@@ -5,6 +5,7 @@ MODULES = {
     "sparse": ("index_write", "index_scores"),
     "quantized": ("fp8_write", "int8_write", "int8_attention", "int4_attention"),
     "mla": ("mla_write", "mla_prefill"),
+    "compressed": ("compress", "compressed"),
     "recurrent": ("convolve", "state_map", "compose"),
     "replay": ("replay", "cursors"),
     "merge": ("add_sinks",),

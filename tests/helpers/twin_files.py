@@ -20,6 +20,7 @@ SHARED = {  # computes no attention: both twins import it; of `keys`, the fast t
         "packed_latents",
         "four_bits",
         "index_keys",
+        "entries",
     ),
     *("checks", "checks_of_calls", "checks_of_steps", "checks_of_writes", "overlap", "modes", "allocation", "steps"),
 }

@@ -148,7 +148,7 @@ def test_what_a_docstring_says_of_gradients_is_so(package):
         arguments = calls[call]()
         if call == "sparse.write":
             arguments["index_cache"] = torch.zeros(5, 4, 12, dtype=torch.uint8)
-        name = next(name for name in ("query", "inputs", "key") if name in arguments)
+        name = next(name for name in ("query", "inputs", "key", "row_cache") if name in arguments)
         arguments[name] = arguments[name].clone().requires_grad_()
         with pytest.raises(NotImplementedError, match=name):
             function(**arguments)

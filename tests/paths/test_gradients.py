@@ -103,6 +103,7 @@ CALLS = {
     "mla-trees": of(replace(PATHS["mla-trees"], planned=branching), WITH_CONTEXT, softmax_scale=0.4),
     "mla-prefill": of(PATHS["mla-prefill"], WITH_CONTEXT, softmax_scale=0.4),
     "context_parallel": of(PATHS["context_parallel"], WITH_CONTEXT, interleave=2),
+    "compressed": of(PATHS["compressed"], window_size=(5, 0)),
     "sparse": of(PATHS["sparse"]),
     "sparse-latents": of(PATHS["sparse-latents"], softmax_scale=0.4),
     "write": written(),

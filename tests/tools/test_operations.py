@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn import chunked_prefill, context_parallel, kv_cache, mla, quantized, recurrent, replay, sparse, speculative
+from refattn import (
+    chunked_prefill,
+    compressed,
+    context_parallel,
+    kv_cache,
+    mla,
+    quantized,
+    recurrent,
+    replay,
+    sparse,
+    speculative,
+)
 from refattn.merge import add_sinks, merge
 from refattn.metadata import advance, positions, slot_mapping
 from refattn.scales import Int8Scales
@@ -183,7 +194,47 @@ def accept_from_the_root(cu_seqlens_q, parents, tree_lens, drafts, chosen):
     return nodes, lens, following
 
 
+def entries_by_cumulated_weights(row_cache, bias, ratio, overlap, cu_seqlens_q, seq_lens, block_table):
+    p, width = row_cache.shape[1], row_cache.shape[2] // 2
+    size, t = width // 2 if overlap else width, int(cu_seqlens_q[-1])
+    out = row_cache.new_zeros(min(t, (t + len(seq_lens) * (ratio - 1)) // ratio), size)
+    row = 0
+    for i, s in enumerate(seq_lens.tolist()):
+        before = max(s - int(cu_seqlens_q[i + 1] - cu_seqlens_q[i]), 0) // ratio
+        for entry in range(before, s // ratio):
+            total, weighted = torch.zeros(2, size, dtype=torch.float64)
+            for token in range(max(entry - overlap, 0) * ratio, entry * ratio + ratio):
+                x = row_cache[int(block_table[i, token // p]), token % p].double()
+                gate = x[width:] + (0.0 if bias is None else bias[token % ratio].double())
+                half = slice(width - size, width) if token >= entry * ratio else slice(0, size)
+                total += gate[half].exp()
+                weighted += gate[half].exp() * x[:width][half]
+            out[row] = (weighted / total).to(out.dtype)
+            row += 1
+    return out
+
+
+def attention_over_one_list(
+    query, cache, entry_cache, cu_seqlens_q, seq_lens, block_table, entry_table, ratio, window_size, softmax_scale
+):
+    out = torch.zeros_like(query)
+    for i, s in enumerate(seq_lens.tolist()):
+        q0, q1 = cu_seqlens_q[i : i + 2].tolist()
+        for t in range(q0, q1):
+            at = s - q1 + t
+            window = range(max(0, at - window_size[0]), at + 1)
+            keys = [cache[int(block_table[i, j // cache.shape[1]]), j % cache.shape[1]] for j in window]
+            p = entry_cache.shape[1]
+            keys += [entry_cache[int(entry_table[i, e // p]), e % p] for e in range((at + 1) // ratio)]
+            if keys:
+                seen = torch.stack(keys).double()
+                out[t] = ((query[t].double() @ seen.T * softmax_scale).softmax(-1) @ seen).to(out.dtype)
+    return out
+
+
 RIGHT = [
+    ("compress", entries_by_cumulated_weights),
+    ("compressed", attention_over_one_list),
     ("gather", gather_token_by_token),
     ("copy_blocks", copy_over_whole_pools),
     ("index_scores", scores_in_float64),
@@ -467,7 +518,43 @@ def positions_in_float32(batch, num_tokens):
     return positions(batch, num_tokens).float().long()
 
 
+def entries_of_the_rows_of_a_step(row_cache, plan, bias):
+    first = (
+        plan.batch.cu_seqlens_q.diff().neg() + plan.batch.seq_lens
+    )  # rows before are those of a buffer that was lost
+    rows = row_cache.clone()
+    for i, blocks in enumerate(plan.batch.block_table.tolist()):
+        for token in range(int(first[i])):
+            rows[blocks[token // rows.shape[1]], token % rows.shape[1], rows.shape[2] // 2 :] = -torch.inf
+    return compressed.compress(rows, plan, bias=bias)
+
+
+def entries_of_the_block_before(row_cache, plan, bias):
+    out = compressed.compress(row_cache, plan, bias=bias)
+    return out + 0 * row_cache[0, 0, 0]  # which may be another sequence's, or free
+
+
+def attention_with_a_sink_in_each_part(query, cache, entry_cache, plan, options):
+    size = query.shape[2]
+    parts = [
+        mla.attention(query, pool, its_plan, options, latent_rank=size, return_lse=True)
+        for pool, its_plan in ((entry_cache, plan.entries), (cache, plan.window))
+    ]
+    return merge(*zip(*parts, strict=True))
+
+
+def attention_to_all_entries(query, cache, entry_cache, plan, options):
+    every = plan.entries.last_visible + 1
+    return compressed.attention(
+        query, cache, entry_cache, replace(plan, entries=replace(plan.entries, last_visible=every)), options
+    )
+
+
 WRONG = [
+    ("compress", entries_of_the_rows_of_a_step, "one by one", "entry-of-one-step"),
+    ("compress", entries_of_the_block_before, "unread", ""),
+    ("compressed", attention_with_a_sink_in_each_part, "sinks", "sink-in-both-parts"),
+    ("compressed", attention_to_all_entries, "first entry", ""),
     ("mla_write", packed_zeros_by_zero, "packed", "packed-zeros-by-zero"),
     ("mla_write", packed_infinity_saturates, "packed infinities", "packed-infinity-saturates"),
     ("mla_write", packed_rotary_truncated, "packed", ""),

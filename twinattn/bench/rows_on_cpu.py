@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from twinattn.bench import generation, peers, sparse, step_peers
+from twinattn.bench import entries, generation, peers, sparse, step_peers
 from twinattn.bench.contender import (
     as_chain,
     over_plain_cache,
@@ -35,6 +35,7 @@ def rows_on_cpu(shrink: int) -> Iterator[Row]:
     decodes = States(16, 1, (8, 4), steps=8)
     yield Row("replay", "8-decodes-16x8-heads", decodes, (steps_twin("replay", 8), steps_twin("recurrent")))
     yield from _selected(shrink)
+    yield from _compressed(shrink)
     yield from _engine(shrink)
 
 
@@ -246,6 +247,21 @@ def _selected(shrink: int) -> Iterator[Row]:
             work,
             (sparse.selected_twin(), sparse.gathered()),
         )
+
+
+def _compressed(shrink: int) -> Iterator[Row]:
+    """Entries beside a window, small."""
+    sizes: dict[str, Any] = dict(num_heads=16, size=128, block_size=128)
+    for work, kind in (
+        (entries.CompressedKeys(4, 8192 // shrink, ratio=4, topk=512 // shrink, **sizes), "selected"),
+        (entries.CompressedKeys(4, 32768 // shrink, ratio=32, topk=0, **sizes), "all"),
+    ):
+        reference = entries.compressed_twin("refattn")
+        contenders = entries.compressed_twin(), entries.compressed_gathered(), reference
+        yield Row("compressed", f"decode-4x{work.seq_len}-ratio-{work.ratio}-{kind}", work, contenders)
+    new = entries.NewEntries(1, 2048 // shrink, 2048 // shrink, size=128, block_size=128)
+    contenders = entries.compress_twin(), entries.compress_gathered(new), entries.compress_twin("refattn")
+    yield Row("compressed", f"entries-of-{new.query_len}", new, contenders)
 
 
 def _engine(shrink: int) -> Iterator[Row]:

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch.nn.attention import SDPBackend
 
-from twinattn.bench import generation, peers, sparse, step_peers
+from twinattn.bench import entries, generation, peers, sparse, step_peers
 from twinattn.bench.contender import (
     as_chain,
     layers,
@@ -47,6 +47,7 @@ def rows_on_gpu(shrink: int) -> Iterator[Row]:
     yield from _latents(shrink)
     yield from _quantized(shrink)
     yield from _selected(shrink)
+    yield from _compressed(shrink)
     yield from _writes(shrink)
     yield from _time_of_the_host(shrink)
     yield from _tables()
@@ -357,6 +358,25 @@ def _selected(shrink: int) -> Iterator[Row]:
         (sparse.selected_twin(), sparse.selected_flash_mla()),
         aim="at most FlashMLA's time",
     )
+
+
+def _compressed(shrink: int) -> Iterator[Row]:
+    """Entries beside a window, of the layers of DeepSeek-V4: selected of those of 4 tokens, all of those of 128."""
+    ours = entries.compressed_twin(), entries.compressed_twin(kernel="triton")
+    for b in (1, 64):
+        for work, kind in (
+            (entries.CompressedKeys(b, 131072 // shrink, ratio=4, topk=512 // shrink), "selected"),
+            (entries.CompressedKeys(b, 131072 // shrink, ratio=128, topk=0), "all"),
+        ):
+            name = f"decode-{b}x{work.seq_len}-ratio-{work.ratio}-{kind}"
+            yield Row("compressed", name, work, (*ours, entries.compressed_gathered()))
+    for ratio, overlap in ((4, True), (128, False)):
+        prompt = entries.NewEntries(1, 8192 // shrink, 8192 // shrink, ratio=ratio, overlap=overlap)
+        contenders = entries.compress_twin(), entries.compress_gathered(prompt)
+        yield Row("compressed", f"entries-of-{prompt.query_len}-ratio-{ratio}", prompt, contenders)
+    decode = entries.NewEntries(64, 8192 // shrink, 1)
+    contenders = entries.compress_twin(), entries.compress_gathered(decode)
+    yield Row("compressed", "entries-of-64-decodes", decode, contenders)
 
 
 def _writes(shrink: int) -> Iterator[Row]:

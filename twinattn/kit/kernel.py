@@ -72,6 +72,9 @@ NOT_DRAWN = {  # options of a path, of an operation or of its plan that no batch
     "recurrent": OF_BLOCKS,
     "convolve": OF_BLOCKS,
     "state_map": OF_BLOCKS | {"scale": "it is of queries, and there are none"},
+    "compress": {"window_size": "it is of attention, and entries are computed from rows alone"},
+    "compressed": {"overlap": "it is of how entries are computed, and here they are given"}
+    | dict.fromkeys(("alibi_sqrt", "batch_invariant"), BY_TESTS),
     "make_batch": {"device": "it is that of the check"},
     "mla_prefill": dict.fromkeys(("alibi_sqrt", "batch_invariant"), BY_TESTS),
     "int8_attention": dict.fromkeys(

@@ -30,6 +30,7 @@ ATTENTION = (
     "context_parallel",
     "interval",
     "sparse",
+    "compressed",
     "recurrent",
     "replay",
 )
@@ -54,6 +55,7 @@ OPERATIONS = {
     ),
     "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
     "sparse": ("attention", "latent_attention", "scores", "select", "slots", "write_index"),
+    "compressed": ("all", "selected", "compress"),
     "recurrent": ("attention", "attention", "convolve"),
     "state_cache": ("copy", "accepted_slots"),
 }
@@ -110,7 +112,9 @@ class Workload:
         interleave: tokens of a run on one rank.
         parts: the number of partial outputs to merge.
         intervals: the keys that queries see: any intervals, spans as of images, or a prefix; one of `INTERVALS`.
-        topk: keys that are selected for a query, at most.
+        topk: keys, or entries, that are selected for a query, at most.
+        ratio: tokens of an entry.
+        overlap: whether an entry is also computed from the tokens before its own.
         slots: of states: one per sequence, one per draft, one per block that ends, or both; one of `SLOTS`. Of replayed
             inputs "drafts" is a step of drafts, and with blocks the plan asks for some checkpoints.
         ring: inputs that a ring has room for.
@@ -162,6 +166,8 @@ class Workload:
     parts: int = 2
     intervals: str = "any"
     topk: int = 8
+    ratio: int = 4
+    overlap: bool = False
     slots: str = "one"
     ring: int = 8
     state_dtype: str = "float32"

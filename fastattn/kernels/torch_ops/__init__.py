@@ -1,6 +1,6 @@
 """Plain torch, on any device: operations beside attention (merging, the cache, tables), but no attention."""
 
-from fastattn.kernels.kernel import PLAN, QUANTIZED, STATES, TREES, Kernel
+from fastattn.kernels.kernel import ENTRIES, PLAN, QUANTIZED, STATES, TREES, Kernel
 from fastattn.kernels.problem import Problem
 
 
@@ -22,11 +22,12 @@ FUNCTIONS = {
     "sparse": ("write_index", "read_index", "score_index", "select", "selected_slots", "plan_selected"),
     "recurrent": ("recurrent", "convolve"),
     "replay": ("replay", "flush"),
+    "compressed": ("compress",),
 }
 KERNEL = Kernel(
     "torch",
     unsupported_reason,
     attends=(),
-    knows=PLAN | TREES | QUANTIZED | STATES,
+    knows=PLAN | TREES | QUANTIZED | STATES | ENTRIES,
     functions={name: f"{__name__}.{module}:{name}" for module, names in FUNCTIONS.items() for name in names},
 )

@@ -5,7 +5,19 @@ import os
 import torch
 
 from fastattn.kernels.device import cannot_import, cannot_interpret, capability, is_rocm
-from fastattn.kernels.kernel import ALL_OPTIONS, LATENTS, LEVELS, PACKED, PAGES, PLAN, QUANTIZED, STATES, TREE, Kernel
+from fastattn.kernels.kernel import (
+    ALL_OPTIONS,
+    ENTRIES,
+    LATENTS,
+    LEVELS,
+    PACKED,
+    PAGES,
+    PLAN,
+    QUANTIZED,
+    STATES,
+    TREE,
+    Kernel,
+)
 from fastattn.kernels.problem import Problem
 
 LARGEST_HEAD = 256
@@ -57,7 +69,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "moves tokens of pools of at most four dimensions"
     if problem.operation == "score_index" and interpreted and problem.dtype == torch.bfloat16:
         return "computes torch.float16 and torch.float32 in the interpreter, not torch.bfloat16"
-    if problem.operation in ("write_index", "score_index") and problem.dtype == torch.float64:
+    if problem.operation in ("write_index", "score_index", "compress") and problem.dtype == torch.float64:
         return "computes in float32, and rounds float64 to it"
     types = float_types(problem.device)
     over_states = problem.operation in ("recurrent", "convolve", "replay", "flush")
@@ -81,7 +93,7 @@ KERNEL = Kernel(
     attends=("rows", "pages", "quantized", "int4", "latents", "packed"),
     trees=("pages", "quantized", "int4", "latents", "packed"),
     levels=("pages", "quantized", "int4"),
-    knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED | STATES,
+    knows=ALL_OPTIONS | PLAN | LEVELS | TREE | PAGES | QUANTIZED | LATENTS | PACKED | STATES | ENTRIES,
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
         "bind_attend": f"{__name__}.attention:bind_attend",
@@ -107,5 +119,6 @@ KERNEL = Kernel(
         "convolve": f"{__name__}.convolution:convolve",
         "replay": f"{__name__}.replay:replay",
         "flush": f"{__name__}.replay:flush",
+        "compress": f"{__name__}.compressed:compress",
     },
 )

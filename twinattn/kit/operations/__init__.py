@@ -11,7 +11,19 @@ from types import ModuleType
 from typing import Any
 
 from twinattn.kit.kernel import BadKernelError, resolve
-from twinattn.kit.operations import batches, drafts, four_bits, latents, moves, ranks, rings, scores, states, written
+from twinattn.kit.operations import (
+    batches,
+    drafts,
+    entries,
+    four_bits,
+    latents,
+    moves,
+    ranks,
+    rings,
+    scores,
+    states,
+    written,
+)
 from twinattn.kit.operations.operation import Case, Operation, OperationKernel
 from twinattn.kit.operations.properties import OperationProperty, of_operation
 
@@ -22,6 +34,7 @@ OPERATIONS: dict[str, Operation] = {
         *written.OPERATIONS,
         *states.OPERATIONS,
         *rings.OPERATIONS,
+        *entries.OPERATIONS,
         *scores.OPERATIONS,
         *four_bits.OPERATIONS,
         *latents.OPERATIONS,

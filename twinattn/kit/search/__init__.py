@@ -2,6 +2,7 @@
 
 draw        random workloads, and how to shrink them
 inputs      the tensors, the plan and the call of a workload
+compressed  the same for entries beside a window, and for how they are computed
 sparse      the same for selected keys, and their scores
 recurrent   the same for layers that keep a state
 replay      the same for those that replay their last inputs

@@ -85,6 +85,9 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
     if path == "sparse" and random.random() < 0.5:
         head_size, value_head_size = random.choice(((576, 512), (40, 32), (96, 64), (24, 16)))
         h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "e4m3", "e5m2"))
+    if path == "compressed":
+        head_size, value_head_size = random.choice((16, 24, 64, 512, 40)), 0
+        h, hk = random.choice((1, 2, 5, 16)), 1
     if path in STATES:
         head_size, value_head_size = random.choice((16, 32, 64, 128, 5, 24)), random.choice((0, 0, 16, 64, 7))
         hk = random.choice((1, 1, 2, 3))
@@ -199,7 +202,9 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         more_queries=now_and_then((0, 1, 30, 500), 0.2),
         more_keys=now_and_then((0, 1, 30, 500), 0.2),
         causal="not-causal" not in has,
-        window=_window(random, palette.sides) if "window" in has or path == "sliding_window" else (-1, -1),
+        window=_window(random, palette.sides)
+        if "window" in has or path in ("sliding_window", "compressed")
+        else (-1, -1),
         chunk_blocks=random.choice((1, 1, 2, 3, 7, 1000)),
         trees=random.choice(("bushy", "bushy", "star", "deep", "")),
         growing=now_and_then((0, 1, 3, 20), 0.2),
@@ -226,6 +231,9 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         delta=palette.delta,
         per_channel=palette.per_channel,
     )
+    if path == "compressed":
+        chosen = Random(f"{work.seed}/entries")
+        work = replace(work, ratio=chosen.choice((1, 2, 4, 4, 7, 16, 128)), overlap=chosen.random() < 0.5)
     if work.plan_path == "speculative" or work.operation in ("compact", "trees", "accept"):
         work = _drafting(random, work)
     if work.plan_path == "cascade":
@@ -336,7 +344,7 @@ def normalized(work: Workload) -> Workload:
     takes_no_window = path in ("mla", "mla_prefill", "merge", *STATES) or work.is_exact or "attention" in operation
     if (takes_no_window and plan != "speculative") or plan == "interval":
         changes["window"] = (-1, -1)
-    if plan == "interval" or path in STATES or work.is_exact or "attention" in operation:
+    if plan == "interval" or path in (*STATES, "compressed") or work.is_exact or "attention" in operation:
         changes["causal"] = True
     if path in ("mla", "mla_prefill") or operation == "latent_attention":
         changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
@@ -384,18 +392,18 @@ def normalized(work: Workload) -> Workload:
         and operation not in EXACT
         and work.stored == "numbers",
         intervals=plan == "interval",
-        topk=path == "sparse" and operation not in ("scores", "write_index"),
+        topk=path == "sparse" and operation not in ("scores", "write_index") or operation == "selected",
+        **dict.fromkeys(("ratio", "overlap"), path == "compressed"),
         slots=path in STATES,
         ring=path == "replay",
         state_dtype=path in (*STATES, "state_cache"),
-        delta=path in STATES and operation == "attention",
-        per_channel=path in STATES and operation == "attention",
+        **dict.fromkeys(("delta", "per_channel"), path in STATES and operation == "attention"),
     )
     changes |= {name: DEFAULTS[name] for name, is_taken in takes.items() if not is_taken}
     if plan == "cascade" and work.window[0] >= 0:
         changes["nan_at"] = ""  # a NaN that one sequence of a group sees may show in the others
-    if path == "sparse":
-        changes |= dict(alibi="", alibi_sqrt=False)  # a list of slots has no positions
+    if path in ("sparse", "compressed"):
+        changes |= dict(alibi="", alibi_sqrt=False)  # a list of slots has no positions, and an entry has none
     no_options = work.is_exact or operation in ("scores", "convolve")
     if path == "merge" or no_options or path in STATES:
         changes |= dict(alibi="", alibi_sqrt=False, softcap=0.0, batch_invariant=False)

@@ -2,7 +2,7 @@
 
 import torch
 
-from twinattn.kit.search import recurrent, replay, sparse
+from twinattn.kit.search import compressed, recurrent, replay, sparse
 from twinattn.kit.search.inputs import Call, attention_call
 from twinattn.kit.workload import Workload
 
@@ -14,5 +14,5 @@ def lay_out(work: Workload, layer: int = 0) -> Call:
         work: a workload of a path of attention, or of `merge`.
         layer: another layer has other values in the same blocks and slots, so that the plan can be reused.
     """
-    makers = dict(recurrent=recurrent.call, replay=replay.call, sparse=sparse.call)
+    makers = dict(compressed=compressed.call, recurrent=recurrent.call, replay=replay.call, sparse=sparse.call)
     return makers.get(work.path, attention_call)(work, torch.Generator().manual_seed(31 * work.seed + layer))

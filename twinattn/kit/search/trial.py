@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from refattn import (
     cascade,
     chunked_prefill,
+    compressed,
     context_parallel,
     differential,
     interval,
@@ -47,6 +48,7 @@ REFERENCE = {
     for path in (
         cascade,
         chunked_prefill,
+        compressed,
         context_parallel,
         varlen,
         differential,
