@@ -322,4 +322,14 @@ WRONG = {
         ("users[blocks[place]] > 1", "users[blocks[place]] > 99", "before it writes"),
         ("        users[blocks[place]] = 1\n    elif", "    elif", "users: "),
     ],
+    "entries": [
+        ("[before, :d]", "[before, d:]", "answer: max error"),
+        ("slice(max(e - 1, 0) * ratio, e * ratio)", "slice(max(e - 1, 0) * ratio, max(e, 1) * ratio)", "of its own"),
+        ("gate.softmax(0)", "gate.softmax(1)", "one over the channels"),
+        (
+            "count = values.shape[1] // 2, len(values) // ratio",
+            "count = values.shape[1] // 2, -(-len(values) // ratio)",
+            "when all of its tokens are",
+        ),
+    ],
 }

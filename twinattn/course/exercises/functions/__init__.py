@@ -1,6 +1,6 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from twinattn.course.exercises.functions import attention, cache, gradients, merging, model, states, visibility
+from twinattn.course.exercises.functions import attention, cache, entries, gradients, merging, model, states, visibility
 
 EXERCISES = (
     cache.SLOT,
@@ -36,4 +36,5 @@ EXERCISES = (
     model.SAMPLE,
     states.REPLAY,
     cache.OWN_BLOCK,
+    entries.ENTRIES,
 )
