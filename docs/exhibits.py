@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn import context_parallel, interval, kv_cache, masks, merge, sparse, speculative
+from refattn import compressed, context_parallel, interval, kv_cache, masks, merge, sparse, speculative
 from refattn.attention import attend
 from refattn.batch import Batch
+from refattn.entries import CompressedPlan
 from refattn.metadata import make_batch
 from refattn.ranks import Shard
 from twinattn.course.exercises.functions.visibility import virtual_batches
@@ -752,6 +753,51 @@ def a_selection_that_became_a_window() -> Picture:
     zeros = dict(scores=scores.clamp(max=0), topk=3)
     wrong = selection.TiesToHigher(Example("select"), zeros).answers()["out"]
     return Picture([f"query {i}" for i in (5, 6, 7)], [("keys", 8)], selected(right, 8), selected(wrong, 8))
+
+
+# --- compressed keys ---
+
+
+def after_a_hit(overlap: bool) -> CompressedPlan:
+    """Plan eight new tokens after a prefix of eight that was found: entries of four tokens, a window of four."""
+    batch, table = make_batch([8], [16], [[0, 1, 2, 3]]), torch.tensor([[0]], dtype=torch.int32)
+    sizes = dict(window_size=(3, 0), entry_table=table, block_size=4, entry_block_size=4)
+    return compressed.plan(batch, ratio=4, overlap=overlap, **sizes)
+
+
+def with_a_new_ring(rows: Tensor, first: int, fill: float = 0.0) -> Tensor:
+    """Return what a new request finds in a ring that the prefix cache does not know: nothing of the first tokens."""
+    return torch.cat([torch.full_like(rows[:first], fill), rows[first:]])
+
+
+@exhibit("Compressed keys", "1417", "A window without its prefix")
+def a_window_without_its_prefix() -> Picture:
+    """A prefix of eight tokens is found, and its two entries are there. The window of four is a ring of the request,
+    which is new: the first queries see nothing in it but themselves, and zeros.
+    """
+    plan, keys, query = after_a_hit(overlap=False), torch.eye(20), torch.zeros(8, 1, 20)
+    entries = torch.eye(20)[16:].view(1, 4, 20)
+    right, wrong = (
+        compressed.attention(query, x.view(4, 4, 20), entries, plan)[:4, 0]
+        for x in (keys[:16], with_a_new_ring(keys[:16], 8))
+    )
+    columns = [*range(5, 12), 16, 17]
+    rows = [f"query {i}" for i in range(8, 12)]
+    return Picture(rows, [("tokens 5–11", 7), ("entries", 2)], right[:, columns].tolist(), wrong[:, columns].tolist())
+
+
+@exhibit("Compressed keys", "1769", "An entry without the tokens before")
+def an_entry_without_the_tokens_before() -> Picture:
+    """Each entry is made of four tokens and of the four before. After a prefix of eight tokens entry 2 needs tokens 4
+    to 7, whose rows were in a ring of another request. Entry 3 is right again.
+    """
+    plan, values, gates = after_a_hit(overlap=True), torch.eye(16).repeat(1, 2), torch.zeros(16, 32)
+    right, wrong = (
+        compressed.compress(torch.cat([values, x], 1).view(4, 4, 64), plan)[:2]
+        for x in (gates, with_a_new_ring(gates, 8, -torch.inf))
+    )
+    rows = ["entry 2", "entry 3"]
+    return Picture(rows, [("tokens", 16)], right.tolist(), wrong.tolist())
 
 
 # --- cascade ---
