@@ -189,6 +189,20 @@ STATES = {
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA,
 }
+COMPRESSED = dict(  # a layer of each kind: a window alone, selected entries that overlap, all entries
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    compress_rates=dict(compressed_sparse_attention=2, heavily_compressed_attention=4),
+    mlp_layer_types=["moe"] * 3,
+    qk_rope_head_dim=8,
+    q_lora_rank=24,
+    o_groups=2,
+    o_lora_rank=12,
+    index_n_heads=16,  # so that no score is a sum of zeros: torch.topk has no rule for ties
+    index_head_dim=16,
+    index_topk=3,
+    hc_mult=2,
+)
 CHANGES = {  # what the tiny model of a family needs besides the sizes, or has in place of its defaults
     **dict.fromkeys(
         "afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "  # noqa: SIM905
@@ -200,6 +214,7 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     **dict.fromkeys(("axk2", "deepseek_v32"), INDEX_SIZES),
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), SHARED_SELECTION),
     **STATES,
+    "deepseek_v4": COMPRESSED,
     "dots1": dict(n_shared_experts=1) | WINDOWS,
     "ernie4_5_moe": dict(moe_k=2),
     "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),

@@ -2583,6 +2583,33 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "F235",
+        "entries are rotated as if each was the first",
+        (
+            "twinattn.engine.compressed_storage:CompressedStorage._write_entries",
+            "compressed_modules.finish(module, new, plan.positions)",
+            "compressed_modules.finish(module, new, plan.positions * 0)",
+        ),
+    ),
+    *breaks(
+        "F235",
+        "all entries go to the first slot",
+        (
+            "twinattn.engine.compressed_storage:CompressedStorage._write_entries",
+            "twin.mla.write(new, new[:, :0], entries, plan.slots)",
+            "twin.mla.write(new, new[:, :0], entries, plan.slots.clamp(max=0))",
+        ),
+    ),
+    *breaks(
+        "F235",
+        "every entry is selected",
+        (
+            "twinattn.engine.compressed_storage:CompressedStorage.compress",
+            "min(self.topk, scores.shape[1])",
+            "scores.shape[1]",
+        ),
+    ),
+    *breaks(
         "F217",
         "packed rows have one scale",
         (

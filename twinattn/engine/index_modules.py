@@ -23,6 +23,8 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from twinattn.engine import compressed_modules
+
 
 class Kind(NamedTuple):
     """A kind of indexer.
@@ -62,7 +64,8 @@ class IndexTokens(NamedTuple):
 def unknown(model: Any) -> str | None:
     """Return the class of an indexer that is none of `KINDS`; None if there is none."""
     names = (type(module).__name__ for module in model.modules())
-    return next((name for name in names if name.endswith("Indexer") and name not in KINDS), None)
+    known = {*KINDS, compressed_modules.INDEXER}
+    return next((name for name in names if name.endswith("Indexer") and name not in known), None)
 
 
 def replace_indexers(model: Any, under_way: Callable[[], tuple[Any, Any] | None]) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from refattn.checks import check, describe
 from refattn.packed_latents import packed_size
-from twinattn.engine.layers import Layer
+from twinattn.engine.compressed_storage import SharedStorage
+from twinattn.engine.layers import AnyStorage, Layer
 from twinattn.engine.storages import (
     CalibrationStats,
     FourBitStorage,
@@ -15,7 +16,6 @@ from twinattn.engine.storages import (
     PagedStorage,
     PairedStorage,
     QuantizedStorage,
-    Storage,
 )
 from twinattn.engine.twin import Twin
 
@@ -44,9 +44,11 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
     return [replace(layer, storage=_quantize(layer.storage, KV_CACHE_DTYPES[kv_cache_dtype])) for layer in layers]
 
 
-def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
+def _quantize(storage: AnyStorage, dtype: torch.dtype) -> AnyStorage:
     if isinstance(storage, PagedStorage | QuantizedStorage):
         return QuantizedStorage(storage.num_kv_heads, storage.head_size, dtype)
+    if isinstance(storage, SharedStorage):
+        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {storage.kind.lower()} in quantized pools")
     if dtype == torch.int8:
         latent = isinstance(storage, LatentStorage)
         kind, others = ("latents", f", {PACKED_ROWS}") if latent else (storage.kind.lower(), "")
@@ -57,7 +59,7 @@ def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
     return replace(storage, dtype=dtype)
 
 
-def _in_four_bits(storage: Storage, kind: str) -> Storage:
+def _in_four_bits(storage: AnyStorage, kind: str) -> AnyStorage:
     if not isinstance(storage, PagedStorage):
         raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {storage.kind.lower()} in a pool of {kind}")
     divisor = FOUR_BITS[kind]
@@ -69,7 +71,7 @@ def _in_four_bits(storage: Storage, kind: str) -> Storage:
     return FourBitStorage(storage.num_kv_heads, storage.head_size, kind)
 
 
-def _pack(storage: Storage) -> Storage:
+def _pack(storage: AnyStorage) -> AnyStorage:
     if not isinstance(storage, LatentStorage):
         kind = storage.kind.lower()
         raise NotImplementedError(

@@ -2,6 +2,7 @@
 
     attend        an attention writes its keys and values, and attends over all
     select        an indexer writes its index keys, and selects the keys that its queries see
+    compress      a compressor writes its rows and entries, and selects the entries that its queries see
     recurrence    a layer that keeps a state reads and writes its slots
 
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
@@ -19,11 +20,13 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from refattn.batch import Batch
+from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.steps import to_device
 from refattn.trees import Accepted, Trees
 from twinattn.engine import arguments, models
+from twinattn.engine.compressed_storage import CompressedStorage
 from twinattn.engine.index_modules import IndexTokens
 from twinattn.engine.kv_cache_dtype import KEY_RANGE, VALUE_RANGE
 from twinattn.engine.layers import Layer, Parts
@@ -105,6 +108,7 @@ class LayerPools:
         self._where = dict(dtype=model.dtype, device=model.device)
         self._attended: list[int] = []  # the layers whose attention this pass has computed
         self._folded: list[int] = []  # and those whose states
+        self._chosen: dict[int, Tensor | None] = {}  # and the entries that were selected for layers to attend to
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in layers}
         self.window_pools = {
             layer: WindowPool(count, num_blocks, window_size=(layer.mask.reach - 1, 0), block_size=block_size)
@@ -175,6 +179,7 @@ class LayerPools:
         """Forget which layers have computed something."""
         self._attended.clear()
         self._folded.clear()
+        self._chosen.clear()
 
     def end_pass(self) -> None:
         """Check that each layer has computed once what it has to in a pass.
@@ -252,7 +257,7 @@ class LayerPools:
         if self.owners[index] != index:  # its keys are those of an earlier layer, which has written them
             tokens[1:] = [None, None]
         slots, plan = step.slot_mappings[layer], step.plans[layer]
-        positions = None if indices is None else indices[0]
+        positions = self._chosen.get(module.layer_idx) if indices is None else indices[0]
         out = layer.attend(self._twin, module, *tokens, self.caches[index], slots, plan, options, positions)
         return out.unsqueeze(0).contiguous()  # [1, t, h, d], as transformers' own: some models view it
 
@@ -284,6 +289,34 @@ class LayerPools:
         ((_, plan),) = step.plans[layer]  # they are not planned in parts
         assert isinstance(layer.storage, SelectedLatentStorage) and isinstance(plan, Plan)
         return layer.storage.select(self._twin, tokens, self.caches[index], step.slot_mappings[layer], plan)
+
+    def compress(
+        self,
+        module: Any,
+        layer_idx: int,
+        hidden_states: Float[Tensor, "1 t width"],
+        query_latent: Float[Tensor, "1 t r"],
+        position_ids: Int64[Tensor, "1 t"],
+        *,
+        step: Step,
+    ) -> None:
+        """Write the new rows of a layer and the entries that they complete, and note which entries its queries see.
+
+        Args:
+            module: the layer's compressor in the model.
+            layer_idx: the layer.
+            hidden_states: of the new tokens.
+            query_latent: the latents that the layer makes its queries of.
+            position_ids: of the new tokens.
+            step: the batch and the plans of the step.
+        """
+        index: Any = self.places[layer_idx]
+        layer = self.layers[index]
+        ((_, plan),) = step.plans[layer]  # they are not planned in parts
+        assert isinstance(layer.storage, CompressedStorage) and isinstance(plan, CompressedPlan)
+        tokens = hidden_states, query_latent, position_ids
+        slots = step.slot_mappings[layer]
+        self._chosen[layer_idx] = layer.storage.compress(self._twin, module, *tokens, self.caches[index], slots, plan)
 
     def recurrence(self, module: Any, step: Step, **others: Any) -> Recurrence:
         """Return what a layer that keeps a state computes with in a step.

@@ -1,11 +1,12 @@
 """A layer of a model is a mask over a storage: who may see whom, and where the keys are.
 
-    mask       Causal, Window, Chunk                                plans a step
+    mask       Causal, Window, Chunk, Entries                       plans a step
     storage    PagedStorage, QuantizedStorage, PairedStorage,
-               LatentStorage, SelectedLatentStorage (`storages`)    allocates a pool, writes, attends, selects keys
+               LatentStorage, SelectedLatentStorage (`storages`),
+               SharedStorage, CompressedStorage                     allocates a pool, writes, attends, selects keys
 
-Every mask goes with every storage, but for keys that are selected, which are causal. Equal layers share one plan per
-step.
+Every mask goes with every storage, but for keys that are selected, which are causal, and for entries, which have a
+storage of their own. Equal layers share one plan per step.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from refattn.batch import Batch, Part
+from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
-from refattn.plan import Plan, PrefillPlan
+from refattn.plan import Plan
 from refattn.trees import Trees
+from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
 from twinattn.engine.storages import (
     AnyPlan,
     CalibrationStats,
@@ -94,7 +97,39 @@ class Chunk:
         return twin.local.plan(batch, chunk_size=self.reach, block_size=block_size)
 
 
-Mask = Causal | Window | Chunk
+@dataclass(frozen=True)
+class Entries:
+    """A query sees the last `window` tokens, its own included, and complete entries of all tokens before.
+
+    Attributes:
+        window: tokens that a query sees as they are.
+        ratio: tokens of an entry.
+        overlap: whether entries overlap.
+    """
+
+    reach: ClassVar[int] = 0
+    takes_trees: ClassVar[bool] = False
+    splits_decodes: ClassVar[bool] = False
+    window: int
+    ratio: int
+    overlap: bool
+
+    def plan(self, twin: Twin, batch: Batch, block_size: int) -> CompressedPlan:
+        """Plan a step over both pools, with the entries of a block in the block of the same number."""
+        plan: CompressedPlan = twin.compressed.plan(
+            batch,
+            ratio=self.ratio,
+            overlap=self.overlap,
+            window_size=(self.window - 1, 0),
+            entry_table=batch.block_table,
+            block_size=block_size,
+            entry_block_size=block_size // self.ratio,
+        )
+        return plan
+
+
+Mask = Causal | Window | Chunk | Entries
+AnyStorage = Storage | SharedStorage
 
 
 @dataclass(frozen=True)
@@ -107,7 +142,7 @@ class Layer:
     """
 
     mask: Mask
-    storage: Storage
+    storage: AnyStorage
 
     def __str__(self) -> str:
         return f"{type(self.mask).__name__} over {self.storage.kind}"
@@ -174,7 +209,7 @@ class Layer:
             parts = twin.metadata.split_decodes_and_prefills(batch, query_lens, decode_len=decode_len)
         longest = max((seq_len - query_len for query_len, seq_len in lens or () if query_len > decode_len), default=0)
 
-        def plan_part(part: Batch) -> Plan | PrefillPlan:
+        def plan_part(part: Batch) -> AnyPlan:
             if lens is None or not self.expands_prefills or part.max_query_len <= decode_len:
                 return self.mask.plan(twin, part, block_size)
             sizes = dict(block_size=block_size, workspace=max(WORKSPACE, part.num_seqs), max_context_len=longest)
@@ -229,7 +264,7 @@ class Layer:
         Raises:
             ValueError: for positions in a layer that selects no keys.
         """
-        selects = isinstance(self.storage, SelectedLatentStorage)
+        selects = isinstance(self.storage, SelectedLatentStorage | CompressedStorage)
         if positions is not None and not selects:
             raise ValueError(f"indices: expected none in a layer that sees all keys, {self}, got some")
         all_tokens = (query, key, value, positions) if selects else (query, key, value)

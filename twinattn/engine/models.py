@@ -22,8 +22,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from twinattn.engine import index_modules, state_modules
-from twinattn.engine.layers import Causal, Chunk, Layer, Mask, Window
+from twinattn.engine import compressed_modules, index_modules, state_modules
+from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
+from twinattn.engine.layers import Causal, Chunk, Entries, Layer, Mask, Window
 from twinattn.engine.state_layers import StateLayer
 from twinattn.engine.storages import LatentStorage, PagedStorage, PairedStorage, SelectedLatentStorage, Storage
 
@@ -35,6 +36,9 @@ VERIFIED = tuple(files("twinattn.engine").joinpath("verified.txt").read_text("ut
 OUTSIDE = ("bloom", "falcon", "mpt")
 # Verified families with latents (MLA); those in SELECTED have queries that see selected latents (DSA).
 SELECTED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
+# The one with entries of several tokens beside a window, and of each kind of its layers whether entries overlap.
+COMPRESSED = "deepseek_v4"
+OVERLAPS = {"compressed_sparse_attention": True, "heavily_compressed_attention": False}
 LATENT = (
     "axk1",
     "axk2",
@@ -183,6 +187,7 @@ def replace_attention(model: Any) -> None:
             module.expand_kv = partial(_expand_latents, module)
     state_modules.replace_states(model)
     index_modules.replace_indexers(model, _UNDER_WAY.get)
+    compressed_modules.replace_compressors(model, _UNDER_WAY.get)
 
 
 def is_replaced(model: Any) -> bool:
@@ -476,6 +481,8 @@ def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) ->
             f"model: expected sequences and steps below floor_scale={floor_scale} tokens with attn_temperature_tuning, "
             f"got up to {num_tokens}"
         )
+    if config.model_type == COMPRESSED:
+        return [Layer(mask, _compressed(kind, config)) for mask, kind in zip(masks, _kinds(config), strict=True)]
     storage = _storage(config, batch_invariant)
     if config.model_type in SELECTED:
         return [Layer(mask, selects) for mask, selects in zip(masks, _selections(config, storage), strict=True)]
@@ -528,6 +535,8 @@ def _mask(kind: str, config: Any) -> Mask:
         return Window(config.sliding_window or 0)
     if kind == "chunked_attention":
         return Chunk(config.attention_chunk_size)
+    if kind in OVERLAPS and config.model_type == COMPRESSED:
+        return Entries(config.sliding_window, config.compress_rates[kind], OVERLAPS[kind])
     kinds = "full_attention or sliding_attention or chunked_attention"
     raise ValueError(f"model: expected a decoder with layers of kind {kinds}, got {kind}")
 
@@ -560,6 +569,15 @@ def _selections(config: Any, storage: Storage) -> list[SelectedLatentStorage]:
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     sizes = [config.index_head_dim if kind == "full" else 0 for kind in kinds]
     return [SelectedLatentStorage(**vars(storage), topk=config.index_topk, index_size=size) for size in sizes]
+
+
+def _compressed(kind: str, config: Any) -> SharedStorage:
+    """Return where a layer keeps its keys, which are their values, and its entries, if it has some."""
+    if kind not in OVERLAPS:
+        return SharedStorage(config.head_dim)
+    selects = OVERLAPS[kind]
+    sizes = dict(topk=config.index_topk, index_size=config.index_head_dim) if selects else dict(topk=0, index_size=0)
+    return CompressedStorage(config.head_dim, ratio=config.compress_rates[kind], overlap=selects, **sizes)
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:

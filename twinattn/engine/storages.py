@@ -7,7 +7,8 @@
     LatentStorage            latents and rotary keys (MLA)
     SelectedLatentStorage    of which a query sees those that an indexer selects (DeepSeek sparse attention)
 
-A storage without a path for cascades or for drafted trees says so. All is computed by the paths of either twin.
+`compressed_storage` has those of DeepSeek-V4. A storage without a path for cascades or for drafted trees says so. All
+is computed by the paths of either twin.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from einops import rearrange, reduce
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
+from refattn.entries import CompressedPlan
 from refattn.four_bits import E2M1, GROUP, GROUP_FORMAT, Int4Scales, Nvfp4Scales
 from refattn.options import AttentionOptions
 from refattn.packed_latents import packed_size
@@ -30,7 +32,7 @@ from twinattn.engine.twin import Twin
 
 LARGEST_NVFP4 = E2M1[-1] * torch.finfo(GROUP_FORMAT).max  # under a number of 1
 PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # paths of these plans; chunked_prefill takes others
-AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
+AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan | CompressedPlan
 Scale = float | Float32[Tensor, "..."]
 Ranges = tuple[float, float]  # what the largest key and the largest value become in fp8; None for the format's largest
 # Query, key, value `[t, heads, size]`, keys and values None in a layer that has none of its own; and where keys are

@@ -1,0 +1,164 @@
+"""Layers with entries beside a window in the engine: keys, rows and entries in the blocks of their tokens.
+
+`test_engine_models.py` compares the logits of every family. Here prompts have several times as many entries as a query
+may see, and each mistake at the end changes the answers.
+"""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
+from tests.helpers.drafts import Wild
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, outputs, transformers_outputs
+from tests.helpers.pairs import every_pair
+from tests.helpers.tiny_models import COMPRESSED, make_family
+from twinattn.engine import CudaGraphs, NGram, SamplingParams, compressed_modules
+from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
+from twinattn.engine.layers import Entries, Layer, Window
+
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
+NO_END = COMPRESSED | dict(eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def model(device):
+    return make_family("deepseek_v4", device, **NO_END)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The answers of transformers' own code, with its own caches."""
+    return transformers_outputs(model, PROMPTS, attention="eager")
+
+
+def test_what_is_selected_decides(expected, device):
+    """Else nothing here would show that it is right. With a topk past every length, all entries are seen."""
+    model = make_family("deepseek_v4", device, **NO_END | dict(index_topk=100))
+    every = transformers_outputs(model, PROMPTS, attention="eager")
+    assert outputs(make_engine(model, "fastattn"), PROMPTS, UNSTOPPED) == every
+    assert sum(a != b for a, b in zip(expected, every, strict=True)) >= 2
+    assert len(set(map(tuple, expected))) == len(PROMPTS)
+
+
+class Chains(Wild):
+    """Drafts at random, of one branch."""
+
+    def propose(self, tokens, *, depth, nodes, branches=None):
+        return super().propose(tokens, depth=depth, nodes=nodes, branches=1)
+
+
+SCHEDULES = {
+    "short steps": dict(max_num_batched_tokens=9, batch_invariant=True),
+    "smallest pool": dict(num_blocks=8, max_num_batched_tokens=13),
+    "larger blocks, drafts": dict(block_size=8, num_blocks=10, speculation=Chains(4)),
+}
+
+
+@pytest.mark.covers("F235")
+@pytest.mark.parametrize(("schedule", "twin"), every_pair(SCHEDULES, TWINS))
+def test_greedy_is_generate(model, expected, twin, schedule):
+    """Prompts in chunks, preemptions, rejected drafts, and shared prefixes the second time: nothing is rolled back."""
+    engine = make_engine(model, twin, **SCHEDULES[schedule])
+    assert outputs(engine, PROMPTS, UNSTOPPED) == expected
+    cached, counters = engine.counters.cached_blocks, engine.counters
+    assert outputs(engine, PROMPTS[1:4], UNSTOPPED) == expected[1:4]
+    assert counters.cached_blocks > cached
+    assert counters.preemptions or schedule != "smallest pool"
+    assert counters.drafted_tokens > counters.accepted_tokens or "drafts" not in schedule
+
+
+def test_a_layer_keeps_keys_rows_and_entries_in_the_blocks_of_their_tokens(model):
+    engine = make_engine(model, num_blocks=20)
+    selects = CompressedStorage(16, ratio=2, overlap=True, topk=3, index_size=16)
+    alone = CompressedStorage(16, ratio=4, overlap=False, topk=0, index_size=0)
+    assert engine.layers == [
+        Layer(Window(5), SharedStorage(16)),
+        Layer(Entries(5, 2, True), selects),
+        Layer(Entries(5, 4, False), alone),
+    ]
+    keys, rows, entries = (20, 4, 16), (20, 4, 64), (20, 2, 16)
+    assert [x.shape for x in engine.caches[1]] == [keys, rows, entries, rows, entries]
+    assert [x.shape for x in engine.caches[2]] == [keys, (20, 4, 32), (20, 1, 16)]
+    sizes = [layer.storage.bytes_per_token(torch.float32) for layer in engine.layers[1:]]
+    assert [4 * 20 * size for size in sizes] == [sum(x.nbytes for x in cache) for cache in engine.caches[1:]]
+
+
+@pytest.mark.covers("F235")
+@pytest.mark.parametrize("twin", TWINS)
+def test_what_others_left_in_the_pools_is_not_read(model, expected, twin):
+    engine = make_engine(model, twin, num_blocks=15, max_num_batched_tokens=10)
+    for cache in engine.caches:
+        for pool in cache:
+            pool.fill_(torch.nan)
+    assert outputs(engine, PROMPTS, UNSTOPPED) == expected
+
+
+def test_several_samples_share_blocks_and_copy_their_entries(model):
+    """The block that several samples go on from holds rows of an open entry, which each needs."""
+    sampling = dict(max_tokens=7, temperature=1.0, stop_token_ids=(), seed=3)
+    engine = make_engine(model, "fastattn", max_num_batched_tokens=16)
+    (together,) = engine.generate([PROMPTS[1]], SamplingParams(n=3, **sampling))
+    alone = [
+        make_engine(model, "fastattn").generate([PROMPTS[1]], SamplingParams(**sampling | dict(seed=3 + i)))[0]
+        for i in range(3)
+    ]
+    assert [sample.output_ids for sample in together.samples] == [one.output_ids for one in alone]
+
+
+def test_recorded_steps_complete_entries(model, expected, monkeypatch, device):
+    """A step that was recorded serves others of its shape, in which other sequences complete entries."""
+    if device != "cpu":
+        pytest.skip("experts of transformers cannot be captured")
+    monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
+    engine = make_engine(model, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)
+    engine.runner.records = True
+    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    assert outputs(engine, PROMPTS, UNSTOPPED) == expected
+    assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
+
+
+def test_what_such_layers_do_not_have_is_refused(model, shapes_unchecked):
+    with pytest.raises(ValueError, match="max_branches=1, as Window over SharedKeys has no plan for trees"):
+        make_engine(model, speculation=NGram(max_drafts=3, max_branches=2))
+    for kind in ("int8", "fp8_e4m3", "int4", "fp8_ds_mla"):
+        with pytest.raises(NotImplementedError, match="the engine keeps no sharedkeys in"):
+            make_engine(model, kv_cache_dtype=kind)
+    with pytest.raises(ValueError, match="block_size: expected a multiple of 2, the tokens of an entry, got 3"):
+        make_engine(model, block_size=3)
+    compressor = model.model.layers[1].self_attn.compressor
+    with pytest.raises(ValueError, match="cache: expected None in the compressor of an engine, got DynamicCache"):
+        compressed_modules._forward(compressor, lambda: (None, None), None, None, None, DynamicCache(), 1)
+
+
+# --- mistakes, and that what is compared above shows them ---
+
+COMPRESS, WRITE = CompressedStorage.compress, CompressedStorage._write_entries
+
+
+def sees_all(storage, *arguments):
+    """Every query sees all entries."""
+    COMPRESS(storage, *arguments)
+
+
+def rows_of_a_step(storage, twin, module, hidden_states, rows, *others):
+    """Rows of earlier steps are lost, as in a buffer that is not carried on."""
+    rows.zero_()
+    WRITE(storage, twin, module, hidden_states, rows, *others)
+
+
+def entries_without_rotation(storage, twin, module, hidden_states, rows, entries, slots, plan):
+    """Each entry is rotated as if it was the first one."""
+    object.__setattr__(plan, "positions", plan.positions * 0)
+    WRITE(storage, twin, module, hidden_states, rows, entries, slots, plan)
+
+
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    [("compress", sees_all), ("_write_entries", rows_of_a_step), ("_write_entries", entries_without_rotation)],
+)
+def test_a_mistake_is_seen(model, expected, method, mistake, monkeypatch):
+    monkeypatch.setattr(CompressedStorage, method, mistake)
+    assert outputs(make_engine(model, "fastattn", max_num_batched_tokens=9), PROMPTS, UNSTOPPED) != expected
