@@ -38,7 +38,7 @@ Every other operation of a kernel is called by `run(operation, ...)`. The operat
     recurrent        query, key, value, log_decay, beta, states, plan, options, out    fold new tokens into states
     convolve         inputs, weight, states, plan, bias, silu, out          causal convolution per channel
     replay           ... states, ring, plan, options, out                   rebuild states, and fold new tokens in
-    flush            states, ring, cursors, plan                            fold rings into their checkpoints
+    flush            states, ring, plan                                     fold rings into checkpoints
     compress         row_cache, bias, plan                                  entries from the rows of their tokens
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for

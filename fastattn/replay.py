@@ -24,11 +24,13 @@ def plan(
     has_initial_state: Bool[Tensor, "b"] | None = None,
     flush: Bool[Tensor, "b"] | None = None,
     drafts: bool = False,
+    target_indices: Int32[Tensor, "b"] | None = None,
 ) -> ReplayPlan:
     """Plan a step of all layers that replay their inputs; the twin of `refattn.replay.plan`."""
     check_batch(batch)
     has_state = batch.seq_lens > batch.query_lens if has_initial_state is None else has_initial_state
-    return ReplayPlan(StatePlan(batch, state_indices, has_state), cursors, ring_size, flush, drafts)
+    slots = StatePlan(batch, state_indices, has_state)
+    return ReplayPlan(slots, cursors, ring_size, flush, drafts, target_indices)
 
 
 def attention(
@@ -63,16 +65,18 @@ def flush(
     rings: list[Ring],
     cursors: Int32[Tensor, "n"],
     state_indices: Int32[Tensor, "b"],
+    target_indices: Int32[Tensor, "b"] | None = None,
 ) -> None:
     """Move the checkpoints of some slots to their last input, in all layers; the twin of `refattn.replay.flush`.
 
     Nothing is written unless there is a kernel for every layer.
     """
-    check_flush(states, rings, cursors, state_indices)
-    slots = plan_of_slots(state_indices)
-    pools = zip(states, rings, strict=True)
-    dispatch.run_each("flush", [dict(states=pool, ring=ring, cursors=cursors, plan=slots) for pool, ring in pools])
-    _put(cursors, state_indices, torch.zeros_like(state_indices))
+    check_flush(states, rings, cursors, state_indices, target_indices)
+    ring_size = rings[0].key.shape[1]
+    plan = ReplayPlan(plan_of_slots(state_indices), cursors, ring_size, target_indices=target_indices)
+    dispatch.run_each("flush", [dict(states=x, ring=ring, plan=plan) for x, ring in zip(states, rings, strict=True)])
+    targets = state_indices if target_indices is None else target_indices.where(state_indices >= 0, -1)
+    _put(cursors, targets, torch.zeros_like(state_indices))
 
 
 def advance(cursors: Int32[Tensor, "n"], plan: ReplayPlan, num_accepted: Int32[Tensor, "b"] | None = None) -> None:
@@ -83,11 +87,14 @@ def advance(cursors: Int32[Tensor, "n"], plan: ReplayPlan, num_accepted: Int32[T
     held = plan.cursors[slots.masked_fill(is_idle, 0)].where(has_state, 0)
     total = held + lens
     if num_accepted is not None:
-        moves_before = ~has_state | (total > plan.ring_size)
-        after = num_accepted + held.masked_fill(moves_before, 0)
+        moves = ~has_state | (total > plan.ring_size)
+        after = num_accepted + held.masked_fill(moves, 0)
     else:
-        moves_after = ~has_state | (total >= plan.ring_size)
-        after = total.masked_fill(moves_after if plan.flush is None else moves_after | plan.flush, 0)
+        moves = ~has_state | (total >= plan.ring_size)
+        moves = moves if plan.flush is None else moves | plan.flush
+        after = total.masked_fill(moves, 0)
+    if plan.target_indices is not None:
+        slots = plan.target_indices.where(moves & (plan.target_indices >= 0), slots)
     _put(cursors, slots.masked_fill(is_idle, -1), after)
 
 

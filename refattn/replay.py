@@ -32,6 +32,10 @@ The checkpoint moves (`_moves` has the rule):
 
 With room for one input it moves in every step, and this is `recurrent.attention`.
 
+A step with `target_indices` moves checkpoints to other slots, and leaves those that it has read as they were. So a step
+that fails can be computed again, and a state at the end of a block is kept while its sequence goes on: a checkpoint is
+written once.
+
 Source: "ReplaySSM" in SGLang (GDN, KDA), vLLM (Mamba-2) and TensorRT-LLM, 2026.
 """
 
@@ -64,6 +68,7 @@ def plan(
     has_initial_state: Bool[Tensor, "b"] | None = None,
     flush: Bool[Tensor, "b"] | None = None,
     drafts: bool = False,
+    target_indices: Int32[Tensor, "b"] | None = None,
 ) -> ReplayPlan:
     """Plan a step of all layers that replay their inputs.
 
@@ -76,6 +81,7 @@ def plan(
             context, if None.
         flush: the sequences whose checkpoint moves to the end of this step; if None, those whose ring is full.
         drafts: the new tokens may be rejected: none gets into a checkpoint in this step.
+        target_indices: where checkpoints that move are written; to their own slots if None, or where it is negative.
 
     Returns:
         A plan for every layer of this step; `ReplayPlan` says more of each table.
@@ -86,7 +92,8 @@ def plan(
     check_batch(batch)
     if has_initial_state is None:
         has_initial_state = batch.context_lens > 0
-    return ReplayPlan(StatePlan(batch, state_indices, has_initial_state), cursors, ring_size, flush, drafts)
+    slots = StatePlan(batch, state_indices, has_initial_state)
+    return ReplayPlan(slots, cursors, ring_size, flush, drafts, target_indices)
 
 
 @without_autocast
@@ -136,8 +143,9 @@ def attention(
         slot, first = sequence.slot, sequence.cursor
         state = _rebuild(states, ring, None if sequence.begins else slot, first, compute)
         if sequence.moves_before:
+            slot, first = sequence.target, 0
             states[slot] = state
-            state, first = _read(states, slot, compute), 0
+            state = _read(states, slot, compute)
         for at, row in enumerate(sequence.rows, first):
             state, written = _step(state, key[row], value[row], decay[row], beta[row], delta=options.delta)
             result[row] = einsum(state, query[row] * scale, "hv dv dk, hv dk -> hv dv")
@@ -145,7 +153,7 @@ def attention(
                 for field, pushed in zip(ring, (inputs[0][row], written, inputs[1][row]), strict=True):
                     field[slot, at] = pushed
         if sequence.moves_after:
-            states[slot] = state
+            states[sequence.target] = state
     return result.to(dtype) if out is None else out.copy_(result)
 
 
@@ -154,28 +162,33 @@ def flush(
     rings: list[Ring],
     cursors: Int32[Tensor, "n"],
     state_indices: Int32[Tensor, "b"],
+    target_indices: Int32[Tensor, "b"] | None = None,
 ) -> None:
     """Move the checkpoints of some slots to their last input, in all layers, and empty their rings.
 
     Before a slot is copied to another, moved to the host, or given to `recurrent.attention`, all of which know the
-    checkpoint alone. Inside a step, `flush` of the plan does the same at the end of it.
+    checkpoint alone. Inside a step, `flush` of the plan does the same at the end of it. With targets, it is a copy of a
+    state: a slot keeps its checkpoint and its ring, and the target gets the state after as many inputs as the cursor
+    says.
 
     Args:
         states: the checkpoints of all layers.
         rings: the rings of all layers.
-        cursors: how many inputs each ring holds; those of these slots are 0 afterwards.
+        cursors: how many inputs of each ring are folded; 0 afterwards for the slots that are written.
         state_indices: the slots; a negative one is padding.
+        target_indices: the slots that the states are written to, none of them among `state_indices`; their own if None.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
     """
-    check_flush(states, rings, cursors, state_indices)
-    slots = [slot for slot in state_indices.tolist() if slot >= 0]
+    check_flush(states, rings, cursors, state_indices, target_indices)
+    targets = state_indices if target_indices is None else target_indices
+    slots = [(slot, to) for slot, to in zip(state_indices.tolist(), targets.tolist(), strict=True) if slot >= 0]
     for pool, ring in zip(states, rings, strict=True):
-        for slot in slots:
-            pool[slot] = _rebuild(pool, ring, slot, int(cursors[slot]), compute_dtype(ring.written.dtype))
-    for slot in slots:
-        cursors[slot] = 0
+        for slot, to in slots:
+            pool[to] = _rebuild(pool, ring, slot, int(cursors[slot]), compute_dtype(ring.written.dtype))
+    for _, to in slots:
+        cursors[to] = 0
 
 
 def advance(cursors: Int32[Tensor, "n"], plan: ReplayPlan, num_accepted: Int32[Tensor, "b"] | None = None) -> None:
@@ -193,7 +206,8 @@ def advance(cursors: Int32[Tensor, "n"], plan: ReplayPlan, num_accepted: Int32[T
     for sequence in _sequences(plan):
         before = 0 if sequence.moves_before else sequence.cursor
         kept = len(sequence.rows) if num_accepted is None else int(num_accepted[sequence.number])
-        cursors[sequence.slot] = 0 if sequence.moves_after else before + kept
+        slot = sequence.target if sequence.moves_before or sequence.moves_after else sequence.slot
+        cursors[slot] = 0 if sequence.moves_after else before + kept
 
 
 def _rebuild(
@@ -212,11 +226,12 @@ def _rebuild(
 
 
 class _Sequence(NamedTuple):
-    """Its number, query rows and slot, how many inputs its ring holds, and whether its checkpoint moves, and when."""
+    """Its rows and slots, how many inputs its ring holds, and whether its checkpoint moves to its target, and when."""
 
     number: int
     rows: range
     slot: int
+    target: int
     cursor: int
     begins: bool
     moves_before: bool
@@ -227,12 +242,14 @@ def _sequences(plan: ReplayPlan) -> Iterator[_Sequence]:
     """List the sequences of a step that have new tokens and are no padding."""
     tables = plan.slots.state_indices.tolist(), plan.slots.has_initial_state.tolist()
     asked = [False] * plan.batch.num_seqs if plan.flush is None else plan.flush.tolist()
+    targets = [-1] * plan.batch.num_seqs if plan.target_indices is None else plan.target_indices.tolist()
     for i, ((q0, q1), slot, has_state) in enumerate(zip(plan.batch.query_rows(), *tables, strict=True)):
         if q0 == q1 or slot < 0:
             continue
         cursor = int(plan.cursors[slot]) if has_state else 0
         before, after = _moves(plan, cursor + q1 - q0, begins=not has_state, asked=asked[i])
-        yield _Sequence(i, range(q0, q1), slot, cursor, not has_state, before, after)
+        target = slot if targets[i] < 0 else targets[i]
+        yield _Sequence(i, range(q0, q1), slot, target, cursor, not has_state, before, after)
 
 
 def _moves(plan: ReplayPlan, inputs: int, *, begins: bool, asked: bool) -> tuple[bool, bool]:

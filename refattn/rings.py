@@ -58,10 +58,14 @@ class ReplayPlan:
         flush: the sequences whose checkpoint moves to the end of this step, whether or not their ring is full: for a
             snapshot. None of them, if None.
         drafts: the new tokens may be rejected, so a checkpoint moves at most to the tokens before them.
+        target_indices: the slot that each checkpoint is written to if it moves in this step; its own if the entry is
+            negative, or for all if None. The sequence goes on in that slot: what it pushes after a move is in the ring
+            there. The slot that it leaves keeps its checkpoint, and the inputs before its cursor. Entries of padding,
+            and of sequences without new tokens, may be anything.
 
     Raises:
-        ValueError: naming the argument that does not fit; on a CPU also if a cursor is not in its ring, or more tokens
-            of a sequence are drafts than a ring has room for.
+        ValueError: naming the argument that does not fit; on a CPU also if a cursor is not in its ring, more tokens of
+            a sequence are drafts than a ring has room for, or a checkpoint moves to the slot of another sequence.
     """
 
     slots: StatePlan
@@ -69,6 +73,7 @@ class ReplayPlan:
     ring_size: int
     flush: Bool[Tensor, "b"] | None = None
     drafts: bool = False
+    target_indices: Int32[Tensor, "b"] | None = None
 
     def __post_init__(self) -> None:
         """Check the tables, and their contents where they are on the host."""
@@ -78,6 +83,7 @@ class ReplayPlan:
         check_flag("drafts", self.drafts)
         check(cursors=(self.cursors, "int32 n"))
         check(seq_lens=(self.batch.seq_lens, "int32 b"), flush=(self.flush, "bool b or None"))
+        check(seq_lens=(self.batch.seq_lens, "int32 b"), target_indices=(self.target_indices, "int32 b or None"))
         same_device(seq_lens=self.batch.seq_lens, cursors=self.cursors)
         if self.flush is not None and self.drafts:
             raise ValueError("flush: expected None with drafts, as none of them may be in a checkpoint, got a tensor")
@@ -98,9 +104,17 @@ class ReplayPlan:
                 f"n={len(self.cursors)}"
             )
         tables = (self.batch.query_lens, self.slots.state_indices, self.slots.has_initial_state)
-        for i, (query_len, slot, has_state) in enumerate(zip(*(x.tolist() for x in tables), strict=True)):
+        rows = [*zip(*(x.tolist() for x in tables), strict=True)]
+        owners = {slot: i for i, (query_len, slot, _) in enumerate(rows) if query_len and slot >= 0}
+        targets = [-1] * len(rows) if self.target_indices is None else self.target_indices.tolist()
+        for i, (query_len, slot, has_state) in enumerate(rows):
             if not query_len or slot < 0:
                 continue
+            if targets[i] >= 0 and (targets[i] >= len(self.cursors) or owners.setdefault(targets[i], i) != i):
+                raise ValueError(
+                    f"target_indices: expected a slot in 0..{len(self.cursors) - 1} that no other sequence has, got "
+                    f"{targets[i]} for sequence {i}"
+                )
             cursor = int(self.cursors[slot]) if has_state else 0
             if not 0 <= cursor <= self.ring_size:
                 raise ValueError(f"cursors: expected 0..{self.ring_size} for slot {slot}, got {cursor}")
@@ -151,13 +165,16 @@ def check_replay(
     check_apart(_memory(ring, states), tensors | ({} if out is None else dict(out=out)))
 
 
-def check_flush(states: list[Tensor], rings: list[Ring], cursors: Tensor, state_indices: Tensor) -> None:
+def check_flush(
+    states: list[Tensor], rings: list[Ring], cursors: Tensor, state_indices: Tensor, target_indices: Tensor | None
+) -> None:
     """Check a call of `replay.flush`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    check(cursors=(cursors, "int32 n"), state_indices=(state_indices, "int32 b"))
+    check(cursors=(cursors, "int32 n"))
+    check(state_indices=(state_indices, "int32 b"), target_indices=(target_indices, "int32 b or None"))
     check_own_memory("cursors", cursors)
     check_list("states", states, "pools")
     check_list("rings", rings, "rings")
@@ -185,9 +202,21 @@ def check_flush(states: list[Tensor], rings: list[Ring], cursors: Tensor, state_
             raise ValueError(f"state_indices: expected slots in 0..{len(cursors) - 1}, got {max(slots)}")
         if len({*slots}) < len(slots):
             raise ValueError(f"state_indices: expected each slot once, got {state_indices.tolist()}")
+        if target_indices is not None:
+            _check_targets(slots, state_indices.tolist(), target_indices.tolist(), len(cursors))
         wrong = [(slot, cursor) for slot in slots if not 0 <= (cursor := int(cursors[slot])) <= sizes[0]]
         if wrong:
             raise ValueError(f"cursors: expected 0..{sizes[0]} for slot {wrong[0][0]}, got {wrong[0][1]}")
+
+
+def _check_targets(slots: list[int], indices: list[int], targets: list[int], num_slots: int) -> None:
+    """Check the slots that states are written to: each once, and none of those that are read."""
+    written = [to for slot, to in zip(indices, targets, strict=True) if slot >= 0]
+    wrong = [to for to in written if not 0 <= to < num_slots or to in slots or written.count(to) > 1]
+    if wrong:
+        raise ValueError(
+            f"target_indices: expected slots in 0..{num_slots - 1}, each once and none of state_indices, got {wrong[0]}"
+        )
 
 
 def check_advance(cursors: Tensor, plan: ReplayPlan, num_accepted: Tensor | None) -> None:

@@ -58,7 +58,7 @@ STATES = (
     | fields_of(StatePlan, "batch", "state_indices", "has_initial_state", "num_accepted", "checkpoint_indices")
     | fields_of(StatePlan, "block_size")
     | fields_of(RecurrentOptions, "scale", "delta")
-    | fields_of(ReplayPlan, "slots", "cursors", "ring_size", "flush", "drafts")
+    | fields_of(ReplayPlan, "slots", "cursors", "ring_size", "flush", "drafts", "target_indices")
     | fields_of(Ring, "key", "written", "log_decay")
 )
 

@@ -86,13 +86,15 @@ class Slots:
         self._take(pool, ring, cursors)
         return out.cpu()
 
-    def flush(self, *slots: int) -> None:
-        """Move the checkpoints of some slots."""
+    def flush(self, *slots: int, to: tuple[int, ...] | None = None) -> None:
+        """Move the checkpoints of some slots, or write their states to others."""
         device = "cpu" if self.kernel == "reference" else DEVICE
         pool, ring = moved(self.states, device), Ring(*(moved(x, device) for x in self.ring))
         cursors = self.cursors.to(device)
         with nullcontext() if self.kernel == "reference" else use_kernel(self.kernel):
-            self.path.flush([pool], [ring], cursors, torch.tensor(slots, dtype=torch.int32, device=device))
+            given = slots if to is None else slots + to
+            indices = torch.tensor(given, dtype=torch.int32, device=device).split(len(slots))
+            self.path.flush([pool], [ring], cursors, *indices)
         self._take(pool, ring, cursors)
 
     def _take(self, pool: Tensor, ring: Ring, cursors: Tensor) -> None:

@@ -9,6 +9,7 @@ import inspect
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -225,6 +226,66 @@ def test_a_slot_that_is_taken_over_begins_with_zeros_and_an_empty_ring(kernel, d
         out = slots.step(rows, [end - first], [first], [1], accepted=accepted)
         assert same(kernel, out, plainly(kernel, rows, [end - first], [first], [1], states)), first
     assert int(slots.cursors[1]) == (4 if drafts else 2)
+
+
+@pytest.mark.covers("R218")
+@each_computer
+@each_layer
+@pytest.mark.parametrize("drafts", [0, 1, 3], ids=["tokens", "a draft", "drafts"])
+def test_a_checkpoint_moves_to_another_slot_and_what_was_read_is_left(kernel, per_channel, options, drafts):
+    """The step can be computed again from the slot that it has read, though it was computed to its end.
+
+    Its sequence goes on in the other slot as it would have gone on in its own.
+    """
+    lens = [max(drafts, 1)] * 2
+    step = draw(10 * sum(lens), h=1, hv=2, per_channel=per_channel)
+    slots = Slots.like(kernel, step, 4, 4, poison=0.0)
+    slots.cursors.zero_()
+    in_place, here, moves = slots.copy(), [2, 0], 0
+    for number in range(10):
+        rows = step.rows(slice(number * sum(lens), (number + 1) * sum(lens)))
+        contexts, accepted = [number, number], [lens[0], lens[0] // 2] if drafts else None
+        flush = {} if drafts else dict(flush=torch.tensor([number == 5, False]))
+        there = [slot ^ 1 for slot in here]
+        expected = in_place.step(rows, lens, contexts, [2, 0], options, accepted, **flush)
+        before = slots.copy()
+        for _ in range(2):
+            read = [(before.states[s], *(x[s, : int(before.cursors[s])] for x in before.ring)) for s in here]
+            slots.cursors[here] = before.cursors[here]
+            out = slots.step(rows, lens, contexts, here, options, accepted, target_indices=ints(there), **flush)
+            assert torch.equal(out, expected)
+            left = [(slots.states[s], *(x[s, : int(before.cursors[s])] for x in slots.ring)) for s in here]
+            assert all(map(torch.equal, map(bits, chain(*read)), map(bits, chain(*left))))
+        full = [number == 0 or int(before.cursors[s]) + lens[0] > 4 - (not drafts) for s in here]
+        has_moved = [full[0] or (number == 5 and not drafts), full[1]]
+        here = [t if moved else s for s, t, moved in zip(here, there, has_moved, strict=True)]
+        moves += sum(has_moved)
+        assert torch.equal(slots.cursors[here], in_place.cursors[[2, 0]]), number
+        assert torch.equal(slots.states[here], in_place.states[[2, 0]]), number
+    assert moves >= 4
+
+
+@pytest.mark.covers("R218")
+@each_computer
+def test_a_flush_to_another_slot_is_a_state_after_as_many_inputs_as_asked(kernel):
+    """A snapshot in the middle of a ring: its sequence keeps its checkpoint, its ring and its cursor."""
+    step, states = draw(5), draw_states(4)
+    slots = Slots.like(kernel, step, 4, 8)
+    slots.begin(1, states[1])
+    for token in range(5):
+        slots.step(step.rows(slice(token, token + 1)), [1], [token + 1], [1])
+        if token == 2:
+            after_three = slots.copy()
+    plainly(kernel, step.rows(slice(0, 3)), [3], [1], [1], states)
+    before = slots.copy()
+    slots.cursors[1] = 3
+    slots.flush(1, -1, to=(3, 77))
+    assert int(slots.cursors[3]) == 0 and int(slots.cursors[1]) == 3
+    assert torch.equal(bits(slots.states[1]), bits(before.states[1]))
+    assert all(map(torch.equal, map(bits, slots.ring), map(bits, before.ring))), "a flush only reads the ring"
+    assert same(kernel, slots.states[3], states[1])
+    after_three.flush(1)
+    assert torch.equal(slots.states[3], after_three.states[1])
 
 
 # --- drafts ---
@@ -543,6 +604,14 @@ WRONG_TABLES = {
     "flush: expected None with drafts": dict(flush=torch.ones(3, dtype=torch.bool), drafts=True),
     "drafts: expected True or False, got 1": dict(drafts=1),
     "drafts: expected at most ring_size=1 tokens of a sequence, got 2 of sequence 0": dict(ring_size=1, drafts=True),
+    "target_indices: expected int32 [b=3], got int64 [3]": dict(target_indices=torch.zeros(3, dtype=torch.int64)),
+    "target_indices: expected a slot in 0..2 that no other sequence has, got 0 for sequence 0": dict(
+        target_indices=ints([0, -1, 9])
+    ),
+    "target_indices: expected a slot in 0..2 that no other sequence has, got 1 for sequence 1": dict(
+        target_indices=ints([1, 1, 9])
+    ),
+    "target_indices: expected a slot in 0..2 that no other sequence has, got 3": dict(target_indices=ints([3, -1, 9])),
     "state_indices: expected [b], as drafts are in the ring": dict(state_indices=ints([[2, 3], [0, 4], [1, 5]])),
     "state_indices: expected a slot for each state, got slot 2 for sequences 0 and 1": dict(
         state_indices=ints([2, 2, 1])
@@ -607,6 +676,10 @@ def test_a_wrong_flush_is_refused_and_nothing_is_written(twin, shapes_unchecked)
         ("cursors: expected 0..4 for slot 2, got 5", ([states], [ring], cursors, ints([1, 2]))),
         ("state_indices: expected slots in 0..2, got 3", ([states], [ring], cursors, ints([1, 3]))),
         ("state_indices: expected each slot once, got [1, 1]", ([states], [ring], cursors, ints([1, 1]))),
+        ("target_indices: expected int32 [b=1], got int32 [2]", ([states], [ring], cursors, ints([1]), ints([2, 0]))),
+        ("target_indices: expected slots in 0..2", ([states], [ring], cursors, ints([1]), ints([3]))),
+        ("none of state_indices, got 1", ([states], [ring], cursors, ints([0, 1]), ints([2, 1]))),
+        ("each once and none of state_indices, got 2", ([states], [ring], cursors, ints([0, 1]), ints([2, 2]))),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             twin.flush(*arguments)

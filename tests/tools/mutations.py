@@ -2898,7 +2898,7 @@ MUTATIONS: list[Mutation] = [
         ("refattn.replay:advance", "0 if sequence.moves_after else before + kept", "before + kept"),
         (
             "fastattn.replay:advance",
-            "after = total.masked_fill(moves_after if plan.flush is None else moves_after | plan.flush, 0)",
+            "after = total.masked_fill(moves, 0)",
             "after = total",
         ),
     ),
@@ -2913,8 +2913,8 @@ MUTATIONS: list[Mutation] = [
         "drafts without room for them do not move the checkpoint",
         (
             "refattn.replay:attention",
-            "            states[slot] = state\n            state, first =",
-            "            state, first =",
+            "            states[slot] = state\n            state =",
+            "            state =",
         ),
         (
             "fastattn.kernels.torch_ops.replay:replay",
@@ -2925,6 +2925,36 @@ MUTATIONS: list[Mutation] = [
             "fastattn.kernels.triton.replay:_flush_kernel",
             " | (held + sequence.length > cursors.SIZE)",
             "",
+        ),
+    ),
+    *breaks(
+        "R218",
+        "a checkpoint moves in its own slot, wherever it is to go",
+        (
+            "refattn.replay:_sequences",
+            "target = slot if targets[i] < 0 else targets[i]",
+            "target = slot",
+        ),
+        ("fastattn.kernels.torch_ops.replay:_sequences", "target = slot if target < 0 else target", "target = slot"),
+        (
+            "fastattn.kernels.triton.replay:_target_of",
+            "        target = tl.where(given >= 0, given, target)\n",
+            "",
+        ),
+    ),
+    *breaks(
+        "R218",
+        "drafts are pushed into the ring that their sequence has left",
+        ("refattn.replay:attention", "slot, first = sequence.target, 0", "first = 0"),
+        (
+            "fastattn.kernels.torch_ops.replay:_Sequence.first",
+            "(self.target, 0) if self.moves_before",
+            "(self.slot, 0) if self.moves_before",
+        ),
+        (
+            "fastattn.kernels.triton.replay:_find_ring",
+            "slot = tl.where(has_moved, _target_of(cursors, sequence), sequence.slot)",
+            "slot = sequence.slot",
         ),
     ),
     *breaks(

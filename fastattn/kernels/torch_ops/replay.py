@@ -6,13 +6,12 @@ A token goes through the operations of `fastattn.kernels.torch_ops.recurrent`, a
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.torch_ops.recurrent import _fade, _fold, _Tokens, _write
 from refattn.options import RecurrentOptions
 from refattn.rings import ReplayPlan, Ring
-from refattn.states import StatePlan
 
 
 class _Sequence(NamedTuple):
@@ -21,15 +20,16 @@ class _Sequence(NamedTuple):
     row: int  # its first query row
     length: int
     slot: int
+    target: int  # where its checkpoint goes if it moves
     cursor: int  # inputs in its ring
     begins: bool
     moves_before: bool  # its checkpoint, to before the step
     moves_after: bool
 
     @property
-    def first(self) -> int:
-        """Where in its ring the first new token goes."""
-        return 0 if self.moves_before else self.cursor
+    def first(self) -> tuple[int, int]:
+        """The slot whose ring gets the new tokens, and where in it the first one goes."""
+        return (self.target, 0) if self.moves_before else (self.slot, self.cursor)
 
 
 def replay(
@@ -53,7 +53,7 @@ def replay(
     state = _rebuild(states, ring, [(None if s.begins else s.slot, s.cursor) for s in sequences], compute)
     folded = [i for i, sequence in enumerate(sequences) if sequence.moves_before]
     if folded:
-        slots = torch.tensor([sequences[i].slot for i in folded])
+        slots = torch.tensor([sequences[i].target for i in folded])
         states[slots] = state[folded].to(states.dtype)
         state[folded] = states[slots].to(compute)
     for token in range(sequences[0].length if sequences else 0):
@@ -64,38 +64,42 @@ def replay(
         result[rows] = answer.to(result.dtype)
         pushed = [i for i, sequence in enumerate(sequences) if not sequence.moves_after]
         if pushed:
-            slots = torch.tensor([sequences[i].slot for i in pushed])
-            at = torch.tensor([sequences[i].first + token for i in pushed])
+            slots, first = torch.tensor([sequences[i].first for i in pushed]).T
+            at = first + token
             inputs = key[rows[pushed]], written[pushed], log_decay[rows[pushed]]
             for field, x in zip(ring, inputs, strict=True):
                 field[slots, at] = x.to(field.dtype)
         moved = [i for i, sequence in enumerate(sequences) if sequence.moves_after and sequence.length == token + 1]
         if moved:
-            states[torch.tensor([sequences[i].slot for i in moved])] = now[moved].to(states.dtype)
+            states[torch.tensor([sequences[i].target for i in moved])] = now[moved].to(states.dtype)
     return result if out is None else out.copy_(result)
 
 
-def flush(states: Float[Tensor, "n hv dv dk"], ring: Ring, cursors: Int32[Tensor, "n"], plan: StatePlan) -> None:
-    """Fold rings into the checkpoints of some slots; see `fastattn.dispatch`."""
-    slots = [slot for slot in plan.state_indices.tolist() if slot >= 0]
+def flush(states: Float[Tensor, "n hv dv dk"], ring: Ring, plan: ReplayPlan) -> None:
+    """Fold rings into checkpoints; see `fastattn.dispatch`."""
+    slots, cursors = plan.slots.state_indices, plan.cursors
+    targets = slots if plan.target_indices is None else plan.target_indices
+    pairs = [(slot, to) for slot, to in zip(slots.tolist(), targets.tolist(), strict=True) if slot >= 0]
     compute = torch.promote_types(ring.written.dtype, torch.float32)
-    rebuilt = _rebuild(states, ring, [(slot, int(cursors[slot])) for slot in slots], compute)
-    states[torch.tensor(slots, dtype=torch.int64)] = rebuilt.to(states.dtype)
+    rebuilt = _rebuild(states, ring, [(slot, int(cursors[slot])) for slot, _ in pairs], compute)
+    states[torch.tensor([to for _, to in pairs], dtype=torch.int64)] = rebuilt.to(states.dtype)
 
 
 def _sequences(plan: ReplayPlan) -> list[_Sequence]:
     """List the sequences that have new tokens and are no padding."""
     found = []
     asked = [False] * plan.batch.num_seqs if plan.flush is None else plan.flush.tolist()
-    tables = plan.slots.state_indices.tolist(), plan.slots.has_initial_state.tolist(), asked, plan.batch.query_rows()
-    for slot, has_state, flushes, (q0, q1) in zip(*tables, strict=True):
+    targets = [-1] * plan.batch.num_seqs if plan.target_indices is None else plan.target_indices.tolist()
+    tables = plan.slots.state_indices.tolist(), targets, plan.slots.has_initial_state.tolist(), asked
+    for slot, target, has_state, flushes, (q0, q1) in zip(*tables, plan.batch.query_rows(), strict=True):
         if slot < 0 or q0 == q1:
             continue
         cursor = int(plan.cursors[slot]) if has_state else 0
         total = cursor + q1 - q0
         moves_before = plan.drafts and (not has_state or total > plan.ring_size)
         moves_after = not plan.drafts and (not has_state or flushes or total >= plan.ring_size)
-        found.append(_Sequence(q0, q1 - q0, slot, cursor, not has_state, moves_before, moves_after))
+        target = slot if target < 0 else target
+        found.append(_Sequence(q0, q1 - q0, slot, target, cursor, not has_state, moves_before, moves_after))
     return found
 
 

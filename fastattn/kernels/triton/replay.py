@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.replay import key_of_launch, launch_once
@@ -33,6 +33,7 @@ from fastattn.kernels.triton.launch import Launch, can_overlap
 from fastattn.kernels.triton.recurrent import TOKENS_WARPS, _gates_of, _pad, _tokens_of, _values_by_token
 from fastattn.kernels.triton.states import (
     CHANGING,
+    Sequence,
     States,
     find_part,
     find_sequence,
@@ -46,7 +47,6 @@ from fastattn.kernels.triton.states import (
 )
 from refattn.options import RecurrentOptions
 from refattn.rings import ReplayPlan, Ring
-from refattn.states import StatePlan
 
 
 class Rings(NamedTuple):
@@ -82,21 +82,25 @@ class Rings(NamedTuple):
 
 
 class Cursors(NamedTuple):
-    """How many inputs the ring of each slot holds, and which checkpoints move.
+    """How many inputs the ring of each slot holds, which checkpoints move, and where to.
 
     Attributes:
         cursors: [n].
         flush: [b], or None.
+        targets: [b], or None.
         cursor_stride: of slots.
         flush_stride: of sequences, 0 without `flush`.
+        target_stride: likewise.
         SIZE: inputs that a ring has room for.
         DRAFTS: whether the new tokens may be rejected.
     """
 
     cursors: Any
     flush: Any
+    targets: Any
     cursor_stride: Any
     flush_stride: Any
+    target_stride: Any
     SIZE: Any
     DRAFTS: Any
 
@@ -128,21 +132,20 @@ def replay(
     return out
 
 
-def flush(states: Float[Tensor, "n hv dv dk"], ring: Ring, cursors: Int32[Tensor, "n"], plan: StatePlan) -> None:
-    """Fold rings into the checkpoints of some slots; see `fastattn.dispatch`."""
+def flush(states: Float[Tensor, "n hv dv dk"], ring: Ring, plan: ReplayPlan) -> None:
+    """Fold rings into checkpoints; see `fastattn.dispatch`."""
     if not plan.batch.num_seqs:
         return
     tensors = states, *ring
-    cache_key = key_of_launch(("flush",), tensors)
-    held = _cursors_of(cursors, None, ring.key.shape[1], drafts=False)
-    launch_once(plan, cache_key, tensors, partial(_launch_flush, tensors, plan, plan.batch.num_seqs, held))
+    cache_key, launch = key_of_launch(("flush",), tensors), partial(_launch_flush, tensors, plan, plan.batch.num_seqs)
+    launch_once(plan, cache_key, tensors, partial(launch, _cursors_of(plan)))
 
 
 def _launch_step(tensors: Tensors, plan: ReplayPlan, scale: float, delta: bool) -> Callable[..., None]:
     """Launch a step; with drafts, checkpoints move before."""
     states, fields, num_tokens = tensors[5], tensors[6:9], tensors[2].shape[0]
-    cursors = _cursors_of(plan.cursors, plan.flush, plan.ring_size, drafts=plan.drafts)
-    before = _launch_flush((states, *fields), plan.slots, num_tokens, cursors) if plan.drafts else None
+    cursors = _cursors_of(plan)
+    before = _launch_flush((states, *fields), plan, num_tokens, cursors) if plan.drafts else None
     # With room for one input there is nothing beside the checkpoint: the step is the plain one, in its order of sums.
     is_decode = plan.batch.max_query_len == 1 and plan.ring_size > 1
     step = (_launch_decode if is_decode else _launch_tokens)(tensors, plan, cursors, scale, delta)
@@ -248,10 +251,10 @@ def _tiles_of(plan: ReplayPlan, query: Tensor, value: Tensor) -> tuple[int, tupl
 
 
 def _launch_flush(
-    tensors: tuple[Tensor, ...], slots: StatePlan, num_tokens: int, cursors: Cursors
+    tensors: tuple[Tensor, ...], plan: ReplayPlan, num_tokens: int, cursors: Cursors
 ) -> Callable[..., None]:
     """Move checkpoints to the last input of their rings: all, or before drafts those that need room."""
-    states, ring = tensors[0], Ring(*tensors[1:])
+    states, ring, slots = tensors[0], Ring(*tensors[1:]), plan.slots
     _, num_heads, size, _ = states.shape
     block_v = min(_values_by_token(slots.batch.num_seqs * num_heads, states, states.mT), _pad(size))
     return Launch(
@@ -289,15 +292,17 @@ def _rings_of(ring: Ring, states: Tensor) -> Rings:
     )
 
 
-def _cursors_of(cursors: Tensor, flush: Tensor | None, ring_size: int, *, drafts: bool) -> Cursors:
-    """Return cursors as a kernel takes them."""
+def _cursors_of(plan: ReplayPlan) -> Cursors:
+    """Return cursors, and which checkpoints move, as a kernel takes them."""
     return Cursors(
-        cursors=cursors,
-        flush=flush,
-        cursor_stride=cursors.stride(0),
-        flush_stride=0 if flush is None else flush.stride(0),
-        SIZE=tl.constexpr(ring_size),
-        DRAFTS=tl.constexpr(drafts),
+        cursors=plan.cursors,
+        flush=plan.flush,
+        targets=plan.target_indices,
+        cursor_stride=plan.cursors.stride(0),
+        flush_stride=0 if plan.flush is None else plan.flush.stride(0),
+        target_stride=0 if plan.target_indices is None else plan.target_indices.stride(0),
+        SIZE=tl.constexpr(plan.ring_size),
+        DRAFTS=tl.constexpr(plan.drafts),
     )
 
 
@@ -315,19 +320,38 @@ def _load_cursor(cursors, sequence):
 
 @triton.jit
 @no_type_check
+def _target_of(cursors, sequence):
+    """Return the slot that the checkpoint of a sequence moves to."""
+    target = sequence.slot
+    if cursors.targets is not None:
+        of_target = cursors.targets + sequence.number.to(tl.int64) * cursors.target_stride
+        given = tl.load(of_target, sequence.slot >= 0, -1).to(tl.int64)
+        target = tl.where(given >= 0, given, target)
+    return target
+
+
+@triton.jit
+@no_type_check
 def _find_ring(cursors, sequence):
-    """Return how many inputs a ring holds before a step, and whether the checkpoint moves to the end of it."""
+    """Return a sequence where its ring is, how many inputs that holds, and whether the checkpoint moves in this step.
+
+    Drafts without room have had theirs moved before the step: to the target, where the ring is empty.
+    """
     held = _load_cursor(cursors, sequence)
     total = held + sequence.length
-    if cursors.DRAFTS:  # without room for them the checkpoint has moved, and the ring is empty
-        held = tl.where(total > cursors.SIZE, 0, held)
+    if cursors.DRAFTS:
+        begins, has_moved = sequence.start < 0, (sequence.start < 0) | (total > cursors.SIZE)
+        held = tl.where(has_moved, 0, held)
+        slot = tl.where(has_moved, _target_of(cursors, sequence), sequence.slot)
+        start = tl.where(begins, -1, slot)
+        sequence = Sequence(sequence.number, sequence.first_row, sequence.length, sequence.position, slot, start)
         moves = False
     else:
         moves = (sequence.start < 0) | (total >= cursors.SIZE)
         if cursors.flush is not None:
             of_flush = cursors.flush + sequence.number.to(tl.int64) * cursors.flush_stride
             moves |= tl.load(of_flush, sequence.slot >= 0, 0) != 0
-    return held, moves
+    return sequence, held, moves
 
 
 @triton.jit
@@ -426,8 +450,7 @@ def _share_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     part = find_part(rings, NUM_HEADS, BLOCK_V)
-    sequence = find_sequence(tables, part.sequence)
-    held, moves = _find_ring(cursors, sequence)
+    sequence, held, moves = _find_ring(cursors, find_sequence(tables, part.sequence))
     row, slot = sequence.first_row, sequence.slot
     if slot >= 0:
         at = tl.arange(0, rings.PAD_L).to(tl.int64)
@@ -457,13 +480,16 @@ def _decode_kernel(
     """Read part of a checkpoint and what its ring adds, for one token, and write the ring or the checkpoint."""
     part = find_part(rings, NUM_HEADS, BLOCK_V)
     sequence = find_sequence(tables, part.sequence)
+    if cursors.DRAFTS:  # else a checkpoint is where it was, and is loaded without waiting for the cursor
+        sequence, held, moves = _find_ring(cursors, sequence)
     row, slot = sequence.first_row, sequence.slot
     of_out = out + part.head * out_strides[1] + part.at_v * out_strides[2]
     of_states = states_of(states, part)
     in_state = part.in_v[:, None] & part.in_k[None, :] & (slot >= 0)
     in_start = in_state & (sequence.start >= 0)
     state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
-    held, moves = _find_ring(cursors, sequence)
+    if not cursors.DRAFTS:
+        sequence, held, moves = _find_ring(cursors, sequence)
     store_zeros(out, out_strides, of_out, tables, sequence, part, BLOCK_V)
     if slot >= 0:
         at = tl.arange(0, rings.PAD_L).to(tl.int64)
@@ -488,7 +514,8 @@ def _decode_kernel(
             k = load_row(tokens.key, tokens.key_strides, row, part.key_head, part.at_k, part.in_k)
             state = tl.fma(v[:, None], k[None, :], state * load_decay(gates, row, part))
             kept = state.to(states.pool.dtype.element_ty)  # not read before the next step, so it leaves the cache first
-            tl.store(of_states + slot * states.strides[0], kept, in_state, cache_modifier=".cs")
+            target = _target_of(cursors, sequence)
+            tl.store(of_states + target * states.strides[0], kept, in_state, cache_modifier=".cs")
         else:
             _push_written(rings, slot, tl.cast(held, tl.int64), v, part)
 
@@ -501,8 +528,7 @@ def _step_kernel(
 ):  # fmt: skip
     """Rebuild part of one head's state, fold the tokens of a sequence in, and write the ring or the checkpoint."""
     part = find_part(rings, NUM_HEADS, BLOCK_V)
-    sequence = find_sequence(tables, part.sequence)
-    held, moves = _find_ring(cursors, sequence)
+    sequence, held, moves = _find_ring(cursors, find_sequence(tables, part.sequence))
     of_out = out + part.head * out_strides[1] + part.at_v * out_strides[2]
     of_states = states_of(states, part)
     in_state = part.in_v[:, None] & part.in_k[None, :]
@@ -521,7 +547,7 @@ def _step_kernel(
     if not cursors.DRAFTS:
         in_slot = in_state & (sequence.slot >= 0) & moves
         kept = state.to(states.pool.dtype.element_ty)  # not read before the next step, so it leaves the cache first
-        tl.store(of_states + sequence.slot * states.strides[0], kept, in_slot, cache_modifier=".cs")
+        tl.store(of_states + _target_of(cursors, sequence) * states.strides[0], kept, in_slot, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -535,8 +561,10 @@ def _flush_kernel(states, rings, tables, cursors, NUM_HEADS: tl.constexpr, BLOCK
     if cursors.DRAFTS:
         moves &= (sequence.start < 0) | (held + sequence.length > cursors.SIZE)
     if moves:
-        of_state = states_of(states, part) + sequence.slot * states.strides[0]
+        of_states = states_of(states, part)
         in_state = part.in_v[:, None] & part.in_k[None, :]
-        state = tl.load(of_state, in_state & (sequence.start >= 0), 0.0).to(tl.float32)
+        in_start = in_state & (sequence.start >= 0)
+        state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
         state = _rebuild(state, rings, sequence.slot, held, part)
-        tl.store(of_state, state.to(states.pool.dtype.element_ty), in_state)
+        kept = state.to(states.pool.dtype.element_ty)
+        tl.store(of_states + _target_of(cursors, sequence) * states.strides[0], kept, in_state)
