@@ -277,7 +277,7 @@ def test_states_are_float32_beside_pages(qwen, device):
         assert pools.states.shape == (7, 4, 12, 8) and pools.states.dtype == torch.float32
         assert pools.inputs.shape == (7, 3, 2 * 16 + 48)
     layer = engine.state_layers[0]
-    assert layer == StateLayer(4, 12, 8, 4, 80)
+    assert layer == StateLayer(4, 12, 8, 4, 80, 2)
     of_pages = 2 * 64 * 4 * 2 * 16
     assert engine.pool_bytes == of_pages + 2 * 7 * layer.bytes_per_slot(torch.float32)
     assert layer.bytes_per_slot(torch.float16) == 4 * 12 * 8 * 4 + 3 * 80 * 2

@@ -39,9 +39,8 @@ def make_engine(model, twin="refattn", **options):
     sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64)
     engine = Engine(model, twin=importlib.import_module(twin), **sizes | options)
     for pools in engine.state_caches.values():  # as after other requests
-        for pool in pools:
-            if pool is not None:
-                pool.fill_(torch.nan)
+        for pool in pools.tensors:
+            pool.fill_(torch.nan)
     return engine
 
 
@@ -53,8 +52,12 @@ def outputs(engine, prompts=PROMPTS):
 
 def assert_all_free(engine):
     pool = engine.scheduler.states
-    assert sorted(pool.free) == list(range(pool.num_slots)) and not pool.slots and not any(pool._users)
-    assert {slot: content for content, slot in pool.kept.items()} == pool._contents
+    assert not pool.slots
+    read = [fold.slot for fold in pool.rings._folds] if pool.rings else []  # by states that the next step writes
+    for each, used in ((pool, []), (pool.rings or pool, read)):
+        assert each._users == [used.count(slot) for slot in range(each.num_slots)] and not each._pending
+        assert sorted(each.free) == sorted({*range(each.num_slots)} - {*used})
+        assert {slot: content for content, slot in each.kept.items()} == each._contents
 
 
 def run(pool, length, contents=(), prompt=None):

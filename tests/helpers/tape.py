@@ -11,11 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastattn import chunked_prefill, kv_cache, metadata, mla, recurrent
+from fastattn import chunked_prefill, kv_cache, metadata, mla, recurrent, replay
 
 PATHS = (
     (recurrent, "attention"),
     (recurrent, "convolve"),
+    (replay, "attention"),
     (chunked_prefill, "attention"),
     (mla, "attention"),
     (kv_cache, "write"),

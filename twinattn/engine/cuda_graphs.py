@@ -8,7 +8,8 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
     all steps      launched before the tokens of the one before are read, which they find on the device
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
     states         the slots that a step reads, writes and keeps are in buffers, too, and those of padding rows are -1;
-                   each request of a decode reads one slot and writes another, ahead a third one
+                   each request of a decode reads one slot and writes another, ahead a third one. So are the cursors of
+                   rings: a graph serves any of them
     their order    the longest sequence first: the GPU ends with short ones then, on all of its SMs
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the graph reads, filled
                    anew for each step; plans are derived from them on the device, once per step
@@ -38,7 +39,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn.kernels.device import on_gpu
-from refattn.batch import Batch, Prefix
+from refattn.batch import Batch, Part, Prefix
 from refattn.steps import to_device
 from refattn.trees import Trees
 from twinattn.engine.decode_rows import DecodeRows
@@ -49,7 +50,7 @@ from twinattn.engine.planner import DeviceTokens
 from twinattn.engine.request import Request, StepTokens, fill_in
 from twinattn.engine.runner import UnderWay
 from twinattn.engine.sampling import settings_of
-from twinattn.engine.state_layers import StateParts, copy_states, decode_plan, prefill_plan, row_len, rows_of
+from twinattn.engine.state_layers import StateParts, copy_states, is_plain, part_of, row_len, rows_of
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -351,7 +352,9 @@ class _Decode:
         self.staged[0].fill(rows)
         self.inputs.memory.copy_(self.staged[0].memory, non_blocking=True)
         self.copied[0] = _record_event(self.inputs.memory.device)
-        copy_states(self.server.twin, rows.copies, list(self.server.state_caches.values()))
+        states = self.server.scheduler.states
+        if states is not None:
+            copy_states(self.server.twin, rows.copies, states, list(self.server.state_caches.values()))
         for pool in self.server.window_pools.values():
             pool.refresh(self.inputs.memory.device)
 
@@ -418,9 +421,11 @@ def _plan_states(step: "_Decode | _Step", slots: Int32[Tensor, "rows slots"]) ->
     pool = step.server.scheduler.states
     if pool is None:
         return ()
-    plans = [decode_plan, prefill_plan][: 1 if step.shape.queries <= pool.decode_len else 2]
-    num_blocks = step.shape.columns if pool.num_kept else 0
-    return tuple((slice(None), plan(step.server.twin, step.batch, slots, pool, num_blocks)) for plan in plans)
+    kinds = ["decode", "prefill"][: 1 if step.shape.queries <= pool.decode_len else 2]
+    if step.shape.queries == 1 and is_plain(pool, step.shape.rows):
+        kinds = ["plain"]
+    num_blocks, part = step.shape.columns if pool.num_kept else 0, Part(step.batch, slice(None))
+    return tuple(part_of(step.server.twin, part, slots, pool, num_blocks, kind) for kind in kinds)
 
 
 def _record_event(device: torch.device) -> Any:
@@ -488,7 +493,7 @@ class _Step:
             slots = [states.slots_of(request, tokens.chosen is not None) for request in tokens.requests]
             of_states, copies = rows_of(slots, tokens.query_lens, states)
             numbers += chain(*of_states, [-1] * (row_len(states) * len(unused)))
-            copy_states(self.server.twin, copies, list(self.server.state_caches.values()))
+            copy_states(self.server.twin, copies, states, list(self.server.state_caches.values()))
         if tokens.parents is not None:  # the shape has room for trees then
             for parents in tokens.parents:
                 numbers += [*parents, *[-1] * (nodes - len(parents))]

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from twinattn.engine.request import Request
 from twinattn.engine.sampling import generators, settings_of, uniforms_at
-from twinattn.engine.state_layers import rows_of
+from twinattn.engine.state_layers import Copies, is_plain, rows_of
 from twinattn.engine.state_pool import Slots, StatePool
 
 
@@ -38,7 +38,7 @@ class DecodeRows:
         generators: the states of their random number generators.
         places: the number of the next token in each answer, from 0.
         slots: where their states are, as in `state_layers.rows_of`; no columns without layers that keep one.
-        copies: the states that are copied before the decode.
+        copies: what is copied before the decode.
     """
 
     requests: list[Request]
@@ -50,7 +50,7 @@ class DecodeRows:
     generators: Int64[Tensor, "b"]
     places: Int64[Tensor, "b"]
     slots: Int32[Tensor, "b columns"]
-    copies: list[tuple[int, int]]
+    copies: Copies
 
     @classmethod
     def of(
@@ -115,15 +115,13 @@ class DecodeRows:
         )
 
 
-def _states_of(
-    slots: Sequence[Slots | None], states: StatePool | None
-) -> tuple[Int32[Tensor, "b columns"], list[tuple[int, int]]]:
+def _states_of(slots: Sequence[Slots | None], states: StatePool | None) -> tuple[Int32[Tensor, "b columns"], Copies]:
     """Return the rows of states in a decode, and the copies before it."""
     if states is None:
-        return torch.empty(len(slots), 0, dtype=torch.int32), []
+        return torch.empty(len(slots), 0, dtype=torch.int32), Copies([], [])
     known = [one for one in slots if one is not None]
     assert len(known) == len(slots)  # every request that decodes, ahead or not, has a slot
-    rows, copies = rows_of(known, [1] * len(known), states)
+    rows, copies = rows_of(known, [1] * len(known), states, plain=is_plain(states, len(known)))
     return _int32(rows), copies
 
 

@@ -107,6 +107,10 @@ class Engine:
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
         num_kept_states: states that are kept for cached prefixes in a model with layers that keep a state, besides
             those of the requests that run; None for as many as those. Other models have none.
+        state_ring_size: inputs that such layers push into a ring, instead of writing their states in each decode
+            (`refattn.replay`): a ring that is full is folded into the state. Drafts take no states then. 0 has no
+            rings; None has room for 16 inputs where that was measured to be faster, for more than four requests by
+            `fastattn` on CUDA, and no rings elsewhere.
         trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
             do that before you rely on them.
 
@@ -137,6 +141,7 @@ class Engine:
         calibration: Sequence[CalibrationStats] | None = None,
         calculate_kv_scales: bool = False,
         num_kept_states: int | None = None,
+        state_ring_size: int | None = None,
         trust_model: bool = False,
     ) -> None:
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
@@ -193,6 +198,7 @@ class Engine:
         slots = self.layer_pools.allocate_states(
             min(max_num_seqs, num_blocks),
             num_kept_states,
+            state_ring_size,
             block_size=block_size,
             decode_len=self.decode_len,
             ahead=isinstance(runner, AsyncRunner) and speculation is None,

@@ -30,6 +30,7 @@ from twinattn.engine.compressed_storage import CompressedStorage
 from twinattn.engine.index_modules import IndexTokens
 from twinattn.engine.kv_cache_dtype import KEY_RANGE, VALUE_RANGE
 from twinattn.engine.layers import Layer, Parts
+from twinattn.engine.ring_pool import FEW, RING_SIZE, RingPool
 from twinattn.engine.state_layers import Recurrence, StateLayer, StateParts, StatePools
 from twinattn.engine.state_pool import StatePool
 from twinattn.engine.storages import CalibrationStats, SelectedLatentStorage
@@ -132,32 +133,45 @@ class LayerPools:
             ) from error
 
     def allocate_states(
-        self, most: int, num_kept: int | None, *, block_size: int, decode_len: int, ahead: bool
+        self,
+        most: int,
+        num_kept: int | None,
+        ring_size: int | None,
+        *,
+        block_size: int,
+        decode_len: int,
+        ahead: bool,
     ) -> StatePool | None:
         """Allocate the pools of the layers that keep a state, and return their slots; None without such layers.
 
         Args:
             most: requests that run at once.
             num_kept: states that are kept besides, as in `Engine`.
+            ring_size: inputs that are replayed instead of states that are written; 0 for none, None for the default.
             block_size: tokens in a block.
             decode_len: the most new tokens of a decode.
             ahead: whether steps are launched before the one before is read.
 
         Raises:
-            ValueError: if `num_kept` is not an int of at least 0.
+            ValueError: if `num_kept` or `ring_size` is not an int of at least 0, or the model keeps no states.
             torch.OutOfMemoryError: if a GPU has no room for them.
         """
-        if num_kept is not None and (type(num_kept) is not int or num_kept < 0):
-            raise ValueError(f"num_kept_states: expected None or an int of at least 0, got {num_kept!r}")
+        for name, size in (("num_kept_states", num_kept), ("state_ring_size", ring_size)):
+            if size is not None and (type(size) is not int or size < 0):
+                raise ValueError(f"{name}: expected None or an int of at least 0, got {size!r}")
+            if size is not None and not self.state_layers:
+                raise ValueError(f"{name}: expected None without layers that keep a state, got {size}")
         if not self.state_layers:
-            if num_kept is not None:
-                raise ValueError(f"num_kept_states: expected None without layers that keep a state, got {num_kept}")
             return None
-        kept = most if num_kept is None else num_kept
-        slots = StatePool(most, kept, block_size=block_size, decode_len=decode_len, ahead=ahead)
+        kept, sizes = most if num_kept is None else num_kept, dict(block_size=block_size, decode_len=decode_len)
+        few, size = 0, ring_size
+        if size is None:
+            few, size = FEW, max(RING_SIZE, decode_len) if most > FEW and self._replays_inputs else 0
+        rings = RingPool(most, kept, ring_size=size, few=few, ahead=ahead, **sizes) if size else None
+        slots = StatePool(most, kept, ahead=ahead, rings=rings, **sizes)
         try:
             for index, layer in self.state_layers.items():
-                self.state_caches[index] = layer.allocate(self._twin, slots.num_slots, **self._where)
+                self.state_caches[index] = layer.allocate(self._twin, slots, **self._where)
         except RuntimeError as error:
             arguments.check_out_of_memory(error)
             size = sum(layer.bytes_per_slot(self._where["dtype"]) for layer in self.state_layers.values())
@@ -168,11 +182,19 @@ class LayerPools:
         return slots
 
     @property
+    def _replays_inputs(self) -> bool:
+        """Whether states are read and inputs pushed unless the engine is asked for something else: where it is faster.
+
+        That was measured on a GPU, by our kernels.
+        """
+        return self._where["device"].type == "cuda" and getattr(self._twin.package, "__name__", None) == "fastattn"
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all pools, scales included, as the tensors have them."""
         tensors = [x for cache in self.caches for x in _pools_of(cache)]
         tensors += [x for layer in self.layers for x in layer.fixed_scales]
-        tensors += [x for pools in self.state_caches.values() for x in pools if x is not None]
+        tensors += [x for pools in self.state_caches.values() for x in pools.tensors]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def begin_pass(self) -> None:

@@ -120,16 +120,17 @@ def _unit(x: Float[Tensor, "t h d"]) -> Float[Tensor, "t h d"]:
 
 def _delta_state(module: Any) -> StateLayer:
     sizes = module.num_v_heads, module.head_v_dim, module.head_k_dim
-    return StateLayer(*sizes, module.conv_kernel_size, module.conv_dim)
+    return StateLayer(*sizes, module.conv_kernel_size, module.conv_dim, module.num_k_heads)
 
 
 def _kimi_state(module: Any) -> StateLayer:
-    return StateLayer(module.num_heads, module.head_dim, module.head_dim, module.conv_kernel_size, module.conv_dim)
+    sizes = module.num_heads, module.head_dim, module.head_dim
+    return StateLayer(*sizes, module.conv_kernel_size, module.conv_dim, per_channel=True)
 
 
 def _mamba2_state(module: Any) -> StateLayer:
     sizes = module.num_heads, module.head_dim, module.ssm_state_size
-    return StateLayer(*sizes, module.conv_kernel_size, module.conv_dim)
+    return StateLayer(*sizes, module.conv_kernel_size, module.conv_dim, module.n_groups)
 
 
 def _lightning_state(module: Any) -> StateLayer:

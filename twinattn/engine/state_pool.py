@@ -15,20 +15,22 @@ One request with a prompt of 11 tokens, in blocks of 4 and steps of at most 9:
     2       9, 10     slot 0    slot 2    -               slot 0 is free again
     3       11        slot 2    slot 0    slot 3, after 12
 
-A kept state is free memory: it stays until its slot is needed, and the least recently used one goes first. Of an answer
-only the latest one stays.
+Of an answer only the latest one stays.
 
 A step that is launched before the tokens of the one before it are read (`hold_ahead`) reads the slot that that one
 writes, and writes a third one: the state before both is still there if the first of them has to be computed again.
+
+With a `RingPool`, these are the slots of the convolutions alone, and states are in the slots of that.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from refattn.checks import check_int, check_sizes
 from twinattn.engine.block_pool import BlockContent
 from twinattn.engine.request import Request
+from twinattn.engine.ring_pool import RingPool, RingSlots
+from twinattn.engine.slots import SlotPool
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Slots:
         checkpoint: the block at whose end a state is kept, by its place in the request, and the slot; None for none.
         latest: what the kept state of its answer is the state after; None without one.
         ahead: those of the step after this one, if it is launched already.
+        ring: where the checkpoint and the ring are, if inputs are replayed.
     """
 
     first: int
@@ -50,17 +53,17 @@ class Slots:
     checkpoint: tuple[int, int] | None = None
     latest: BlockContent | None = None
     ahead: "Slots | None" = None
+    ring: RingSlots | None = None
 
 
-class StatePool:
+class StatePool(SlotPool):
     """Allocates slots for states, and finds the states that were kept.
 
     Every request that runs has a slot for its state, and slots that a step writes to, so none ever waits for one.
 
     Attributes:
-        num_slots: slots in the pools of all layers.
         slots: of each request that runs.
-        kept: the slots of kept states, by what is before them.
+        rings: the slots of checkpoints and rings, if inputs are replayed.
 
     Args:
         num_requests: most requests that run at once.
@@ -68,45 +71,48 @@ class StatePool:
         block_size: tokens in a block, at whose ends states are kept.
         decode_len: most new tokens of a decode, its drafts included.
         ahead: whether steps are launched ahead, each of which writes to one slot more.
+        rings: as above.
 
     Raises:
         ValueError: naming the argument that is out of range.
     """
 
     def __init__(
-        self, num_requests: int, num_kept: int, *, block_size: int, decode_len: int = 1, ahead: bool = False
+        self,
+        num_requests: int,
+        num_kept: int,
+        *,
+        block_size: int,
+        decode_len: int = 1,
+        ahead: bool = False,
+        rings: RingPool | None = None,
     ) -> None:
         check_sizes(num_requests=num_requests, block_size=block_size, decode_len=decode_len)
         check_int("num_kept", num_kept)
-        self.num_slots = num_requests * (1 + decode_len + ahead) + num_kept
-        self.num_kept, self.block_size, self.decode_len = num_kept, block_size, decode_len
-        self.reset()
-
-    @property
-    def free(self) -> list[int]:
-        """The unused slots, the next one to be used first; those of kept states are among them."""
-        return list(self._free)
+        self.block_size, self.decode_len, self.rings = block_size, decode_len, rings
+        super().__init__(num_requests * (1 + decode_len + ahead) + num_kept, num_kept)
 
     def reset(self) -> None:
         """Free all slots, and forget what they hold."""
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_slots))
-        self._users = [0] * self.num_slots
-        self._contents: dict[int, BlockContent] = {}  # what each slot of a kept state holds
-        self.kept: dict[BlockContent, int] = {}
+        super().reset()
         self.slots: dict[Request, Slots] = {}
-        self._pending = 0  # states that the step under way keeps
+        if self.rings is not None:
+            self.rings.reset()
 
     def usable(self, contents: Sequence[BlockContent]) -> int:
         """Return after how many of some full blocks a request can begin: after the last one whose state was kept."""
-        return max((count for count, content in enumerate(contents, 1) if content in self.kept), default=0)
+        pools = (self,) if self.rings is None else (self, self.rings)
+        kept = (count for count, content in enumerate(contents, 1) if all(content in pool.kept for pool in pools))
+        return max(kept, default=0)
 
     def share(self, request: Request, contents: Sequence[BlockContent]) -> None:
         """Start a new request after some blocks, as many as are `usable`: it reads the state after the last one."""
         slots = self.slots[request] = Slots(len(contents) * self.block_size)
         if contents:
             slots.start = self.kept[contents[-1]]
-            self._users[slots.start] += 1
-            self._free.pop(slots.start, None)
+            self._use(slots.start)
+        if self.rings is not None:
+            slots.ring = self.rings.begin(contents)
 
     def fork(self, request: Request, other: Request) -> None:
         """Let another sample go on from the state of a request: a step reads it, and writes to slots of its own."""
@@ -114,7 +120,9 @@ class StatePool:
         slots = self.slots[request]
         self.slots[other] = Slots(slots.first, slots.start)
         if slots.start is not None:
-            self._users[slots.start] += 1
+            self._use(slots.start)
+        if self.rings is not None and slots.ring is not None:
+            self.slots[other].ring = self.rings.fork(slots.ring)
 
     def hold(self, request: Request, query_len: int, seq_len: int) -> None:
         """Take the slots that a step writes to; called again with more tokens, drafts, it takes those for them, too.
@@ -128,6 +136,8 @@ class StatePool:
         while len(slots.targets) < (query_len if query_len <= self.decode_len else 1):
             slots.targets.append(self._take())
         self._hold_checkpoint(request, slots, seq_len)
+        if self.rings is not None and slots.ring is not None:
+            self.rings.hold(request, slots.ring, query_len, seq_len)
 
     def hold_ahead(self, request: Request, launched: int = 1, query_len: int = 1) -> None:
         """Take the slots that the step after this one writes to, before this one has been read.
@@ -142,6 +152,8 @@ class StatePool:
             (target,) = slots.targets  # there are no drafts
             slots.ahead = Slots(slots.first + launched, target, [self._take()])
             self._hold_checkpoint(request, slots.ahead, slots.first + launched + query_len)
+            if self.rings is not None and slots.ring is not None:
+                slots.ahead.ring = self.rings.hold_ahead(request, slots.ring, launched, query_len)
 
     def follow(self, request: Request) -> None:
         """Go on to the step that was launched ahead: what came of the one before it is known now."""
@@ -151,6 +163,8 @@ class StatePool:
         self.settle(request)
         slots = self.slots[request]
         slots.targets, slots.checkpoint = ahead.targets, ahead.checkpoint
+        if self.rings is not None and slots.ring is not None and ahead.ring is not None:
+            self.rings.follow(slots.ring, ahead.ring)
 
     def slots_of(self, request: Request, ahead: bool) -> Slots:
         """Return the slots of a request in this step, or in the one that is launched ahead."""
@@ -163,10 +177,6 @@ class StatePool:
         if slots.checkpoint is None and last * self.block_size > slots.first and self._pending < self.num_kept:
             slots.checkpoint = last - 1, self._take()
             self._pending += 1
-
-    def is_shared(self, slot: int) -> bool:
-        """Return whether several requests begin with the state in a slot."""
-        return self._users[slot] > 1
 
     def settle(self, request: Request) -> None:
         """Take note of what came of a step: how many tokens `request.num_computed_tokens` says are computed.
@@ -192,6 +202,8 @@ class StatePool:
             self._release(slot)
             self._pending -= 1
         slots.first, slots.targets, slots.checkpoint = request.num_computed_tokens, [], None
+        if self.rings is not None and slots.ring is not None:
+            self.rings.settle(request, slots.ring)
 
     def release(self, request: Request) -> None:
         """Free all slots of a finished or preempted request; it may have none."""
@@ -200,6 +212,8 @@ class StatePool:
             slots = self.slots.pop(request)
             if slots.start is not None:
                 self._release(slots.start)
+            if self.rings is not None and slots.ring is not None:
+                self.rings.release(slots.ring)
 
     def _drop(self, ahead: Slots) -> None:
         """Free the slots of a step whose output is not read."""
@@ -208,34 +222,10 @@ class StatePool:
         if ahead.checkpoint is not None:
             self._release(ahead.checkpoint[1])
             self._pending -= 1
+        if self.rings is not None and ahead.ring is not None:
+            self.rings.drop(ahead.ring)
 
     def _keep(self, request: Request, block: int, slot: int) -> None:
         """Register a request's state at the end of a block for prefix caching, unless there is one."""
-        content, slots = request.contents[block], self.slots[request]
-        if content not in self.kept:
-            self.kept[content], self._contents[slot] = slot, content
-        if (block + 1) * self.block_size > request.prompt_len:
-            if slots.latest is not None and slots.latest in self.kept:
-                self._forget(self.kept[slots.latest])
-            slots.latest = content
-
-    def _take(self) -> int:
-        slot, _ = self._free.popitem(last=False)
-        self._forget(slot)
-        self._users[slot] = 1
-        return slot
-
-    def _forget(self, slot: int) -> None:
-        """Forget what a slot holds; if it is unused, it is the next one that is taken."""
-        content = self._contents.pop(slot, None)
-        if content is not None:
-            del self.kept[content]
-        if slot in self._free:
-            self._free.move_to_end(slot, last=False)
-
-    def _release(self, slot: int) -> None:
-        """Count one user less of a slot; a free one with a kept state is taken after all others."""
-        self._users[slot] -= 1
-        if not self._users[slot]:
-            self._free[slot] = None
-            self._free.move_to_end(slot, last=slot in self._contents)
+        slots, is_answer = self.slots[request], (block + 1) * self.block_size > request.prompt_len
+        slots.latest = self._register(request.contents[block], slot, slots.latest, is_answer=is_answer)
