@@ -20,7 +20,7 @@ The host knows each cursor, as it knows how many tokens were accepted. It passes
 graph serves any cursor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Fold(NamedTuple):
     """A state that is written before a step: the checkpoint in a slot, and its first inputs, go to another slot."""
 
     slot: int
-    count: int
+    num_inputs: int
     target: int
 
 
@@ -150,7 +150,7 @@ class RingPool(SlotPool):
         """Return whether several requests have the checkpoint in a slot."""
         return self._users[slot] - sum(fold.slot == slot for fold in self._folds) > 1
 
-    def begin(self, contents: list[BlockContent]) -> RingSlots:
+    def begin(self, contents: Sequence[BlockContent]) -> RingSlots:
         """Return the slots of a new request that starts after some blocks: its checkpoint is the state after them."""
         slots = RingSlots(len(contents) * self.block_size)
         if contents:
@@ -250,10 +250,9 @@ class RingPool(SlotPool):
         has_drafts, total = self.decode_len > 1, cursor + query_len
         is_full = total > self.ring_size if has_drafts else total >= self.ring_size
         moves = slot is None or is_full or slots.block is not None
-        slots.planned = (target, 0, has_drafts) if moves else (slot, cursor, True)
-        elsewhere = moves and slot not in (None, target)
-        flush = slots.block is not None
-        return Row(target if slot is None else slot, cursor, target if elsewhere else -1, int(flush))
+        here = target if slot is None else slot
+        slots.planned = (target, 0, has_drafts) if moves else (here, cursor, True)
+        return Row(here, cursor, target if moves and here != target else -1, int(slots.block is not None))
 
     def _keep_states(self, request: Request, slots: RingSlots, now: int) -> None:
         """Register the states that a step leaves at the end of a block."""

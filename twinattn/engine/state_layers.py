@@ -329,27 +329,27 @@ def ring_plan(
     twin: Twin, batch: Batch, rows: Int32[Tensor, "b columns"], pool: StatePool, num_blocks: int, kind: str
 ) -> StatePlan | ReplayPlan:
     """Plan the states of some requests where there are rings. Arguments are those of `part_of`."""
-    row, rings = Row(*rows[:, pool.decode_len + 5 :].unbind(1)), pool.rings  # type: ignore[arg-type]
+    rings, columns = pool.rings, dict(zip(Row._fields, rows[:, pool.decode_len + 5 :].unbind(1), strict=True))
     assert rings is not None
     plan: StatePlan | ReplayPlan
     if kind == "prefill":
-        kept = _checkpoints(row.block, row.kept, pool, num_blocks)
-        plan = twin.recurrent.plan(batch, state_indices=row.prefill, **kept)
+        kept = _checkpoints(columns["block"], columns["kept"], pool, num_blocks)
+        plan = twin.recurrent.plan(batch, state_indices=columns["prefill"], **kept)
     elif kind == "plain":
-        columns, accepted = torch.stack((row.plain, row.start), 1), (row.start >= 0).int() + 1
-        plan = twin.recurrent.plan(batch, state_indices=columns, num_accepted=accepted)
+        states, accepted = torch.stack((columns["plain"], columns["start"]), 1), (columns["start"] >= 0).int() + 1
+        plan = twin.recurrent.plan(batch, state_indices=states, num_accepted=accepted)
     else:
+        slots, has_drafts = columns["slot"], pool.decode_len > 1
         cursors = torch.zeros(rings.num_slots + 1, dtype=torch.int32, device=rows.device)
-        cursors.scatter_(0, row.slot.where(row.slot >= 0, rings.num_slots).long(), row.cursor)
-        has_drafts = pool.decode_len > 1
+        cursors.scatter_(0, slots.where(slots >= 0, rings.num_slots).long(), columns["cursor"])
         plan = twin.replay.plan(
             batch,
-            state_indices=row.slot,
+            state_indices=slots,
             cursors=cursors[:-1],
             ring_size=rings.ring_size,
-            flush=None if has_drafts else row.flush > 0,
+            flush=None if has_drafts else columns["flush"] > 0,
             drafts=has_drafts,
-            target_indices=row.target,
+            target_indices=columns["target"],
         )
     return plan
 
@@ -367,7 +367,7 @@ def decode_plan(
         num_blocks: blocks of a request whose ends may be kept; 0 keeps none.
     """
     width = pool.decode_len + 1
-    kept = _checkpoints(*rows[:, width + 2 : width + 4].unbind(1), pool, num_blocks)
+    kept = _checkpoints(rows[:, width + 2], rows[:, width + 3], pool, num_blocks)
     plan: StatePlan = twin.recurrent.plan(batch, state_indices=rows[:, :width], num_accepted=rows[:, width + 1], **kept)
     return plan
 
@@ -376,7 +376,7 @@ def prefill_plan(
     twin: Twin, batch: Batch, rows: Int32[Tensor, "b columns"], pool: StatePool, num_blocks: int
 ) -> StatePlan:
     """Plan the prefills among some requests; for others it is padding. Arguments are those of `decode_plan`."""
-    kept = _checkpoints(*rows[:, pool.decode_len + 3 : pool.decode_len + 5].unbind(1), pool, num_blocks)
+    kept = _checkpoints(rows[:, pool.decode_len + 3], rows[:, pool.decode_len + 4], pool, num_blocks)
     plan: StatePlan = twin.recurrent.plan(batch, state_indices=rows[:, pool.decode_len + 1], **kept)
     return plan
 
