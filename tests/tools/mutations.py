@@ -3132,9 +3132,9 @@ MUTATIONS: list[Mutation] = [
         "R210",
         "all states of an answer are kept",
         (
-            "twinattn.engine.state_pool:StatePool._keep",
-            "                self._forget(self.kept[slots.latest])",
-            "                pass",
+            "twinattn.engine.slots:SlotPool._register",
+            "            self._forget(self.kept[latest])",
+            "            pass",
         ),
     ),
     *breaks(
@@ -3146,7 +3146,7 @@ MUTATIONS: list[Mutation] = [
         "R210",
         "a state that was used again is taken like any other",
         (
-            "twinattn.engine.state_pool:StatePool._release",
+            "twinattn.engine.slots:SlotPool._release",
             "move_to_end(slot, last=slot in self._contents)",
             "move_to_end(slot, last=False)",
         ),
@@ -3168,6 +3168,68 @@ MUTATIONS: list[Mutation] = [
             "if (block + 1) * self.block_size <= request.num_computed_tokens:",
             "if slots.first:",
         ),
+    ),
+    *breaks(
+        "R219",
+        "the cursor of a request stays where it is",
+        ("twinattn.engine.ring_pool:RingSlots.after", "held + count if pushes else 0", "held"),
+    ),
+    *breaks(
+        "R219",
+        "rejected drafts stay in the ring",
+        ("twinattn.engine.ring_pool:RingPool.settle", "slots.after(count)", "slots.after(slots.query_len)"),
+    ),
+    *breaks(
+        "R219",
+        "a full ring is folded where it is read",
+        (
+            "twinattn.engine.ring_pool:RingPool._row",
+            ("here = target if slot is None else slot", "(target, 0, has_drafts) if moves", "target if moves and here"),
+            ("here = target if slot is None else slot", "(here, 0, has_drafts) if moves", "-1 if moves and here"),
+        ),
+    ),
+    *breaks(
+        "R219",
+        "the end of a block moves no checkpoint",
+        ("twinattn.engine.ring_pool:RingPool._row", "int(slots.block is not None))", "0)"),
+    ),
+    *breaks(
+        "R219",
+        "several requests push into one ring",
+        ("twinattn.engine.ring_pool:RingPool._row", "is_prefill or self.is_shared(slot) or", "is_prefill or"),
+    ),
+    *breaks(
+        "R219",
+        "a plain step leaves the ring out",
+        ("twinattn.engine.ring_pool:RingPool._row", " or (plain and cursor)", ""),
+    ),
+    *breaks(
+        "R219",
+        "a prompt goes on from the checkpoint, without the ring",
+        (
+            "twinattn.engine.ring_pool:RingPool._row",
+            "folds.append(Fold(slot, cursor, target))",
+            "folds.append(Fold(slot, 0, target))",
+        ),
+    ),
+    *breaks(
+        "R219",
+        "a state that is kept has one input more",
+        (
+            "twinattn.engine.ring_pool:RingPool._keep_states",
+            "Fold(slots.slot, end - checkpoint, target)",
+            "Fold(slots.slot, end - checkpoint + 1, target)",
+        ),
+    ),
+    *breaks(
+        "R219",
+        "another sample begins with an empty ring",
+        ("twinattn.engine.ring_pool:RingPool.fork", "slots.slot, slots.cursor)", "slots.slot, 0)"),
+    ),
+    *breaks(
+        "R219",
+        "folds that failed are forgotten",
+        ("twinattn.engine.ring_pool:RingPool.plan", "folds = [*self._folds]", "folds, self._folds = self._folds, []"),
     ),
     *breaks(
         "R212",

@@ -161,12 +161,10 @@ class Engine:
         models.check_model(model, trust_model)
         arguments.check_scales(kv_cache_dtype, calibration, calculate_kv_scales)
         arguments.check_autocast(model)
-        self.model, self.tokenizer = model.eval(), tokenizer
-        self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
+        self.model, self.tokenizer, self.block_size = model.eval(), tokenizer, block_size
+        self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
-        self.speculation = speculation
-        self.machine = machine or (CPU if model.device.type == "cpu" else H200)
+        self.speculation, self.machine = speculation, machine or (CPU if model.device.type == "cpu" else H200)
         config = model.config.get_text_config()
         self.admission = Admission.of(model, tokenizer, **sizes)
         self.vocab_size = self.admission.vocab_size

@@ -144,7 +144,7 @@ class RingPool(SlotPool):
     def reset(self) -> None:
         """Free all slots, and forget what they hold."""
         super().reset()
-        self._folds: list[Fold] = []  # of states that are kept, written before the next step
+        self._folds: list[Fold] = []  # kept states that are written before the next step
 
     def is_shared(self, slot: int) -> bool:
         """Return whether several requests have the checkpoint in a slot."""
