@@ -799,7 +799,7 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a sample begins with a state that others may take",
         "twinattn.engine.state_pool:StatePool.fork",
-        "            self._users[slots.start] += 1",
+        "            self._use(slots.start)",
         "            pass",
         "tests/engine/test_samples_everywhere.py",
     ),
