@@ -142,7 +142,8 @@ def bench(
 @main.command()
 def load(
     temperature: Annotated[list[float] | None, typer.Option(help="Rounds with it; several times.")] = None,
-    model: Annotated[str, typer.Option(help="Whose sizes: qwen3-0.6b, qwen3-8b.")] = "qwen3-0.6b",
+    model: Annotated[str, typer.Option(help="Whose sizes: qwen3-0.6b, qwen3-8b, qwen3-next.")] = "qwen3-0.6b",
+    ring: Annotated[list[int] | None, typer.Option(help="Of qwen3-next: inputs in a ring, 0 for none.")] = None,
     rounds: Annotated[int, typer.Option(help="How many with each temperature.")] = 2,
     nano_vllm: Annotated[Path | None, typer.Option(help="A folder with nano-vllm's source, to run beside.")] = None,
     vllm: Annotated[list[str] | None, typer.Option(help="vLLM with this backend beside it; several times.")] = None,
@@ -160,6 +161,7 @@ def load(
             Console(),
             temperatures=tuple(temperature or (0.0, 0.6)),
             model=model,
+            rings=ring or (),
             rounds=rounds,
             nano_vllm=nano_vllm,
             vllm=vllm or (),

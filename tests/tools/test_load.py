@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import io
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -189,16 +190,36 @@ def test_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
         (dict(temperatures=()), "temperatures: expected at least one"),
         (dict(nano_vllm=Path("nowhere")), "nano_vllm: expected a folder, got 'nowhere'"),
         (dict(results=Path()), "results: expected a file, got the folder '.'"),
+        (dict(rings=(16,)), "rings: expected none, as qwen3-0.6b has no layers that keep a state, got [16]"),
+        (dict(model="qwen3-next", rings=(0, -1)), "ring: expected a Python int of at least 0, got -1"),
+        (dict(model="qwen3-next", nano_vllm=Path()), "nano_vllm: expected None, as it does not serve qwen3-next"),
+        (
+            dict(model="qwen3-next", vllm=["FASTATTN"]),
+            "vllm: expected no backend, as qwen3-next is not",
+        ),
         (dict(picture=Path("steps.abc")), "picture: expected"),
-        (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, got 'qwen3'"),
+        (dict(model="qwen3"), "model: expected one of qwen3-0.6b, qwen3-8b, qwen3-next, got 'qwen3'"),
         (dict(graphs="all"), "graphs: expected one of full, default, got 'all'"),
         (dict(rounds=0), "rounds: expected a positive int, got 0"),
     ],
-    ids=["temperature", "none", "source", "results", "picture", "model", "graphs", "rounds"],
+    ids=[
+        "temperature",
+        "none",
+        "source",
+        "results",
+        "rings",
+        "ring",
+        "states",
+        "beside",
+        "picture",
+        "model",
+        "graphs",
+        "rounds",
+    ],
 )
 def test_bad_options_are_refused_before_anything_is_served(options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         load.run(Console(quiet=True), **options)
 
 
@@ -235,3 +256,30 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     assert (found["model"], found["graphs"]) == ("qwen3-0.6b", "full") and found["warm_up_seconds"] > 0
     assert Round.read(found["rounds"][0]) == nano
     assert "with a profile" in text.export_text()
+
+
+def test_a_model_with_states_is_served_once_for_each_ring(small, tmp_path, monkeypatch, device):
+    """In one run, one engine after the other; the sizes are those of Qwen3-Next but for its experts."""
+    configured = load.transformers.Qwen3NextConfig(**load.NEXT_SIZES)
+    usual = load.transformers.Qwen3NextConfig().to_dict()
+    changed = {name for name, value in configured.to_dict().items() if value != usual[name]}
+    assert changed == {"num_experts", "max_position_embeddings"}
+    heads = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+    small_sizes = TINY | heads | dict(num_hidden_layers=4, num_experts=0)
+    monkeypatch.setitem(load.MODELS, "qwen3-next", small_sizes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(load, "make_model", lambda sizes, *_: make_model(sizes, torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(load, "machine", lambda device: {"name": "a GPU"})
+    engines = []
+    monkeypatch.setattr(
+        load,
+        "make_engine",
+        lambda model, ring: engines.append(make_engine(model, num_seqs=4, ring=ring)) or engines[-1],
+    )
+    load.run(Console(quiet=True), temperatures=(0.0,), model="qwen3-next", results=tmp_path / "load.json")
+    gc.unfreeze()
+    found = json.loads((tmp_path / "load.json").read_text())
+    assert found["model"] == "qwen3-next"
+    assert [one["server"] for one in found["rounds"]] == ["this engine, no ring"] * 2 + ["this engine, ring of 16"] * 2
+    rings = [engine.scheduler.states.rings for engine in engines]
+    assert rings[0] is None and rings[1].ring_size == 16

@@ -5,11 +5,15 @@ start, over a model of the sizes of Qwen3-0.6B, or of Qwen3-8B, with random weig
 (github.com/GeeeekExplorer/nano-vllm) runs beside it from a folder with its source, and vLLM with the attention backends
 that are named (`load_vllm`), each in a process of its own.
 
+Or over one of the sizes of Qwen3-Next-80B-A3B, three of four layers of which keep a state: dense, with as many weights
+as a token meets there. It is served once for each size of the rings that are asked for (`Engine.state_ring_size`).
+
     tokens per second        all tokens of all answers, over the time until the last one
     time to first token      of each request, from the start
     time between tokens      of each request and each pair of its tokens: what a reader sees
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -30,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastattn
-from refattn.checks import check_file, check_folder, check_number, check_sizes
+from refattn.checks import check_file, check_folder, check_int, check_number, check_sizes
 from twinattn.bench.measure import circumstances, machine
 from twinattn.engine import CudaGraphs, Engine, SamplingParams, fuse, profile
 from twinattn.engine.profile import Profile, draw_timeline, times_table
@@ -46,6 +50,21 @@ SIZES = dict(  # Qwen3-0.6B's
     max_position_embeddings=40960,
     tie_word_embeddings=True,
 )
+NEXT_SIZES = dict(  # Qwen3-Next-80B-A3B's, without experts; its 10 and the shared one have 5632 hidden units together
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    num_experts=0,
+    max_position_embeddings=40960,
+)
 MODELS = {
     "qwen3-0.6b": SIZES,
     "qwen3-8b": SIZES
@@ -56,7 +75,9 @@ MODELS = {
         num_attention_heads=32,
         tie_word_embeddings=False,
     ),
+    "qwen3-next": NEXT_SIZES,
 }
+RINGS = (0, 16)  # for layers that keep a state: the inputs that a ring has room for
 NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
 BUDGET = 16384  # tokens in a step, nano-vllm's default
 ROUNDS = 2  # the first one may have something left to compile
@@ -145,6 +166,7 @@ def run(
     *,
     temperatures: Sequence[float] = (0.0, 0.6),
     model: str = "qwen3-0.6b",
+    rings: Sequence[int] = (),
     rounds: int = ROUNDS,
     nano_vllm: Path | None = None,
     vllm: Sequence[str] = (),
@@ -158,6 +180,7 @@ def run(
         console: where to print.
         temperatures: rounds with each.
         model: whose sizes, a name of `MODELS`.
+        rings: the sizes of rings to serve it with, of a model with layers that keep a state; `RINGS` if there are none.
         rounds: how many with each temperature.
         nano_vllm: the folder with nano-vllm's source; None to leave it out.
         vllm: attention backends of vLLM, by its names; none to leave it out.
@@ -180,6 +203,7 @@ def run(
         if chosen not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {chosen!r}")
     check_sizes(rounds=rounds)
+    has_states = check_model(model, rings, nano_vllm, vllm)
     check_folder("results", None if results is None else results.parent)
     if results is not None and results.is_dir():
         raise ValueError(f"results: expected a file, got the folder {str(results)!r}")
@@ -206,26 +230,76 @@ def run(
         show(of_nano_vllm(nano_vllm, sizes, temperatures, rounds))
     for backend in vllm:
         show(of_vllm(backend, sizes, temperatures, rounds=rounds, graphs=graphs))
-    engine = make_engine(make_model(sizes, torch.device("cuda"), torch.bfloat16))
+    served = make_model(sizes, torch.device("cuda"), torch.bfloat16)
+    for ring in (rings or RINGS) if has_states else (None,):
+        found, head["warm_up_seconds"] = serve_rounds(console, served, temperatures, rounds, ring, picture)
+        show(found)
+        gc.unfreeze()  # the engine, so that its pools make room for those of the next one
+        gc.collect()
+
+
+def serve_rounds(
+    console: Console, model: Any, temperatures: Sequence[float], rounds: int, ring: int | None, picture: Path | None
+) -> tuple[list[Round], float]:
+    """Serve all rounds with an engine of their own, and one more with a profile; return them, and the warm-up's time.
+
+    Args:
+        console: where to print.
+        model: the model.
+        temperatures: rounds with each.
+        rounds: how many.
+        ring: inputs in a ring of layers that keep a state; None for a model without.
+        picture: a file to draw some steps into.
+    """
+    engine = make_engine(model, ring=ring)
     start = time.perf_counter()
     engine.warm_up(2 * MOST)
-    head["warm_up_seconds"] = time.perf_counter() - start
-    show([serve(engine, given, temperature, number) for temperature, number, given in rounds_of(temperatures, rounds)])
+    warm_up = time.perf_counter() - start
+    found = [
+        serve(engine, given, temperature, number, name_of(ring))
+        for temperature, number, given in rounds_of(temperatures, rounds)
+    ]
     profiled = Profile(engine)
     serve(engine, Load.draw(rounds * len(temperatures)), temperatures[-1], rounds)
-    console.print(times_table(profiled.steps, "a round more, with a profile"))
+    console.print(times_table(profiled.steps, f"a round more, with a profile: {name_of(ring)}"))
     if picture is not None and profiled.gpu is not None:
         draw_timeline(profiled.steps, profiled.gpu.spans(), picture)
+    return found, warm_up
+
+
+def check_model(model: str, rings: Sequence[int], nano_vllm: Path | None, vllm: Sequence[str]) -> bool:
+    """Check which model is to be served and how, and return whether it has layers that keep a state.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    has_states = model == "qwen3-next"
+    if rings and not has_states:
+        raise ValueError(f"rings: expected none, as {model} has no layers that keep a state, got {list(rings)}")
+    for ring in rings:
+        check_int("ring", ring)
+    if nano_vllm is not None and has_states:
+        raise ValueError(f"nano_vllm: expected None, as it does not serve {model}, got {str(nano_vllm)!r}")
+    if vllm and has_states:
+        raise ValueError(f"vllm: expected no backend, as {model} is not served beside it here, got {list(vllm)}")
+    return has_states
+
+
+def name_of(ring: int | None) -> str:
+    """Return what a table calls this engine, with a ring of some size; None for a model without states."""
+    return "this engine" + ("" if ring is None else f", ring of {ring}" if ring else ", no ring")
 
 
 def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """Make a model with random weights."""
+    """Make a model with random weights, of Qwen3-Next where sizes are of its layers that keep a state."""
     torch.manual_seed(0)
+    has_states = any(name.startswith("linear_") for name in sizes)
+    config = transformers.Qwen3NextConfig(**sizes) if has_states else transformers.Qwen3Config(**sizes)
     with device:  # where 8 billion weights are drawn in a second
-        return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes), dtype=dtype).eval()
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET) -> Engine:
+def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET, ring: int | None = None) -> Engine:
     """Make the engine that serves a model fastest: fused layers, captured decodes."""
     on_gpu = model.device.type == "cuda"
     runner = CudaGraphs() if on_gpu else None
@@ -237,10 +311,11 @@ def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGE
         max_num_seqs=num_seqs,
         twin=fastattn,
         runner=runner,
+        state_ring_size=ring,
     )
 
 
-def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
+def serve(engine: Engine, load: Load, temperature: float, number: int, server: str = "this engine") -> Round:
     """Serve a load with this project's engine."""
     start = time.perf_counter()
     requests = [
@@ -256,7 +331,7 @@ def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
     failed = [request.error for request in requests if request.error is not None]
     if failed:
         raise LoadError(f"{len(failed)} requests failed, the first with {failed[0]}")
-    return Round.of("this engine", temperature, number, start, list(stamps.values()))
+    return Round.of(server, temperature, number, start, list(stamps.values()))
 
 
 def of_nano_vllm(folder: Path, sizes: dict[str, Any], temperatures: Sequence[float], rounds: int) -> list[Round]:
