@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from refattn import compressed, context_parallel, interval, kv_cache, masks, merge, sparse, speculative
+from refattn import compressed, context_parallel, interval, kv_cache, masks, merge, replay, sparse, speculative
 from refattn.attention import attend
 from refattn.batch import Batch
 from refattn.entries import CompressedPlan
 from refattn.metadata import make_batch
+from refattn.options import RecurrentOptions
 from refattn.ranks import Shard
+from refattn.rings import Ring
 from twinattn.course.exercises.functions.visibility import virtual_batches
 from twinattn.course.exercises.puzzles import PUZZLES
 from twinattn.engine.window_pool import WindowPool
@@ -985,6 +988,64 @@ def a_gate_of_zero() -> Picture:
         for each in (right, wrong.tolist())
     )
     return texts([f"token {i}" for i in range(4)], *cells, *[f"of {i}" for i in range(4)])
+
+
+@exhibit("Layers that keep a state", "28695", "The fold that was not the step")
+def the_fold_that_was_not_the_step() -> Picture:
+    """A slot keeps a state and the last four inputs. When they are folded in all at once, each times the decays after
+    it, the sum is the same on paper, and in its last digits another one than that of the steps whose outputs were read.
+    The next fold begins from it, and over a long answer the differences add up.
+    """
+
+    def at_once(states: Tensor, ring: Ring) -> Tensor:
+        sums = ring.log_decay[0].cumsum(0)
+        left = (sums[-1] - sums).exp()[:, :, None]
+        added = torch.einsum("lhv,lhk->hvk", left * ring.written[0], ring.key[0])
+        return states[0] * sums[-1].exp()[:, None, None] + added
+
+    found: list[list[list[str]]] = []
+    for is_step in (True, False):
+        states, ring = torch.zeros(1, 1, 4, 4), replay.allocate(1, 5, 1, 1, 4, 4)
+        cursors, slots = replay.allocate_cursors(1), torch.tensor([0], dtype=torch.int32)
+        elements, generator = list[list[str]](), torch.Generator().manual_seed(4)
+        for token in range(16):
+            query, key, value = torch.randn(3, 1, 1, 4, generator=generator)
+            gates = -0.3 * torch.rand(1, 1, generator=generator), torch.rand(1, 1, generator=generator)
+            tables = dict(state_indices=slots, cursors=cursors, ring_size=5, drafts=True)
+            plan = replay.plan(make_batch([1], [token + 1]), **tables)
+            replay.attention(query, normalize(key, dim=-1), value, *gates, states, ring, plan)
+            replay.advance(cursors, plan, torch.tensor([1], dtype=torch.int32))
+            if cursors[0] == 4:
+                if is_step:
+                    replay.flush([states], [ring], cursors, slots)
+                else:
+                    states[0] = at_once(states, Ring(*(x[:, :4] for x in ring)))
+                    cursors.zero_()
+                elements.append([f"{float(states[0, 0, 0, 1]):.9f}".replace("-", "−")])
+        found.append(elements)
+    return texts([f"after {4 * i + 4} tokens" for i in range(4)], *found, "an element of the state")
+
+
+@exhibit("Layers that keep a state", "38398", "The benchmark that never moved its cursor")
+def the_benchmark_that_never_moved_its_cursor() -> Picture:
+    """A ring has room for four inputs. A decode reads those that are in it, and every fourth one writes the state. A
+    benchmark that calls the kernel again and again with a cursor of 0 times the cheapest decode of the four alone.
+    """
+    found: list[list[list[str]]] = []
+    for moves in (True, False):
+        states, ring = torch.zeros(1, 1, 2, 2), replay.allocate(1, 4, 1, 1, 2, 2)
+        cursors, calls = replay.allocate_cursors(1), list[list[str]]()
+        for _ in range(5):
+            before, held = states.clone(), int(cursors[0])
+            slots = torch.tensor([0], dtype=torch.int32)
+            plan = replay.plan(make_batch([1], [9]), state_indices=slots, cursors=cursors, ring_size=4)
+            tokens = *torch.ones(3, 1, 1, 2), torch.zeros(1, 1), torch.ones(1, 1)
+            replay.attention(*tokens, states, ring, plan, RecurrentOptions(delta=False))
+            calls.append([str(held), "no" if torch.equal(states, before) else "yes"])
+            if moves:
+                replay.advance(cursors, plan)
+        found.append(calls)
+    return texts([f"call {i + 1}" for i in range(5)], *found, "inputs read", "state written")
 
 
 # --- CUDA graphs ---

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from torch.multiprocessing import start_processes
 from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
+import fastattn.replay
 import fastattn.sliding_window
 import twinattn.bench
 from fastattn.kernels import NAMES, order
@@ -43,7 +45,7 @@ from twinattn.bench.measure import Ceilings
 from twinattn.bench.row import Row
 from twinattn.bench.rows import rows
 from twinattn.bench.rows_on_gpu import rows_on_gpu
-from twinattn.bench.states import States
+from twinattn.bench.states import States, steps_twin
 from twinattn.bench.step_work import CacheWrite, Slots, VirtualBatches
 from twinattn.bench.work import Attention, Layers, WrongAnswerError, drafts, latent_prefill, latents, workload
 from twinattn.cli import main
@@ -414,6 +416,19 @@ def test_contenders_compute_their_row(work, contender, fa3_library, monkeypatch)
     judge(in_rows(contender, call()))
     if contender.lse:
         judge(*call(return_lse=True))
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_benchmark_that_never_moves_its_cursor_is_no_measurement(moves, monkeypatch):
+    """SGLang 38398: each step read the checkpoint alone, and none wrote it. All outputs of the steps are judged."""
+    inputs = States(2, 1, (2, 1), head_size=8, steps=6).draw(CPU, torch.float32, seed=0)
+    contender, plan = steps_twin("replay", 4), fastattn.replay.plan
+    if not moves:
+        still = {"cursors": torch.zeros(4, dtype=torch.int32)}
+        monkeypatch.setattr(fastattn.replay, "plan", lambda batch, **tables: plan(batch, **tables | still))
+    out = in_rows(contender, contender.prepare(inputs)())
+    with nullcontext() if moves else pytest.raises(WrongAnswerError):
+        contender.judge(inputs)(out)
 
 
 def test_a_library_that_is_not_there_has_no_speed(monkeypatch):
