@@ -366,9 +366,24 @@ def a_snapshot_that_is_not_taken():
 
 
 def a_flush_of_an_empty_ring():
-    def flush(states, rings, cursors, state_indices):
+    def flush(states, rings, cursors, state_indices, target_indices=None):
         cursors.zero_()
-        REFERENCE["replay"].flush(states, rings, cursors, state_indices)
+        REFERENCE["replay"].flush(states, rings, cursors, state_indices, target_indices)
+
+    return "replay", changed("replay", flush=flush)
+
+
+def a_checkpoint_that_stays_in_its_slot():
+    def plan(batch, *, target_indices=None, **tables):
+        return REFERENCE["replay"].plan(batch, **tables)
+
+    return "replay", changed("replay", plan=plan)
+
+
+def a_flush_to_another_slot_that_empties_the_ring():
+    def flush(states, rings, cursors, state_indices, target_indices=None):
+        REFERENCE["replay"].flush(states, rings, cursors, state_indices, target_indices)
+        cursors[state_indices[state_indices >= 0]] = 0
 
     return "replay", changed("replay", flush=flush)
 
@@ -419,6 +434,8 @@ MISTAKES = [
     drafts_that_are_all_kept,
     a_snapshot_that_is_not_taken,
     a_flush_of_an_empty_ring,
+    a_checkpoint_that_stays_in_its_slot,
+    a_flush_to_another_slot_that_empties_the_ring,
     copies_of_states_one_after_the_other,
     the_slot_after_the_last_accepted_one,
 ]

@@ -1,7 +1,9 @@
 """Layers that replay their last inputs: pools, rings with any cursors, a step, and all slots flushed after it.
 
-One step with any cursors meets each case of a checkpoint that moves. Its outputs are compared, and the states of its
-slots after `advance` and `flush`; and no byte of any memory may change, except those that the step pushes or moves.
+One step with any cursors meets each case of a checkpoint that moves, in its slot or to another. Its outputs are
+compared, and the states of its slots after `advance` and `flush`; and no byte of any memory may change, except those
+that the step pushes or moves. Where checkpoints move to other slots, the states of a step are flushed to slots of their
+own, and the slots that it left are flushed in place: they still hold what it began with.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +33,8 @@ class Slot:
         begins: whether it starts from zeros and an empty ring.
         asked: whether the plan asks for its checkpoint at the end.
         accepted: new tokens that are kept: all, except of drafts.
+        target: the slot that its checkpoint goes to if it moves.
+        copy: where its state is flushed to after the step; None if in place.
     """
 
     number: int | None
@@ -38,16 +42,19 @@ class Slot:
     begins: bool
     asked: bool
     accepted: int
+    target: int
+    copy: int | None
 
 
 def slots_of(work: Workload) -> tuple[list[Slot], dict[str, Any], Tensor]:
     """Draw the slots of a step; return them, the arguments of its plan except batch and cursors, and the cursors."""
     chosen, drafts = Random(f"{work.seed}/rings"), work.slots == "drafts"
-    num_slots = len(work.lens) + 3
+    has_targets = chosen.random() < 0.4
+    num_slots = len(work.lens) * (3 if has_targets else 1) + 3
     free = list(range(num_slots))
     chosen.shuffle(free)
     cursors = [chosen.choice((-9, 1_000_000, 2**31 - 1)) for _ in range(num_slots)]  # no step reads most of them
-    indices, states, asked, slots = [], [], [], []
+    indices, states, asked, targets, slots = [], [], [], [], []
     for q, s in work.lens:
         number, has = free.pop(), chosen.random() < 0.8 if work.seed % 2 else s > q
         held = chosen.choice((0, work.ring, chosen.randint(0, work.ring)))
@@ -60,7 +67,11 @@ def slots_of(work: Workload) -> tuple[list[Slot], dict[str, Any], Tensor]:
         if has and is_met:
             cursors[number] = held
         kept = chosen.randint(0, q) if drafts else q
-        slots.append(Slot(number if is_met else None, held if has else 0, not has, flush, kept))
+        target = free.pop() if has_targets and chosen.random() < 0.8 else number
+        copy = free.pop() if has_targets else None
+        none = number if chosen.random() < 0.3 else -1 - chosen.randint(0, 3)  # its own slot, said in two ways
+        targets.append(none if target == number else target if is_met else chosen.choice((target, -7, 2**31 - 1)))
+        slots.append(Slot(number if is_met else None, held if has else 0, not has, flush, kept, target, copy))
     plan: dict[str, Any] = dict(ring_size=work.ring, state_indices=torch.tensor(indices, dtype=torch.int32))
     if work.seed % 2:
         plan["has_initial_state"] = torch.tensor(states)
@@ -68,6 +79,8 @@ def slots_of(work: Workload) -> tuple[list[Slot], dict[str, Any], Tensor]:
         plan["flush"] = torch.tensor(asked)
     if drafts:
         plan["drafts"] = True
+    if has_targets:
+        plan["target_indices"] = torch.tensor(targets, dtype=torch.int32)
     return slots, plan, torch.tensor(cursors, dtype=torch.int32)
 
 
@@ -116,8 +129,12 @@ def call(work: Workload, generator: torch.Generator) -> Call:
         after = tensors["cursors"].clone()
         path.advance(after, plan, tensors["accepted"] if work.slots == "drafts" else None)
         _right_cursors(work, slots, after, tensors["cursors"])
-        met = [slot.number for slot in slots if slot.number is not None]
-        path.flush([own["states"]], [ring], after, torch.tensor([*met, -1], dtype=torch.int32, device=after.device))
+        for read, written in _flushes(work, slots):
+            expected = after.clone()
+            expected[written] = 0  # a copy leaves the ring that it is made of
+            tables = [torch.tensor([*x, -1], dtype=torch.int32, device=after.device) for x in (read, written)]
+            path.flush([own["states"]], [ring], after, *tables[: 1 if read == written else 2])
+            _same_cursors(after, expected)
         return out, own["states"]
 
     return Call(
@@ -141,6 +158,22 @@ def _moves(work: Workload, slot: Slot, query_len: int) -> tuple[bool, bool]:
     return False, slot.begins or slot.asked or inputs >= work.ring
 
 
+def _ends(work: Workload, slot: Slot, query_len: int) -> int:
+    """Return the slot in which a sequence goes on after a step."""
+    assert slot.number is not None
+    return slot.target if any(_moves(work, slot, query_len)) else slot.number
+
+
+def _flushes(work: Workload, slots: list[Slot]) -> list[tuple[list[int], list[int]]]:
+    """List the flushes after a step: slots, and where their states go. First of all sequences, then of slots left."""
+    met = [
+        (slot, _ends(work, slot, q)) for slot, (q, _) in zip(slots, work.lens, strict=True) if slot.number is not None
+    ]
+    ends, copies = [end for _, end in met], [end if slot.copy is None else slot.copy for slot, end in met]
+    left = [slot.number for slot, end in met if slot.number not in (None, end) and not slot.begins]
+    return [(ends, copies), (left, left)]
+
+
 def _nothing_else(work: Workload, slots: list[Slot], after: tuple[Tensor, ...], before: tuple[Tensor, ...]) -> None:
     """Check that no memory has changed, except the inputs that were pushed and the checkpoints that moved.
 
@@ -151,13 +184,13 @@ def _nothing_else(work: Workload, slots: list[Slot], after: tuple[Tensor, ...], 
     for slot, (q, _) in zip(slots, work.lens, strict=True):
         if slot.number is None:
             continue
-        earlier, later = _moves(work, slot, q)
+        (earlier, later), end = _moves(work, slot, q), _ends(work, slot, q)
         first = 0 if earlier else slot.held
         if earlier or later:
-            expected[0][slot.number] = after[0][slot.number]
+            expected[0][end] = after[0][end]
         for other, x in zip(expected[1:], after[1:], strict=True):
             pushed = slice(0, None) if later else slice(first, first + q)
-            other[slot.number, pushed] = x[slot.number, pushed]
+            other[end, pushed] = x[end, pushed]
     for name, x, right in zip(("states", *Ring._fields), after, expected, strict=True):
         for piece, other in zip(memory(x).values(), memory(right).values(), strict=True):
             if not torch.equal(piece, other):
@@ -176,8 +209,17 @@ def _right_cursors(work: Workload, slots: list[Slot], after: Tensor, before: Ten
     for slot, (q, _) in zip(slots, work.lens, strict=True):
         if slot.number is not None:
             earlier, later = _moves(work, slot, q)
-            expected[slot.number] = 0 if later else (0 if earlier else slot.held) + slot.accepted
-    for number, (one, right) in enumerate(zip(after.tolist(), expected.tolist(), strict=True)):
+            expected[_ends(work, slot, q)] = 0 if later else (0 if earlier else slot.held) + slot.accepted
+    _same_cursors(after, expected)
+
+
+def _same_cursors(cursors: Tensor, expected: Tensor) -> None:
+    """Compare cursors.
+
+    Raises:
+        MovedWronglyError: naming one that is wrong.
+    """
+    for number, (one, right) in enumerate(zip(cursors.tolist(), expected.tolist(), strict=True)):
         if one != right:
             raise MovedWronglyError(f"cursors: expected {right} for slot {number}, got {one}")
 
@@ -204,11 +246,13 @@ def _replayed(work: Workload, tensors: dict[str, Any], slots: list[Slot]) -> tup
     for slot, (q, _) in zip(slots, work.lens, strict=True):
         if slot.number is not None:
             matrix = torch.zeros_like(states[0]) if slot.begins else states[slot.number].clone()
-            earlier, later = _moves(work, slot, q)
+            (earlier, later), end = _moves(work, slot, q), _ends(work, slot, q)
             pushed = list(zip(*(x[slot.number, : slot.held] for x in (decays, keys, rows)), strict=True))
             checkpoint, live = matrix, matrix
             for one in pushed:
                 live = fold(live, *one)
+            if not slot.begins and end != slot.number:  # the slot that is left
+                states[slot.number] = rounded(live)
             if earlier:
                 checkpoint = live = rounded(live)
                 pushed = []
@@ -224,6 +268,8 @@ def _replayed(work: Workload, tensors: dict[str, Any], slots: list[Slot]) -> tup
                 live = checkpoint
                 for one in pushed:
                     live = fold(live, *one)
-            states[slot.number] = rounded(live)
+            live = rounded(live)
+            states[end] = live if later or slot.copy is None else checkpoint
+            states[end if slot.copy is None else slot.copy] = live
         row += q
     return out, states
