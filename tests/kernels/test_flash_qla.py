@@ -159,6 +159,7 @@ def planned(batch, module=fastattn.recurrent, **tables):
     return module.plan(batch, state_indices=ints(SLOTS), **tables)
 
 
+@pytest.mark.covers("R201", "R202", "R208")
 @pytest.mark.parametrize("pool", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("scale", [None, 0.0, -0.3], ids=["usual", "zero", "negative"])
 def test_it_agrees_with_the_reference(package, scale, pool):

@@ -3289,6 +3289,25 @@ MUTATIONS: list[Mutation] = [
             "    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)",
             "    sums = tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :]",
         ),
+        (
+            "fastattn.kernels.flash.flash_qla:recurrent",
+            "log_decay.float().clamp(min=LEAST_LOG_DECAY).contiguous()",
+            "log_decay.float().contiguous()",
+        ),
+    ),
+    *breaks(
+        "R201",
+        "a sequence that begins has a state that is not 0",
+        ("fastattn.kernels.flash.states:_gather_kernel", "has_state, 0.0)", "has_state, 1.0)"),
+    ),
+    *breaks(
+        "R202",
+        "rows of padding are what they were",
+        (
+            "fastattn.kernels.flash.states:_scatter_kernel",
+            "(sequence.slot < 0) & (tl.program_id(2) == 0)",
+            "(sequence.slot < 0) & (tl.program_id(2) < 0)",
+        ),
     ),
 ]
 
