@@ -514,6 +514,15 @@ def cursors_after_a_context(cursors, batch, state_indices, ring_size, has_initia
     replay.advance(cursors, replay.plan(batch, state_indices=state_indices, cursors=cursors, ring_size=ring_size))
 
 
+def replay_in_its_own_slot(query, key, value, log_decay, beta, states, ring, plan, options):
+    own = replace(plan, target_indices=None)
+    return replay.attention(query, key, value, log_decay, beta, states, ring, own, options)
+
+
+def cursors_of_their_own_slots(cursors, plan, num_accepted=None):
+    replay.advance(cursors, replace(plan, target_indices=None), num_accepted)
+
+
 def positions_in_float32(batch, num_tokens):
     return positions(batch, num_tokens).float().long()
 
@@ -563,6 +572,8 @@ WRONG = [
     ("convolve", convolve_after_a_context, "output", "context-decides"),
     ("replay", replay_after_a_context, "output", "context-decides"),
     ("cursors", cursors_after_a_context, "output", "context-decides"),
+    ("replay", replay_in_its_own_slot, "moved", "moved-in-place"),
+    ("cursors", cursors_of_their_own_slots, "moved", "moved-in-place"),
     ("positions", positions_in_float32, "far positions", "positions-in-float32"),
     ("gather", gather_blocks_side_by_side, "strides", ""),
     ("swap_blocks", swap_one_after_another, "same pool", "swapped-one-after-another"),

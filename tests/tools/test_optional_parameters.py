@@ -23,8 +23,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of each parameter that a caller of th
     "int8_write": dict(value_scales=None),
     "convolve": dict(bias=None, silu=True, num_accepted=None, has_initial_state=None, out=None),
     "state_map": dict(delta=True),
-    "replay": dict(scale=None, delta=True, flush=None, drafts=False, has_initial_state=None, out=None),
-    "cursors": dict(flush=None, drafts=False, num_accepted=None, has_initial_state=None),
+    "replay": dict(
+        scale=None, delta=True, flush=None, drafts=False, target_indices=None, has_initial_state=None, out=None
+    ),
+    "cursors": dict(flush=None, drafts=False, target_indices=None, num_accepted=None, has_initial_state=None),
     "int8_attention": dict(
         softmax_scale=None,
         value_scales=None,

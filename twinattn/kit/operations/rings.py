@@ -14,12 +14,13 @@ from twinattn.kit.operations.tiles import of_lengths, of_size
 
 LENS = (((1, 5), (2, 9)), ((1, 4),), ((3, 3), (0, 6), (1, 20)), ((1, 12), (1, 1), (2, 30)), ((4, 70), (1, 8)))
 RING = ("key", "written", "log_decay")
-CONTENTS = {"plan": ("has_initial_state", "flush", "drafts"), "options": ("scale", "delta")}
+CONTENTS = {"plan": ("has_initial_state", "flush", "drafts", "target_indices"), "options": ("scale", "delta")}
 
 
 def draw_slots(case: Case, drawn: Drawn) -> tuple[Arguments, Tensor]:
-    """Draw the lengths of sequences, their slots, cursors and flushes; return which slots are read, too."""
+    """Draw the lengths of sequences, their slots, cursors, flushes and targets; return which slots are read, too."""
     a, n = draw_steps(case, drawn)
+    a["target_indices"], n = draw_targets(case, drawn, a["state_indices"].tolist(), n)
     lens = [q for q, _ in case["lens"]]
     size = max([case["ring_size"], *lens]) if case["drafts"] else case["ring_size"]
     read = torch.zeros(n, dtype=torch.bool)
@@ -32,6 +33,17 @@ def draw_slots(case: Case, drawn: Drawn) -> tuple[Arguments, Tensor]:
     )
     del a["num_accepted"]
     return a, read
+
+
+def draw_targets(case: Case, drawn: Drawn, slots: list[int], num_slots: int) -> tuple[Tensor | None, int]:
+    """Draw where checkpoints go that move: to free slots, every third to its own; return how many slots there are."""
+    if not case["target_indices"]:
+        return None, num_slots
+    num_slots += len(slots)
+    free = iter([slot for slot in drawn.order(num_slots) if slot not in slots])
+    own = [(slot, -1 - slot)[case.seed % 2] for slot in slots]
+    targets = [own[i] if (i + case.seed) % 3 == 0 else next(free) for i in range(len(slots))]
+    return torch.tensor(targets, dtype=torch.int32), num_slots
 
 
 def steps_of(a: Arguments) -> list[tuple[int, int, int, bool, int]]:
@@ -50,9 +62,15 @@ def moves_of(a: Arguments, tokens: int, slot: int, has_state: bool, i: int) -> t
     return held, False, not has_state or asked or held + tokens >= a["ring_size"]
 
 
+def end_of(a: Arguments, slot: int, i: int, moves: bool) -> int:
+    """Return the slot in which a sequence goes on."""
+    target = -1 if a.get("target_indices") is None else int(a["target_indices"][i])
+    return target if moves and target >= 0 else slot
+
+
 def plan_of(a: Arguments) -> ReplayPlan:
     """Return the plan of a step."""
-    names = ("state_indices", "cursors", "ring_size", "has_initial_state", "flush", "drafts")
+    names = ("state_indices", "cursors", "ring_size", "has_initial_state", "flush", "drafts", "target_indices")
     return replay.plan(batch_of(a), **{name: a[name] for name in names})
 
 
@@ -119,6 +137,7 @@ def replayed(
 
     for q0, q1, slot, has_state, i in steps_of(a):
         held, before, after = moves_of(a, q1 - q0, slot, has_state, i)
+        end = end_of(a, slot, i, before or after)
         if not empties and not has_state:
             held = min(int(a["cursors"][slot]), a["ring_size"] - q1 + q0)
         state = states[slot].to(compute) if has_state else torch.zeros_like(states[slot], dtype=compute)
@@ -126,7 +145,7 @@ def replayed(
             k, row, log = (ring[name][slot, at].to(compute) for name in RING)
             state = write(state, log.exp(), row, k)
         if before:
-            states[slot] = state.to(states.dtype)
+            states[end] = state.to(states.dtype)
         for token in range(q1 - q0):
             row = q0 + token
             k, decay = key[row], log_decay[row].exp()
@@ -139,9 +158,9 @@ def replayed(
                 at = (0 if before else held) + token
                 pushed = key[row], value[row] if pushes_values else written, log_decay[row]
                 for name, x in zip(RING, pushed, strict=True):
-                    ring[name][slot, at] = x.to(ring[name].dtype)
+                    ring[name][end, at] = x.to(ring[name].dtype)
         if after:
-            states[slot] = state.to(states.dtype)
+            states[end] = state.to(states.dtype)
     return dict(out=out, states=states) | {f"ring_{name}": x for name, x in ring.items()}
 
 
@@ -151,7 +170,7 @@ REPLAY = Operation(
     signature="`query`, `key` `[t, h, dk]`, `value` `[t, hv, dv]`, `log_decay`, `beta` `[t, hv]`, `scale`, `delta`; "
     "`states` `[n, hv, dv, dk]` and `ring_key`, `ring_written`, `ring_log_decay` `[n, ring_size, ...]` (or a `ring` "
     "of these), changed in place; `state_indices` `[b]`, `has_initial_state`, `cursors` `[n]`, `flush` `[b]`, "
-    "`drafts`, `cu_seqlens_q` and the like, or a `plan`; `out`",
+    "`drafts`, `target_indices` `[b]`, `cu_seqlens_q` and the like, or a `plan`; `out`",
     draw=draw_replay,
     oracle=replayed,
     sizes=dict(
@@ -167,6 +186,7 @@ REPLAY = Operation(
         num_accepted=(False,),
         flush=(False, True),
         drafts=(False, True),
+        target_indices=(False, True),
         per_channel=(False, True),
         delta=(True, False),
         scale=(0.3, None, -0.7),
@@ -175,6 +195,7 @@ REPLAY = Operation(
     | dict(
         flush=Without(False, ("flush",)),
         drafts=Without(False, ("drafts",)),
+        target_indices=Without(False, ("target_indices",)),
         delta=Without(True, ("delta",)),
         scale=Without(None, ("scale",)),
     ),
@@ -195,6 +216,12 @@ REPLAY = Operation(
         ),
         Special("taken over", "A sequence that begins has zeros and an empty ring.", dict(lens=(((1, 1), (2, 2)),))),
         Special("accepted later", "Drafts get into the ring, and into no checkpoint.", dict(drafts=(True,))),
+        Special(
+            "moved",
+            "A checkpoint moves to the slot that the plan names, and its own slot stays as it was.",
+            dict(target_indices=(True,)),
+            ("target_indices",),
+        ),
     ),
     derived={**BATCH, "plan": plan_of, "ring": ring_of, "options": lambda a: RecurrentOptions(a["scale"], a["delta"])},
     outputs=("out",),
@@ -227,6 +254,11 @@ REPLAY = Operation(
             "A sequence has a state if it has a context, and has_initial_state is ignored.",
             lambda a, c: replayed(with_context(a), c),
         ),
+        Mistake(
+            "moved-in-place",
+            "A checkpoint moves in its own slot, whatever target_indices says.",
+            lambda a, c: replayed({**a, "target_indices": None}, c),
+        ),
     ),
 )
 
@@ -250,7 +282,7 @@ def moved(a: Arguments, _: torch.dtype = torch.float64, *, rejects: bool = True)
     for q0, q1, slot, has_state, i in steps_of(a):
         held, before, after = moves_of(a, q1 - q0, slot, has_state, i)
         kept = int(a["num_accepted"][i]) if rejects and a.get("num_accepted") is not None else q1 - q0
-        cursors[slot] = 0 if after else kept + (0 if before else held)
+        cursors[end_of(a, slot, i, before or after)] = 0 if after else kept + (0 if before else held)
     return dict(cursors=cursors)
 
 
@@ -258,7 +290,7 @@ CURSORS = Operation(
     name="cursors",
     function="advance",
     signature="`cursors` `[n]`, changed in place; a `plan`, or `state_indices`, `has_initial_state`, `ring_size`, "
-    "`flush`, `drafts`, `cu_seqlens_q` and the like; `num_accepted` `[b]` of drafts",
+    "`flush`, `drafts`, `target_indices`, `cu_seqlens_q` and the like; `num_accepted` `[b]` of drafts",
     draw=draw_cursors,
     oracle=moved,
     sizes=dict(
@@ -269,8 +301,14 @@ CURSORS = Operation(
         num_accepted=(False,),
         flush=(False, True),
         drafts=(False, True),
+        target_indices=(False, True),
     ),
-    without=OF_CONTEXT | dict(flush=Without(False, ("flush",)), drafts=Without(False, ("drafts", "num_accepted"))),
+    without=OF_CONTEXT
+    | dict(
+        flush=Without(False, ("flush",)),
+        drafts=Without(False, ("drafts", "num_accepted")),
+        target_indices=Without(False, ("target_indices",)),
+    ),
     contents=CONTENTS,
     dimensions={name: x for name, x in of_lengths(queries=65, sequences=1025).items() if name != "keys"}
     | dict(ring_size=of_size("ring_size", 1025)),
@@ -278,6 +316,12 @@ CURSORS = Operation(
         Special("empty", "A step may have no sequence, and a sequence no token.", dict(lens=EMPTY)),
         Special("idle", "The cursor of a sequence whose slot is negative is none.", dict(idle=(True,))),
         Special("accepted", "Of drafts those that are accepted are kept.", dict(drafts=(True,)), ("num_accepted",)),
+        Special(
+            "moved",
+            "The cursor of the slot that a checkpoint moves to counts, and that of its own slot stays.",
+            dict(target_indices=(True,)),
+            ("target_indices",),
+        ),
     ),
     derived={**BATCH, "plan": plan_of},
     outputs=(),
@@ -296,6 +340,11 @@ CURSORS = Operation(
             "rejected-drafts-kept",
             "All drafts are kept, whatever was accepted.",
             lambda a, c: moved(a, c, rejects=False),
+        ),
+        Mistake(
+            "moved-in-place",
+            "A checkpoint moves in its own slot, whatever target_indices says.",
+            lambda a, c: moved({**a, "target_indices": None}, c),
         ),
     ),
 )
