@@ -2903,6 +2903,16 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "R215",
+        "rings of 16 bits are folded in 16 bits",
+        ("refattn.replay:flush", "compute_dtype(ring.written.dtype)", "ring.written.dtype"),
+        (
+            "fastattn.kernels.torch_ops.replay:flush",
+            "compute = torch.promote_types(ring.written.dtype, torch.float32)",
+            "compute = ring.written.dtype",
+        ),
+    ),
+    *breaks(
         "R216",
         "all drafts are accepted",
         ("refattn.replay:advance", "if num_accepted is None else int(num_accepted[sequence.number])", ""),
