@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from twinattn.bench.report import duration
-from twinattn.course.ladder import BATCHES, Rung, rungs
+from twinattn.course.batches import BATCHES
+from twinattn.course.ladder import Rung, rungs
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/ladder"
@@ -22,6 +23,7 @@ TRIED = ROOT / "docs/results/tried"
 ASKED = {  # the batch that shows a rung, by its number; of all others the first
     "decode": {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"},
     "prefill": dict.fromkeys((5, 7), "64 x 1 of 2048, 16 x 512 and 1 x 8192"),
+    "latents": {7: "1 x 131072, 16 heads", 11: "64 x 8192, 16 heads"},
 }
 KNOWN = {  # ladders with trials: the path of these, the workload of each batch, and how the design of a rung begins
     "prefill": (
@@ -204,7 +206,7 @@ def part(rung: Rung, before: Rung | None, found: list[dict[str, Any]], folder: s
     lines = [f"## {rung.number} · {rung.title} {{ #{anchor(rung)} }}", idea, f"{file} · {source}"]
     if before is None:
         return "\n\n".join([*lines, code(rung)])
-    lines.append(code(rung) if rung.number == 1 or is_other(rung) else diff(before, rung))
+    lines.append(code(rung) if is_other(before) or is_other(rung) else diff(before, rung))
     lines.append(question(rung, before, found))
     measured = [sentence(each, rung, before) for each in found]
     return "\n\n".join([*lines, folded("What do you think? Open the answer", "\n\n".join([gain, *measured]))])

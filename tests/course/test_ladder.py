@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
+from triton.runtime.errors import OutOfResources
+
 from refattn import chunked_prefill
 from refattn.modes import computing_in
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
@@ -21,6 +24,7 @@ from tests.helpers.tolerance import assert_close
 from twinattn.bench import measure as clocks
 from twinattn.bench.report import duration
 from twinattn.course import ladder
+from twinattn.course.batches import BATCHES, Latents, Pages
 from twinattn.kit import Case, build
 from twinattn.kit.check import check
 from twinattn.kit.tolerance import WIDER
@@ -142,13 +146,13 @@ def code(rung):
 
 # --- files of all ladders ---
 
-CHANGES = [  # the first rung and the last ones are calls of the packages, and no change of a file
+CHANGES = [  # rungs in PyTorch, and those that call the packages, are no change of a file
     pytest.param(below, above, id=f"{name}-{above.number}")
     for name in ladder.LADDERS
     for below, above in pairwise(ladder.rungs(name))
     if "@triton.jit" in below.file.read_text() and "@triton.jit" in above.file.read_text()
 ]
-NUMBERS = {"decode": 12, "prefill": 13}
+NUMBERS = {"decode": 12, "prefill": 13, "latents": 12}
 each_ladder = pytest.mark.parametrize("name", ladder.LADDERS)
 
 
@@ -181,37 +185,68 @@ def test_the_page_lists_the_files_of_its_rungs(name):
     assert len({teaches for *_, teaches in rows}) == len(found)
 
 
+@each_ladder
+def test_the_page_lists_the_batches_that_are_timed(name):
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", (ROOT / f"docs/ladder/{name}.md").read_text(), re.MULTILINE)
+    assert set(BATCHES[name]) <= set(rows)
+
+
 def test_an_unknown_ladder_is_refused():
-    with pytest.raises(ValueError, match="ladder: expected one of decode, prefill, got 'prefil'"):
+    with pytest.raises(ValueError, match="ladder: expected one of decode, prefill, latents, got 'prefil'"):
         ladder.rungs("prefil")
 
 
 # --- times, and the page ---
+
+SMALL = {
+    Pages: dict(heads=4, kv_heads=2, size=16),
+    Latents: dict(heads=4, rank=32, rope=16, nope=16, value_size=16, block_size=16),
+}
+
+
+def small(name, lens):
+    """Return the kind of batch that a ladder is timed on, of short sequences with small heads."""
+    first = next(iter(BATCHES[name].values()))
+    return replace(first, **SMALL[type(first)], lens=lens)
+
+
+def raise_(error):
+    raise error
 
 
 @pytest.fixture(params=ladder.LADDERS)
 def run(request, monkeypatch, tmp_path):
     """Return a file of results as a GPU would give it: each rung by 1 ms faster than the one before, down to 1 ms.
 
-    Of the prefills, the last rung does not run there.
+    Of the prefills, the last rung does not run there, and of the latents one takes more than there is.
     """
     name, found = request.param, ladder.rungs(request.param)
-    small = {batch: ((1 + i, 16 + 8 * i), (2, 3)) for i, batch in enumerate(ladder.BATCHES[name])}
-    monkeypatch.setitem(ladder.BATCHES, name, small)
-    for size, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
-        monkeypatch.setattr(ladder, size, value)
-    ticks = iter([1e-3 * (12 - number) for _ in small for number in range(12)])
-    ceilings = clocks.Ceilings(copy=1e9, product=1e12 if name == "decode" else 1e3, read=1e9)
+    batches = {batch: small(name, ((1 + i, 16 + 8 * i), (2, 3))) for i, batch in enumerate(BATCHES[name])}
+    monkeypatch.setitem(BATCHES, name, batches)
+    ceilings = clocks.Ceilings(copy=1e9, product=1e3 if name == "prefill" else 1e12, read=1e9)
+    called = []
     monkeypatch.setattr(clocks, "ceilings", lambda *_, **__: ceilings)
-    monkeypatch.setattr(clocks, "on_gpu", lambda calls, **_: [next(ticks)] * 2)
+    monkeypatch.setattr(clocks, "on_gpu", lambda calls, **_: [1e-3 * (len(found) - called[-1])] * 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(ladder, "_judge", lambda *_: lambda out: None)
-    planned = SimpleNamespace(attention=lambda *, step: step, plan=lambda: "a plan")
-    modules = {found[11].file: planned, found[-1].file: planned}
+
+    def module_of(rung):
+        def attention(step=None):
+            assert (step == "a plan") == is_planned
+            called.append(rung.number)
+
+        is_planned = "\ndef plan(" in rung.file.read_text()
+        return SimpleNamespace(attention=attention, **({"plan": lambda: "a plan"} if is_planned else {}))
+
+    modules = {rung.file: module_of(rung) for rung in found}
     if name == "prefill":
         modules[found[-1].file] = SimpleNamespace(missing=lambda device: "another GPU", attention=lambda: None)
-    monkeypatch.setattr(ladder, "_load", lambda file: modules.get(file) or SimpleNamespace(attention=lambda: None))
+    if name == "latents":
+        modules[found[8].file] = SimpleNamespace(
+            attention=lambda: raise_(OutOfResources(221184, 101376, "shared memory"))
+        )
+    monkeypatch.setattr(ladder, "_load", modules.get)
     kernel = {"kernel": "attend", "registers": 96, "spills": 2, "shared_bytes": 37888, "programs_per_sm": 5}
     compiled = iter([[], [object()], *[[]] * 99])
     monkeypatch.setattr(ladder, "_compiled", lambda: next(compiled))
@@ -223,67 +258,77 @@ def run(request, monkeypatch, tmp_path):
 
 def test_a_run_has_the_times_of_all_rungs(run):
     found, lines = run
-    name = found["ladder"]
-    assert [each["name"] for each in found["batches"]] == list(ladder.BATCHES[name])
+    name, rungs = found["ladder"], ladder.rungs(found["ladder"])
+    assert [each["name"] for each in found["batches"]] == list(BATCHES[name])
+    missing = {}
     for each in found["batches"]:
-        reads, writes = ladder.bytes_moved(each["lens"])
-        by = {"decode": 1e-9 * (reads + writes), "prefill": 1e-3 * ladder.operations(each["lens"])}
-        assert each["floor"] == pytest.approx(by[name])
-        assert [row["name"] for row in each["rungs"]] == [rung.name for rung in ladder.rungs(name)]
-        timed = each["rungs"][:12]
-        assert [row["clock"] for row in timed] == ["events"] + ["graph"] * 11
-        assert timed[1]["median"] == pytest.approx(11e-3)
-        assert [row["missing"] for row in each["rungs"][12:]] == ["another GPU"] * (name == "prefill")
+        batch = BATCHES[name][each["name"]]
+        assert each["lens"] == [list(one) for one in batch.lens]
+        by = 1e-3 * batch.flops() if name == "prefill" else 1e-9 * (batch.reads() + batch.writes())
+        assert each["floor"] == pytest.approx(by)
+        assert [row["name"] for row in each["rungs"]] == [rung.name for rung in rungs]
+        for rung, row in zip(rungs, each["rungs"], strict=True):
+            if "missing" in row:
+                missing[each["name"], rung.number] = row["missing"]
+                continue
+            assert row["median"] == pytest.approx(1e-3 * (len(rungs) - rung.number))
+            assert row["clock"] == ("events" if rung.number == 0 or rung.name == "absorbed" else "graph")
+            assert row["share_of_floor"] == pytest.approx(each["floor"] / row["median"])
+    of_rung = {"prefill": (12, "another GPU"), "latents": (8, "more shared memory than this GPU has")}.get(name)
+    assert missing == ({(batch, of_rung[0]): of_rung[1] for batch in BATCHES[name]} if of_rung else {})
     first = found["batches"][0]["rungs"]
     assert first[0]["kernels"][0]["registers"] == 96 and not first[1]["kernels"]
     assert {"date", "commit", "versions", "machine"} <= found.keys()
-    assert sum(ladder.rungs(name)[1].title in line for line in lines) == 3
+    assert sum(rungs[1].title in line for line in lines) == 3
     assert sum("not run: it needs another GPU" in line for line in lines) == 3 * (name == "prefill")
 
 
 def test_what_has_to_be_read():
     """Keys and values of 8 heads of 128 in bfloat16, the queries, the lengths, and a table of blocks of 16."""
-    assert ladder.bytes_moved(((1, 33), (2, 1))) == (
-        2 * 34 * 8 * 128 * 2 + 3 * 32 * 128 * 2 + 4 * (3 + 1) + 4 * 2,
-        3 * 32 * 128 * 2,
-    )
+    batch = Pages(((1, 33), (2, 1)))
+    assert batch.reads() == 2 * 34 * 8 * 128 * 2 + 3 * 32 * 128 * 2 + 4 * (3 + 1) + 4 * 2
+    assert batch.writes() == 3 * 32 * 128 * 2
+
+
+def test_what_has_to_be_read_of_latents():
+    """Latents of 512 elements and rotary keys of 64, both projections of 16 heads, queries, and blocks of 64."""
+    batch = Latents(((1, 65), (1, 2)), heads=16)
+    projections = 2 * 16 * 128 * 512
+    assert batch.reads() == 2 * (67 * 576 + projections + 2 * 16 * 192) + 4 * (2 + 1) + 4 * 2
+    assert batch.writes() == 2 * 2 * 16 * 128
+    assert batch.flops() == 2 * 16 * 67 * (576 + 512) + 2 * 2 * projections
 
 
 def test_what_has_to_be_multiplied():
     """Two queries see four keys and five, three of a prompt one, two and three: two products of 32 heads of 128."""
-    assert ladder.operations(((2, 5), (3, 3))) == 2 * 2 * (4 + 5 + 1 + 2 + 3) * 32 * 128
+    assert Pages(((2, 5), (3, 3))).flops() == 2 * 2 * (4 + 5 + 1 + 2 + 3) * 32 * 128
 
 
 @each_ladder
 def test_timed_calls_are_held_to_the_reference_at_both_ends(name, monkeypatch):
     """The reference agrees with itself, and an output that is wrong at one end of the last sequence is refused."""
-    lens = ((1, 70), (1, 33)) if name == "decode" else ((3, 70), (90, 100))
+    lens = ((3, 70), (90, 100)) if name == "prefill" else ((1, 70), (1, 33))
     monkeypatch.setattr(ladder, "JUDGED", 5)
-    for size, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
-        monkeypatch.setattr(ladder, size, value)
-    inputs = ladder.make_inputs(lens, torch.device("cpu"), rows=name == "prefill")
+    batch = small(name, lens)
+    inputs = batch.make_inputs(torch.device("cpu"))
     reference = ladder.rungs(name)[0]
-    judge, out = ladder._judge(reference, inputs, lens), ladder._call(reference, inputs)()
+    judge, out = ladder._judge(reference, batch, inputs), ladder._call(reference, batch, inputs)()
     judge(out)
-    for row in {1 - (name == "decode"), -1, lens[0][0]}:
+    for row in {0, -1, lens[0][0]}:
         wrong = out.clone()
-        wrong[row] += 0.1
+        wrong[row] += 0.3
         with pytest.raises(AssertionError):
             judge(wrong)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the tensors are on a CPU")
-@each_ladder
-def test_rows_and_pages_of_a_timed_batch_hold_the_same(name, monkeypatch):
+def test_rows_and_pages_of_a_timed_batch_hold_the_same():
     """A rung over pages is timed on the numbers of one over rows; each finds its arguments by their names."""
-    if name == "decode":
-        assert "key" not in ladder.make_inputs(((1, 3),), torch.device("cpu"), rows=False)
-        return
-    for size, value in (("HEADS", 4), ("KV_HEADS", 2), ("SIZE", 16)):
-        monkeypatch.setattr(ladder, size, value)
-    inputs = ladder.make_inputs(((3, 40), (20, 20)), torch.device("cpu"), rows=True)
+    assert "key" not in small("decode", ((1, 3),)).make_inputs(torch.device("cpu"))
+    batch = small("prefill", ((3, 40), (20, 20)))
+    inputs = batch.make_inputs(torch.device("cpu"))
     inputs |= {x: inputs[x].float() for x in ("query", "key", "value", "key_cache", "value_cache")}
-    outs = [ladder._call(rung, inputs)() for rung in ladder.rungs(name)[8:12]]
+    outs = [ladder._call(rung, batch, inputs)() for rung in ladder.rungs("prefill")[8:12]]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
 
@@ -318,13 +363,16 @@ def test_the_page_takes_each_measured_number_from_the_results(run, pages, monkey
     assert "**These rungs have not been timed yet**" in pages.page(name, ".")
     monkeypatch.setattr(pages, "results", lambda _: [found])
     shown = pages.page(name, ".")
-    for each in found["batches"]:
-        for row in each["rungs"][:12]:
-            assert f"{pages.time_of(row)}<br>{row['share_of_floor']:.1%}" in shown
+    timed = [row for each in found["batches"] for row in each["rungs"] if "median" in row]
+    for row in timed:
+        assert f"{pages.time_of(row)}<br>{row['share_of_floor']:.1%}" in shown
     assert "| 96 | 2 | 37,888 | 5 |" in shown and "have not been timed yet" not in shown
-    assert f"{duration(11e-3)} before, {duration(10e-3)} now, 1.10 times as fast" in shown
+    now, before = (1e-3 * (len(found_rungs) - number) for number in (2, 1))
+    said = f"{duration(before)} before, {duration(now)} now, {before / now:.2f} times as fast"
+    assert said in shown.replace(" by events", "")
     questions = re.findall(rf'id="predict-({name}[.]\d+)"', shown)
-    assert questions == [f"{name}.{number}" for number in range(1, 12)]
+    numbers = {row["number"] for row in timed}
+    assert questions == [f"{name}.{number}" for number in sorted(numbers) if number - 1 in numbers]
 
 
 def test_a_bar_of_each_rung_is_as_long_as_its_share_of_the_floor(run, pages):
@@ -333,7 +381,7 @@ def test_a_bar_of_each_rung_is_as_long_as_its_share_of_the_floor(run, pages):
     longs = [float(x) for x in re.findall(r'width="([\d.]+)" height="14"', shown)]
     shares = [row.get("share_of_floor", 0.0) for row in found["batches"][0]["rungs"]]
     assert longs == pytest.approx([400 * share for share in shares], abs=0.05)
-    assert shown.count("not timed") == (found["ladder"] == "prefill")
+    assert shown.count("not timed") == (found["ladder"] in ("prefill", "latents"))
 
 
 def test_a_rung_that_needs_another_gpu_is_shown_without_a_time(run, pages, monkeypatch):

@@ -42,17 +42,19 @@ def launches(gpu: str, *options: str) -> list[dict]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_the_rungs_of_the_prefills_compile_for_hopper_as_their_page_says():
+@pytest.mark.parametrize("ladder", ["prefill", "latents"])
+def test_the_rungs_of_a_ladder_compile_for_hopper_as_its_page_says(ladder):
     """What the page shows of rungs that were not timed is what the compiler says, by the Triton that it names."""
-    stored = json.loads((ROOT / "docs/results/ladder/compiled/prefill-sm_90.json").read_text())
-    command = [sys.executable, "-m", "tests.helpers.compile_rungs", "prefill", "sm_90"]
+    stored = json.loads((ROOT / f"docs/results/ladder/compiled/{ladder}-sm_90.json").read_text())
+    command = [sys.executable, "-m", "tests.helpers.compile_rungs", ladder, "sm_90"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["rungs"].keys() == stored["rungs"].keys()
     for name, rung in found["rungs"].items():
-        assert rung["spills"] == 0 and rung["programs_per_sm"] >= 1, name
+        assert rung["programs_per_sm"] >= 1, name
+        assert not rung["spills"] or stored["rungs"][name]["spills"], name
     if found["versions"] == stored["versions"]:
         assert found["rungs"] == stored["rungs"]
 

@@ -15,38 +15,27 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32, Shaped
 from torch import Tensor
 
 from refattn.checks import check, check_folder
 from refattn.modes import computing_in
+from refattn.scales import FP8_FORMATS
 from twinattn.course import copied
+from twinattn.course.batches import BATCHES, Batch
 
-Lens = Sequence[tuple[int, int]]  # queries and keys of each sequence
-HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 16  # the timed batches, in bfloat16
-BATCHES: dict[str, dict[str, Lens]] = {  # by ladder and name
-    "decode": {
-        "64 x 8192": ((1, 8192),) * 64,
-        "1 x 131072": ((1, 131072),),
-        "60 x 2048 and 4 x 65536": ((1, 2048),) * 60 + ((1, 65536),) * 4,
-    },
-    "prefill": {
-        "2 x 8192": ((8192, 8192),) * 2,
-        "4 x 512 of 16896": ((512, 16896),) * 4,
-        "64 x 1 of 2048, 16 x 512 and 1 x 8192": ((1, 2048),) * 64 + ((512, 512),) * 16 + ((8192, 8192),),
-    },
-}
 LADDERS = tuple(BATCHES)
 PER_SM = 4  # programs that an SM runs at once
 MILLISECONDS = 20  # how long a rung is measured
 CALLS = 10  # how many calls are timed on the CPU
-JUDGED = 64  # queries at either end of a sequence whose outputs are held to the reference
+JUDGED = 64  # queries at either end of a sequence whose outputs are held to the reference, where they are apart
 # What an SM has: registers, room for programs, and the bytes of shared memory that each takes besides its own.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 8.0 to 10.0.
 REGISTERS, BLOCKS_PER_SM, RESERVED = 65536, 32, 1024
@@ -65,6 +54,12 @@ class Rung(NamedTuple):
         """The paragraphs of the docstring below its title: the idea, the gain, the source."""
         text = self.file.read_text().split('"""')[1]
         return [" ".join(part.split()) for part in text.strip().split("\n\n")[1:]]
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether it reads lengths on the CPU, which no CUDA graph can capture: the rungs in PyTorch do."""
+        text = self.file.read_text()
+        return "@triton.jit" not in text and "\ndef plan(" not in text
 
     def load(self) -> ModuleType:
         """Import the file."""
@@ -139,12 +134,14 @@ def check_decode(
         ValueError: naming the argument that does not fit.
         NotImplementedError: if one is not contiguous: strides are not what a ladder is about.
     """
-    sizes = _check(
-        query=(query, "number b h d"),
-        key_cache=(key_cache, "query: n p hk d"),
-        value_cache=(value_cache, "query: n p hk d"),
-        seq_lens=(seq_lens, "int32 b"),
-        block_table=(block_table, "int32 b m"),
+    sizes = _check_heads(
+        _check(
+            query=(query, "number b h d"),
+            key_cache=(key_cache, "query: n p hk d"),
+            value_cache=(value_cache, "query: n p hk d"),
+            seq_lens=(seq_lens, "int32 b"),
+            block_table=(block_table, "int32 b m"),
+        )
     )
     return Sizes(*(sizes[letter] for letter in ("b", "h", "hk", "d", "p", "m")))
 
@@ -169,12 +166,14 @@ def check_rows(
         ValueError: naming the argument that does not fit.
         NotImplementedError: if one is not contiguous.
     """
-    sizes = _check(
-        query=(query, "number t h d"),
-        key=(key, "query: s hk d"),
-        value=(value, "query: s hk d"),
-        cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
-        cu_seqlens_k=(cu_seqlens_k, "int32 b+1"),
+    sizes = _check_heads(
+        _check(
+            query=(query, "number t h d"),
+            key=(key, "query: s hk d"),
+            value=(value, "query: s hk d"),
+            cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
+            cu_seqlens_k=(cu_seqlens_k, "int32 b+1"),
+        )
     )
     return len(cu_seqlens_q) - 1, sizes["h"], sizes["hk"], sizes["d"]
 
@@ -201,15 +200,127 @@ def check_pages(
         ValueError: naming the argument that does not fit.
         NotImplementedError: if one is not contiguous.
     """
-    sizes = _check(
-        query=(query, "number t h d"),
-        key_cache=(key_cache, "query: n p hk d"),
-        value_cache=(value_cache, "query: n p hk d"),
-        seq_lens=(seq_lens, "int32 b"),
-        block_table=(block_table, "int32 b m"),
-        cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
+    sizes = _check_heads(
+        _check(
+            query=(query, "number t h d"),
+            key_cache=(key_cache, "query: n p hk d"),
+            value_cache=(value_cache, "query: n p hk d"),
+            seq_lens=(seq_lens, "int32 b"),
+            block_table=(block_table, "int32 b m"),
+            cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
+        )
     )
     return Sizes(*(sizes[letter] for letter in ("b", "h", "hk", "d", "p", "m")))
+
+
+class LatentSizes(NamedTuple):
+    """The sizes of decodes over latents: sequences, heads, rank, rotary size, tokens in a block, blocks in a row."""
+
+    b: int
+    heads: int
+    rank: int
+    rope: int
+    block_size: int
+    columns: int
+
+
+def check_latents(
+    query: Float[Tensor, "b h d"],
+    cache: Shaped[Tensor, "n p c"],
+    seq_lens: Int32[Tensor, "b"],
+    block_table: Int32[Tensor, "b m"],
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+) -> LatentSizes:
+    """Check the arguments of decodes over latents, and return their sizes.
+
+    Args:
+        query: the newest token of each sequence, not absorbed, `d = nope + rope`, the rotary part last.
+        cache: the pool of latents and rotary keys, `c = r + rope`; in the type of the query, or in fp8.
+        seq_lens: keys of each sequence.
+        block_table: the blocks of each sequence; entries past its last block are never read.
+        key_projection: the matrices that make the keys of the heads from a latent.
+        value_projection: those that make the values.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+        NotImplementedError: if one is not contiguous.
+    """
+    is_fp8 = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
+    sizes = _check(
+        query=(query, "number b h d"),
+        cache=(cache, "n p c" if is_fp8 else "query: n p c"),
+        seq_lens=(seq_lens, "int32 b"),
+        block_table=(block_table, "int32 b m"),
+        key_projection=(key_projection, "query: h nope r"),
+        value_projection=(value_projection, "query: h dv r"),
+    )
+    rank, rope = sizes["r"], sizes["d"] - sizes["nope"]
+    if sizes["c"] != rank + rope or any(x < 1 or x & (x - 1) for x in (rank, rope)):
+        raise ValueError(
+            "cache: expected a latent and a rotary key in each row, powers of two, "
+            f"got c={sizes['c']} for r={rank} and rope={rope}"
+        )
+    return LatentSizes(sizes["b"], sizes["h"], rank, rope, sizes["p"], sizes["m"])
+
+
+class StateSizes(NamedTuple):
+    """The sizes of a step of states: tokens, sequences, value heads, their group, elements of a key and of a value."""
+
+    t: int
+    b: int
+    heads: int
+    group: int
+    key_size: int
+    value_size: int
+
+
+def check_states(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    cu_seqlens_q: Int32[Tensor, "_"],  # [b+1]
+    state_indices: Int32[Tensor, "b"],
+    has_initial_state: Bool[Tensor, "b"],
+) -> StateSizes:
+    """Check the arguments of a step of a layer with a state, and return their sizes.
+
+    Args:
+        query: the new tokens of each sequence, one sequence after the other.
+        key: their keys, of length 1.
+        value: their values.
+        log_decay: natural logarithm of the decay, finite.
+        beta: how much of a token is written.
+        states: the pool, changed in place.
+        cu_seqlens_q: where the tokens of each sequence begin; the last entry is where they all end.
+        state_indices: the slot of each sequence.
+        has_initial_state: which sequences have a state; others start from zeros.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+        NotImplementedError: if one is not contiguous.
+    """
+    sizes = _check(
+        query=(query, "number t h dk"),
+        key=(key, "query: t h dk"),
+        value=(value, "query: t hv dv"),
+        log_decay=(log_decay, "float t hv"),
+        beta=(beta, "float t hv"),
+        states=(states, "float n hv dv dk"),
+        cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
+        state_indices=(state_indices, "int32 b"),
+        has_initial_state=(has_initial_state, "bool b"),
+    )
+    if sizes["hv"] % sizes["h"] or any(sizes[x] & (sizes[x] - 1) for x in ("dk", "dv")):
+        raise ValueError(
+            "value: expected a multiple of the heads of `key`, and powers of two as sizes of key and value, "
+            f"got h={sizes['h']}, hv={sizes['hv']}, dk={sizes['dk']}, dv={sizes['dv']}"
+        )
+    group = sizes["hv"] // sizes["h"]
+    return StateSizes(sizes["t"], sizes["b"], sizes["hv"], group, sizes["dk"], sizes["dv"])
 
 
 def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
@@ -220,6 +331,11 @@ def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     for name, (x, _) in tensors.items():
         if not x.is_contiguous():
             raise NotImplementedError(f"{name}: expected contiguous memory, got strides {list(x.stride())}")
+    return sizes
+
+
+def _check_heads(sizes: dict[str, int]) -> dict[str, int]:
+    """Check that query heads are divided among KV heads, and that a tile holds a head; return the sizes."""
     if sizes["h"] % sizes["hk"] or sizes["d"] & (sizes["d"] - 1):
         raise ValueError(
             "query: expected a multiple of the KV heads as heads, and a power of two as head size, "
@@ -228,76 +344,13 @@ def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     return sizes
 
 
-def programs_at_once(device: torch.device) -> int:
-    """Return how many programs of a decode a GPU runs at once; a few for Triton's interpreter."""
+def programs_at_once(device: torch.device, per_sm: int = PER_SM) -> int:
+    """Return how many programs of a decode a GPU runs at once, `per_sm` on each SM; a few for the interpreter."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return PER_SM * sms
+    return per_sm * sms
 
 
 # --- times ---
-
-
-def make_inputs(lens: Lens, device: torch.device, *, rows: bool) -> dict[str, Any]:
-    """Make a batch in shuffled blocks of a pool: what rungs may have as arguments, by name.
-
-    Args:
-        lens: queries and keys of each sequence.
-        device: where.
-        rows: whether the same keys and values also lie in rows, `key` and `value`.
-    """
-    needed = [-(-n // BLOCK) for _, n in lens]
-    order = torch.randperm(sum(needed), dtype=torch.int32)
-    table = torch.full((len(lens), max(needed)), -1, dtype=torch.int32)
-    for row, blocks in zip(table, order.split(needed), strict=True):
-        row[: len(blocks)] = blocks
-    kind: Any = dict(dtype=torch.bfloat16, device=device)
-    key_cache, value_cache = (torch.randn(len(order), BLOCK, KV_HEADS, SIZE, **kind) for _ in range(2))
-    query = torch.randn(sum(n for n, _ in lens), HEADS, SIZE, **kind)
-    inputs = dict(query=query, key_cache=key_cache, value_cache=value_cache, block_table=table.to(device))
-    if rows:
-        slots = torch.cat(
-            [
-                (blocks.long()[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:n]
-                for blocks, (_, n) in zip(order.split(needed), lens, strict=True)
-            ]
-        ).to(device)
-        inputs |= {name: inputs[f"{name}_cache"].flatten(0, 1)[slots] for name in ("key", "value")}
-    return inputs | lengths_of(lens, device)
-
-
-def lengths_of(lens: Lens, device: torch.device) -> dict[str, Any]:
-    """Return what says how long the sequences of a batch are, by name."""
-    queries, keys = torch.tensor(lens, dtype=torch.int32).T
-    ends = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
-    sums = {name: torch.nn.functional.pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for name, x in ends.items()}
-    tensors = {name: x.to(device) for name, x in (sums | {"seq_lens": keys.contiguous()}).items()}
-    return tensors | dict(max_query_len=int(queries.max()), num_keys=int(keys.sum()), block_size=BLOCK)
-
-
-def part_of(inputs: Mapping[str, Any], lens: Lens, sequence: int, rows: slice) -> dict[str, Any]:
-    """Return some query rows of one sequence, and the keys up to the last of them, as a batch of their own."""
-    query_len, seq_len = lens[sequence]
-    first_query, first_key = (sum(lens[i][kind] for i in range(sequence)) for kind in range(2))
-    num_keys = seq_len - query_len + rows.stop
-    blocks = inputs["block_table"][sequence, : -(-num_keys // BLOCK)].long()
-    part = {"query": inputs["query"][first_query + rows.start : first_query + rows.stop]}
-    part |= {name: inputs[name][blocks] for name in ("key_cache", "value_cache")}
-    part |= {x: inputs[x][first_key : first_key + num_keys] for x in ("key", "value") if x in inputs}
-    part["block_table"] = torch.arange(len(blocks), dtype=torch.int32, device=blocks.device)[None]
-    return part | lengths_of([(rows.stop - rows.start, num_keys)], blocks.device)
-
-
-def bytes_moved(lens: Lens) -> tuple[int, int]:
-    """Return the bytes that have to be read, and to be written: keys, values, queries and tables; outputs."""
-    rows = sum(n for n, _ in lens) * HEADS * SIZE * 2
-    table = sum(-(-n // BLOCK) for _, n in lens) * 4 + len(lens) * 4
-    return 2 * sum(n for _, n in lens) * KV_HEADS * SIZE * 2 + rows + table, rows
-
-
-def operations(lens: Lens) -> int:
-    """Return the multiplications and additions of both products, of queries with the keys that they see."""
-    pairs = sum(queries * (keys - queries) + queries * (queries + 1) // 2 for queries, keys in lens)
-    return 4 * pairs * HEADS * SIZE
 
 
 def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> dict[str, Any]:
@@ -314,37 +367,41 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
     Raises:
         AssertionError: if a rung is wrong; there is no time for a wrong output.
     """
+    from triton.runtime.errors import OutOfResources
+
     from twinattn.bench import measure as clocks
 
     began = time.monotonic()
     ceilings = clocks.ceilings(device, torch.bfloat16, quick=False)
     about = {"ladder": ladder, **clocks.circumstances(), "machine": clocks.machine(device), "dtype": "bfloat16"}
-    about |= {"heads": [HEADS, KV_HEADS], "head_size": SIZE, "block_size": BLOCK, "ceilings": ceilings._asdict()}
+    about |= {"ceilings": ceilings._asdict()}
     kernels: dict[str, dict[str, dict[str, Any]]] = {}  # by rung and name
     batches = []
-    for name, lens in BATCHES[ladder].items():
+    for name, batch in BATCHES[ladder].items():
         torch.manual_seed(0)
-        inputs = make_inputs(lens, device, rows=ladder == "prefill")
-        (reads, writes), work = bytes_moved(lens), operations(lens)
+        inputs = batch.make_inputs(device)
+        reads, writes, work = batch.reads(), batch.writes(), batch.flops()
         floor = max(ceilings.seconds(reads=reads, writes=writes), work / ceilings.product)
-        judge = _judge(rungs(ladder)[0], inputs, lens)
-        of_what = f"{reads / 1e6:.0f} MB, {work / 1e9:.0f} GFLOP"
+        judge = _judge(rungs(ladder)[0], batch, inputs)
+        of_what = f"{(reads + writes) / 1e6:.0f} MB, {work / 1e9:.0f} GFLOP"
         tell(f"\n{name}: {of_what}, floor {1e6 * floor:.1f} µs\n{_line('', HEAD)}")
         timed: list[dict[str, Any]] = []
         for rung in rungs(ladder):
-            needed, call, before = rung.missing(device), _call(rung, inputs), _compiled()
+            needed, before = rung.missing(device) or _lacking(rung, inputs), _compiled()
             try:
                 if needed is None:
+                    call = _call(rung, batch, inputs)
                     judge(call())
-            except torch.OutOfMemoryError:
-                needed = "more memory than this GPU has"
+            except (torch.OutOfMemoryError, OutOfResources) as error:
+                kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "shared memory"
+                needed = f"more {kind} than this GPU has"
             if needed is not None:
                 timed.append({"number": rung.number, "name": rung.name, "missing": needed})
                 tell(f"{rung.number:2} {rung.title:57} not run: it needs {needed}")
                 continue
             new = [_describe(one, device) for one in _compiled() if all(one is not other for other in before)]
             kernels.setdefault(rung.name, {}).update({one["kernel"]: one for one in new})
-            clock = "graph" if rung.number else "events"  # the reference reads lengths on the CPU
+            clock = "events" if rung.synchronizes else "graph"
             timing = clocks.summarize(clocks.on_gpu([call], clock=clock, milliseconds=MILLISECONDS))
             timed.append(
                 {"number": rung.number, "name": rung.name, "clock": clock, **timing._asdict(), "cpu": _on_cpu(call)}
@@ -354,9 +411,10 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
                 }
             )
             tell(_line(f"{rung.number:2} {rung.title}", _cells(timed[-1])))
-        about_batch = {"name": name, "lens": lens, "bytes": reads + writes, "operations": work, "floor": floor}
+            del call
+        about_batch = {"name": name, **asdict(batch), "bytes": reads + writes, "operations": work, "floor": floor}
         batches.append({**about_batch, "rungs": timed})
-        del inputs, judge, call
+        del inputs, judge
         torch.cuda.empty_cache()
     return {**about, "seconds": round(time.monotonic() - began, 1), "batches": batches}
 
@@ -382,33 +440,37 @@ def _named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str,
     return {name: inputs[name] for name in inspect.signature(function).parameters if name in inputs}
 
 
-def _call(rung: Rung, inputs: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """Return a call of a rung; a plan is made once."""
+def _lacking(rung: Rung, inputs: Mapping[str, Any]) -> str | None:
+    """Return what a rung needs that the inputs of a batch do not have; None if it runs."""
+    needed = inspect.signature(rung.load().attention).parameters.values()
+    lacking = [x.name for x in needed if x.default is inspect.Parameter.empty and x.name not in inputs]
+    return f"`{lacking[0]}`, which this batch does not have" if lacking else None
+
+
+def _call(rung: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """Return a call of a rung; a plan is made once, and what a call changes is a copy."""
     module = rung.load()
     step = {"step": module.plan(**_named(module.plan, inputs))} if hasattr(module, "plan") else {}
-    return partial(module.attention, **_named(module.attention, inputs), **step)
+    given = _named(module.attention, inputs)
+    given |= {name: given[name].clone() for name in batch.changes if name in given}
+    return partial(module.attention, **given, **step)
 
 
-def _judge(reference: Rung, inputs: Mapping[str, Any], lens: Lens) -> Callable[[Tensor], None]:
-    """Return what holds both ends of the first and the last sequence to the reference, by the one tolerance."""
+def _judge(reference: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable[[Tensor], None]:
+    """Return what holds the parts of a batch to the reference, by the one tolerance."""
     from twinattn.kit import tolerance
 
     attention, expected = reference.load().attention, []
-    for sequence in sorted({0, len(lens) - 1}):
-        query_len = lens[sequence][0]
-        begins = sorted({0, max(query_len - JUDGED, 0)})
-        for rows in (slice(begin, min(begin + JUDGED, query_len)) for begin in begins):
-            part = part_of(inputs, lens, sequence, rows)
-            given = _named(attention, part)
-            wide = {x: given[x].float() if torch.is_floating_point(given[x]) else given[x] for x in given}
-            with computing_in(torch.bfloat16):
-                low = attention(**given)
-            first = sum(n for n, _ in lens[:sequence])
-            expected.append((slice(first + rows.start, first + rows.stop), attention(**wide), low))
+    for own, part in batch.parts(inputs, JUDGED):
+        given = _named(attention, part)
+        wide = {name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in given.items()}
+        ref = attention(**wide)
+        with computing_in(torch.bfloat16):
+            expected.append((own, ref, attention(**given)))
 
     def judge(out: Tensor) -> None:
-        for its, ref, low in expected:
-            tolerance.assert_close(out[its], ref, low)
+        for own, ref, low in expected:
+            tolerance.assert_close(out[own], ref, low)
 
     return judge
 
