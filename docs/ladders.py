@@ -23,6 +23,7 @@ TRIED = ROOT / "docs/results/tried"
 ASKED = {  # the batch that shows a rung, by its number; of all others the first
     "decode": {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"},
     "prefill": dict.fromkeys((5, 7), "64 x 1 of 2048, 16 x 512 and 1 x 8192"),
+    "states": {**dict.fromkeys((2, 3, 9, 10, 11), "64 x 1"), 8: "8 x 1024"},
     "latents": {7: "1 x 131072, 16 heads", 11: "64 x 8192, 16 heads"},
 }
 KNOWN = {  # ladders with trials: the path of these, the workload of each batch, and how the design of a rung begins

@@ -179,7 +179,7 @@ def load(
 
 @main.command()
 def ladder(
-    name: Annotated[str, typer.Argument(help="Which ladder: decode, prefill, latents.")] = "decode",
+    name: Annotated[str, typer.Argument(help="Which ladder: decode, prefill, latents, states.")] = "decode",
     results: Annotated[Path | None, typer.Option("--json", help="Write what was measured into this file.")] = None,
 ) -> None:
     """List the steps from the formula to the roofline, one change each, and time them on a GPU."""

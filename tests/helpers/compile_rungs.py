@@ -1,7 +1,8 @@
 """Compile the rungs of a ladder on a GPU that is not there: `python -m tests.helpers.compile_rungs prefill sm_90`.
 
-Each is called with the first timed batch of its ladder, whose sequences are shorter here. With a third argument, a
-file, what the compiler says is written there; docs/results/ladder/compiled has what the page of a ladder shows.
+Each is called with the first timed batch that has its arguments, whose sequences are shorter here. With a third
+argument, a file, what the compiler says is written there; docs/results/ladder/compiled has what the page of a ladder
+shows.
 """
 
 import io
@@ -27,8 +28,8 @@ SHORT = 2048  # keys of a sequence, at most: nothing is computed, but memory is 
 SM = {"sm_90": (228 * 1024, 2048)}
 
 
-def compiled(rung, batch, gpu):
-    """Return the registers, spills and shared memory of the first kernel of a rung, as compiled."""
+def compiled(rung, batch, inputs, gpu):
+    """Return the registers, spills and shared memory of a rung's kernel, the first one by name, as compiled."""
     module = rung.load()
     if hasattr(module, "missing"):
         module.missing = lambda device: None
@@ -37,8 +38,9 @@ def compiled(rung, batch, gpu):
             getattr(module, name).attention = attend
     said = io.StringIO()
     with redirect_stdout(said), to_the_end():
-        ladder._call(rung, batch, batch.make_inputs(torch.device("cpu")))()
-    about = json.loads(said.getvalue().splitlines()[0])
+        ladder._call(rung, batch, inputs)()
+    launched = (json.loads(line) for line in said.getvalue().splitlines())
+    about = min(launched, key=lambda one: one["kernel"].rpartition(".")[2])
     registers, shared, warps = about["registers"], about["shared"], about["threads"] // 32
     found = {"registers": registers, "spills": about["spilled"], "shared_bytes": shared, "warps": warps}
     return found | {"programs_per_sm": ladder.programs_that_fit(registers, warps, shared, *SM[gpu])}
@@ -58,7 +60,26 @@ def attend_to_latents(query, cache, plan, options, *, latent_rank, cache_scale=1
     return bind_attend(query, latents_of(cache, latent_rank, cache_scale), plan, options, None, False)[0]
 
 
-AS_ON_A_GPU = {"chunked_prefill": attend_to_pages, "mla": attend_to_latents}  # paths that rungs call, by module
+def fold(*tensors_and_plan):
+    """Fold tokens into states as `recurrent` does where it finds a GPU."""
+    from fastattn.kernels.triton.recurrent import recurrent
+
+    return recurrent(*tensors_and_plan, None)
+
+
+def fold_replayed(*tensors_and_plan):
+    """Fold tokens into states as `replay` does where it finds a GPU."""
+    from fastattn.kernels.triton.replay import replay
+
+    return replay(*tensors_and_plan, None)
+
+
+AS_ON_A_GPU = {  # paths that rungs call, by module
+    "chunked_prefill": attend_to_pages,
+    "mla": attend_to_latents,
+    "recurrent": fold,
+    "replay": fold_replayed,
+}
 
 
 def shortened(batch):
@@ -67,10 +88,18 @@ def shortened(batch):
 
 
 def compile_all(name, gpu):
-    """Return the same of each rung with a kernel, by name."""
+    """Return the same of each rung with a kernel, by name: for the first batch that has its arguments."""
     pretend(GPUS[gpu])
-    batch = shortened(next(iter(BATCHES[name].values())))
-    return {rung.name: compiled(rung, batch, gpu) for rung in ladder.rungs(name) if not rung.synchronizes}
+    found, waiting = {}, [rung for rung in ladder.rungs(name) if not rung.synchronizes]
+    for batch in map(shortened, BATCHES[name].values()):
+        inputs = batch.make_inputs(torch.device("cpu"))
+        found |= {
+            rung.name: compiled(rung, batch, inputs, gpu) for rung in waiting if not ladder._lacking(rung, inputs)
+        }
+        waiting = [rung for rung in waiting if rung.name not in found]
+        if not waiting:
+            break
+    return found
 
 
 if __name__ == "__main__":

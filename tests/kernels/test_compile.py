@@ -42,7 +42,7 @@ def launches(gpu: str, *options: str) -> list[dict]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("ladder", ["prefill", "latents"])
+@pytest.mark.parametrize("ladder", ["prefill", "latents", "states"])
 def test_the_rungs_of_a_ladder_compile_for_hopper_as_its_page_says(ladder):
     """What the page shows of rungs that were not timed is what the compiler says, by the Triton that it names."""
     stored = json.loads((ROOT / f"docs/results/ladder/compiled/{ladder}-sm_90.json").read_text())

@@ -64,7 +64,7 @@ WRONG = (  # the command, its arguments, and what is said
     ("fastattn", "quantization-quality --out file/there", "out: expected a folder, or one that can be made"),
     ("fastattn", "notebooks file", "folder: expected one that is not there yet"),
     ("fastattn", "notebooks file/there", "folder: expected a folder, or one that can be made"),
-    ("fastattn", "ladder prefil", "ladder: expected one of decode, prefill, latents, got 'prefil'"),
+    ("fastattn", "ladder prefil", "ladder: expected one of decode, prefill, latents, states, got 'prefil'"),
     ("fastattn", "ladder --json file/there/x.json", "json: expected a folder, or one that can be made"),
     ("fastattn", "doctor now", "unexpected extra argument"),
     (conformance, f"{KERNEL} --examples 0", "--examples: expected a positive int, got 0"),

@@ -231,7 +231,7 @@ class States:
             own, only = slice(first, first + self.lens[sequence][0]), slice(sequence, sequence + 1)
             part = {name: inputs[name][own] for name in ("query", "key", "value", "log_decay", "beta")}
             part |= {name: inputs[name][only] for name in ("state_indices", "has_initial_state")}
-            part |= {"states": inputs["states"].clone()}
+            part |= {"states": inputs["states"]}
             yield own, part | lengths_of([self.lens[sequence]], inputs["query"].device)
 
 
@@ -263,7 +263,7 @@ def lengths_of(lens: Lens, device: torch.device) -> dict[str, Any]:
     sums = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
     tensors = {name: pad(x.cumsum(0, dtype=torch.int32), (1, 0)) for name, x in sums.items()}
     tensors |= {"seq_lens": keys.contiguous()}
-    counts = dict(max_query_len=int(queries.max()), num_keys=int(keys.sum()))
+    counts = dict(max_query_len=int(queries.max()), max_seq_len=int(keys.max()), num_keys=int(keys.sum()))
     return {name: x.to(device) for name, x in tensors.items()} | counts
 
 
@@ -290,5 +290,10 @@ BATCHES: dict[str, dict[str, Batch]] = {  # by ladder and name
         "64 x 8192, 128 heads": Latents(MANY),
         "64 x 8192, 16 heads": Latents(MANY, heads=16),
         "1 x 131072, 16 heads": Latents(LONG, heads=16),
+    },
+    "states": {
+        "1 x 8192": States(((8192, 8192),)),
+        "8 x 1024": States(((1024, 1024),) * 8),
+        "64 x 1": States(((1, 2),) * 64, ring=16),
     },
 }

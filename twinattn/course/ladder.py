@@ -264,6 +264,11 @@ def check_latents(
     return LatentSizes(sizes["b"], sizes["h"], rank, rope, sizes["p"], sizes["m"])
 
 
+RING = dict(
+    ring_key="query: n l h dk", ring_written="float n l hv dv", ring_log_decay="float n l hv", cursors="int32 n"
+)
+
+
 class StateSizes(NamedTuple):
     """The sizes of a step of states: tokens, sequences, value heads, their group, elements of a key and of a value."""
 
@@ -282,9 +287,10 @@ def check_states(
     log_decay: Float[Tensor, "t hv"],
     beta: Float[Tensor, "t hv"],
     states: Float[Tensor, "n hv dv dk"],
-    cu_seqlens_q: Int32[Tensor, "_"],  # [b+1]
+    cu_seqlens_q: Int32[Tensor, "_"] | None,  # [b+1]
     state_indices: Int32[Tensor, "b"],
     has_initial_state: Bool[Tensor, "b"],
+    **ring: Tensor,
 ) -> StateSizes:
     """Check the arguments of a step of a layer with a state, and return their sizes.
 
@@ -295,9 +301,10 @@ def check_states(
         log_decay: natural logarithm of the decay, finite.
         beta: how much of a token is written.
         states: the pool, changed in place.
-        cu_seqlens_q: where the tokens of each sequence begin; the last entry is where they all end.
+        cu_seqlens_q: where the tokens of each sequence begin; the last entry is where they all end. None: one each.
         state_indices: the slot of each sequence.
         has_initial_state: which sequences have a state; others start from zeros.
+        ring: the inputs since `states`, `ring_key`, `ring_written`, `ring_log_decay`, and `cursors`, how many; or none.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -310,9 +317,10 @@ def check_states(
         log_decay=(log_decay, "float t hv"),
         beta=(beta, "float t hv"),
         states=(states, "float n hv dv dk"),
-        cu_seqlens_q=(cu_seqlens_q, "int32 b+1"),
-        state_indices=(state_indices, "int32 b"),
-        has_initial_state=(has_initial_state, "bool b"),
+        state_indices=(state_indices, "int32 b" if cu_seqlens_q is not None else "int32 t"),
+        has_initial_state=(has_initial_state, "bool b" if cu_seqlens_q is not None else "bool t"),
+        **({} if cu_seqlens_q is None else {"cu_seqlens_q": (cu_seqlens_q, "int32 b+1")}),
+        **{name: (x, RING[name]) for name, x in ring.items()},
     )
     if sizes["hv"] % sizes["h"] or any(sizes[x] & (sizes[x] - 1) for x in ("dk", "dv")):
         raise ValueError(
@@ -320,7 +328,7 @@ def check_states(
             f"got h={sizes['h']}, hv={sizes['hv']}, dk={sizes['dk']}, dv={sizes['dv']}"
         )
     group = sizes["hv"] // sizes["h"]
-    return StateSizes(sizes["t"], sizes["b"], sizes["hv"], group, sizes["dk"], sizes["dv"])
+    return StateSizes(sizes["t"], sizes.get("b", sizes["t"]), sizes["hv"], group, sizes["dk"], sizes["dv"])
 
 
 def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
@@ -423,7 +431,7 @@ HEAD = ("time", "of floor", "CPU", "registers", "spills", "shared", "per SM")
 
 
 def _cells(timed: dict[str, Any]) -> list[str]:
-    """Write what was found of a rung; registers and shared memory are those of `attend`, its first kernel."""
+    """Write what was found of a rung; registers and shared memory are those of its kernel, the first one by name."""
     cells = [f"{1e6 * timed['median']:.1f} µs{' *' * (timed['clock'] == 'events')}", f"{timed['share_of_floor']:.1%}"]
     cells.append(f"{1e6 * timed['cpu']:.0f} µs")
     for kernel in timed["kernels"][:1]:
@@ -451,9 +459,12 @@ def _call(rung: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable[[], T
     """Return a call of a rung; a plan is made once, and what a call changes is a copy."""
     module = rung.load()
     step = {"step": module.plan(**_named(module.plan, inputs))} if hasattr(module, "plan") else {}
-    given = _named(module.attention, inputs)
-    given |= {name: given[name].clone() for name in batch.changes if name in given}
-    return partial(module.attention, **given, **step)
+    return partial(module.attention, **_copied(_named(module.attention, inputs), batch), **step)
+
+
+def _copied(given: dict[str, Any], batch: Batch) -> dict[str, Any]:
+    """Return arguments with copies of those that a call changes in place."""
+    return given | {name: given[name].clone() for name in batch.changes if name in given}
 
 
 def _judge(reference: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable[[Tensor], None]:
@@ -464,9 +475,9 @@ def _judge(reference: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable
     for own, part in batch.parts(inputs, JUDGED):
         given = _named(attention, part)
         wide = {name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in given.items()}
-        ref = attention(**wide)
+        ref = attention(**_copied(wide, batch))
         with computing_in(torch.bfloat16):
-            expected.append((own, ref, attention(**given)))
+            expected.append((own, ref, attention(**_copied(given, batch))))
 
     def judge(out: Tensor) -> None:
         for own, ref, low in expected:

@@ -272,7 +272,7 @@ def _join_blocks(inverse, coupling, PRECISION: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _invert(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+def invert_triangular(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
     """Return the inverse of 1 minus a matrix that is 0 on and above its diagonal.
 
     In blocks of 4, 16 and 64 rows, one after the other: powers of the whole matrix would grow too large. Up to 16 rows,
@@ -332,7 +332,7 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         system *= -rates[:, None]
         system = tl.where(at[:, None] > at[None, :], system, 0.0)
         is_finite = tl.abs(system) < float("inf")
-        inverse = _invert(tl.where(is_finite, system, 0.0), TILE.PRECISION, TILE.CHUNK).to(OPERAND)
+        inverse = invert_triangular(tl.where(is_finite, system, 0.0), TILE.PRECISION, TILE.CHUNK).to(OPERAND)
         is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then this row and later ones are NaN
     for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
         columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)

@@ -1,0 +1,59 @@
+"""9 · What `fastattn` launches for a step of prompts or of decodes.
+
+Two kernels for two kinds of steps. Where no sequence has more than 16 new tokens, the loop of rung 3, token by token;
+otherwise the two launches of rung 8, in one body for decays per head and per key channel, with and without the delta
+rule, with checkpoints at the ends of blocks. Sums of logarithms are never subtracted there, so a decay of 0 clears a
+state and leaves no NaN behind.
+
+Gain: for a decode, what the rungs since 4 had lost, and half as many rows in a program where there are few sequences.
+For a prompt little: the keys and values of the first launch come in two parts.
+
+Source: fastattn/kernels/triton/recurrent.py, `recurrent`; fastattn/kernels/triton/chunks.py.
+"""
+
+from jaxtyping import Bool, Float, Int32
+from torch import Tensor
+
+import fastattn
+from fastattn import recurrent
+from refattn.batch import Batch
+from refattn.options import RecurrentOptions
+from refattn.states import StatePlan
+from twinattn.course.ladder import check_states
+
+
+def plan(
+    cu_seqlens_q: Int32[Tensor, "_"],  # [b+1]
+    seq_lens: Int32[Tensor, "b"],
+    state_indices: Int32[Tensor, "b"],
+    has_initial_state: Bool[Tensor, "b"],
+    max_query_len: int,
+    max_seq_len: int,
+) -> StatePlan:
+    """Plan a step, once for all layers."""
+    batch = Batch(cu_seqlens_q, seq_lens, None, max_query_len, max_seq_len)
+    return recurrent.plan(batch, state_indices=state_indices, has_initial_state=has_initial_state)
+
+
+def attention(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    cu_seqlens_q: Int32[Tensor, "_"],  # [b+1]
+    state_indices: Int32[Tensor, "b"],
+    has_initial_state: Bool[Tensor, "b"],
+    seq_lens: Int32[Tensor, "b"],
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None = None,
+    step: StatePlan | None = None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold the new tokens of each sequence into its state, and read the state after each."""
+    tensors, tables = (query, key, value, log_decay, beta, states), (state_indices, has_initial_state)
+    check_states(*tensors, cu_seqlens_q, *tables)
+    step = plan(cu_seqlens_q, seq_lens, *tables, max_query_len, max_seq_len) if step is None else step
+    with fastattn.use_kernel("triton"):
+        return recurrent.attention(*tensors, step, RecurrentOptions(scale))
