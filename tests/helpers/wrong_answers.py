@@ -332,4 +332,44 @@ WRONG = {
             "when all of its tokens are",
         ),
     ],
+    "triton_reduce": [
+        ("range(0, num_parts, PARTS)", "range(0, num_parts // PARTS * PARTS, PARTS)", "the last parts are missing"),
+        ("range(0, num_parts, PARTS)", "range(0, PARTS, PARTS)", "only the first tile"),
+        (
+            'other=-float("inf"))\n        has_keys = (scores > -float("inf"))[:, None]',
+            "other=0.0)\n        has_keys = (part < num_parts)[:, None]",
+            "lanes after the last part got a weight",
+        ),
+        (', mask=part < num_parts, other=-float("inf")', "", "reads past the last part"),
+        ("mask=has_keys, other=0.0", "mask=(part < num_parts)[:, None], other=0.0", "0 * NaN is NaN"),
+        ('tl.where(new_max == -float("inf"), 0.0, new_max)', "new_max", "take 0 off then"),
+        ("acc / row_sum", "acc", "not divided by the sum of the weights"),
+    ],
+    "triton_group": [
+        ("products * scale", "products", "not multiplied by `scale`"),
+        ("(kv_head * GROUP + in_group)", "(kv_head + in_group * (kv_heads))", "neighbours share a KV head"),
+        ("(tokens * kv_heads + kv_head)", "(tokens * kv_heads)", "the keys of KV head 0"),
+        ("acc * rescale[:, None]", "acc", "`acc` has to be rescaled"),
+        ("tl.load(value + offsets, mask=there[:, None], other=0.0)", "tl.load(value + offsets)", "past the last key"),
+        ("tl.load(query + rows, mask=is_row, other=0.0)", "query[rows]", "Inside a kernel a tensor is a pointer"),
+    ],
+    "triton_causal": [
+        ("j[None, :] <= positions", "j[None, :] < positions", "a token sees itself"),
+        ("positions = seq_len - query_len + rows", "positions = rows", "aligned at the top left"),
+        ("j[None, :] <= positions[:, None]", "j[None, :] < seq_len", "no key is hidden"),
+        ("end = tl.minimum(seq_len - query_len + first_row + ROWS, seq_len)", "end = seq_len", "have to be skipped"),
+        (" * scale", "", "not multiplied by `scale`"),
+    ],
+    "triton_fold": [
+        ("tile = tile * tl.load(decay + token)", "tile = tile * 1.0", "never fades"),
+        ("(v - tl.sum(tile * k[None, :], 1))", "v", "what is missing of it"),
+        ("tl.program_id(0) * ROWS + tl.arange", "tl.arange", "all programs have the first rows"),
+        (
+            "        tile = tile + written[:, None] * k[None, :]\n"
+            "        tl.store(out + token * DV + rows, tl.sum(tile * q[None, :], 1))\n",
+            "        tl.store(out + token * DV + rows, tl.sum(tile * q[None, :], 1))\n"
+            "        tile = tile + written[:, None] * k[None, :]\n",
+            "read after the write",
+        ),
+    ],
 }

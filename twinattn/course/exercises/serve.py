@@ -40,7 +40,11 @@ ELSEWHERE = (
     "replay",
     "own_block",
     "entries",
-)  # for images, an indexer, a state, training, several answers, compressed keys
+    "triton_reduce",
+    "triton_group",
+    "triton_causal",
+    "triton_fold",
+)  # for images, an indexer, a state, training, several answers, compressed keys, ladders
 SERVED = tuple(exercise for exercise in EXERCISES if exercise.name not in ELSEWHERE)
 
 

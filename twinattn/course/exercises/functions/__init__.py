@@ -1,6 +1,16 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from twinattn.course.exercises.functions import attention, cache, entries, gradients, merging, model, states, visibility
+from twinattn.course.exercises.functions import (
+    attention,
+    cache,
+    entries,
+    gradients,
+    kernels,
+    merging,
+    model,
+    states,
+    visibility,
+)
 
 EXERCISES = (
     cache.SLOT,
@@ -37,4 +47,8 @@ EXERCISES = (
     states.REPLAY,
     cache.OWN_BLOCK,
     entries.ENTRIES,
+    kernels.TRITON_REDUCE,
+    kernels.TRITON_GROUP,
+    kernels.TRITON_CAUSAL,
+    kernels.TRITON_FOLD,
 )
