@@ -9,11 +9,12 @@ import base64
 import difflib
 import html
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from twinattn.bench.report import duration
-from twinattn.course.batches import BATCHES
+from twinattn.course.batches import BATCHES, Batch
 from twinattn.course.ladder import Rung, rungs
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +43,13 @@ FACTORS = {  # how many times as fast as the rung before, up to a factor
     float("inf"): "more than 10 times",
 }
 
+SCRIPTS = "\n".join(f'<script src="{file}"></script>' for file in ("roof.js", "../explorer/el.js", "roof_view.js"))
+
+MOVES = (
+    "**Move the roof.** The sliders set a batch, and the lines are what it needs at least at the rates of this card: "
+    "its bytes, and its operations. Bars are as measured."
+)
+
 UNTIMED = (
     "**These rungs have not been timed yet**: no machine with a GPU has written a result. So the questions below have "
     "no measured answer."
@@ -68,7 +76,8 @@ def page(ladder: str, folder: str) -> str:
         folder: the way from the page to the pages of its files.
     """
     found = results(ladder)
-    shown = [f"{table(ladder, each)}\n\n{bars(ladder, each)}" for each in found] or [table(ladder, None)]
+    shown = [f"{table(ladder, each)}\n\n{bars(ladder, each)}\n\n{roof(ladder, each)}" for each in found]
+    shown = shown or [f"{table(ladder, None)}\n\n{roof(ladder, None)}"]
     shown += [known(ladder)] if ladder in KNOWN and not found else []
     title = "All times, which give the predictions below away" if found else "All rungs, and what is known of them"
     parts = [*([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
@@ -76,7 +85,7 @@ def page(ladder: str, folder: str) -> str:
     for rung in rungs(ladder):
         parts.append(part(rung, before, found, folder))
         before = rung
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, SCRIPTS])
 
 
 def about(found: dict[str, Any]) -> str:
@@ -128,6 +137,39 @@ def bars(ladder: str, found: dict[str, Any]) -> str:
     says = f"Share of the floor by rung, {batch}, {found['machine']['name']}"
     head = f'<svg viewBox="0 0 {left + width + 10} {height}" fill="currentColor" font-size="12" role="img"'
     return f'<figure>{head} aria-label="{says}">{"".join(lines)}</svg><figcaption>{says}</figcaption></figure>'
+
+
+def roof(ladder: str, found: dict[str, Any] | None) -> str:
+    """Return what docs/ladder/roof_view.js makes a picture of: the rungs as measured, and the rates for a roof.
+
+    A ladder that was not timed has the rates of another one, measured on the same kind of machine. Batches of different
+    sequences are left out: two sliders do not say how long these are.
+    """
+    of_rates = found or next((json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))), None)
+    if of_rates is None:
+        return ""
+    batches = []
+    for name, batch in BATCHES[ladder].items():
+        if len(set(batch.lens)) > 1:
+            continue
+        rows = [] if found is None else [of_rung(found, name, rung) for rung in rungs(ladder)]
+        timed = [{x: row[x] for x in ("number", "name", "median")} for row in rows if row and is_timed(row)]
+        batches.append({"name": name, "settings": settings_of(ladder, batch), "rungs": timed})
+    if not batches:
+        return ""
+    first = next(iter(BATCHES[ladder].values()))
+    fixed = {x: y for x, y in asdict(first).items() if x not in ("lens", "rows", "ring", *batches[0]["settings"])}
+    data = {"ladder": ladder, "kind": type(first).__name__, "fixed": fixed, "batches": batches}
+    data |= {"machine": of_rates["machine"]["name"], "rates": of_rates["ceilings"]}
+    return f'{MOVES}\n\n<div class="roof explorer engine" data-roof="{html.escape(json.dumps(data))}"></div>'
+
+
+def settings_of(ladder: str, batch: Batch) -> dict[str, int]:
+    """Return a batch as sliders have it, whose sequences are all alike: their number and lengths, and the heads."""
+    queries, keys = batch.lens[0]
+    settings = {"count": len(batch.lens), "keys": queries if ladder == "states" else keys}
+    more = {"prefill": {"queries": queries}, "latents": {"heads": batch.heads}}
+    return settings | more.get(ladder, {})
 
 
 def compiled_rungs(ladder: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ PAGES = {  # with some of each kind
     "played": "explorer/engine.html",
     "state": "explorer/state.html#step=3",
     "sm": "ladder/sm.html",
+    "ladder": "ladder/decode.html",
     "path": "paths/sliding_window.html",
     "notebook": "notebooks/05_sliding_window.html",
     "written": "notebooks/02_paged_cache.html",
@@ -137,6 +138,27 @@ def test_three_requests_are_what_it_begins_with(page, site):
     expect(page.locator(".how .says")).to_contain_text("row_sum")
     expect(page.locator(".cost .floor")).to_contain_text("for memory")
     assert address(page) == ""
+
+
+def test_the_roof_of_a_ladder_moves_and_its_bars_stay(page, site):
+    """From one measured batch to another both change; a slider moves the roof alone."""
+    look(page, site, "ladder/decode.html")
+    page.locator("details", has=page.locator(".roof")).evaluate("fold => { fold.open = true }")
+    roof = page.locator(".roof").first
+
+    def times():
+        """Return the times of the bars, and those of the two lines below them."""
+        texts = [text for text in roof.locator("svg text").all_text_contents() if text.endswith(("µs", "ms", " s"))]
+        return texts[:-2], texts[-2:]
+
+    bars, lines = times()
+    assert len(bars) == 12
+    roof.get_by_label("keys of each").fill("100")
+    expect(roof.locator(".says")).to_contain_text("The bars are still those of 64 x 8192, as measured.")
+    assert times()[0] == bars and times()[1] != lines
+    press(page, "1 x 131072")
+    expect(roof.locator(".says")).to_contain_text("The bars are of this batch.")
+    assert times()[0] != bars
 
 
 def test_a_preset_changes_everything_at_once(page, site):
