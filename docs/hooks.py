@@ -17,6 +17,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract varlen_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- ladder decode -->                              the rungs of a ladder: changes, questions, measurements
+    | ... | <!-- gain prefill 3 -->                         what a rung of a ladder gained, as another cell of the row
     ... <!-- compiled decode mla -->                        the kernel of calls, as the compiler sees it
     ... <!-- exercise slot -->                              the box in which an exercise is written
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
@@ -307,6 +308,11 @@ def ladder(page: Page, instead: str, name: str) -> str:
     return ladders.page(name, to(page, f"source/notebooks/ladder/{name}"))
 
 
+def gain(page: Page, instead: str, name: str, number: str) -> str:
+    """Add what a rung gained to the row of a table."""
+    return f"{instead} {ladders.gain(name, int(number))} |"
+
+
 def compiled(page: Page, instead: str, *names: str) -> str:
     """Show the kernel of some calls as the compiler sees it, a tab for each."""
     return folds.tabs(names) or instead
@@ -320,6 +326,7 @@ INSERTS = {
         compiled,
         contract,
         exercise,
+        gain,
         kernels,
         ladder,
         rules,

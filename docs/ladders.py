@@ -291,6 +291,14 @@ def factor(found: dict[str, Any], rung: Rung, before: Rung) -> float | None:
     return then["median"] / now["median"] if now and then and is_timed(now) and is_timed(then) else None
 
 
+def gain(ladder: str, number: int) -> str:
+    """Return how many times as fast as the one before a rung is, on the batch that shows it; "" if it was not timed."""
+    found = results(ladder)
+    before, rung = rungs(ladder)[number - 1 : number + 1]
+    times = factor(found[0], rung, before) if found else None
+    return "" if times is None else f"{times:.2f} times, on {batch_of(rung)}"
+
+
 def bucket(times: float) -> str:
     """Name a factor as the choices do."""
     return next(name for limit, name in FACTORS.items() if times < limit)

@@ -419,6 +419,18 @@ def test_a_rung_that_needs_another_gpu_is_shown_without_a_time(run, pages, monke
     assert shown.count(f"Not measured on {found['machine']['name']}: it needs another GPU.") == is_prefill
 
 
+def test_what_a_rung_gained_is_a_cell_of_a_table(run, pages, monkeypatch):
+    """On docs/ladder/flash_attention.md; nothing where a ladder, a rung or the one before was not timed."""
+    found, _ = run
+    monkeypatch.setattr(pages, "results", lambda _: [])
+    assert pages.gain(found["ladder"], 3) == ""
+    monkeypatch.setattr(pages, "results", lambda _: [found])
+    last = len(ladder.rungs(found["ladder"]))
+    batch = pages.batch_of(ladder.rungs(found["ladder"])[3])
+    assert pages.gain(found["ladder"], 3) == f"{(last - 2) / (last - 3):.2f} times, on {batch}"
+    assert pages.gain("prefill", 12) == "" or found["ladder"] != "prefill"
+
+
 def test_until_a_ladder_is_timed_its_page_has_the_times_of_the_trials(pages, monkeypatch):
     """Those of the kernels on the last rungs, with the machine, the day and the commit."""
     monkeypatch.setattr(pages, "results", lambda _: [])

@@ -30,7 +30,7 @@ SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|compiled|contract|exercise|kernels|ladder|measured|picture|reports|says|"
+    r"<!-- (?P<name>api|code|compiled|contract|exercise|gain|kernels|ladder|measured|picture|reports|says|"
     r"tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
@@ -291,7 +291,7 @@ def test_a_page_can_be_read_on_a_code_host(page):
             assert re.fullmatch(rf"\*.+\* \(`twinattn draw {arguments[0]}` draws it\.\)", line), mark[0]
             continue
         (link,) = re.findall(r"\]\(([^)\s]+)\)", line)
-        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        assert (page.parent / urldefrag(link).url).exists(), f"{page.name} links to {link}"
         if mark["name"] in ("code", "says"):
             module = link.removeprefix("../" * link.count("../")).removesuffix(".py").replace("/", ".")
             assert f"{arguments[0]}.".startswith(f"{module}."), f"{page.name}: {link} is not the file of {arguments[0]}"
