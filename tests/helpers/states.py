@@ -16,7 +16,7 @@ from refattn.modes import computing_in
 from refattn.options import RecurrentOptions
 from tests.helpers.kernels_present import PRESENT
 from twinattn.kit import assert_close
-from twinattn.kit.search import inputs as as_in_memory
+from twinattn.kit.search import tensors as as_in_memory
 from twinattn.kit.tolerance import WIDER
 
 KERNELS = [name for name in ("torch", "triton") if os.environ["TWINATTN_TEST_DEVICE"] == "cpu" or name == "triton"]

@@ -65,7 +65,7 @@ from tests.helpers.batches import CASES, Case, assert_same_masks, build, masks_b
 from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_close, assert_matches_reference
-from twinattn.kit.search.inputs import laid
+from twinattn.kit.search.tensors import laid
 
 
 def attend(query, key, value, plan, options, out=None, **asked):

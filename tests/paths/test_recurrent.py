@@ -36,7 +36,7 @@ from tests.helpers.states import (
 )
 from tests.helpers.steps import record
 from twinattn.kit import assert_close
-from twinattn.kit.search.inputs import laid
+from twinattn.kit.search.tensors import laid
 
 each_twin = pytest.mark.parametrize("twin", [refattn.recurrent, fastattn.recurrent], ids=["ref", "fast"])
 PLAIN = RecurrentOptions(delta=False)

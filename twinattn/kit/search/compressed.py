@@ -16,11 +16,11 @@ from twinattn.kit.search.inputs import (
     drawn_options,
     drawn_pool,
     drawn_query,
-    laid,
     make_batch,
     slots_of,
     tables,
 )
+from twinattn.kit.search.tensors import laid
 from twinattn.kit.workload import Workload
 
 

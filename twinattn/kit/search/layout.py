@@ -3,7 +3,8 @@
 import torch
 
 from twinattn.kit.search import compressed, recurrent, replay, sparse
-from twinattn.kit.search.inputs import Call, attention_call
+from twinattn.kit.search.inputs import Call
+from twinattn.kit.search.paths import attention_call
 from twinattn.kit.workload import Workload
 
 

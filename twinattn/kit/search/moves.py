@@ -1,6 +1,6 @@
 """Checks of functions that move data or make tables: bit for bit, and nothing else may be written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -8,31 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.batch import Batch
-from refattn.ranks import Shard
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
-from twinattn.kit.search.inputs import (
-    FP8,
-    LAMBDA,
-    SPARE,
-    Modules,
-    block_table,
-    copied,
-    laid,
-    make_batch,
-    memory,
-    moved,
-    slots_of,
-    tables,
-)
+from twinattn.kit.search import made
+from twinattn.kit.search.exact import MovedWronglyError, expect, run_and_compare
+from twinattn.kit.search.inputs import FP8, LAMBDA, SPARE, Modules, block_table, make_batch, slots_of, tables
+from twinattn.kit.search.tensors import laid, moved
 from twinattn.kit.workload import Workload
 
 __all__ = ["LAMBDA", "MovedWronglyError", "check"]
-
-
-class MovedWronglyError(Exception):
-    """A function moved data wrongly, wrote other memory, or made a wrong table."""
 
 
 def check(work: Workload, modules: Modules, device: str) -> None:
@@ -50,18 +34,18 @@ def check(work: Workload, modules: Modules, device: str) -> None:
         swap_blocks=_copy,
         compact=_compact,
         gather=_gather,
-        positions=_positions,
-        slot_mapping=_slot_mapping,
-        advance=_advance,
-        block_table_from_slots=_from_slots,
-        ranks=_ranks,
-        trees=_trees,
-        accept=_accept,
+        positions=made.positions,
+        slot_mapping=made.slot_mapping,
+        advance=made.advance,
+        block_table_from_slots=made.from_slots,
+        ranks=made.ranks,
+        trees=made.trees,
+        accept=made.accept,
         write_index=_write_index,
-        select=_select,
-        slots=_slots_of_selected,
+        select=made.select,
+        slots=made.slots_of_selected,
         copy=_copy_states,
-        accepted_slots=_accepted_slots,
+        accepted_slots=made.accepted_slots,
     )
     functions[work.operation](work, modules, device)
 
@@ -81,50 +65,6 @@ def _pool_kind(work: Workload) -> str:
 
 def _rows_kind(work: Workload) -> str:
     return work.rows
-
-
-def _expect(name: str, came: Tensor, expected: Tensor) -> None:
-    """Compare a tensor exactly; NaN is equal to NaN."""
-    came, expected = came.cpu(), expected.cpu()
-    if came.dtype != expected.dtype or came.shape != expected.shape:
-        raise MovedWronglyError(
-            f"{name}: expected {expected.dtype} {list(expected.shape)}, got {came.dtype} {list(came.shape)}"
-        )
-    differs = came != expected
-    if came.is_floating_point():
-        came, expected = came.double(), expected.double()
-        differs = ~((came == expected) | (came.isnan() & expected.isnan()))
-    if differs.any():
-        where = differs.nonzero()[0].tolist()
-        raise MovedWronglyError(
-            f"{name}: expected {expected[tuple(where)].item()} at {where}, got {came[tuple(where)].item()}"
-        )
-
-
-def _run_and_compare(
-    call: Callable[[dict[str, Any]], Any],
-    tensors: dict[str, Any],
-    change: Callable[[dict[str, Any]], None],
-    device: str,
-    stay: Sequence[str] = (),
-) -> Any:
-    """Make a call on a device, apply the expected `change` on the CPU, and compare all memory.
-
-    The tensors named in `stay` stay on the host in the call, too.
-
-    Raises:
-        MovedWronglyError: if any memory differs.
-    """
-    there = {name: copied(x) if device == "cpu" or name in stay else moved(x, device) for name, x in tensors.items()}
-    answer = call(there)
-    change(tensors)
-    for name, x in tensors.items():
-        for piece, other in zip(memory(x).values(), memory(there[name]).values(), strict=True):
-            other = other.cpu()
-            if not torch.equal(piece, other):
-                where = int((piece != other).nonzero()[0])
-                raise MovedWronglyError(f"{name}: byte {where} of its memory is another one")
-    return answer
 
 
 def _new_slots(work: Workload) -> tuple[Tensor, int]:
@@ -159,7 +99,7 @@ def _write(work: Workload, modules: Modules, device: str) -> None:
                     tensors[f"{name}_cache"][slot // p, slot % p] = tensors[name][token]
 
     names = ("key", "value", "key_cache", "value_cache", "slots")
-    _run_and_compare(lambda there: modules("kv_cache").write(*(there[name] for name in names)), tensors, change, device)
+    run_and_compare(lambda there: modules("kv_cache").write(*(there[name] for name in names)), tensors, change, device)
 
 
 def _write_differential(work: Workload, modules: Modules, device: str) -> None:
@@ -181,7 +121,7 @@ def _write_differential(work: Workload, modules: Modules, device: str) -> None:
                     tensors["cache"][half, kind, slot // p, slot % p] = tensors[name][token, half::2]
 
     names = ("key", "value", "cache", "slots")
-    _run_and_compare(
+    run_and_compare(
         lambda there: modules("differential").write(*(there[name] for name in names)), tensors, change, device
     )
 
@@ -215,7 +155,7 @@ def _write_latents(work: Workload, modules: Modules, device: str) -> None:
                 )
 
     names = ("latent", "rope_key", "cache", "slots")
-    _run_and_compare(
+    run_and_compare(
         lambda there: modules("mla").write(*(there[name] for name in names), cache_scale=scale), tensors, change, device
     )
 
@@ -271,7 +211,7 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
                     cache[at] = to_int8(row, torch.as_tensor(of_scale))
 
     names = ("key", "value", "key_cache", "value_cache", "slots")
-    _run_and_compare(
+    run_and_compare(
         lambda there: modules("quantized").write(*(there[name] for name in names), scales=there["scales"]),
         tensors,
         change,
@@ -315,7 +255,7 @@ def _copy(work: Workload, modules: Modules, device: str) -> None:
                 target.view(as_bytes)[destination] = before[block]
 
     on_host = ((), ("sources", "pairs"), ("targets", "pairs"))[work.seed % 3] if swapped else ()
-    _run_and_compare(call, tensors, change, device, on_host)
+    run_and_compare(call, tensors, change, device, on_host)
 
 
 def _copy_states(work: Workload, modules: Modules, device: str) -> None:
@@ -335,7 +275,7 @@ def _copy_states(work: Workload, modules: Modules, device: str) -> None:
 
     on_host = () if work.seed % 2 else ("pairs",)
     tensors: dict[str, Any] = dict(pools=pools, pairs=pairs)
-    _run_and_compare(
+    run_and_compare(
         lambda there: modules("state_cache").copy(there["pools"], there["pairs"]), tensors, change, device, on_host
     )
 
@@ -365,7 +305,7 @@ def _write_index(work: Workload, modules: Modules, device: str) -> None:
                 tensors["pool"][block, row] = numbers
 
     names = ("key", "pool", "slots")
-    _run_and_compare(lambda there: modules("sparse").write(*(there[name] for name in names)), tensors, change, device)
+    run_and_compare(lambda there: modules("sparse").write(*(there[name] for name in names)), tensors, change, device)
 
 
 def _accepted(work: Workload) -> Accepted:
@@ -414,7 +354,7 @@ def _compact(work: Workload, modules: Modules, device: str) -> None:
                 for k, row in enumerate(rows):
                     pool[slots[first + k] // p, slots[first + k] % p] = row
 
-    _run_and_compare(call, dict(pools=pools), change, device)
+    run_and_compare(call, dict(pools=pools), change, device)
 
 
 def _gather(work: Workload, modules: Modules, device: str) -> None:
@@ -425,189 +365,4 @@ def _gather(work: Workload, modules: Modules, device: str) -> None:
     for i, (_, s) in enumerate(work.lens):
         slots = slots_of(work, owned[i], s)
         came = modules("kv_cache").gather(there, blocks[i], s)
-        _expect(f"sequence {i}", came, cache[slots // work.block_size, slots % work.block_size])
-
-
-# --- tables ---
-
-
-def _on_device(work: Workload, device: str) -> tuple[list[list[int]], Batch, Batch]:
-    owned, _ = tables(work)
-    batch = make_batch(work, block_table(work, owned))
-    return owned, batch, moved(batch, device)
-
-
-def _places(work: Workload) -> list[int]:
-    places = [s - q + k for q, s in work.lens for k in range(q)]
-    return places + [0] * work.padding_rows
-
-
-def _positions(work: Workload, modules: Modules, device: str) -> None:
-    _, _, batch = _on_device(work, device)
-    places = _places(work)
-    _expect("positions", modules("metadata").positions(batch, len(places)), torch.tensor(places, dtype=torch.int64))
-
-
-def _slots(work: Workload, owned: list[list[int]], window: int | None = None, later: int = 0) -> Tensor:
-    """Return the slots of new tokens after `later` more steps, in each of which every sequence grows."""
-    result, p = [], work.block_size
-    for blocks, (q, s) in zip(owned, work.lens, strict=True):
-        for place in range(s - q, s):
-            now = place + later * q
-            written = now >= 0 and (window is None or place > s - 1 - window)
-            result.append(blocks[now // p] * p + now % p if written else -1)
-    return torch.tensor(result + [-1] * work.padding_rows, dtype=torch.int64)
-
-
-def _slot_mapping(work: Workload, modules: Modules, device: str) -> None:
-    owned, _, batch = _on_device(work, device)
-    for window in (None, 1 + work.seed % 40, 2**31 - 1):
-        expected = _slots(work, owned, window)
-        came = modules("metadata").slot_mapping(batch, len(expected), block_size=work.block_size, window=window)
-        _expect(f"slots with window {window}", came, expected)
-
-
-def _advance(work: Workload, modules: Modules, device: str) -> None:
-    longer = replace(work, lens=tuple((q, s + q) for q, s in work.lens))
-    owned, _ = tables(longer)  # with room for one step more
-    batch = moved(make_batch(work, block_table(work, owned)), device)
-    slots = modules("metadata").slot_mapping(batch, len(_places(work)), block_size=work.block_size)
-    _expect("slots", slots, _slots(work, owned))
-    after = modules("metadata").advance(batch, slots, block_size=work.block_size)
-    _expect("seq_lens", after.seq_lens, torch.tensor([s + q for q, s in work.lens], dtype=torch.int32))
-    _expect("slots after", slots, _slots(work, owned, later=1))
-
-
-def _from_slots(work: Workload, modules: Modules, device: str) -> None:
-    owned, _ = tables(work)
-    p, longest = work.block_size, max(s for _, s in work.lens)
-    kind = torch.int32 if work.seed % 2 else torch.int64
-    rows = Random(work.seed).sample(range(len(work.lens) + 3), len(work.lens))
-    token_slots = torch.full((len(work.lens) + 3, longest + 4), -1, dtype=kind)
-    for row, blocks, (_, s) in zip(rows, owned, work.lens, strict=True):
-        token_slots[row, :s] = slots_of(work, blocks, s).to(kind)
-    columns = min(max(map(len, owned), default=0) + work.seed % 3, -(-(longest + 4) // p))
-    if not columns:
-        return
-    expected = torch.zeros(len(owned), columns, dtype=torch.int32)
-    for i, blocks in enumerate(owned):
-        expected[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-    arguments = (token_slots, torch.tensor(rows), torch.tensor([s for _, s in work.lens], dtype=torch.int32))
-    came = modules("metadata").block_table_from_slots(*(x.to(device) for x in arguments), block_size=p, columns=columns)
-    _expect("block_table", came, expected)
-
-
-def _ranks(work: Workload, modules: Modules, device: str) -> None:
-    p, interleave = work.block_size, min(work.interleave, work.block_size)
-    work = replace(work, lens=tuple((min(q, s), s) for q, s in work.lens))
-    for rank in range(work.ranks):
-        shard = Shard(rank, work.ranks, interleave)
-        own = [[j for j in range(s) if j // interleave % work.ranks == rank] for _, s in work.lens]
-        owned, _ = tables(work, [len(x) for x in own], salt=rank)
-        batch = moved(make_batch(work, block_table(work, owned)), device)
-        batch = replace(batch, max_seq_len=max(s for _, s in work.lens))
-        _expect(
-            "local_lens",
-            modules("context_parallel").local_lens(batch.seq_lens, shard),
-            torch.tensor([len(x) for x in own], dtype=torch.int32),
-        )
-        slots = []
-        for blocks, mine, (q, s) in zip(owned, own, work.lens, strict=True):
-            place = {j: k for k, j in enumerate(mine)}
-            for j in range(s - q, s):
-                k = place.get(j)
-                slots.append(-1 if k is None else blocks[k // p] * p + k % p)
-        expected = torch.tensor(slots + [-1] * work.padding_rows, dtype=torch.int64)
-        came = modules("context_parallel").slot_mapping(batch, len(expected), shard=shard, block_size=p)
-        _expect(f"slots of rank {rank}", came, expected)
-
-
-def _select(work: Workload, modules: Modules, device: str) -> None:
-    """Select keys by rank: the number of keys with a higher score, or with an equal one at a lower position."""
-    g, t, s = _generator(work), max(1, work.num_tokens % 40), max(s for _, s in work.lens)
-    scores = torch.randn(t, s, generator=g)
-    if work.seed % 2:
-        scores = scores.mul(2).round()  # many are equal, and some are -0
-    scores[torch.rand(t, s, generator=g) < (0.1, 0.5, 0.95)[work.seed % 3]] = -torch.inf
-    if work.seed % 5 == 0:
-        scores[torch.rand(t, s, generator=g) < 0.1] = torch.nan
-    expected = torch.full((t, work.topk), -1, dtype=torch.int32)
-    at = torch.arange(s)
-    for row, numbers in enumerate(scores):
-        rank = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN is above all numbers
-        before = (rank[None] > rank[:, None]) | ((rank[None] == rank[:, None]) & (at[None] < at[:, None]))
-        taken = ((before.sum(1) < work.topk) & (rank != -torch.inf)).nonzero().flatten()
-        expected[row, : len(taken)] = taken.int()
-    came = modules("sparse").select(scores.to(device), work.topk)
-    _expect("selected", came, expected)
-
-
-def _slots_of_selected(work: Workload, modules: Modules, device: str) -> None:
-    owned, _, batch = _on_device(work, device)
-    chosen, rows, expected, p = Random(work.seed), [], [], work.block_size
-    for i, (q, s) in enumerate(work.lens):
-        for _ in range(q):
-            row = [chosen.randint(-1, s - 1) for _ in range(work.topk)]
-            rows.append(row)
-            expected.append([owned[i][j // p] * p + j % p if j >= 0 else -1 for j in row])
-    rows += [[1_000_000] * work.topk] * work.padding_rows
-    expected += [[-1] * work.topk] * work.padding_rows
-    positions, slots = (torch.tensor(x, dtype=torch.int32).view(-1, work.topk) for x in (rows, expected))
-    _expect("slots", modules("sparse").slots(batch, positions.to(device), block_size=p), slots)
-
-
-def _accepted_slots(work: Workload, modules: Modules, device: str) -> None:
-    chosen, columns = Random(work.seed), 1 + work.seed % 9
-    rows = [[chosen.randint(-1, 99) for _ in range(columns)] for _ in work.lens]
-    accepted = [chosen.randint(1, columns) if row[0] >= 0 else chosen.choice((-3, 0, 1 << 20)) for row in rows]
-    expected = [row[number - 1] if row[0] >= 0 else row[0] for row, number in zip(rows, accepted, strict=True)]
-    tables = (torch.tensor(x, dtype=torch.int32).to(device) for x in (rows, accepted))
-    _expect("slots", modules("state_cache").accepted_slots(*tables), torch.tensor(expected, dtype=torch.int32))
-
-
-def _trees(work: Workload, modules: Modules, device: str) -> None:
-    work = replace(work, trees=work.trees or "deep")
-    _, _, batch = _on_device(work, device)
-    trees = modules("speculative").make_trees([work.parents(i) for i in range(len(work.lens))], device=device)
-    places: list[int] = []
-    for i, (q, s) in enumerate(work.lens):
-        depths: list[int] = []
-        for parent in work.parents(i):
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        places += [s - len(depths) + depth for depth in depths[len(depths) - q :]]
-    places += [0] * work.padding_rows
-    came = modules("speculative").positions(batch, trees, len(places))
-    _expect("positions", came, torch.tensor(places, dtype=torch.int64))
-
-
-def _accept(work: Workload, modules: Modules, device: str) -> None:
-    """Accept the longest branch that agrees; of equally long ones that with the lowest last node."""
-    work, chosen = replace(work, trees=work.trees or "deep", growing=0), Random(work.seed)
-    _, _, batch = _on_device(work, device)
-    trees = modules("speculative").make_trees([work.parents(i) for i in range(len(work.lens))], device=device)
-    rows = sum(q for q, _ in work.lens) + work.padding_rows
-    drafts, says = ([chosen.randint(0, 1 + work.seed % 3) for _ in range(rows)] for _ in range(2))
-    nodes, counts, following, row = [], [], [], 0
-    width = max(q for q, _ in work.lens)
-    for i, (q, _) in enumerate(work.lens):
-        parents = work.parents(i)
-        paths: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            right = parent < 0 or (paths[parent] and drafts[row + node] == says[row + parent])
-            paths.append(([*paths[parent]] if parent >= 0 else []) + [node] if right else [])
-        best: list[int] = []
-        for path in paths:
-            best = path if len(path) > len(best) else best
-        nodes.append(best + [-1] * (width - len(best)))
-        counts.append(len(best))
-        following.append(says[row + best[-1]] if best else -1)
-        row += q
-    came = modules("speculative").accept(
-        batch,
-        trees,
-        torch.tensor(drafts, dtype=torch.int64, device=device),
-        torch.tensor(says, dtype=torch.int64, device=device),
-    )
-    _expect("nodes", came.nodes, torch.tensor(nodes, dtype=torch.int32).view(len(nodes), width))
-    _expect("lens", came.lens, torch.tensor(counts, dtype=torch.int32))
-    _expect("next_tokens", came.next_tokens, torch.tensor(following, dtype=torch.int64))
+        expect(f"sequence {i}", came, cache[slots // work.block_size, slots % work.block_size])

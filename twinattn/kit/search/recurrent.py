@@ -11,8 +11,9 @@ from torch.nn.functional import normalize, sigmoid
 from refattn.options import RecurrentOptions
 from twinattn.kit.cases import POISON
 from twinattn.kit.oracle import Answer
-from twinattn.kit.search.inputs import Call, Modules, copied, laid, make_batch, memory
+from twinattn.kit.search.inputs import Call, Modules, make_batch
 from twinattn.kit.search.moves import MovedWronglyError
+from twinattn.kit.search.tensors import copied, laid, memory
 from twinattn.kit.workload import Workload
 
 GARBAGE = (-7, 1_000_000, 2**31 - 1)  # entries of a table that no step reads

@@ -13,15 +13,15 @@ from twinattn.kit.search.inputs import (
     Modules,
     block_table,
     drawn_hidden,
-    drawn_latents,
     drawn_options,
     drawn_pool,
     drawn_query,
-    laid,
     make_batch,
     slots_of,
     tables,
 )
+from twinattn.kit.search.paths import drawn_latents
+from twinattn.kit.search.tensors import laid
 from twinattn.kit.workload import Workload
 
 LARGEST_E4M3 = 0x7E  # the bits of the largest number of e4m3; the next one is NaN

@@ -38,8 +38,9 @@ from refattn.batch import Batch
 from refattn.modes import computing_in
 from twinattn.kit.oracle import Answer
 from twinattn.kit.search import moves
-from twinattn.kit.search.inputs import Call, Modules, copied, laid, memory, moved
+from twinattn.kit.search.inputs import Call, Modules
 from twinattn.kit.search.layout import lay_out
+from twinattn.kit.search.tensors import copied, laid, memory, moved
 from twinattn.kit.tolerance import WIDER, Distance, bound, distance
 from twinattn.kit.workload import STATES, Workload
 
