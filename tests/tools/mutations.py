@@ -224,7 +224,7 @@ MUTATIONS: list[Mutation] = [
             "cache[blocks[(seq_len - 1) // block_size - j // block_size].long(), j % block_size]",
         ),
         (
-            "fastattn.kernels.cpu.dequantize:read_blocks",
+            "fastattn.kernels.cpu.blocks:read_blocks",
             "        return pool.index_select(0, blocks) if out is None else",
             "        blocks = blocks.flip(0)\n        return pool.index_select(0, blocks) if out is None else",
         ),

@@ -21,6 +21,7 @@ from torch.nn import functional
 from refattn.batch import Batch
 from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import Kernel, claims, find
+from twinattn.kit.of_servers import of_vllm, sglang_merge, vllm_merge, vllm_on_cpu, vllm_triton
 from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation
 from twinattn.kit.over_slots import (
     FINITE,
@@ -252,110 +253,6 @@ def _documents(lengths: Tensor, size: int, first: Tensor) -> tuple[Tensor, Tenso
     inside = owner < len(lengths)
     of = owner.clamp(max=len(lengths) - 1)
     return torch.where(inside, of, -1), rows - (ends - lengths)[of] + first[of]
-
-
-# --- vLLM and SGLang ---
-
-
-@claims(dtypes=HALVES)
-def vllm_triton(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: Batch,
-    out: Tensor | None = None,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Call the Triton attention of vLLM's backend `TRITON_ATTN`."""
-    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-
-    out = torch.empty_like(query) if out is None else out
-    unified_attention(
-        q=query,
-        k=key_cache,
-        v=value_cache,
-        out=out,
-        cu_seqlens_q=batch.cu_seqlens_q,
-        max_seqlen_q=batch.max_query_len,
-        seqused_k=batch.seq_lens,
-        max_seqlen_k=batch.max_seq_len,
-        softmax_scale=query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        causal=True,
-        window_size=window_size,
-        block_table=batch.block_table,
-        softcap=softcap,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
-    return out
-
-
-@claims(
-    dtypes=(torch.float32, torch.bfloat16, torch.float16),
-    block_sizes=(vllm_cpu.BLOCK, 2 * vllm_cpu.BLOCK),
-    refusals=("query.stride(2) == 1",),
-)
-def vllm_on_cpu(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: Batch,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Any:
-    """Call the attention of vLLM's backend `CPU_ATTN`, over a copy of the pool in its layout."""
-    return vllm_cpu.prepare(
-        query, key_cache, value_cache, batch, softmax_scale, window_size, softcap, alibi_slopes, sinks
-    )()
-
-
-def of_vllm(backend: str, *, over_fp8: bool = False, **limits: Any) -> Callable[..., Any]:
-    """Return a kernel that constructs a layer of vLLM's with a backend, as vLLM does, and calls it once.
-
-    Args:
-        backend: vLLM's name of it.
-        over_fp8: over a pool in fp8, with vLLM's scales: one number for keys, one for values.
-        limits: what the kernel claims.
-    """
-
-    def kernel(**arguments: Any) -> Any:
-        return vllm_backends.prepare(**arguments, backend=backend)()
-
-    parameters = dict(inspect.signature(vllm_backends.prepare).parameters)
-    scales = parameters.pop("scales").replace(default=inspect.Parameter.empty)
-    first = [x for x in parameters.values() if x.default is x.empty and x.kind is not x.KEYWORD_ONLY]
-    others = [x for x in parameters.values() if x.default is not x.empty]
-    kernel.__signature__ = inspect.Signature([*first, *[scales] * over_fp8, *others])  # type: ignore[attr-defined]
-    return claims(**limits)(kernel)
-
-
-@claims(parts=(2,))
-def vllm_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
-    """Call vLLM's merge of a prefix and a suffix; its LSEs are `[h, t]`."""
-    from vllm.v1.attention.ops.triton_merge_attn_states import merge_attn_states
-
-    out, (prefix, suffix) = torch.empty_like(outs[0]), (lse.T.contiguous() for lse in lses)
-    lse = torch.empty_like(prefix)
-    merge_attn_states(out, outs[0], prefix, outs[1], suffix, lse)
-    return out, lse.T
-
-
-@claims(parts=(2,))
-def sglang_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
-    """Call SGLang's merge of a prefix and a suffix."""
-    from sglang.srt.layers.attention.triton_ops.merge_state import merge_state_triton as merge_state
-
-    return merge_state(outs[0], lses[0], outs[1], lses[1])
 
 
 # --- all of them, in the order of the tables ---

@@ -36,7 +36,7 @@ def _schema_of(function: Callable[..., Any]) -> Any:
     """Return the schema of an operator or of a scripted function; None for others."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         function = function.default
-    function = getattr(function, "_opoverload", function)  # of torch.library.custom_op
+    function = getattr(function, "_opoverload", function)  # an operator of torch.library.custom_op has it inside
     if isinstance(function, torch._ops.OpOverload):
         return function._schema
     return function.schema if isinstance(function, torch.jit.ScriptFunction) else None

@@ -17,8 +17,7 @@ batch is split into pieces, and the partial outputs of one query merge by their 
 Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
 
 Keys that no query of the sequence sees are not passed to ATen, because they may hold NaN: a mask only adds `-inf` to
-their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_with_unit_stride` and beside the
-call itself, in `rectangles.py`.
+their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_with_unit_stride`, and beside it.
 
 Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,
 "FlashAttention-2", and its flash-decoding.
@@ -34,7 +33,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels.cpu import rectangles
-from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
+from fastattn.kernels.cpu.blocks import read_blocks
+from fastattn.kernels.cpu.dequantize import QuantizedPool
 from fastattn.kernels.cpu.rectangles import call_aten, flash
 from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Scratch, View, branches_of, schedule_of
 from fastattn.kernels.kernel import options_of
@@ -130,7 +130,7 @@ def replay_of_decodes(
         answer, lse = rectangles.FLASH(
             query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale
         )
-        if return_lse:
+        if return_lse and not answer[..., 0].all():
             rectangles.fix_lse(answer, lse, query.view(b, hk, h // hk, d), key, scale, bias=bias)
         return answer.flatten(1, 2), lse.flatten(1, 2) if return_lse else lse
 

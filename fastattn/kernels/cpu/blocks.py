@@ -15,7 +15,20 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels.cpu.dequantize import QuantizedPool, read_blocks
+from fastattn.kernels.cpu.dequantize import QuantizedPool
+
+
+def read_blocks(
+    pool: Float[Tensor, "n p hk d"] | QuantizedPool,
+    blocks: Int32[Tensor, "m"],
+    out: Float[Tensor, "m p hk d"] | None = None,
+) -> Float[Tensor, "m p hk d"]:
+    """Gather some blocks of a pool into `out`, or into new memory if that is None."""
+    if isinstance(pool, Tensor):
+        return pool.index_select(0, blocks) if out is None else torch.index_select(pool, 0, blocks, out=out)
+    return pool.read(
+        blocks, torch.empty(len(blocks), *pool.shape[1:], dtype=pool.dtype, device="cpu") if out is None else out
+    )
 
 
 @dataclass(frozen=True)

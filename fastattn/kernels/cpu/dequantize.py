@@ -84,19 +84,6 @@ class PackedRows(QuantizedPool):
         return out
 
 
-def read_blocks(
-    pool: Float[Tensor, "n p hk d"] | QuantizedPool,
-    blocks: Int32[Tensor, "m"],
-    out: Float[Tensor, "m p hk d"] | None = None,
-) -> Float[Tensor, "m p hk d"]:
-    """Gather some blocks of a pool into `out`, or into new memory if that is None."""
-    if isinstance(pool, Tensor):
-        return pool.index_select(0, blocks) if out is None else torch.index_select(pool, 0, blocks, out=out)
-    return pool.read(
-        blocks, torch.empty(len(blocks), *pool.shape[1:], dtype=pool.dtype, device="cpu") if out is None else out
-    )
-
-
 def _from_fp8(quantized: Int8[Tensor, "m p hk d"], kind: torch.dtype, out: Float[Tensor, "m p hk d"]) -> None:
     is_e4m3 = kind == torch.float8_e4m3fn
     bits = quantized.to(torch.int16).bitwise_left_shift_(7 if is_e4m3 else 8)

@@ -11,8 +11,8 @@ from torch.nn.functional import normalize, sigmoid
 from refattn.options import RecurrentOptions
 from twinattn.kit.cases import POISON
 from twinattn.kit.oracle import Answer
+from twinattn.kit.search.exact import MovedWronglyError
 from twinattn.kit.search.inputs import Call, Modules, make_batch
-from twinattn.kit.search.moves import MovedWronglyError
 from twinattn.kit.search.tensors import copied, laid, memory
 from twinattn.kit.workload import Workload
 
