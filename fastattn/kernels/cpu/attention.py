@@ -311,7 +311,7 @@ def _bias_of(
     part: Part, query: Float[Tensor, "b hk g d"], options: AttentionOptions
 ) -> Float[Tensor, "b #hk #g s"] | None:
     """Return the bias on the scores of decodes: ALiBi, -inf on hidden keys; None for no bias."""
-    compute = compute_dtype(query.dtype)
+    compute = torch.promote_types(query.dtype, torch.float32)
     bias = None if part.bias is None else part.bias.to(compute)
     if options.alibi_slopes is None:
         return bias
