@@ -146,7 +146,7 @@ def _pieces(
     """Return the pieces of a batch."""
     if not query.numel():
         return ()
-    positions, schedule = uses_positions(plan, options), schedule_of(plan)
+    positions, schedule = plan.positions is not None and uses_positions(plan, options), schedule_of(plan)
     if positions or options.batch_invariant or options.softcap or plan.first_visible is not None:
         return schedule.apart(positions)
     return schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
@@ -588,7 +588,7 @@ def _empty_output(
     query: Float[Tensor, "t h d"], value_size: int
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     out = query.new_zeros(*query.shape[:2], value_size)
-    return out, query.new_full(query.shape[:2], -torch.inf, dtype=compute_dtype(query.dtype))
+    return out, out.new_full(out.shape[:2], -torch.inf, dtype=torch.promote_types(out.dtype, torch.float32))
 
 
 def _with_sinks(
