@@ -176,6 +176,10 @@ def check_flush(
     check(cursors=(cursors, "int32 n"))
     check(state_indices=(state_indices, "int32 b"), target_indices=(target_indices, "int32 b or None"))
     check_own_memory("cursors", cursors)
+    if not state_indices.is_cpu:
+        same_device(cursors=cursors, state_indices=state_indices)
+    if target_indices is not None:
+        same_device(state_indices=state_indices, target_indices=target_indices)
     check_list("states", states, "pools")
     check_list("rings", rings, "rings")
     if not states:

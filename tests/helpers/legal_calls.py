@@ -305,8 +305,8 @@ def _states(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         return dict(**step, options=RecurrentOptions(), out=torch.empty(3, 4, 5))
 
     def flush() -> dict[str, Any]:
-        pools = dict(states=[torch.randn(3, 4, 5, 6)], rings=[path.replay.allocate(**RINGS)])
-        return dict(**pools, cursors=ints(1, 2, 0), state_indices=ints(1, 0))
+        pools = dict(states=[torch.randn(4, 4, 5, 6)], rings=[path.replay.allocate(**RINGS | dict(num_slots=4))])
+        return dict(**pools, cursors=ints(1, 2, 0, 0), state_indices=ints(1, 0), target_indices=ints(2, 3))
 
     def advance() -> dict[str, Any]:
         plan = path.replay.plan(**replay_plan(drafts=True))
@@ -325,7 +325,7 @@ def _states(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         "recurrent.state_map": state_map,
         "recurrent.compose": lambda: dict(maps=[path.recurrent.state_map(**state_map())]),
         "state_cache.accepted_slots": lambda: dict(drafts),
-        "replay.plan": lambda: replay_plan(flush=torch.tensor([True, False]), drafts=False),
+        "replay.plan": lambda: replay_plan(flush=torch.tensor([True, False]), drafts=False, target_indices=ints(1, -1)),
         "replay.attention": replay,
         "replay.flush": flush,
         "replay.advance": advance,

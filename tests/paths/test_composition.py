@@ -319,8 +319,8 @@ def test_what_no_storage_is_read_under_is_refused(device):
 
 
 def test_every_storage_meets_every_plan():
-    """In this file, but for selected keys and ranks, which read no others' plans."""
+    """In this file, but for selected and compressed keys, and ranks, which read no others' plans."""
     plans = {mask.path for mask in [*MASKS.values(), *ROWS.values()]}
-    assert plans == {*FILES} - {"differential", "mla", "quantized", "sparse", "context_parallel"}
+    assert plans == {*FILES} - {"differential", "mla", "quantized", "sparse", "compressed", "context_parallel"}
     read = {lay_out(storage, torch.float32).path for storage in OVER_PAGES}
     assert read - {"chunked_prefill"} == {"differential", "mla", "quantized"}
