@@ -1,7 +1,7 @@
 """5 · Powers of two.
 
-A GPU has an instruction for 2 to the power of x, and computes e to the power of x by it, as 2 to the power of
-x * log2(e). That factor goes into the scale of the scores once per call, instead of into every weight.
+A GPU has an instruction for 2 to the power of x, and computes e to the power of x by it, as 2 to the power of x *
+log2(e). That factor goes into the scale of the scores once per call, instead of into every weight.
 
 Gain: a multiplication per weight. A key of 576 elements costs so much more than its weight that this hardly shows; but
 every kernel has it, and the log-sum-exps of the splits below are in base 2.

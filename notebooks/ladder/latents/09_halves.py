@@ -3,9 +3,11 @@
 The output of a tile has 512 columns, and two programs share them: each has 256, in four warps. To a program, its own
 half of a latent is key and value, and the other half is a key alone. Both compute all scores.
 
-Gain: an SM runs two programs, and one multiplies while the other is at its softmax or waits for keys. Nothing more is
-multiplied than before: of eight warps, which in Triton all lie along the 64 rows, every second four had computed the
-scores that the other four had, too. But keys come twice from the L2 cache, and there is room for fewer at a time.
+Gain: none; it loses, and shows why. An SM runs two programs, of which one multiplies while the other waits, and nothing
+more is multiplied than before: of eight warps, which in Triton all lie along the 64 rows, every second four had
+computed the scores that the other four had, too. But two programs fit only with half as many keys in a step and without
+stages, so that each waits for all of its loads, and keys come twice from the L2 cache. Columns have to be shared by the
+warps of one program.
 
 Source: fastattn/kernels/triton/tuning.py, `_tune_latents`; DeepSeek's FlashMLA divides the columns over two groups of
 warps of one program, which exchange their weights.
