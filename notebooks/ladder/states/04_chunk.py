@@ -1,12 +1,12 @@
 """4 · A chunk of tokens as products.
 
-What token i writes depends on what earlier tokens wrote: its key is compared with their keys. Inside a chunk of 64
-these are 64 equations, `written + system written = beta (value - state key)`, whose matrix is 0 on and above its
+What token i writes depends on what earlier tokens wrote: its key is compared with their keys. Inside a chunk of 32
+these are 32 equations, `written + system written = beta (value - state key)`, whose matrix is 0 on and above its
 diagonal. So they are solved from the first row down. All else is products of tiles: of keys with the state before the
 chunk, queries with keys, weights with what was written, and keys with it for the state after.
 
-Gain: the chain has a step per 64 tokens, and tensor cores multiply. But the equations are solved one row after the
-other, 64 dependent steps again, if short ones. A decode pays for a chunk of 64 with one token in it.
+Gain: the chain has a step per 32 tokens, and tensor cores multiply. But the equations are solved one row after the
+other, 31 dependent steps again, if short ones. A decode pays for a chunk of 32 with one token in it.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (3.2: the WY
 form).
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from twinattn.course.ladder import check_states
 
-CHUNK = 64  # tokens of a chunk
-VALUES = 32  # elements of the values in a program
+CHUNK = 32  # tokens of a chunk
+VALUES = 16  # elements of the values in a program
 
 
 @triton.jit
@@ -95,6 +95,6 @@ def attention(
     fold[b, heads, value_size // VALUES](
         *(*tensors, cu_seqlens_q, state_indices, has_initial_state, out, scale),
         **dict(HEADS=heads, GROUP=group, DK=key_size, DV=value_size),
-        **dict(CHUNK=CHUNK, VALUES=VALUES, num_warps=4, num_stages=2),
+        **dict(CHUNK=CHUNK, VALUES=VALUES, num_warps=2, num_stages=2),
     )
     return out

@@ -2,11 +2,12 @@
 
 The matrix of the equations is inverted, by products. A block of four rows has a strictly triangular part X with a
 fourth power of 0, so (1 - X)^-1 is (1 + X)(1 + X^2). Four such blocks, inverted, are in the same way a matrix of four
-by four blocks: 4 rows, 16, 64. Powers of the whole matrix would do it, too, but grow too large where keys are alike.
+by four blocks: first 4 rows, then 16, then up to 64. Powers of the whole matrix would do it, too, but grow too large
+where keys are alike.
 
-Gain: ten products of 64 rows, on tensor cores in TF32, in place of 63 steps that wait for each other; and as the loop
+Gain: ten products of 32 rows, on tensor cores in TF32, in place of 31 steps that wait for each other; and as the loop
 over chunks has no other loop in it, its loads come ahead in stages. The price is registers: a program has a state,
-keys, queries and several matrices of 64 x 64 at once, which is more than its threads can hold, and spills.
+keys, queries and several matrices of 32 x 32 at once, and its threads have hardly enough. Chunks of 64 would spill.
 
 Source: Yang et al. 2024 (3.3: the UT transform); fastattn/kernels/triton/chunks.py, `_invert`.
 """
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from twinattn.course.ladder import check_states
 
-CHUNK = 64  # tokens of a chunk
-VALUES = 32  # elements of the values in a program
+CHUNK = 32  # tokens of a chunk
+VALUES = 16  # elements of the values in a program
 
 
 @triton.jit
@@ -113,6 +114,6 @@ def attention(
     fold[b, heads, value_size // VALUES](
         *(*tensors, cu_seqlens_q, state_indices, has_initial_state, out, scale),
         **dict(HEADS=heads, GROUP=group, DK=key_size, DV=value_size),
-        **dict(CHUNK=CHUNK, VALUES=VALUES, PRECISION=precision, num_warps=4, num_stages=2),
+        **dict(CHUNK=CHUNK, VALUES=VALUES, PRECISION=precision, num_warps=2, num_stages=2),
     )
     return out

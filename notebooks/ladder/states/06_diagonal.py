@@ -1,10 +1,10 @@
 """6 · Only the blocks on the diagonal are multiplied.
 
-Up to 16 rows, nothing outside the blocks on the diagonal takes part. `fastattn` takes four of 16 x 16 out of the
-matrix, multiplies them as such, by `tl.dot` with three dimensions, and puts them back; from here on, the inverse is
-its.
+Up to 16 rows, nothing outside the blocks on the diagonal takes part. `fastattn` takes these out of the matrix, 16 x 16
+each, multiplies them as such, by `tl.dot` with three dimensions, and puts them back; from here on, the inverse is its.
 
-Gain: six of ten products have a quarter of the work. In exchange the matrix is rearranged twice, through shared memory.
+Gain: six of ten products have half of the work; of a chunk of 64, a quarter. In exchange the matrix is rearranged
+twice, through shared memory.
 
 Source: fastattn/kernels/triton/chunks.py, `invert_triangular`.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 from fastattn.kernels.triton.chunks import invert_triangular
 from twinattn.course.ladder import check_states
 
-CHUNK = 64  # tokens of a chunk
-VALUES = 32  # elements of the values in a program
+CHUNK = 32  # tokens of a chunk
+VALUES = 16  # elements of the values in a program
 
 
 @triton.jit
@@ -93,6 +93,6 @@ def attention(
     fold[b, heads, value_size // VALUES](
         *(*tensors, cu_seqlens_q, state_indices, has_initial_state, out, scale),
         **dict(HEADS=heads, GROUP=group, DK=key_size, DV=value_size),
-        **dict(CHUNK=CHUNK, VALUES=VALUES, PRECISION=precision, num_warps=4, num_stages=2),
+        **dict(CHUNK=CHUNK, VALUES=VALUES, PRECISION=precision, num_warps=2, num_stages=2),
     )
     return out

@@ -5,9 +5,8 @@ of the inverse. So a first launch computes them for all chunks at once, and the 
 from chunk to chunk with the state: four products, and nothing else is left in the chain.
 
 Gain: most of the work is out of the chain, and no longer done by each program that has some of a head's values. No
-thread has both a state and an inverse in its registers, so nothing spills. The price is u, w and the weights, which go
-to memory and come back. The chain now waits for its own products, one after the other, so a prompt takes as long as it
-has chunks.
+thread has both a state and an inverse in its registers. The price is u, w and the weights, which go to memory and come
+back. The chain now waits for its own products, one after the other, so a prompt takes as long as it has chunks.
 
 Source: Yang et al. 2024 (3.2), and flash-linear-attention; fastattn/kernels/triton/chunks.py.
 """
@@ -21,8 +20,8 @@ from torch import Tensor
 from fastattn.kernels.triton.chunks import invert_triangular
 from twinattn.course.ladder import check_states
 
-CHUNK = 64  # tokens of a chunk
-VALUES = 32  # elements of the values in a program
+CHUNK = 32  # tokens of a chunk
+VALUES = 16  # elements of the values in a program
 
 
 @triton.jit
@@ -134,11 +133,11 @@ def attention(
     sizes = dict(HEADS=heads, GROUP=group, DK=key_size, DV=value_size, CHUNK=CHUNK)
     solve[t // CHUNK + b, heads](
         *(*tensors[:5], cu_seqlens_q, own, answers, weights, b),
-        **dict(**sizes, PRECISION=precision, num_warps=4),
+        **dict(**sizes, PRECISION=precision, num_warps=2),
     )
     inputs = query, key, log_decay, own, answers, weights, states
     fold[b, heads, value_size // VALUES](
         *(*inputs, cu_seqlens_q, state_indices, has_initial_state, out, scale),
-        **dict(**sizes, VALUES=VALUES, num_warps=4, num_stages=2),
+        **dict(**sizes, VALUES=VALUES, num_warps=2, num_stages=2),
     )
     return out
