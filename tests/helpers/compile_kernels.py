@@ -545,7 +545,7 @@ def launch_over_rings(some):
         gates = torch.zeros(tokens, 16, *([128] if per_channel else [])), torch.zeros(tokens, 16)
         with nullcontext() if drafts else to_the_end():
             replay.replay(query, query, value, *gates, states, ring, plan, RecurrentOptions(delta=delta), None)
-    replay.flush(states, ring, cursors, plan.slots)
+    replay.flush(states, ring, plan)
 
 
 def launch_over_entries(some):

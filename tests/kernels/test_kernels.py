@@ -507,6 +507,7 @@ def test_a_kernel_imports_no_other_kernel(folder):
         "fastattn.kernels.kernel",
         "fastattn.kernels.problem",
         "fastattn.kernels.replay",
+        "fastattn.kernels.schedule",
         "fastattn.kernels.device",
         *SHARED_MODULES,
     )
@@ -523,6 +524,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "problem.py": (*SHARED_MODULES, "fastattn.kernels.replay"),
         "memory.py": SHARED_MODULES,
         "replay.py": (*SHARED_MODULES, "fastattn.kernels.memory"),
+        "schedule.py": (*SHARED_MODULES, "fastattn.kernels.replay"),
         "device.py": (),
         "kernel.py": (*SHARED_MODULES, "fastattn.kernels.problem"),
         "pairs.py": (*SHARED_MODULES, "fastattn.kernels.problem", "fastattn.kernels.replay"),
