@@ -868,9 +868,22 @@ def test_a_pool_of_no_pairs_is_named(twin):
         twin.allocate(4, 0, 2, 64)
 
 
+@pytest.fixture
+def with_threads():
+    """Set the number of torch's threads, for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.covers("B73")
-def test_sinks_have_the_same_bits_in_any_batch():
-    """`torch.sigmoid` and `torch.logaddexp` compute the end of a tensor in another way than the rest of it."""
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sinks_have_the_same_bits_in_any_batch(threads, with_threads):
+    """`torch.sigmoid` and `torch.logaddexp` compute the end of a tensor in another way than the rest of it.
+
+    Several threads multiply some matrices in another order than one does.
+    """
+    with_threads(threads)
     torch.manual_seed(0)
     whole = fastattn.differential.plan(
         refattn.metadata.make_batch([1] * 4, [9] * 4, [[0], [1], [2], [3]]), block_size=16

@@ -6,7 +6,8 @@
 
 Every key and every value is read once, with as many products as in one plain attention over the same bytes. ATen's
 FlashAttention does not return its weights, so it would have to be called four times. All scores of a tile of queries
-are in memory at once, so a tile has as many queries as `SCORES` allows.
+are in memory at once, so a tile has as many queries as `SCORES` allows. It is called four times under
+`batch_invariant`.
 
 Keys that no query sees may hold anything, also NaN: their scores are overwritten, and their values are cleared.
 """
@@ -19,7 +20,9 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from fastattn.kernels.cpu.attention import paged
 from fastattn.kernels.cpu.blocks import Blocks, side_by_side
+from fastattn.kernels.cpu.dequantize import QuantizedPool
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Subtraction, compute_dtype
 from fastattn.kernels.torch_ops.merge import log_add_exp, share_of_keys
@@ -56,6 +59,9 @@ def differential(
     """Attend twice over pages and subtract; see `fastattn.dispatch`."""
     (t, h, d), dtype = query.shape, query.dtype
     compute = compute_dtype(query.dtype)
+    if options.batch_invariant:
+        out, lse = _by_four_calls(query.to(compute), cache, plan, options, float(subtraction.lambda_full))
+        return subtraction.finish(out).to(dtype), lse
     out = query.new_zeros(t, h // 2, 2 * d, dtype=compute)
     lse = query.new_full((t, h), -torch.inf, dtype=compute)
     if options.sinks is not None:  # the LSE of a query without visible keys
@@ -80,6 +86,40 @@ def differential(
             if columns.start < columns.stop:
                 out[part.rows], lse[part.rows] = _tile(query[part.rows], pools, part, columns, options, second)
     return subtraction.finish(out).to(dtype), lse
+
+
+def _by_four_calls(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    lambda_full: float,
+) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
+    """Attend as plain attention does under `batch_invariant`, with each half's weights to the values of both halves.
+
+    With several threads, the bits of a product of matrices depend on how many there are.
+    """
+    pairs, is_converted = cache.shape[4], cache.dtype != query.dtype
+    (key_1, value_1), (key_2, value_2) = (
+        [QuantizedPool(pool, query.dtype) if is_converted else pool for pool in half] for half in cache
+    )
+    outs, lses = [], []
+    for half, key in enumerate((key_1, key_2)):
+        sinks, slopes = (
+            None if x is None else _of_half(x[None], pairs, half)[0] for x in (options.sinks, options.alibi_slopes)
+        )
+        own, heads = replace(options, sinks=sinks, alibi_slopes=slopes), _of_half(query, pairs, half)
+        parts = [paged(heads, key, value, plan, own) for value in (value_1, value_2)]
+        outs.append(torch.cat([out for out, _ in parts], -1))
+        lses.append(parts[0][1])
+    out = outs[0] - outs[1] * lambda_full  # rounded twice, wherever an element stands in a vector of the processor
+    lse = rearrange(torch.stack(lses), "two t (pairs g) -> t (pairs g two)", pairs=pairs)
+    return out, lse
+
+
+def _of_half(x: Float[Tensor, "t h ..."], pairs: int, half: int) -> Float[Tensor, "t half_h ..."]:
+    """Return the heads of one half, those of a pair of KV heads side by side."""
+    return x.unflatten(1, (pairs, -1, 2))[:, :, :, half].flatten(1, 2)
 
 
 def _pieces(plan: Plan, num_heads: int) -> list[_Piece]:
