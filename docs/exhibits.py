@@ -769,7 +769,7 @@ def after_a_hit(overlap: bool) -> CompressedPlan:
 
 
 def with_a_new_ring(rows: Tensor, first: int, fill: float = 0.0) -> Tensor:
-    """Return what a new request finds in a ring that the prefix cache does not know: nothing of the first tokens."""
+    """Return what a new request reads from a ring outside the prefix cache: nothing that it has written."""
     return torch.cat([torch.full_like(rows[:first], fill), rows[first:]])
 
 

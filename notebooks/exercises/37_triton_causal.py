@@ -18,7 +18,8 @@ def causal_kernel(
 
     The queries are the last `query_len` of `seq_len` tokens, and each sees the keys up to its own position. Program i
     has the rows from i * ROWS on. Row r begins at `query + r * D`, its output at `out + r * D`, key j at `key + j * D`,
-    and its value likewise. The last tile may have fewer than ROWS rows, and the last step fewer than TILE keys.
+    and its value at the same place in `value`. The last tile may have fewer than ROWS rows, and the last step fewer
+    than TILE keys.
     """
     raise NotImplementedError
 

@@ -33,7 +33,7 @@ each_rung = pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
 
 @pytest.fixture(autouse=True)
 def few_keys_are_split(monkeypatch):
-    """Let a few keys be several steps and splits, and twenty heads two tiles."""
+    """Make steps, splits and tiles so small that a few keys take several steps, and twenty heads two tiles."""
     shapes = {
         "64_heads": ((16, 16, 4, 3, 2), (16, 16, 8, 2, 4)),
         "halves": ((16, 16, 4, 3, 2, 1), (16, 16, 4, 1, 4, 2)),

@@ -105,7 +105,7 @@ def test_each_rung_is_right(rung, name, dtype, device):
     out, own = run(rung, {name: x.to(device) if torch.is_tensor(x) else x for name, x in given.items()})
     assert_close(out, ref, low)
     used = given["state_indices"][given["cu_seqlens_q"].diff() > 0].long()
-    rounded = 1e-5 if dtype == torch.float32 else 1e-2  # of 16 bits are the operands of the products in a chunk
+    rounded = 1e-5 if dtype == torch.float32 else 1e-2  # the operands of products in a chunk have 16 bits
     torch.testing.assert_close(own[used].double(), states[used].double(), atol=rounded, rtol=rounded)
     others = torch.ones(len(own), dtype=torch.bool)
     others[used] = False

@@ -110,7 +110,7 @@ def test_several_samples_share_blocks_and_copy_their_entries(model):
 def test_recorded_steps_complete_entries(model, expected, monkeypatch, device):
     """A step that was recorded serves others of its shape, in which other sequences complete entries."""
     if device != "cpu":
-        pytest.skip("experts of transformers cannot be captured")
+        pytest.skip("steps are recorded by a stand-in; a CUDA graph does not capture the experts of transformers")
     monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
     monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     engine = make_engine(model, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)

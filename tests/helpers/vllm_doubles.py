@@ -135,7 +135,7 @@ class GroupCoordinator:
         return self._group.reduce_scatter(input_, dim)
 
 
-RANKS: ContextVar[GroupCoordinator | None] = ContextVar("ranks", default=None)  # those of a thread
+RANKS: ContextVar[GroupCoordinator | None] = ContextVar("ranks", default=None)  # each thread has its own
 
 
 def get_dcp_group():

@@ -27,7 +27,7 @@ from tests.helpers import vllm_models
 ROOT = Path(__file__).parents[2]
 GROUP = "vllm.general_plugins"
 TOKENS = 32  # that each prompt is answered with
-BUDGET, SEQUENCES = 256, 12  # of a step: long prompts come in chunks, and decodes beside them
+BUDGET, SEQUENCES = 256, 12  # limits of a step, so that long prompts are cut into chunks and run beside decodes
 SECONDS = 300  # for a process
 OWN = dict(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",

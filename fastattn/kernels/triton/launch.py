@@ -288,7 +288,7 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, 
 
 
 def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tuple[Hashable, ...]:
-    """Return what the compiler specializes on. Short, as every launch that is not replayed calls it."""
+    """Return what the compiler specializes on. It is kept short, because every launch that is not replayed calls it."""
     known: list[Any] = []
     for name, x in arguments:
         kind = type(x)

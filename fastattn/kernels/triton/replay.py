@@ -90,7 +90,7 @@ class Cursors(NamedTuple):
         targets: [b], or None.
         cursor_stride: of slots.
         flush_stride: of sequences, 0 without `flush`.
-        target_stride: likewise.
+        target_stride: the stride of `targets`.
         SIZE: inputs that a ring has room for.
         DRAFTS: whether the new tokens may be rejected.
     """

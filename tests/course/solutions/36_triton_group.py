@@ -19,7 +19,8 @@ def group_kernel(
     Program j has KV head j and the query heads j * GROUP, j * GROUP + 1 and so on, GROUP of them. Both products are
     products of tiles, `tl.dot`, which takes 16 rows at least: ROWS is a power of two, 16 or more, and the rows from
     GROUP on are no heads. Query head h begins at `query + h * D`, its output at `out + h * D`; the key of token t
-    begins at `key + (t * kv_heads + j) * D`, and its value likewise. The last tile may have fewer than TILE keys.
+    begins at `key + (t * kv_heads + j) * D`, and its value at the same place in `value`. The last tile may have fewer
+    than TILE keys.
     """
     kv_head, in_group, dims = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, D)
     is_row = (in_group < GROUP)[:, None]

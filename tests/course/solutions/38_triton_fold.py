@@ -19,9 +19,9 @@ def fold_kernel(
 
     Program i has the rows from i * ROWS on; no row depends on another. Row r of the state begins at `state + r * DK`,
     and after the last token it goes to `after + r * DK`. The key of token t begins at `key + t * DK`, its query
-    likewise, its value and its output at `value + t * DV` and `out + t * DV`, and its gates are at `decay + t` and
-    `beta + t`. By the gated delta rule a token lets the state fade, writes beta times the difference between its value
-    and what the faded state returns for its key, under that key, and reads the state with its query.
+    at `query + t * DK`, its value and its output at `value + t * DV` and `out + t * DV`, and its gates are at
+    `decay + t` and `beta + t`. By the gated delta rule a token lets the state fade, writes beta times the difference
+    between its value and what the faded state returns for its key, under that key, and reads the state with its query.
     """
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DK)
     places = rows[:, None] * DK + columns[None, :]
