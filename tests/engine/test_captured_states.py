@@ -108,26 +108,33 @@ def test_several_requests_begin_with_one_state_in_a_captured_decode(qwen, captur
 
 
 @pytest.mark.covers("R202")
-def test_padding_rows_read_and_write_no_slot(qwen, captured):
+@pytest.mark.parametrize("ring_size", [0, 4], ids=["states", "rings"])
+def test_padding_rows_read_and_write_no_slot(qwen, captured, ring_size):
     """Five requests are eight rows: unused slots hold what they held, NaN, and slot 0 is one of them."""
-    engine = captured(qwen, num_kept_states=0)
+    engine = captured(qwen, num_kept_states=0, state_ring_size=ring_size)
     pool = engine.scheduler.states
     lengths = [SamplingParams(max_tokens=count, stop_token_ids=()) for count in (7, 5, 5, 3, 7)]
     requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, lengths, strict=True)]
-    pool._free.move_to_end(0)  # it is not needed
-    used = set()
+    for each in (pool, *([pool.rings] if ring_size else [])):
+        each._free.move_to_end(0)  # it is not needed
+    used, of_checkpoints = set(), set()
     while engine.running or engine.waiting:
         engine.step()
-        for step in engine.runner._steps.values():
+        for step in () if ring_size else engine.runner._steps.values():
             table = step.inputs.slots if step.shape.queries == 1 else step.slots
             assert (table[step.batch.query_lens == 0] == -1).all(), "of rows that others had before, too"
         for slots in pool.slots.values():
             used |= {slots.start, *slots.targets, *(slots.ahead.targets if slots.ahead else [])} - {None}
-    assert 0 not in used and {len(rows.requests) for rows in engine.runner.rows} >= {2, 4, 5}
+            rings = [x.ring for x in (slots, slots.ahead) if x is not None and x.ring is not None]
+            of_checkpoints |= {slot for ring in rings for slot in (ring.slot, ring.target)} - {None}
+    assert {len(rows.requests) for rows in engine.runner.rows} >= {2, 4, 5}
     assert all(request.error is None for request in requests)
     unused = sorted(set(range(pool.num_slots)) - used)
+    of_states = sorted(set(range(pool.rings.num_slots)) - of_checkpoints) if ring_size else unused
+    assert unused[0] == of_states[0] == 0
     for pools in engine.state_caches.values():
-        assert pools.states[unused].isnan().all() and pools.inputs[unused].isnan().all()
+        assert pools.states[of_states].isnan().all() and pools.inputs[unused].isnan().all()
+        assert all(ring[of_states].isnan().all() for ring in pools.ring or ())
 
 
 @pytest.mark.lets_a_pass_fail

@@ -415,6 +415,7 @@ def launch_all(gpu, largest):
 
     keys, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
     cache.write(tokens, tokens, keys, keys, torch.arange(5))
+    cache.write(tokens, tokens[..., :0], keys, keys[..., :0], torch.arange(5))  # keys whose values are theirs
     for scales in (Fp8Scales(0.5, torch.ones(2)), Int8Scales(torch.ones(64, 16, 2), torch.ones(2, 128))):
         kind = scales.format if isinstance(scales, Fp8Scales) else torch.int8
         cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)

@@ -639,7 +639,7 @@ def test_float64_has_no_triton_kernel_and_says_so():
     if "triton" not in KERNELS:
         return
     layer = Layer.draw(5, dtype=torch.float64)
-    pools = Pools(layer)
+    pools = pools_for("triton", layer)
     plan = pools.plan("fastattn", [(0, 5)])
     with (
         use_kernel("triton"),

@@ -11,7 +11,8 @@ keys, and those of 16 + element in bfloat16 for values. What zero points take aw
     sum of w[j] * (q[j] - zero[j])  =  sum of w[j] * (16 + q[j])  -  sum of w[j] * (16 + zero[j])
 
 Units of two bytes take the way of all 16 bits into the layout of a tensor core; bytes are read one by one where they
-are transposed. They serve many rows, queries in float32, and pools that cannot be viewed in pairs of bytes.
+are transposed. They serve many rows, queries in float32, and pools that cannot be viewed in pairs of bytes. In float32
+zero points are taken away before the products.
 
 Source: `refattn.four_bits`; bits as numbers: Kim et al. 2022, "Who Says Elephants Can't Run".
 """
@@ -229,24 +230,23 @@ def key_parts(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def sixteen_more(bits, SHIFT: tl.constexpr, dtype: tl.constexpr):
-    """Return 16 + the element from the bit `SHIFT` on."""
-    element = (bits >> SHIFT) & 0x0F
-    return ((element << 3) | 0x4180).to(dtype, bitcast=True) if dtype == tl.bfloat16 else element.to(dtype) + 16.0
+def sixteen_more(bits, SHIFT: tl.constexpr):
+    """Return 16 + the element from the bit `SHIFT` on, in bfloat16."""
+    return ((((bits >> SHIFT) & 0x0F) << 3) | 0x4180).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 @no_type_check
-def value_parts(units, dtype: tl.constexpr, HAS_PTX: tl.constexpr):
-    """Take the parts of values: elements, 16 more, in bfloat16 or float32."""
-    if HAS_PTX and dtype == tl.bfloat16:
-        parts = by_ptx(units, VALUES_OF_BYTES, VALUES_OF_UNITS, dtype)
+def value_parts(units, HAS_PTX: tl.constexpr):
+    """Take the parts of values: elements, 16 more, in bfloat16."""
+    if HAS_PTX:
+        parts = by_ptx(units, VALUES_OF_BYTES, VALUES_OF_UNITS, tl.bfloat16)
     else:
         bits = units.to(tl.uint16)
         third, fourth = 0, 0
         if units.dtype == tl.uint16:
-            third, fourth = sixteen_more(bits, 8, dtype), sixteen_more(bits, 12, dtype)
-        parts = Parts(sixteen_more(bits, 0, dtype), sixteen_more(bits, 4, dtype), third, fourth)
+            third, fourth = sixteen_more(bits, 8), sixteen_more(bits, 12)
+        parts = Parts(sixteen_more(bits, 0), sixteen_more(bits, 4), third, fourth)
     return parts
 
 
@@ -305,14 +305,24 @@ def load_int4(keys, tile, place, is_key, TILE):
 @triton.jit
 @no_type_check
 def int4_products(keys, q, step, TILE):
-    """Multiply the parts of queries and keys, take away what zero points add, and multiply by the scale of each key."""
+    """Multiply the parts of queries and keys, take away what zero points add, and multiply by the scale of each key.
+
+    In float32 they are taken away from the keys: the difference of two sums would lose digits.
+    """
     k = key_parts(step.key, keys.KEY_TYPE, keys.HAS_PTX)
+    zero = tl.expand_dims(zero_points(step.scale), 1 - TILE.KEYS_AXIS)
+    if keys.KEY_TYPE == tl.float32:
+        third, fourth = k.third, k.fourth
+        if keys.KEY_UNIT == 4:
+            third, fourth = third - zero, fourth - 16 * zero
+        k = Parts(k.first - zero, k.second - 16 * zero, third, fourth)
     products = multiply_keys(q.parts.first, k.first, TILE) + multiply_keys(q.parts.second, k.second, TILE)
     if keys.KEY_UNIT == 4:
         products += multiply_keys(q.parts.third, k.third, TILE)
         products += multiply_keys(q.parts.fourth, k.fourth, TILE)
-    zero = tl.expand_dims(zero_points(step.scale), 1 - TILE.KEYS_AXIS)
-    products = products * tl.expand_dims(q.unit, TILE.KEYS_AXIS) - zero * tl.expand_dims(q.sums, TILE.KEYS_AXIS)
+    products = products * tl.expand_dims(q.unit, TILE.KEYS_AXIS)
+    if keys.KEY_TYPE != tl.float32:
+        products -= zero * tl.expand_dims(q.sums, TILE.KEYS_AXIS)
     return products * tl.expand_dims(step.scale, 1 - TILE.KEYS_AXIS)
 
 
@@ -342,8 +352,9 @@ def load_int4_values(keys, tile, place, is_key, step, TILE):
 @triton.jit
 @no_type_check
 def scaled(part, LARGER: tl.constexpr, zero, scale):
-    """Return values in float16: elements, `LARGER` times too large in units of 2**-24, less zero points, scaled."""
-    return ((part.to(tl.float32) * (2.0**24 / LARGER) - zero) * scale).to(tl.float16)
+    """Return values: elements, `LARGER` times too large, in float16 in units of 2**-24, less zero points, scaled."""
+    UNITS: tl.constexpr = 2.0**24 if part.dtype == tl.float16 else 1.0
+    return ((part.to(tl.float32) * (UNITS / LARGER) - zero) * scale).to(part.dtype)
 
 
 @triton.jit
@@ -351,12 +362,12 @@ def scaled(part, LARGER: tl.constexpr, zero, scale):
 def add_int4(keys, acc, rescale, weights, v, TILE):
     """Rescale the weighted sums, and add a step to each.
 
-    A weight is multiplied by the scale of its value. In float16 a small product would lose digits, so there the values
-    are multiplied, and nothing is in excess.
+    A weight is multiplied by the scale of its value. In float16 a small product would lose digits, and in float32 so
+    would the difference of two sums; so there the values are multiplied, and nothing is in excess.
     """
     dtype: tl.constexpr = keys.VALUE_TYPE
     excess = acc.excess
-    if dtype == tl.float16:
+    if dtype != tl.bfloat16:
         parts = key_parts(v.key, dtype, keys.HAS_PTX)
         zero = tl.expand_dims(zero_points(v.scale), TILE.KEYS_AXIS)
         scale = tl.expand_dims(v.scale, TILE.KEYS_AXIS)
@@ -366,11 +377,10 @@ def add_int4(keys, acc, rescale, weights, v, TILE):
         parts = Parts(scaled(parts.first, 1, zero, scale), scaled(parts.second, 16, zero, scale), third, fourth)
         weights = weights.to(dtype)
     else:
-        parts = value_parts(v.key, dtype, keys.HAS_PTX)
+        parts = value_parts(v.key, keys.HAS_PTX)
         weights = (weights * tl.expand_dims(v.scale, 1 - TILE.KEYS_AXIS)).to(dtype)
-        rounded = weights
-        if dtype == tl.bfloat16:  # moved bits: a conversion takes as long as four products
-            rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        # moved bits: a conversion takes as long as four products
+        rounded = (weights.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         more = rounded * tl.expand_dims(zero_points(v.scale) + 16.0, 1 - TILE.KEYS_AXIS)
         if TILE.ROWS <= 16:
             excess = excess * tl.expand_dims(rescale, TILE.KEYS_AXIS) + more
