@@ -228,7 +228,7 @@ def main(path: Path) -> None:
         job=dataclasses.asdict(job),
         layers=layers,
         graphs=graphs,
-        rounds=[_answer(engine, scores=scores) for scores in (True, False)],
+        rounds=[_answer(engine, job.model, scores=scores) for scores in (True, False)],
     )
     path.with_suffix(".json.out").write_text(json.dumps(report))
 
@@ -258,7 +258,7 @@ def _calls(worker: Any) -> int:
     return worker.attention_calls[0]
 
 
-def _answer(engine: Any, *, scores: bool) -> dict[str, Any]:
+def _answer(engine: Any, model: str, *, scores: bool) -> dict[str, Any]:
     """Answer all prompts greedily: tokens, their log-probabilities, and those of the prompts' own tokens if asked for.
 
     vLLM computes a prompt anew whose log-probabilities are asked for; without, prefixes are found in the cache.
@@ -275,7 +275,7 @@ def _answer(engine: Any, *, scores: bool) -> dict[str, Any]:
     )
     before, asked = (
         engine.collective_rpc(_calls)[0],
-        [dict(prompt_token_ids=prompt) for prompt in vllm_models.prompts()],
+        [dict(prompt_token_ids=prompt) for prompt in vllm_models.prompts(model)],
     )
     answers = engine.generate(asked, greedy, use_tqdm=False)
     outputs = [answer.outputs[0] for answer in answers]

