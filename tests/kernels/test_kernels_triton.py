@@ -303,6 +303,7 @@ def test_which_latents_are_for_warps_with_roles(taken, changed, monkeypatch):
 def test_warps_with_roles_get_what_the_layer_has_in_the_first_launch(monkeypatch):
     """The scales of a pool in fp8, and the sinks, are in it as they are in every replay."""
     launched, numbers, sinks = [], (0.25, 2.0, 0.5), torch.rand(128)
+    monkeypatch.setattr(devices, "capability", lambda device: (9, 0))
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(triton_launch, "compiled_for", lambda *_: mock.MagicMock(__getitem__=lambda *_: record))
 
@@ -317,8 +318,9 @@ def test_warps_with_roles_get_what_the_layer_has_in_the_first_launch(monkeypatch
     quantization, whole = Quantization("e4m3", numbers), triton_merge.whole()
     latents_hopper.launch(query, key, value, plan, options, tuning, out, whole, quantization=quantization)
     (given,) = launched
-    assert (given["query_number"], given["value_number"]) == (0.25, 0.5)
-    assert given["scale"] == pytest.approx(0.1 * 2.0 * 0.25) and torch.equal(given["sinks"], sinks)
+    keys, options = given["keys"], given["options"]
+    assert (keys.query_number, keys.value_number) == (0.25, 0.5)
+    assert options.scale == pytest.approx(0.1 * 2.0 * 0.25) and torch.equal(options.sinks, sinks)
 
 
 @pytest.mark.parametrize("name", ["mixed", "heads-first", "narrow-values", "wide-values", "head-size-256"])

@@ -241,6 +241,13 @@ class PairedKeys(NamedTuple):
     VALUE_PAD: Any
 
 
+class Half(NamedTuple):
+    """The queries of the first or the second heads of a tile of pairs, and their ALiBi slopes, if there are any."""
+
+    tile: Any
+    slopes: Any
+
+
 class Difference(NamedTuple):
     """The subtraction of both softmaxes, and the norm of the difference.
 
@@ -297,12 +304,18 @@ def _query_of_half(queries, keys, tile, half: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _scores_of_half(q, slopes, keys, mask, options, tile, seen, offset, all_seen, half: tl.constexpr, TILE):
-    """Return the scores of the first or the second heads of a step of keys."""
+def _keys_of_half(keys, tile, seen, offset, half: tl.constexpr):
+    """Load the keys of the first or the second heads of a step."""
     pool = keys.cache + tile.kv_head.to(tl.int64) * keys.strides[4] + half * keys.strides[0]
-    k = token_tile(pool, offset, keys.strides[5], seen.is_key, 0, keys.HEAD_SIZE, keys.KEY_PAD, 1)
-    products = tl.dot(q, k, input_precision="ieee")
-    scores = finish_scores(products, options.scale, slopes, tile.positions, seen.positions, options, 1)
+    return token_tile(pool, offset, keys.strides[5], seen.is_key, 0, keys.HEAD_SIZE, keys.KEY_PAD, 1)
+
+
+@triton.jit
+@no_type_check
+def _scores_of_half(half, k, mask, options, tile, seen, all_seen, TILE):
+    """Return the scores of the first or the second heads of a step of keys."""
+    products = tl.dot(half.tile, k, input_precision="ieee")
+    scores = finish_scores(products, options.scale, half.slopes, tile.positions, seen.positions, options, 1)
     if not all_seen:
         scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, float("-inf"))
     return scores
@@ -360,8 +373,10 @@ def attend_pairs(queries, keys, mask, options, difference, out, TILE, SPLIT: tl.
             all_seen = phase == 1 if TILE.PHASES == 3 else (start >= all_from) & (start + TILE.KEYS <= all_to)
             place, ahead = keys.where.find(keys.where, tile, run, start, ahead, TILE)
             offset = keys.where.offset(keys.where, place, (keys.strides[2], keys.strides[3]))
-            scores1 = _scores_of_half(q1, slopes1, keys, mask, options, tile, seen, offset, all_seen, 0, TILE)
-            scores2 = _scores_of_half(q2, slopes2, keys, mask, options, tile, seen, offset, all_seen, 1, TILE)
+            k = _keys_of_half(keys, tile, seen, offset, 0)
+            scores1 = _scores_of_half(Half(q1, slopes1), k, mask, options, tile, seen, all_seen, TILE)
+            k = _keys_of_half(keys, tile, seen, offset, 1)
+            scores2 = _scores_of_half(Half(q2, slopes2), k, mask, options, tile, seen, all_seen, TILE)
             weights1, rescale1, row_max1, row_sum1 = update_softmax(
                 scores1, row_max1, row_sum1, factor, slopes1 is not None
             )

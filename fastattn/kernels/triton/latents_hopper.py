@@ -20,7 +20,7 @@ Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and
     divides the columns of the output among two warpgroups as well.
 """
 
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import triton.language as tl
 from torch import Tensor
@@ -34,13 +34,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fastattn.kernels.kernel import BATCH, fields_of, options_of
+from fastattn.kernels.kernel import BATCH, fields_of
+from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
 from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
+from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Whole, normalize
+from fastattn.kernels.triton.masks import Run
+from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Softmax, Whole, normalize
 from fastattn.kernels.triton.quantized import Quantization, power_of_two
-from fastattn.kernels.triton.queries import count_tiles, find_rows, layer_args
+from fastattn.kernels.triton.queries import count_tiles, find_rows, is_one_tile, layer_args, options_of, queries_of
 from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -48,9 +51,67 @@ from refattn.plan import Plan
 KNOWS = BATCH | fields_of(
     Plan, *("batch", "block_size", "causal", "window_size", "first_keys", "positions", "sequences")
 )
-KNOWS |= options_of("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
+KNOWS |= known_options("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
 RANK, ROPE = 512, 64  # sizes of latents and of rotary keys that the layouts are for
 REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per producer thread; quantized values wait in registers
+
+
+class Sizes(NamedTuple):
+    """The constants of a launch.
+
+    Attributes:
+        ROWS: rows of a tile.
+        KEYS: keys of a step.
+        ONE_TILE: whether a tile holds all rows of any sequence.
+        SPLIT: whether a program has a split of the keys, and stores a partial output.
+        FORMAT: "e4m3" or "e5m2", or empty for latents in the type of the queries.
+        REGISTERS: registers of a producer thread.
+    """
+
+    ROWS: Any
+    KEYS: Any
+    ONE_TILE: Any
+    SPLIT: Any
+    FORMAT: Any
+    REGISTERS: Any
+
+
+class Tile(NamedTuple):
+    """Rows of one sequence.
+
+    Attributes:
+        sequence: the sequence of the rows.
+        first_row: the first row, counted in the sequence and its heads.
+        num_rows: rows of the sequence.
+        first_query: the first query row of the sequence in the batch.
+    """
+
+    sequence: Any
+    first_row: Any
+    num_rows: Any
+    first_query: Any
+
+
+class Room(NamedTuple):
+    """Shared memory, and the barriers of its slots.
+
+    Attributes:
+        query: [rows, rank].
+        rope_query: [rows, rope].
+        key: [slots, keys, rank].
+        rope_key: [slots, keys, rope].
+        weights: [rows, keys], of one step.
+        full: barriers of slots that are loaded.
+        empty: barriers of slots that are consumed.
+    """
+
+    query: Any
+    rope_query: Any
+    key: Any
+    rope_key: Any
+    weights: Any
+    full: Any
+    empty: Any
 
 
 def takes(
@@ -105,52 +166,123 @@ def launch(
         quantization: how the pool is quantized, if it is.
     """
     batch, num_heads = plan.batch, query.shape[1]
-    table = batch.block_table
-    assert table is not None  # a plan over pages has checked it
     query, scale = with_positive_scale(query, options.softmax_scale)
-    one_tile = batch.max_query_len * num_heads <= tuning.block_m
-    of_this_layer = {name.partition(".")[2]: x for name, x in layer_args(query, options, quantization).items()}
-    of_no_layer: dict[str, Any] = dict(sinks=None, scale=scale, query_number=1.0, value_number=1.0)
-    of_no_layer |= dict(query_scales=None, key_scales=None, value_scales=None, group_scales=None)
+    sizes = Sizes(
+        ROWS=tuning.block_m,
+        KEYS=LATENT_64.block_n,
+        ONE_TILE=is_one_tile(batch, num_heads, tuning.block_m),
+        SPLIT=isinstance(split, Part),
+        FORMAT=quantization.kind,
+        REGISTERS=REGISTERS[quantization.kind],
+    )
     return Launch(
         _attend_kernel,
         (count_tiles(batch, query.shape[0], num_heads, tuning.block_m), tuning.most_splits),
-        dict(query=query, key=key, value=value, out=out.out, lse=out.lse) | of_this_layer,
-        {name: x for name, x in of_no_layer.items() if name not in of_this_layer}
-        | dict(
-            block_table=table,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            seq_lens=batch.seq_lens,
-            query_strides=query.stride(),
-            key_strides=key.stride()[:2],
-            table_row_stride=table.stride(0),
-            table_stride=table.stride(1),
-            num_tokens=query.shape[0],
-            num_seqs=batch.num_seqs,
-            splits=tuning.splits,
-            NUM_HEADS=num_heads,
-            RANK=RANK,
-            ROPE=ROPE,
-            BLOCK_SIZE=key.shape[1],
-            BLOCK_M=tuning.block_m,
-            BLOCK_N=LATENT_64.block_n,
-            BLOCK_SEQS=SEQS_AT_ONCE.value,
-            ONE_TILE=one_tile,
-            SPLIT=isinstance(split, Part),
-            BALANCE=tuning.most_splits > tuning.splits,
-            FORMAT=quantization.kind,
-            REGISTERS=REGISTERS[quantization.kind],
+        {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
+        | layer_args(query, options, quantization),
+        dict(
+            queries=queries_of(query, batch, num_heads, num_heads),
+            keys=keys_of(
+                query, key, value, plan, tuning.block_m, shared=True, quantization=quantization, aligned=False
+            ),
+            options=options_of(options, scale),
+            split=split,
+            out=out,
+            TILE=Sizes(*map(tl.constexpr, sizes)),
         ),
         dict(num_warps=8),
     )
 
 
+# --- the rows of a program, and its keys ---
+
+
 @gluon.jit
 @no_type_check
-def _multiply_keys(queries, of_rope, keys, rope_keys, scores):
-    """Start the products of a tile of queries with the keys of a slot."""
-    products = warpgroup_mma(queries, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
-    return warpgroup_mma(of_rope, rope_keys.permute((1, 0)), products, is_async=True)
+def _find_tile(queries, TILE):
+    """Return the tile of this program."""
+    sequence, first_row = find_rows(
+        queries.cu_seqlens_q, gl.program_id(0), queries.num_seqs, queries.HEADS, TILE.ROWS, TILE.ONE_TILE
+    )
+    first_query = gl.load(queries.cu_seqlens_q + sequence)
+    num_rows = (gl.load(queries.cu_seqlens_q + sequence + 1) - first_query) * queries.HEADS
+    return Tile(sequence, first_row, num_rows, first_query)
+
+
+@gluon.jit
+@no_type_check
+def _share_of_steps(queries, steps, TILE):
+    """Return the ratio of `steps` to the steps of an average sequence."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    total = 0
+    for first in range(0, queries.num_seqs, SEQS_AT_ONCE):
+        sequence = first + gl.arange(0, SEQS_AT_ONCE, layout=LAYOUT)
+        is_sequence = sequence < queries.num_seqs
+        begin = gl.load(queries.cu_seqlens_q + sequence, mask=is_sequence, other=0)
+        has_queries = gl.load(queries.cu_seqlens_q + sequence + 1, mask=is_sequence, other=0) > begin
+        seq_len = gl.load(queries.seq_lens + sequence, mask=is_sequence & has_queries, other=0)
+        total += gl.sum((seq_len + TILE.KEYS - 1) // TILE.KEYS, 0)
+    return steps.to(gl.float32) * queries.num_seqs / gl.maximum(total, 1).to(gl.float32)
+
+
+@gluon.jit
+@no_type_check
+def _find_run(queries, split, tile, context, TILE):
+    """Return the keys that some row of a tile sees, or the split of them that is this program's.
+
+    `context` is the position of the sequence's first query, the last key that it sees.
+    """
+    begin = gl.program_id(0) * 0
+    last_row = gl.minimum(tile.first_row + TILE.ROWS, tile.num_rows) - 1
+    end = gl.maximum(context + last_row // queries.HEADS + 1, 0)
+    if TILE.SPLIT:
+        steps, splits = gl.cdiv(end, TILE.KEYS), split.splits
+        if split.BALANCE:
+            share = _share_of_steps(queries, steps, TILE)
+            splits = gl.minimum(gl.maximum((share * splits + 0.9).to(gl.int32), 1), gl.num_programs(1))
+        keys = gl.cdiv(steps, splits) * TILE.KEYS
+        begin = gl.program_id(1) * keys
+        end = gl.minimum(end, begin + keys)
+    return Run(begin, begin, end)
+
+
+@gluon.jit
+@no_type_check
+def _load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr, TILE):
+    """Load the rows of a tile, the part for latents and the part for rotary keys, in the type of the products.
+
+    With quantized values, queries are float16. Those of bfloat16 are divided by a power of two, which is returned for
+    each row: a row below 2 loses nothing.
+    """
+    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
+    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    tokens = (tile.first_query + rows // queries.HEADS).to(gl.int64)
+    query_rows = queries.query + tokens * queries.strides[0]
+    query_rows += (rows % queries.HEADS).to(gl.int64) * queries.strides[1]
+    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
+    at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
+    is_row = (rows < tile.num_rows)[:, None]
+    q = gl.load(query_rows[:, None] + (at * queries.strides[2])[None, :], mask=is_row, other=0.0)
+    rope = gl.load(query_rows[:, None] + (at_rope * queries.strides[2])[None, :], mask=is_row, other=0.0)
+    power = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    if q.dtype != TYPE:
+        q, rope = q.to(gl.float32), rope.to(gl.float32)
+        power = power_of_two(gl.maximum(gl.max(gl.abs(q), 1), gl.max(gl.abs(rope), 1)))
+        q, rope = (q / power[:, None]).to(TYPE), (rope / power[:, None]).to(TYPE)
+    return q, rope, power
+
+
+# --- the consumers: they multiply ---
+
+
+@gluon.jit
+@no_type_check
+def _multiply_keys(room, slot, scores):
+    """Start the products of the tile of queries with the keys of a slot."""
+    key, rope_key = room.key.index(slot), room.rope_key.index(slot)
+    products = warpgroup_mma(room.query, key.permute((1, 0)), scores, use_acc=False, is_async=True)
+    return warpgroup_mma(room.rope_query, rope_key.permute((1, 0)), products, is_async=True)
 
 
 @gluon.jit
@@ -167,56 +299,48 @@ def _update_softmax(scores, j, last_of_rows, factor, row_max, sums):
 
 @gluon.jit
 @no_type_check
-def _multiply(
-    queries,
-    of_rope,
-    weights,
-    slots,
-    first_key,
-    steps,
-    last_of_rows,
-    factor,
-    SCORES: gl.constexpr,
-    OUTPUT: gl.constexpr,
-):
+def _multiply(room, run, steps, last_of_rows, factor, SCORES: gl.constexpr, OUTPUT: gl.constexpr):
     """Attend to the keys that are loaded into the slots; return the softmax, in layouts of the products.
 
     Every product is issued and awaited in one iteration, or the compiler would serialize them: also the scores of the
     next step, which are carried over in registers.
     """
-    keys, rope_keys, full, empty = slots
-    BLOCK_M: gl.constexpr = queries.shape[0]
-    BLOCK_N: gl.constexpr = keys.shape[1]
-    RANK: gl.constexpr = keys.shape[2]
-    acc = gl.zeros([BLOCK_M, RANK], gl.float32, OUTPUT)
-    row_max = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    j = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    ROWS: gl.constexpr = room.weights.shape[0]
+    KEYS: gl.constexpr = room.weights.shape[1]
+    RANK: gl.constexpr = room.key.shape[2]
+    weights = room.weights
+    acc = gl.zeros([ROWS, RANK], gl.float32, OUTPUT)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    sums = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    j = run.begin + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     if steps > 0:
-        mbarrier.wait(full.index(0), 0)
-        products = _multiply_keys(queries, of_rope, keys.index(0), rope_keys.index(0), nothing)
+        mbarrier.wait(room.full.index(0), 0)
+        products = _multiply_keys(room, 0, nothing)
         scores = warpgroup_mma_wait(0, deps=[products])
         for step in range(1, steps):
             slot = (step - 1) & 1
             x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
-            j += BLOCK_N
+            j += KEYS
             weights.store(x.to(weights.dtype))
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
             fence_async_shared()
-            outputs = warpgroup_mma(weights, keys.index(slot), acc, is_async=True)
-            mbarrier.wait(full.index(slot ^ 1), step >> 1 & 1)
-            products = _multiply_keys(queries, of_rope, keys.index(slot ^ 1), rope_keys.index(slot ^ 1), nothing)
+            outputs = warpgroup_mma(weights, room.key.index(slot), acc, is_async=True)
+            mbarrier.wait(room.full.index(slot ^ 1), step >> 1 & 1)
+            products = _multiply_keys(room, slot ^ 1, nothing)
             outputs = warpgroup_mma_wait(2, deps=[outputs])  # the two products of the scores may go on
             tl.debug_barrier()
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(room.empty.index(slot))
             acc, scores = warpgroup_mma_wait(0, deps=[outputs, products])
         x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
         weights.store(x.to(weights.dtype))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         fence_async_shared()
-        acc = warpgroup_mma(weights, keys.index((steps - 1) & 1), acc)
+        acc = warpgroup_mma(weights, room.key.index((steps - 1) & 1), acc)
     return acc, row_max, gl.sum(sums, 1)
+
+
+# --- the producer: it loads keys ---
 
 
 @gluon.jit
@@ -227,217 +351,146 @@ def _numbers(quantization, FORMAT: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _bring(
-    key,
-    key_strides,
-    table,
-    table_stride,
-    slots,
-    first_key,
-    last_key,
-    steps,
-    BLOCK_SIZE: gl.constexpr,
-    FORMAT: gl.constexpr,
-):
+def _read_table(where, table, j, run):
+    """Return the blocks of keys; `table` is the row of their sequence."""
+    return gl.load(table + (j // where.BLOCK_SIZE).to(gl.int64) * where.table_stride, mask=j < run.end, other=0)
+
+
+@gluon.jit
+@no_type_check
+def _bring(keys, table, room, run, steps, TILE):
     """Load keys into the slots as they become empty, zeros where there is no key.
 
     Unquantized latents bypass the registers. Quantized ones wait in registers for a slot, and are converted into it, 64
     columns at a time: loads of later keys could not be in flight meanwhile, as the fence waits for them.
     """
-    keys, rope_keys, full, empty = slots
-    BLOCK_N: gl.constexpr = keys.shape[1]
-    RANK: gl.constexpr = keys.shape[2]
-    ROPE: gl.constexpr = rope_keys.shape[2]
+    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
+    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
     PARTS: gl.constexpr = (RANK + ROPE) // ROPE
     QUANTIZED_PART: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    LAYOUT: gl.constexpr = NUMBERS if FORMAT == "" else QUANTIZED_PART
+    LAYOUT: gl.constexpr = NUMBERS if TILE.FORMAT == "" else QUANTIZED_PART
     at = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))
-    j = first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
-    blocks = gl.load(table + (j // BLOCK_SIZE).to(gl.int64) * table_stride, mask=j < last_key, other=0)
+    j = run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    blocks = _read_table(keys.where, table, j, run)
     for step in range(steps):
         slot = step & 1
-        rows = key + blocks.to(gl.int64) * key_strides[0] + j % BLOCK_SIZE * key_strides[1]
+        rows = keys.key + blocks.to(gl.int64) * keys.key_strides[0] + j % keys.where.BLOCK_SIZE * keys.key_strides[1]
         pointers = rows[:, None] + at[None, :]
-        is_key = (j < last_key)[:, None] & (at < ROPE)[None, :]
+        is_key = (j < run.end)[:, None] & (at < ROPE)[None, :]
         loaded = ()
-        if FORMAT != "":
+        if TILE.FORMAT != "":
             for part in gl.static_range(PARTS):
                 loaded = loaded + (gl.load(pointers + part * ROPE, mask=is_key, other=0),)
-        j += BLOCK_N
-        blocks = gl.load(table + (j // BLOCK_SIZE).to(gl.int64) * table_stride, mask=j < last_key, other=0)
-        mbarrier.wait(empty.index(slot), (step >> 1 & 1) ^ 1)
+        j += TILE.KEYS
+        blocks = _read_table(keys.where, table, j, run)
+        mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)
         for part in gl.static_range(PARTS):
-            place = rope_keys.index(slot)
+            place = room.rope_key.index(slot)
             if part < PARTS - 1:
-                place = keys.index(slot).slice(part * ROPE, ROPE, 1)
-            if FORMAT == "":
+                place = room.key.index(slot).slice(part * ROPE, ROPE, 1)
+            if TILE.FORMAT == "":
                 async_copy.async_copy_global_to_shared(place, pointers + part * ROPE, mask=is_key)
             else:
-                place.store(_numbers(loaded[part], FORMAT))
-        if FORMAT == "":
+                place.store(_numbers(loaded[part], TILE.FORMAT))
+        if TILE.FORMAT == "":
             async_copy.commit_group()
             async_copy.wait_group(0)
         fence_async_shared()
         tl.debug_barrier()
-        mbarrier.arrive(full.index(slot))
+        mbarrier.arrive(room.full.index(slot))
+
+
+# --- a program ---
 
 
 @gluon.jit
 @no_type_check
-def _share_of_steps(cu_seqlens_q, seq_lens, num_seqs, steps, BLOCK_N: gl.constexpr, BLOCK_SEQS: gl.constexpr):
-    """Return the ratio of `steps` to the steps of an average sequence."""
+def _store(queries, keys, options, tile, first_place, softmax, out, TILE):
+    """Store the outputs of a tile, and their log-sum-exps; `first_place` is that of the sequence's first row."""
+    OUTPUT: gl.constexpr = softmax.acc.type.layout
+    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
+    row_max = gl.convert_layout(softmax.row_max, gl.SliceLayout(1, OUTPUT))
+    row_sum = gl.convert_layout(softmax.row_sum, gl.SliceLayout(1, OUTPUT))
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, OUTPUT))
+    is_row = rows < tile.num_rows
+    sink = None
+    if options.sinks is not None and not TILE.SPLIT:
+        sink = gl.load(options.sinks + rows % queries.HEADS, mask=is_row, other=0.0).to(gl.float32)
+    values, logs = normalize(row_max, row_sum, softmax.acc, sink)
+    if TILE.FORMAT != "":
+        values *= keys.value_number
+    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
+    places = first_place + rows
+    gl.store(out.out + places[:, None] * RANK + at[None, :], values.to(out.out.dtype.element_ty), mask=is_row[:, None])
+    gl.store(out.lse + places, logs, mask=is_row)
+
+
+@gluon.jit
+@no_type_check
+def _store_nothing(tile, first_place, out, TILE):
+    """Store the log-sum-exps of a split without keys: `-inf`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    total = 0
-    for first in range(0, num_seqs, BLOCK_SEQS):
-        sequence = first + gl.arange(0, BLOCK_SEQS, layout=LAYOUT)
-        is_sequence = sequence < num_seqs
-        begin = gl.load(cu_seqlens_q + sequence, mask=is_sequence, other=0)
-        has_queries = gl.load(cu_seqlens_q + sequence + 1, mask=is_sequence, other=0) > begin
-        seq_len = gl.load(seq_lens + sequence, mask=is_sequence & has_queries, other=0)
-        total += gl.sum((seq_len + BLOCK_N - 1) // BLOCK_N, 0)
-    return steps.to(gl.float32) * num_seqs / gl.maximum(total, 1).to(gl.float32)
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=LAYOUT)
+    nothing = gl.full([TILE.ROWS], float("-inf"), gl.float32, LAYOUT)
+    gl.store(out.lse + first_place + rows, nothing, mask=rows < tile.num_rows)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _attend_kernel(
-    query,
-    key,
-    value,  # begins where the key does
-    out,  # [t, h, rank] in the type of the query, or [splits, t, h, rank] in float32
-    lse,  # [t, h] or [splits, t, h]
-    block_table,
-    cu_seqlens_q,
-    seq_lens,
-    sinks,
-    query_strides,
-    key_strides,
-    table_row_stride,
-    table_stride,
-    num_tokens,
-    num_seqs,
-    splits,
-    scale,
-    query_number,  # scale of a quantized query; latents have no other scales than these
-    value_number,
-    query_scales,
-    key_scales,
-    value_scales,
-    group_scales,
-    NUM_HEADS: gl.constexpr,
-    RANK: gl.constexpr,
-    ROPE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_SEQS: gl.constexpr,
-    ONE_TILE: gl.constexpr,
-    SPLIT: gl.constexpr,
-    BALANCE: gl.constexpr,
-    FORMAT: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
+def _attend_kernel(queries, keys, options, split, out, TILE):
+    """Attend from a tile of query rows to a run of latents, with two consumer warpgroups and a producer."""
     LOG2E: gl.constexpr = 1.4426950408889634
-    TYPE: gl.constexpr = query.dtype.element_ty if FORMAT == "" else gl.float16
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
+    TYPE: gl.constexpr = queries.query.dtype.element_ty if TILE.FORMAT == "" else gl.float16
+    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
+    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE.KEYS // 2, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    tile, split = gl.program_id(0), gl.program_id(1)
-
-    # The rows of this tile, and their sequence.
-    sequence, first_row = find_rows(cu_seqlens_q, tile, num_seqs, NUM_HEADS, BLOCK_M, ONE_TILE)
-    first_query = gl.load(cu_seqlens_q + sequence)
-    num_rows = (gl.load(cu_seqlens_q + sequence + 1) - first_query) * NUM_HEADS
-    if not SPLIT:
-        first_padding = gl.load(cu_seqlens_q + num_seqs).to(gl.int64) * NUM_HEADS
-        store_padding(out, lse, first_padding + tile, num_tokens.to(gl.int64) * NUM_HEADS, gl.num_programs(0), RANK)
-    if first_row >= num_rows:
+    BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
+    tile = _find_tile(queries, TILE)
+    if not TILE.SPLIT:
+        first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * queries.HEADS + gl.program_id(0)
+        end = queries.num_tokens.to(gl.int64) * queries.HEADS
+        store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), RANK)
+    if tile.first_row >= tile.num_rows:
         return
-    first_place = (split.to(gl.int64) * num_tokens + first_query) * NUM_HEADS
-    seq_len = gl.load(seq_lens + sequence)
-    context = seq_len - num_rows // NUM_HEADS  # the last key that the sequence's first query sees
+    first_place = (gl.program_id(1).to(gl.int64) * queries.num_tokens + tile.first_query) * queries.HEADS
+    context = gl.load(queries.seq_lens + tile.sequence) - tile.num_rows // queries.HEADS
+    run = _find_run(queries, split, tile, context, TILE)
+    if TILE.SPLIT and run.begin >= run.end:
+        _store_nothing(tile, first_place, out, TILE)
+        return
+    steps = gl.cdiv(run.end - run.begin, TILE.KEYS)
 
-    # The keys that some row sees, and among them the run of this split.
-    first_key = tile * 0
-    last_row = gl.minimum(first_row + BLOCK_M, num_rows) - 1
-    last_key = gl.maximum(context + last_row // NUM_HEADS + 1, 0)
-    if SPLIT:
-        steps = gl.cdiv(last_key, BLOCK_N)
-        if BALANCE:
-            share = _share_of_steps(cu_seqlens_q, seq_lens, num_seqs, steps, BLOCK_N, BLOCK_SEQS)
-            splits = gl.minimum(gl.maximum((share * splits + 0.9).to(gl.int32), 1), gl.num_programs(1))
-        run = gl.cdiv(steps, splits) * BLOCK_N
-        first_key = split * run
-        last_key = gl.minimum(last_key, first_key + run)
-        if first_key >= last_key:
-            rows = first_row + gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [8], [0]))
-            nothing = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.BlockedLayout([1], [32], [8], [0]))
-            gl.store(lse + first_place + rows, nothing, mask=rows < num_rows)
-            return
-    steps = gl.cdiv(last_key - first_key, BLOCK_N)
-
-    # With quantized values, queries are float16. Those of bfloat16 are divided by a power of two: a row below 2 loses
-    # nothing.
-    rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, QUERIES))
-    tokens = (first_query + rows // NUM_HEADS).to(gl.int64)
-    query_rows = query + tokens * query_strides[0] + (rows % NUM_HEADS).to(gl.int64) * query_strides[1]
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, QUERIES)).to(gl.int64)
-    at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, QUERIES)).to(gl.int64)
-    is_row = (rows < num_rows)[:, None]
-    x = gl.load(query_rows[:, None] + (at * query_strides[2])[None, :], mask=is_row, other=0.0)
-    y = gl.load(query_rows[:, None] + (at_rope * query_strides[2])[None, :], mask=is_row, other=0.0)
-    power = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(1, QUERIES))
-    if x.dtype != TYPE:
-        x, y = x.to(gl.float32), y.to(gl.float32)
-        largest = gl.maximum(gl.max(gl.abs(x), 1), gl.max(gl.abs(y), 1))
-        power = power_of_two(largest)
-        x, y = (x / power[:, None]).to(TYPE), (y / power[:, None]).to(TYPE)
-    queries = gl.allocate_shared_memory(TYPE, [BLOCK_M, RANK], SHARED, x)
-    of_rope = gl.allocate_shared_memory(TYPE, [BLOCK_M, ROPE], SHARED, y)
-    keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, RANK], SHARED)
-    rope_keys = gl.allocate_shared_memory(TYPE, [2, BLOCK_N, ROPE], SHARED)
-    weights = gl.allocate_shared_memory(TYPE, [BLOCK_M, BLOCK_N], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q, rope, power = _load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
+    room = Room(
+        query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, RANK], SHARED, q),
+        rope_query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, ROPE], SHARED, rope),
+        key=gl.allocate_shared_memory(TYPE, [2, TILE.KEYS, RANK], SHARED),
+        rope_key=gl.allocate_shared_memory(TYPE, [2, TILE.KEYS, ROPE], SHARED),
+        weights=gl.allocate_shared_memory(TYPE, [TILE.ROWS, TILE.KEYS], SHARED),
+        full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+    )
     for slot in gl.static_range(2):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+        mbarrier.init(room.full.index(slot), count=1)
+        mbarrier.init(room.empty.index(slot), count=1)
     fence_async_shared()
 
-    of_scores = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
-    last_of_rows = gl.minimum(context + of_scores // NUM_HEADS, last_key - 1)
-    factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (scale * LOG2E)
-    table = block_table + sequence.to(gl.int64) * table_row_stride
-    slots = keys, rope_keys, full, empty
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, SCORES))
+    last_of_rows = gl.minimum(context + rows // queries.HEADS, run.end - 1)
+    factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (options.scale * LOG2E)
+    table = keys.where.block_table + tile.sequence.to(gl.int64) * keys.where.table_row_stride
     # Triton 3.6 stores the producer's arguments in the scratch memory of `factor`'s conversion, without a barrier.
     tl.debug_barrier()
     acc, row_max, row_sum = gl.warp_specialize(
         [
-            (
-                _multiply,
-                (queries, of_rope, weights, slots, first_key, steps, last_of_rows, factor, SCORES, OUTPUT),
-            ),
-            (
-                _bring,
-                (key, key_strides, table, table_stride, slots, first_key, last_key, steps, BLOCK_SIZE, FORMAT),
-            ),
+            (_multiply, (room, run, steps, last_of_rows, factor, SCORES, OUTPUT)),
+            (_bring, (keys, table, room, run, steps, TILE)),
         ],
         [4],
-        [REGISTERS],
+        [TILE.REGISTERS],
     )
-    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
-    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
-    rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, OUTPUT))
-    is_row = rows < num_rows
-    sink = None
-    if sinks is not None and not SPLIT:
-        sink = gl.load(sinks + rows % NUM_HEADS, mask=is_row, other=0.0).to(gl.float32)
-    values, logs = normalize(row_max, row_sum, acc, sink)
-    if FORMAT != "":
-        values *= value_number
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
-    places = first_place + rows
-    gl.store(out + places[:, None] * RANK + at[None, :], values.to(out.dtype.element_ty), mask=is_row[:, None])
-    gl.store(lse + places, logs, mask=is_row)
+    _store(queries, keys, options, tile, first_place, Softmax(row_max, row_sum, acc), out, TILE)

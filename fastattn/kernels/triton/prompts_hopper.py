@@ -44,7 +44,7 @@ from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.masks import Run, all_visible_in_window, mask_of, visible_keys
-from fastattn.kernels.triton.merge import Out, Part, Whole, normalize, update_softmax
+from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize, update_softmax
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles, find_rows, layer_args, options_of, queries_of
 from fastattn.kernels.triton.tuning import LaunchConfig
@@ -107,6 +107,20 @@ class Tile(NamedTuple):
     last_position: Any
     run: Any
     steps: Any
+
+
+class Seen(NamedTuple):
+    """The keys that each row of a consumer warpgroup sees, from the first step on.
+
+    Attributes:
+        begin: the first key of the first step.
+        first: [rows], the first key that each row sees.
+        last: [rows], the last one.
+    """
+
+    begin: Any
+    first: Any
+    last: Any
 
 
 class Room(NamedTuple):
@@ -344,37 +358,24 @@ def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _softmax(
-    products, first_key, first_seen, last_seen, row_max, row_sum, options, MASKED: gl.constexpr, SCORES: gl.constexpr
-):
+def _softmax(products, first_key, seen, row_max, row_sum, options, MASKED: gl.constexpr):
     """Update the online softmax by a step of products."""
     KEYS: gl.constexpr = products.shape[1]
     if MASKED:
-        j = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-        visible = (j[None, :] >= first_seen[:, None]) & (j[None, :] <= last_seen[:, None])
+        j = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))
+        visible = (j[None, :] >= seen.first[:, None]) & (j[None, :] <= seen.last[:, None])
         products = gl.where(visible, products, float("-inf"))
     return update_softmax(products, row_max, row_sum, options.scale, False)
 
 
 @gluon.jit
 @no_type_check
-def _attend_steps(
-    state,
-    first,
-    end,
-    q,
-    room,
-    tile,
-    first_seen,
-    last_seen,
-    options,
-    MASKED: gl.constexpr,
-    SCORES: gl.constexpr,
-    OUTPUT: gl.constexpr,
-):
+def _attend_steps(state, first, end, q, room, seen, options, MASKED: gl.constexpr):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
     weights, acc, row_max, row_sum, items = state
+    SCORES: gl.constexpr = row_max.type.layout.parent
+    OUTPUT: gl.constexpr = acc.type.layout
     for step in range(first, end):
         slot = items % SLOTS
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
@@ -382,9 +383,8 @@ def _attend_steps(
         products = _multiply_keys(q, room, slot, SCORES)
         sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
-        x, rescale, row_max, row_sum = _softmax(
-            products, tile.run.begin + step * KEYS, first_seen, last_seen, row_max, row_sum, options, MASKED, SCORES
-        )
+        first_key = seen.begin + step * KEYS
+        x, rescale, row_max, row_sum = _softmax(products, first_key, seen, row_max, row_sum, options, MASKED)
         # This wait is over at once; without its branch the compiler moves the softmax past the wait for the values.
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
@@ -438,22 +438,15 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             mbarrier.arrive(room.empty.index(slot))
             row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             row_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
-            x, _, row_max, row_sum = _softmax(
-                products, tile.run.begin, first_seen, last_seen, row_max, row_sum, options, True, SCORES
-            )
+            seen = Seen(tile.run.begin, first_seen, last_seen)
+            x, _, row_max, row_sum = _softmax(products, tile.run.begin, seen, row_max, row_sum, options, True)
             weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
             # The first step is always masked; then come masked steps, steps that all rows see, and masked steps again.
             state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
             if mask.LEFT:
-                state = _attend_steps(
-                    state, 1, plain_from, q, room, tile, first_seen, last_seen, options, True, SCORES, OUTPUT
-                )
-            state = _attend_steps(
-                state, plain_from, plain_to, q, room, tile, first_seen, last_seen, options, False, SCORES, OUTPUT
-            )
-            state = _attend_steps(
-                state, plain_to, tile.steps, q, room, tile, first_seen, last_seen, options, True, SCORES, OUTPUT
-            )
+                state = _attend_steps(state, 1, plain_from, q, room, seen, options, True)
+            state = _attend_steps(state, plain_from, plain_to, q, room, seen, options, False)
+            state = _attend_steps(state, plain_to, tile.steps, q, room, seen, options, True)
             weights, acc, row_max, row_sum, items = state
             mbarrier.arrive(room.no_queries.index(query_slot))  # all reads were before the barrier of the last step
             tiles += 1
@@ -465,24 +458,25 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             tl.debug_barrier()
             mbarrier.arrive(room.empty.index(slot))
             items += 1
-            _store(queries, tile, options, out, row_max, row_sum, acc, WHO * HALF, OUTPUT)
+            _store(queries, tile, options, out, Softmax(row_max, row_sum, acc), WHO * HALF)
 
 
 @gluon.jit
 @no_type_check
-def _store(queries, tile, options, out, row_max, row_sum, acc, first, OUTPUT: gl.constexpr):
-    """Store the outputs of a half of a tile, and their log-sum-exps."""
-    HALF: gl.constexpr = acc.shape[0]
-    DV: gl.constexpr = acc.shape[1]
-    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
-    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
+def _store(queries, tile, options, out, softmax, first):
+    """Store the outputs of a half of a tile, from its row `first` on, and their log-sum-exps."""
+    HALF: gl.constexpr = softmax.acc.shape[0]
+    DV: gl.constexpr = softmax.acc.shape[1]
+    OUTPUT: gl.constexpr = softmax.acc.type.layout
+    row_max = gl.convert_layout(softmax.row_max, gl.SliceLayout(1, OUTPUT))
+    row_sum = gl.convert_layout(softmax.row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
     is_row = rows < tile.num_rows
     heads = tile.kv_head * queries.GROUP + rows % queries.GROUP
     sink = None
     if options.sinks is not None:
         sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
-    values, logs = normalize(row_max, row_sum, acc, sink)
+    values, logs = normalize(row_max, row_sum, softmax.acc, sink)
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
     at = gl.arange(0, DV, layout=gl.SliceLayout(0, OUTPUT))
     gl.store(out.out + (places[:, None] * DV + at[None, :]), values.to(out.out.dtype.element_ty), mask=is_row[:, None])
