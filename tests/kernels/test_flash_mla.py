@@ -430,7 +430,7 @@ def test_trees_agree_with_the_reference(kernel, trees, options, flash_mla_packag
     options, made = filled(options, case.heads[0]), refattn.speculative.make_trees(parents)
     plan = fastattn.speculative.plan(batch, block_size=case.block_size, trees=made)
     for _ in range(2):  # the second layer has what the plan has kept
-        out, lse = kernel.mla_tree(query, cache, plan, options, RANK, None)
+        out, lse = kernel.attend(query, Latents(cache, RANK), plan, options, None)
         assert_matches_reference(out, lse, verify, query, cache, batch, trees=made, options=options)
     asked = [*flash_mla_package.calls, *fa3_library.calls]
     assert len(asked) == 2 and not any(call.get("causal", call.get("is_causal")) for call in asked)

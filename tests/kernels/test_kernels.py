@@ -1073,7 +1073,11 @@ def install_torch_flash(monkeypatch):
         return *flash2(q, k, v, starts, ends, max_k, scale, causal, window), None, None, None
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    return SimpleNamespace(varlen=fa2.varlen_by_torch)
+
+    def varlen(query, key, value, plan, options, out):
+        return fa2.attend_by_torch(query, Rows(key, value), plan, options, out)
+
+    return SimpleNamespace(varlen=varlen)
 
 
 CALLED = {

@@ -2047,9 +2047,9 @@ MUTATIONS: list[Mutation] = [
         "D156",
         "the context before a tree does not count",
         (
-            "fastattn.kernels.flash.flash_mla:mla_tree",
-            "before = mla(query, cache, plan.prefix,",
-            "before = mla(query, cache, plan.whole,",
+            "fastattn.kernels.flash.recompute:attend_to_latent_tree",
+            "before = attend(query, keys.cache, plan.prefix,",
+            "before = attend(query, keys.cache, plan.whole,",
         ),
     ),
     *breaks(

@@ -108,10 +108,25 @@ def attend_by_torch(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend to rows; see `fastattn.dispatch`."""
+    """Attend to rows by PyTorch's own; see `fastattn.dispatch`."""
     assert isinstance(keys, Rows)  # the operation is for rows alone
     (level,) = plan.levels
-    return varlen_by_torch(query, *keys, level.own, options, out)
+
+    def over_rows(
+        causal: bool, window: tuple[int, int], scale: float, *tensors_and_lengths: Any
+    ) -> tuple[Tensor, Tensor]:
+        answer, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *tensors_and_lengths,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )
+        return answer, lse
+
+    return _varlen(query, *keys, level.own, options, over_rows)
 
 
 def varlen(
@@ -136,33 +151,6 @@ def varlen(
             softcap=options.softcap,
             alibi_slopes=_slopes(options),
             return_attn_probs=True,  # this is how to get the LSE
-        )
-        return answer, lse
-
-    return _varlen(query, key, value, plan, options, over_rows)
-
-
-def varlen_by_torch(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows by PyTorch's own; see `fastattn.dispatch`."""
-
-    def over_rows(
-        causal: bool, window: tuple[int, int], scale: float, *tensors_and_lengths: Any
-    ) -> tuple[Tensor, Tensor]:
-        answer, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *tensors_and_lengths,
-            0.0,
-            causal,
-            False,
-            scale=scale,
-            window_size_left=window[0],
-            window_size_right=window[1],
         )
         return answer, lse
 

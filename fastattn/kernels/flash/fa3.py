@@ -135,7 +135,9 @@ def attend(
         return attend_up_to_and_after(attend, query, keys, level.own, options, out)
     if isinstance(keys, Latents):
         if isinstance(plan, TreePlan):
-            return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
+            from fastattn.kernels.flash.recompute import attend_to_latent_tree
+
+            return attend_to_latent_tree(mla, query, keys, plan, options)
         return mla(query, keys.cache, level.own, options, keys.latent_rank, out)
     if isinstance(keys, QuantizedPages | Int4Pages):
         from fastattn.kernels.triton.expand import attend_dequantized
@@ -228,21 +230,6 @@ def mla(
     if cache.shape[1] >= SMALLEST_TILE:
         recompute_latents(out, query, cache, plan, options, latent_rank)
     return out, lse
-
-
-def mla_tree(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Float[Tensor, "t h {latent_rank}"] | None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.dispatch`."""
-    from fastattn.kernels.flash.recompute import attend_to_latent_nodes
-
-    before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
-    return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
 
 
 def _attend(

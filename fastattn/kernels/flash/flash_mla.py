@@ -153,7 +153,9 @@ def attend(
         return selected_packed(query, keys, level.own, options)
     assert isinstance(keys, Latents)  # the only other storage that it takes
     if isinstance(plan, TreePlan):
-        return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
+        from fastattn.kernels.flash.recompute import attend_to_latent_tree
+
+        return attend_to_latent_tree(mla, query, keys, plan, options)
     if keys.query_scale is not None:
         return mla_fp8(query, keys, level.own, options)
     if level.own.block_size == 1:
@@ -328,21 +330,6 @@ def _as_rows(
     if num_padding:
         out, lse = pad(out, (0, 0, 0, 0, 0, num_padding)), pad(lse, (0, num_padding))
     return out, lse
-
-
-def mla_tree(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Float[Tensor, "t h {latent_rank}"] | None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.dispatch`."""
-    from fastattn.kernels.flash.recompute import attend_to_latent_nodes
-
-    before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
-    return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
 
 
 @cache

@@ -25,6 +25,7 @@ from fastattn.kernels.triton.tuning import (
     spare_stages,
     step_for,
 )
+from refattn.keys import Latents
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.trees import TreePlan
@@ -220,6 +221,21 @@ def attend_to_latent_nodes(
     """
     pages, (out, lse) = cache[:, :, None, : query.shape[2]], answer
     return attend_to_nodes(query, pages, pages[..., :latent_rank], plan, options, out, lse.T.contiguous(), shared=True)
+
+
+def attend_to_latent_tree(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    query: Float[Tensor, "t h d"],
+    keys: Latents,
+    plan: TreePlan,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]]:
+    """Attend to latents before the trees by another kernel, `attend`, and by a launch of ours to the nodes.
+
+    Source: the module.
+    """
+    before = attend(query, keys.cache, plan.prefix, options.without_sinks(), keys.latent_rank, None)
+    return attend_to_latent_nodes(query, keys.cache, plan, options, keys.latent_rank, before)
 
 
 def _key_of_launch(name: str, tensors: tuple[Tensor, ...], options: AttentionOptions, *, shared: bool) -> Key | None:
