@@ -7,6 +7,7 @@ rows of their tokens, a value and a gate each.
 import importlib
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
 from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call
-from twinattn.bench.sparse import SAMPLE
+from twinattn.bench.sparse import judge_of_some
 from twinattn.bench.work import Judge, hold
 
 WINDOW = 128  # tokens
@@ -86,10 +87,7 @@ class CompressedKeys:
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Compressed:
         """Draw queries, keys, entries, and the entries that are selected."""
         generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
-
+        normal = partial(torch.randn, dtype=dtype, device=device, generator=generator)
         batch = _batch(self.num_seqs, 1, self.seq_len, self.block_size, generator)
         assert batch.block_table is not None
         per_block, blocks = self.block_size // self.ratio, batch.block_table.numel()
@@ -104,16 +102,7 @@ class CompressedKeys:
 
     def judge(self, inputs: Compressed) -> Judge:
         """Compute the output of some queries in float64, as one softmax."""
-        exact, low = (
-            torch.stack([_attend(inputs, i, dtype) for i in range(min(SAMPLE, self.num_seqs))])
-            for dtype in (torch.float64, inputs.query.dtype)
-        )
-
-        def judge(out: Tensor, _: Any = None) -> None:
-            hold(out[: len(exact)], exact, low, name="out")
-            out.fill_(torch.nan)
-
-        return judge
+        return judge_of_some(_attend, inputs, self.num_seqs)
 
 
 def _slots(inputs: Compressed) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ keys reads each of them once for each query.
 """
 
 import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -344,10 +345,7 @@ class SelectedLatents:
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Selected:
         """Draw queries, latents in shuffled blocks, and positions."""
         generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
-
+        normal = partial(torch.randn, dtype=dtype, device=device, generator=generator)
         blocks, size = -(-self.seq_len // self.block_size), self.rank + self.rope
         table = torch.randperm(self.num_seqs * blocks, generator=generator, device=device).int()
         lens = torch.full((self.num_seqs,), self.seq_len, dtype=torch.int32, device=device)
@@ -365,17 +363,22 @@ class SelectedLatents:
         return Selected(query, pool, batch, positions, self.rank)
 
     def judge(self, inputs: Selected) -> Judge:
-        """Compute the answer of some queries in float64."""
-        exact, low = (
-            torch.stack([_attend(inputs, i, dtype) for i in range(min(SAMPLE, self.tokens))])
-            for dtype in (torch.float64, inputs.query.dtype)
-        )
+        """Compute the output of some queries in float64."""
+        return judge_of_some(_attend, inputs, self.tokens)
 
-        def judge(out: Tensor, _: Any = None) -> None:
-            hold(out[: len(exact)], exact, low, name="out")
-            out.fill_(torch.nan)
 
-        return judge
+def judge_of_some(attend: Callable[[Any, int, torch.dtype], Tensor], inputs: Any, num_tokens: int) -> Judge:
+    """Return the judge of a work whose first few queries are computed in float64, each by `attend`."""
+    exact, low = (
+        torch.stack([attend(inputs, i, dtype) for i in range(min(SAMPLE, num_tokens))])
+        for dtype in (torch.float64, inputs.query.dtype)
+    )
+
+    def judge(out: Tensor, _: Any = None) -> None:
+        hold(out[: len(exact)], exact, low, name="out")
+        out.fill_(torch.nan)
+
+    return judge
 
 
 def _attend(inputs: Selected, i: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ shares no code with the reference or with any kernel. An answer is accepted if i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -150,10 +151,7 @@ class Attention(Workload):
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Inputs":
         """Draw queries, keys and values or latents, and lay the keys and values out in pages."""
         generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
-
+        normal = partial(torch.randn, dtype=dtype, device=device, generator=generator)
         (h, hk), total = self.heads, sum(seq_len for _, seq_len in self.lens)
         query = normal(self.num_tokens, h, self.query_size)
         if self.is_latent:

@@ -327,7 +327,7 @@ def compare(got: Mapping[str, Any], expected: Mapping[str, Any], low: Mapping[st
         mine = got[name]
         if not isinstance(want, Tensor):
             mine = mine.tolist() if isinstance(mine, Tensor) else mine
-            if _plain(mine) != _plain(want):
+            if plain(mine) != plain(want):
                 raise WrongAnswerError(f"{name}: not the expected {kind(want)}{_first_difference(mine, want)}")
             continue
         try:
@@ -366,8 +366,8 @@ def _first_difference(mine: Any, want: Any) -> str:
     if not (isinstance(mine, list | tuple) and isinstance(want, list | tuple)):
         return ""
     for i, (got, expected) in enumerate(zip(mine, want, strict=False)):
-        if _plain(got) != _plain(expected):
-            return f": at index {i} expected {_plain(expected)}, got {_plain(got)}"
+        if plain(got) != plain(expected):
+            return f": at index {i} expected {plain(expected)}, got {plain(got)}"
     return f": expected {len(want)} entries, got {len(mine)}"
 
 
@@ -447,8 +447,9 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(other, Once) or bool(one == other)
 
 
-def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+def plain(value: Any) -> Any:
+    """Return a value with lists in place of tuples."""
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

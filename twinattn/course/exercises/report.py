@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from twinattn.course.drawing import Cell, Drawing, Grid
-from twinattn.course.exercises.exercise import ALONE, Once, Outcome, kind
+from twinattn.course.exercises.exercise import ALONE, Once, Outcome, kind, plain
 
 COLUMNS = 6  # numbers of a row that are shown
 CELLS = 24  # columns of a mask that are shown
@@ -57,7 +57,7 @@ def _difference(part: str, expected: Any, got: Any) -> RenderableType | None:
         if expected.dtype == torch.bool:
             return None if torch.equal(expected, got.bool()) else _masks(part, expected, got.bool())
         return _numbers(part, expected, got)
-    if _plain(expected) == _plain(got):
+    if plain(expected) == plain(got):
         return None
     label = "" if part == ALONE else f"{part}: "
     return Group(Text(f"{label}expected {_short(expected)}"), Text(f"{label}got      {_short(got)}", style="red"))
@@ -136,10 +136,6 @@ def _short(value: Any) -> str:
     if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
         return f"{len(value)} tensors"
     return str(value)
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def progress_bar(done: int, total: int, width: int = 24) -> Text:
