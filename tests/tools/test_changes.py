@@ -16,6 +16,16 @@ from tests.helpers.pages import ROOT, blocks_of
 PAGE = ROOT / "docs/proof/change_it.md"
 PACKAGES = "refattn", "fastattn", "twinattn"
 MOST_FILES = {"dilated_window": 7, "head_temperature": 6}  # package files that the design allows a mask, an option
+KERNELS, TRITON = "fastattn/kernels", "fastattn/kernels/triton"
+NAMED = {  # what names a storage or a kernel, its own file, and the other files that the page lists
+    "packed latents": (
+        r"packed_latents|PackedLatents|PACKED|\"packed\"",
+        "refattn/packed_latents.py",
+        ["refattn/keys.py", *(f"{KERNELS}/{name}.py" for name in ("problem", "kernel", "order"))]
+        + [f"{TRITON}/{name}.py" for name in ("quantized_keys", "attention", "__init__")],
+    ),
+    "flash-attn-4": ("fa4", f"{KERNELS}/flash/fa4.py", [f"{KERNELS}/order.py", "fastattn/doctor.py"]),
+}
 
 each_change = pytest.mark.parametrize("name", MOST_FILES)
 
@@ -44,6 +54,15 @@ def test_a_change_passes_its_tests(name, tmp_path):
     around = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(tests, cwd=tmp_path, env=around, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_storage_and_a_kernel_are_in_the_files_that_the_page_lists(name):
+    word, own, others = NAMED[name]
+    assert all(re.search(word, (ROOT / file).read_text()) for file in (own, *others))
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith("|") and name in line)
+    assert f"| {len(others)} and its own |" in row
+    assert {own, *others} <= set(re.findall(r"\]\(\.\./\.\./(\S+?)\)", PAGE.read_text()))
 
 
 def test_the_page_shows_what_the_patches_do():
