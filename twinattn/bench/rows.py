@@ -1,4 +1,10 @@
-"""The rows of the benchmark, by device: those of a CPU are small enough for a laptop, those of a GPU are of servers."""
+"""All rows of the benchmark, by device.
+
+    rows_on_cpu     small enough for a laptop
+    rows_on_gpu     the workloads of servers
+
+A row says what is computed, who computes it, and what the twin should reach (`twinattn.bench.row`).
+"""
 
 from twinattn.bench.row import Row
 from twinattn.bench.rows_on_cpu import rows_on_cpu

@@ -31,7 +31,7 @@ from twinattn.engine.storages import LatentStorage, PagedStorage, PairedStorage,
 ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
 # attention: one per line. The test that does it, tests/engine/test_engine_models.py, compares all of them.
-VERIFIED = tuple(files("twinattn.engine").joinpath("verified.txt").read_text("utf-8").split())
+VERIFIED = tuple(files("twinattn.engine").joinpath("verified_families.txt").read_text("utf-8").split())
 # Verified families whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
 OUTSIDE = ("bloom", "falcon", "mpt")
 # Verified families with latents (MLA); those in SELECTED have queries that see selected latents (DSA).
