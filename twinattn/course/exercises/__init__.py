@@ -7,4 +7,6 @@
     learner, report    the files that a user edits; what the terminal shows
     here, in_page      the check in a notebook; in a page of the site, over the lists of `lists`
     nanoserve, serve   a server in one file, made of the exercises; the user's own functions in it
+
+`twinattn exercises` writes the files, checks them and says which one is next.
 """
