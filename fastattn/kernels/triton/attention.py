@@ -145,7 +145,11 @@ def finish_scores(products, scale, slopes, positions, j, options, KEYS_AXIS: tl.
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def attend(queries, keys, mask, options, split, out, TILE):
-    """Attend from a tile of query rows to a run of keys, a step of keys at a time, by an online softmax."""
+    """Attend from a tile of query rows to a run of keys, a step of keys at a time, by an online softmax.
+
+    `split` says which share of the keys a program has: `Whole`, `Part`, `After` or `Repair` of `merge.py`. Its
+    functions `before` and `after` order launches that follow one another, and fill padding rows.
+    """
     split.before(split)
     tile = find_tile(queries, TILE)  # the query rows of this program
     if tile.first_row >= tile.num_rows:  # the grid is a bound; a program without rows may have padding to fill
@@ -153,23 +157,23 @@ def attend(queries, keys, mask, options, split, out, TILE):
         return
     sight = mask.look(mask, queries, tile, TILE)  # the keys that some row sees
     run = Run(sight.first, sight.begin, sight.end)  # a sight may have more fields; the loop needs these
-    run, is_done = split.share(split, queries, mask, out, tile, run, TILE, keys.VALUE_HEAD_SIZE)
-    if is_done:
+    run, is_done = split.share(split, queries, mask, out, tile, run, TILE, keys.VALUE_HEAD_SIZE)  # this program's keys
+    if is_done:  # it has none, or its outputs are complete
         split.after(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
         return
 
-    places = places_of(queries, tile)
+    places = places_of(queries, tile)  # where the outputs of the rows go
     slopes = None
     if options.alibi_slopes is not None:
         slopes = tl.load(options.alibi_slopes + tile.heads, mask=tile.is_row, other=0.0).to(tl.float32)
         slopes = slopes * 1.4426950408889634  # log2(e)
-    scale = keys.how.scale(keys, options.scale, tile)
+    scale = keys.how.scale(keys, options.scale, tile)  # times the scale of fp8 keys of this head
     q = keys.how.query(keys, queries, tile, TILE)
-    ahead = keys.where.begin(keys.where, tile, run, TILE)
+    ahead = keys.where.begin(keys.where, tile, run, TILE)  # the blocks of the first step: the table is read ahead
     row_max = tl.full([TILE.ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE.ROWS], tl.float32)
     acc = keys.how.begin(keys, TILE)
-    all_from, all_to = mask.all_visible(mask, tile, run, sight)
+    all_from, all_to = mask.all_visible(mask, tile, run, sight)  # the keys that every row sees
     # Phase 0 masks up to the first keys that all rows see, phase 1 needs no mask, phase 2 masks the rest.
     for phase in tl.static_range(TILE.FIRST_PHASE, TILE.PHASES):
         begin, end = phase_of_run(run, all_from, all_to, phase, TILE)
@@ -179,7 +183,7 @@ def attend(queries, keys, mask, options, split, out, TILE):
             if mask.LEFT:
                 is_key &= j >= run.first
             if TILE.PHASES == 3 and phase == 1:
-                seen = Step(is_key, j, j)  # every row sees all of them
+                seen = Step(is_key, j, j)  # every row sees all of them; the last field is not read
             else:
                 seen = mask.step(mask, tile, sight, start, is_key, TILE)
             place, ahead = keys.where.find(keys.where, tile, run, start, ahead, TILE)  # where are the keys?
@@ -192,20 +196,21 @@ def attend(queries, keys, mask, options, split, out, TILE):
                     scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
             elif (start < all_from) | (start + TILE.KEYS > all_to):
                 scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
-            factor = options.softcap if options.SOFTCAP else scale  # how do partial outputs combine?
+            # How do partial outputs combine? Scores still lack this factor, unless there are slopes.
+            factor = options.softcap if options.SOFTCAP else scale
             weights, rescale, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, factor, slopes is not None, TILE.KEYS_AXIS
             )
             value = keys.how.value(keys, tile, place, seen.is_key, step, TILE)
             acc = keys.how.add(keys, acc, rescale, weights, value, TILE)
 
-    softmax = Softmax(row_max, row_sum, keys.how.end(keys, acc, TILE))
-    softmax = split.take(split, softmax, queries, out, tile, sight, keys.VALUE_HEAD_SIZE)
+    softmax = Softmax(row_max, row_sum, keys.how.end(keys, acc, TILE))  # tiles of few rows were transposed
+    softmax = split.take(split, softmax, queries, out, tile, sight, keys.VALUE_HEAD_SIZE)  # `After` merges its output
     sink = None
     if options.sinks is not None and split.SINKS:
         sink = tl.load(options.sinks + tile.heads, mask=tile.is_row, other=0.0).to(tl.float32)
     values, logs = normalize(softmax.row_max, softmax.row_sum, softmax.acc, sink)
-    values = keys.how.finish(keys, values, tile)
+    values = keys.how.finish(keys, values, tile)  # times the scale of quantized values
     store_rows(values, logs, places, tile.is_row, out.out, out.lse, keys.VALUE_HEAD_SIZE)
     split.after(split, queries, out, tile, keys.VALUE_HEAD_SIZE)
 
