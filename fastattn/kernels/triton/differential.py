@@ -27,8 +27,9 @@ from fastattn.kernels.triton.keys import token_tile, where_of, zeros
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
 from fastattn.kernels.triton.merge import Out, merge_parts, normalize, places_of, update_softmax
-from fastattn.kernels.triton.queries import Sizes, contiguous, find_tile, is_one_tile, options_of, queries_of
+from fastattn.kernels.triton.queries import Given, Sizes, contiguous, find_tile, is_one_tile, options_of, queries_of
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, pad, sms_of
+from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 
@@ -67,7 +68,7 @@ def bind_differential(
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
-    num_pairs, block_size = cache.shape[4], cache.shape[3]
+    num_pairs = cache.shape[4]
     out = query.new_empty(query.shape) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if 0 in (num_tokens, num_heads, batch.num_seqs):
@@ -89,7 +90,6 @@ def bind_differential(
         out.zero_()
         lse.fill_(-torch.inf)
     overlap = split and can_overlap(query.device)
-    mask = mask_of(plan)
     sizes = Sizes(
         ROWS=tuning.block_m,
         KEYS=tuning.block_n,
@@ -101,15 +101,6 @@ def bind_differential(
         STARTS=0,
         LAST_FIRST=True,
     )
-    keys = PairedKeys(
-        cache=cache,
-        strides=cache.stride(),
-        where=where_of(cache[0, 0], plan, wide=is_wide(block_size, cache.stride(3)), aligned=True),
-        HEAD_SIZE=tl.constexpr(head_size),
-        KEY_PAD=tl.constexpr(max(pad(head_size), 16)),
-        VALUE_PAD=tl.constexpr(max(pad(2 * head_size), 64 if tuning.block_m > 16 else 1)),
-    )
-    nothing = Difference(*[None] * len(Difference._fields))
     constants = dict(SPLIT=split, OVERLAP=overlap)
     launch = Launch(
         attend_pairs,
@@ -117,10 +108,10 @@ def bind_differential(
         {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | layer_args,
         dict(
             queries=queries_of(query, batch, num_heads // 2, group),
-            keys=keys,
-            mask=mask,
+            keys=_keys_of(cache, plan, tuning.block_m),
+            mask=mask_of(plan),
             options=options_of(options, scale),
-            difference=nothing,
+            difference=NOT_GIVEN,
             out=Out(parts, part_lses),
         )
         | dict(TILE=Sizes(*map(tl.constexpr, sizes)), **constants),
@@ -128,29 +119,56 @@ def bind_differential(
     )
     reduction = None
     if split:
-        reduction = Launch(
-            reduce_pairs,
-            (num_tokens, num_heads // 2),
-            {"parts": parts, "part_lses": part_lses, "out.out": out, "out.lse": lse} | of_difference,
-            dict(
-                difference=nothing,
-                out=Out(out, lse),
-                cu_seqlens_q=batch.cu_seqlens_q,
-                num_tokens=num_tokens,
-                num_seqs=batch.num_seqs,
-                splits=tuning.splits,
-                PAIRS=num_heads // 2,
-                HEAD_SIZE=head_size,
-                OVERLAP=overlap,
-                BLOCK_SPLITS=min(16, pad(tuning.splits)),
-            ),
-            dict(num_warps=2) | ({"launch_pdl": True} if overlap else {}),
-        )
+        reduction = _launch_reduction(parts, part_lses, Out(out, lse), batch, of_difference, overlap=overlap)
     if options.softmax_scale is not None and options.softmax_scale <= 0:  # the scale changes the query
         return out, lse, differential
     part_shape = (num_tokens, num_heads, 2 * head_size)
     made = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction, with_lse=True)
     return out, lse, made.attend
+
+
+def _keys_of(cache: Tensor, plan: Plan, tile_rows: int) -> "PairedKeys":
+    """Return the pool as the kernel takes it."""
+    block_size, head_size = cache.shape[3], cache.shape[5]
+    return PairedKeys(
+        cache=cache,
+        strides=cache.stride(),
+        where=where_of(cache[0, 0], plan, wide=is_wide(block_size, cache.stride(3)), aligned=True),
+        HEAD_SIZE=tl.constexpr(head_size),
+        KEY_PAD=tl.constexpr(max(pad(head_size), 16)),
+        VALUE_PAD=tl.constexpr(max(pad(2 * head_size), 64 if tile_rows > 16 else 1)),
+    )
+
+
+def _launch_reduction(
+    parts: Tensor,
+    part_lses: Tensor,
+    out: Out,
+    batch: Batch,
+    of_difference: Given,
+    *,
+    overlap: bool,
+) -> Launch:
+    """Launch the merge of partial outputs, `[splits, t, h, 2 d]`, and the subtraction."""
+    splits, num_tokens, num_heads, value_head_size = parts.shape
+    return Launch(
+        reduce_pairs,
+        (num_tokens, num_heads // 2),
+        {"parts": parts, "part_lses": part_lses, "out.out": out.out, "out.lse": out.lse} | of_difference,
+        dict(
+            difference=NOT_GIVEN,
+            out=out,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            num_tokens=num_tokens,
+            num_seqs=batch.num_seqs,
+            splits=splits,
+            PAIRS=num_heads // 2,
+            HEAD_SIZE=value_head_size // 2,
+            OVERLAP=overlap,
+            BLOCK_SPLITS=min(16, pad(splits)),
+        ),
+        dict(num_warps=2) | ({"launch_pdl": True} if overlap else {}),
+    )
 
 
 class PairLaunches(SplitLaunches):
@@ -174,13 +192,11 @@ class PairLaunches(SplitLaunches):
         return self.replay((query, cache), layer_args.values(), of_difference.values(), out, lse)
 
 
-def _layer_args(
-    options: AttentionOptions, subtraction: Subtraction
-) -> tuple[dict[str, Tensor | float | None], dict[str, Tensor | float | None]]:
+def _layer_args(options: AttentionOptions, subtraction: Subtraction) -> tuple[Given, Given]:
     """Return what differs between layers beside tokens, as arguments of the kernel and of the reduction."""
     weight, slopes, sinks = map(contiguous, (subtraction.norm_weight, options.alibi_slopes, options.sinks))
     common = Difference(subtraction.lambda_full, weight, subtraction.norm_eps, subtraction.factor)._asdict()
-    difference: dict[str, Tensor | float | None] = {f"difference.{name}": x for name, x in common.items()}
+    difference: Given = {f"difference.{name}": x for name, x in common.items()}
     layer_args = difference | {"options.alibi_slopes": slopes, "options.sinks": sinks}
     return layer_args, {**difference, "sinks": sinks}
 
@@ -262,6 +278,9 @@ class Difference(NamedTuple):
     norm_weight: Any
     norm_eps: Any
     factor: Any
+
+
+NOT_GIVEN = Difference(None, None, None, None)  # before `_layer_args` fills it in
 
 
 @triton.jit
