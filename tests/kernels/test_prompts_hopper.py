@@ -72,6 +72,8 @@ CASES = [
     Case("groups-of-seven", LENS, heads=(7, 1), head_size=64, block_size=24),
     Case("one-head-each", LENS, heads=(2, 2), head_size=128, block_size=1),
     Case("heads-first", LENS, heads=(4, 2), head_size=128, layout="HND"),
+    Case("blocks-of-whole-steps", LENS, heads=(8, 2), head_size=128, block_size=128, padding_rows=2),
+    Case("heads-first-in-blocks-of-two-steps", LENS, heads=(4, 4), head_size=64, block_size=256, layout="HND"),
 ]
 ASKED = {
     "causal": {},
@@ -85,8 +87,11 @@ ASKED = {
 
 @pytest.mark.parametrize(
     ("case", "asked"),
-    [*((case, ASKED["causal"]) for case in CASES), *((CASES[0], asked) for asked in list(ASKED.values())[1:])],
-    ids=[*(case.name for case in CASES), *list(ASKED)[1:]],
+    [
+        *((case, ASKED["causal"]) for case in CASES),
+        *((case, asked) for case in (CASES[0], CASES[4]) for asked in list(ASKED.values())[1:]),
+    ],
+    ids=[*(case.name for case in CASES), *list(ASKED)[1:], *(f"{name}-whole-steps" for name in list(ASKED)[1:])],
 )
 def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, device, monkeypatch):
     """Tiles of 128 rows whose keys are not split; on Hopper they are for warps with roles, on other devices not."""
@@ -108,3 +113,26 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, device, m
         )
     has_roles = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert len(launched) == (2 if has_roles else 0)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=lambda case: case.name)
+def test_other_layers_of_a_plan(case, device, monkeypatch):
+    """Each has its own tensors, and NaN behind the keys of a sequence, where tiles that are copied as a whole end."""
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    built = dict(dtype=dtype, device=device, poison=(torch.nan,))
+    first = build(case, **built)
+    turned = [[x.cpu().flip(-1) for x in rows] for rows in (first.keys, first.values)]
+    layers = [first, build(case, keys=turned[1], values=turned[0], **built), first]
+    for path, reference, tensors_of, block in (
+        (fastattn.chunked_prefill, refattn.chunked_prefill, "tensors", dict(block_size=case.block_size)),
+        (fastattn.varlen, refattn.varlen, "rows", {}),
+    ):
+        plan = path.plan(first.batch, **block)
+        for layer in layers:
+            given = getattr(layer, tensors_of)
+            with fastattn.use_kernel("triton"):
+                out, lse = path.attention(*given[:3], plan, return_lse=True)
+            assert_matches_reference(
+                out, lse, lambda *x, path=reference, **more: plan_and_attend(path, *x, **more), *given
+            )

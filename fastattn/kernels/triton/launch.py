@@ -32,6 +32,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
+from fastattn.kernels.triton.tensor_map import TensorDescriptor, TensorMap, kind_of, over
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 CHANGING = (  # these change from batch to batch, and must not cause a recompilation
@@ -47,10 +48,10 @@ class Launch:
     Args:
         kernel: a function of `triton.jit` or `gluon.jit`.
         grid: the number of programs, in up to three dimensions.
-        changing: the arguments that change, by name, with their current values: tensors, and scales, which are numbers
-            passed as float32. A field of a NamedTuple is named as it is read, `"keys.key"`. Later values must have the
-            same type, or one that can be viewed as it, begin at multiples of 16 bytes if these do, and be None where
-            these are.
+        changing: the arguments that change, by name, with their current values: tensors, their tensor maps, for which
+            a replay takes tensors, and scales, which are numbers passed as float32. A field of a NamedTuple is named as
+            it is read, `"keys.key"`. Later values must have the same type, or one that can be viewed as it, begin at
+            multiples of 16 bytes if these do, and be None where these are.
         arguments: all others, by name: tensors, numbers, None, and NamedTuples of these.
         options: warps, stages, and other options of a launch.
     """
@@ -83,13 +84,15 @@ class Launch:
             self._launch(*all_arguments)
         self._arguments = _with(all_arguments, self._paths, [None] * len(changing))  # so that they can be freed
         self._types = [x.dtype if isinstance(x, Tensor) else None for x in changing.values()]
+        maps = [(i, x) for i, x in enumerate(changing.values()) if isinstance(x, TensorDescriptor)]
+        self._maps = {i: over(x, x.base.new_empty(0)) for i, x in maps}
         self._packed: PackedLaunch | None = None
 
     def replay(self, *tensors: Tensor | float | None) -> None:
         """Launch with other tensors, or with results of `part`, in the order of `changing`."""
         packed = self._packed
         if packed is None and self._can_pack:
-            packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._paths, tensors)
+            packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._paths, self._mapped(tensors))
             if packed is None:
                 self._can_pack = False
             else:
@@ -98,9 +101,13 @@ class Launch:
             return packed(*tensors)
         seen = (
             x.view(dtype) if isinstance(x, Tensor) and dtype is not None else x
-            for x, dtype in zip(tensors, self._types, strict=True)
+            for x, dtype in zip(self._mapped(tensors), self._types, strict=True)
         )
         self._launch(*_with(self._arguments, self._paths, seen))
+
+    def _mapped(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return tensors with tensor maps where the kernel takes them."""
+        return [over(self._maps[i], x) if i in self._maps else x for i, x in enumerate(tensors)]
 
     def part(self, memory: Tensor, first: int) -> Tensor | int:
         """Return memory from an element on, for `replay`: its address, or a view for Triton's launcher."""
@@ -302,6 +309,8 @@ def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tu
             known += (kind, multiple, -(2**31) <= x < 2**31)
         elif isinstance(x, tuple):
             known += (kind, len(x), *_known(zip(_fields_of(x), x, strict=True), changing))
+        elif isinstance(x, TensorDescriptor):
+            known.append(kind_of(x))
         else:
             known.append(kind if kind is float else x)
     return tuple(known)
@@ -320,6 +329,8 @@ def _kind_of(
         fields = enumerate(zip(x, _fields_of(x), strict=True))
         kinds = [_kind_of(one, field, (*path, i), changing, constants, aligned) for i, (one, field) in fields]
         return type(x)(*kinds) if hasattr(x, "_fields") else tuple(kinds)
+    if isinstance(x, TensorDescriptor):
+        return kind_of(x)
     fixed = name not in changing
     if x is None or isinstance(x, (bool, str, tl.constexpr)) or (fixed and type(x) is int and x == 1):
         constants[path] = x.value if isinstance(x, tl.constexpr) else x
@@ -373,11 +384,18 @@ class PackedLaunch:
         config: grid, threads and shared memory.
         cells: all arguments in order, as C values.
         changing: the places of arguments that change; None for one that the kernel does not have.
+        maps: tensor maps among them, by their number in `changing`.
         device: the number of the GPU.
     """
 
     def __init__(
-        self, function: int, config: _Config, cells: Sequence[Any], changing: Sequence[int | None], device: int
+        self,
+        function: int,
+        config: _Config,
+        cells: Sequence[Any],
+        changing: Sequence[int | None],
+        maps: Mapping[int, TensorMap],
+        device: int,
     ) -> None:
         self._function, self._config, self._cells = ctypes.c_void_p(function), config, cells
         self._changing = ctypes.create_string_buffer(_CELL * len(changing))  # all of them are written at once
@@ -391,6 +409,7 @@ class PackedLaunch:
         self._write = struct.Struct(layout).pack_into
         self._pointers = (ctypes.c_void_p * len(cells))(*addresses)
         self._by_reference = ctypes.byref(config)
+        self._maps = maps
         self._device = device
         self._driver: Any = _cuda()
         self._lock = Lock()  # two threads may share a plan
@@ -420,7 +439,13 @@ class PackedLaunch:
         cells: list[Any] = []
         at: dict[Path, int] = {}  # the cell of an argument or a field
         kinds = tuple(compiled.src.signature.values())
-        if not _lay_out(kinds, _with(arguments, paths, tensors), cells, at):
+        copied = getattr(metadata, "tensordesc_meta", None) or []
+        described = [(i, x) for i, x in enumerate(tensors) if isinstance(x, TensorDescriptor)]
+        if len(copied) != len(described) or None in copied:
+            return None
+        maps = {i: TensorMap(driver, x, about) for (i, x), about in zip(described, copied, strict=True)}
+        given = [maps.get(i, x) for i, x in enumerate(tensors)]
+        if not _lay_out(kinds, _with(arguments, paths, given), cells, at):
             return None
         cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # scratch memory of the kernel, and of a profiler: none
         if _sizes_of_parameters(driver, compiled.function) != [ctypes.sizeof(cell) for cell in cells]:
@@ -429,14 +454,16 @@ class PackedLaunch:
         if metadata.launch_pdl:
             attribute = _Attribute(_STREAM_SERIALIZATION, (1,))
             config.attributes, config.num_attributes = ctypes.pointer(attribute), 1
-        changing = [at.get(path) for path in paths]
-        return cls(compiled.function, config, cells, changing, device)
+        changing = [None if i in maps else at.get(path) for i, path in enumerate(paths)]
+        return cls(compiled.function, config, cells, changing, maps, device)
 
     def __call__(self, *tensors: Tensor | float | None) -> None:
         """Launch on the current stream; arguments are those of `Launch.replay`."""
         values = [x if isinstance(x, (int, float)) else 0 if x is None else x.data_ptr() for x in tensors]
         with self._lock:
             self._write(self._changing, 0, *values)
+            for i, one in self._maps.items():
+                one.point_to(values[i])
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             launch = self._driver.cuLaunchKernelEx
             status = launch(self._by_reference, self._function, self._pointers, None)
@@ -459,6 +486,9 @@ def _lay_out(kind: Any, argument: Any, cells: list[Any], at: dict[Path, int], pa
         cells.append(ctypes.c_uint64(argument.data_ptr() if isinstance(argument, Tensor) else argument or 0))
     elif kind in _C_TYPES:
         cells.append(_C_TYPES[kind](argument))
+    elif isinstance(argument, TensorMap):  # its sizes and strides are parameters of their own
+        cells.append(argument.cell)
+        cells += [ctypes.c_int32(n) for n in argument.shape] + [ctypes.c_int64(n) for n in argument.strides]
     else:
         return False
     return True

@@ -14,12 +14,14 @@ with the values overlaps with a softmax, too. Programs are persistent: each take
 last sequence on, where rows see most keys, and loads the keys of the next tile while the last rows of this one are
 stored. The two consumers are not forced to alternate: barriers for that (ping-pong) gained nothing here.
 
+How keys come is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from blocks that hold
+whole steps; else by 16 bytes per thread.
+
 Triton does not let a kernel assign work to warps, so this one is written in Gluon, Triton's lower-level language, with
 explicit layouts and barriers. Gluon has no interpreter.
 
 Source: Shah et al. 2024, "FlashAttention-3": roles for warps (3.1), and the product with the values beside the next
-    softmax (3.2). It copies tiles in bulk (TMA); here each thread copies 16 bytes (`cp.async`), from rows and from
-    pages of any size. Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier".
+    softmax (3.2). Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier".
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -29,7 +31,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -43,10 +44,12 @@ from fastattn.kernels.problem import asked_of, uses_positions, with_positive_sca
 from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.masks import Run, all_visible_in_window, mask_of, visible_keys
+from fastattn.kernels.triton.load_hopper import SLOTS, Room, bring, clear_rows, find_tile
+from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
 from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize, update_softmax
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
-from fastattn.kernels.triton.queries import count_tiles, find_rows, layer_args, options_of, queries_of
+from fastattn.kernels.triton.queries import count_tiles, layer_args, options_of, queries_of
+from fastattn.kernels.triton.tensor_map import heads_as_columns, rows_of_block
 from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -56,9 +59,8 @@ KNOWS = BATCH | fields_of(
 )
 KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
 ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
-PANEL = tl.constexpr(64)  # elements of a row that are contiguous in shared memory
-SLOTS = tl.constexpr(2)  # for tiles of queries, and for steps of keys and values
-REGISTERS = {3: (216, 72), 4: (208, 88)}  # per consumer and per producer thread, over rows [t, hk, d] and pages
+KEYS = 128  # keys of a step
+REGISTERS = {"tiles": (232, 40), 3: (216, 72), 4: (208, 88)}  # per consumer and per producer thread; rows, and pages
 
 
 class Sizes(NamedTuple):
@@ -68,6 +70,9 @@ class Sizes(NamedTuple):
         ROWS: rows of a tile.
         KEYS: keys of a step.
         PAGES: whether keys lie in pages, not in rows.
+        IN_BULK: whether keys and values come by whole tiles.
+        KEY_ROWS: rows of the map of keys from block to block.
+        VALUE_ROWS: the same, of values.
         SAME_OFFSETS: whether values have the offsets of their keys.
         INT64_OFFSETS: whether an offset may be 2**31 elements or more.
         REGISTERS: registers of a consumer thread, and of a producer thread.
@@ -76,37 +81,12 @@ class Sizes(NamedTuple):
     ROWS: Any
     KEYS: Any
     PAGES: Any
+    IN_BULK: Any
+    KEY_ROWS: Any
+    VALUE_ROWS: Any
     SAME_OFFSETS: Any
     INT64_OFFSETS: Any
     REGISTERS: Any
-
-
-class Tile(NamedTuple):
-    """Rows of one sequence and one KV head, and the keys that some of them see.
-
-    Attributes:
-        sequence: the sequence of the rows.
-        kv_head: the KV head that they share.
-        first_row: the first row, counted in the sequence and its group of heads.
-        num_rows: rows of the sequence for these heads.
-        first_query: the first query row of the sequence in the batch.
-        context: the position of the first query of the sequence.
-        first_position: the position of the first row of the tile.
-        last_position: the position of its last row.
-        run: the keys.
-        steps: the number of steps; at least one, also for rows that see nothing.
-    """
-
-    sequence: Any
-    kv_head: Any
-    first_row: Any
-    num_rows: Any
-    first_query: Any
-    context: Any
-    first_position: Any
-    last_position: Any
-    run: Any
-    steps: Any
 
 
 class Seen(NamedTuple):
@@ -121,28 +101,6 @@ class Seen(NamedTuple):
     begin: Any
     first: Any
     last: Any
-
-
-class Room(NamedTuple):
-    """Shared memory, and the barriers of its slots.
-
-    Attributes:
-        query: [slots * 2, rows / 2, d], a half for each consumer warpgroup.
-        key: [slots, keys, d].
-        value: [slots, keys, dv].
-        has_queries: barriers of query tiles that are loaded.
-        no_queries: barriers of query tiles that are consumed.
-        full: barriers of slots of keys and values that are loaded.
-        empty: barriers of slots that are consumed.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    has_queries: Any
-    no_queries: Any
-    full: Any
-    empty: Any
 
 
 def takes(
@@ -194,156 +152,42 @@ def launch(
     num_kv_heads = value.shape[-2]
     group = num_heads // num_kv_heads
     query, scale = with_positive_scale(query, options.softmax_scale)
+    tiles = [heads_as_columns(x, KEYS) for x in (key, value)]
+    begins_in_a_block = key.ndim == 4 and plan.window_size[0] >= 0  # a window does, and its tile has two blocks
+    in_bulk = None not in tiles and not begins_in_a_block
     sizes = Sizes(
         ROWS=ROWS,
-        KEYS=128,
+        KEYS=KEYS,
         PAGES=key.ndim == 4,
+        IN_BULK=in_bulk,
+        KEY_ROWS=rows_of_block(key),
+        VALUE_ROWS=rows_of_block(value),
         SAME_OFFSETS=key.stride() == value.stride(),
         INT64_OFFSETS=any(_reach(x) >= 2**31 for x in (key, value)),
-        REGISTERS=REGISTERS[key.ndim],
+        REGISTERS=REGISTERS["tiles" if in_bulk else key.ndim],
     )
     programs = count_tiles(batch, num_tokens, group, ROWS) * num_kv_heads
+    keys = keys_of(query, key, value, plan, ROWS, quantization=quantization, aligned=False)
+    of_keys: dict[str, Any] = {"keys.key": key, "keys.value": value}
+    if in_bulk:
+        keys = keys._replace(key=None, value=None)
+        of_keys = {"key_tiles": tiles[0], "value_tiles": tiles[1]}
     return Launch(
         _attend_kernel,
         (min(programs, devices.num_sms(query.device)),),
-        {"queries.query": query, "keys.key": key, "keys.value": value, "out.out": out.out, "out.lse": out.lse}
-        | layer_args(query, options),
+        {"queries.query": query, **of_keys, "out.out": out.out, "out.lse": out.lse} | layer_args(query, options),
         dict(
             queries=queries_of(query, batch, num_heads, group),
-            keys=keys_of(query, key, value, plan, ROWS, quantization=quantization, aligned=False),
+            keys=keys,
             mask=mask_of(plan),
             options=options_of(options, scale),
             out=out,
             programs=programs,
+            **({} if in_bulk else dict(key_tiles=None, value_tiles=None)),
             TILE=Sizes(*map(tl.constexpr, sizes)),
         ),
         dict(num_warps=4),
     )
-
-
-@gluon.jit
-@no_type_check
-def _find_tile(program, programs, queries, mask, TILE):
-    """Return the tile of a program, counted from the last one, and the keys that its rows see."""
-    KV_HEADS: gl.constexpr = queries.HEADS // queries.GROUP
-    number = (programs - 1 - program) // KV_HEADS
-    sequence, first_row = find_rows(queries.cu_seqlens_q, number, queries.num_seqs, queries.GROUP, TILE.ROWS, False)
-    first_query = gl.load(queries.cu_seqlens_q + sequence)
-    query_len = gl.load(queries.cu_seqlens_q + sequence + 1) - first_query
-    seq_len = gl.load(queries.seq_lens + sequence)
-    context = seq_len - query_len  # negative where a sequence has more queries than keys
-    num_rows = query_len * queries.GROUP
-    first_position = context + first_row // queries.GROUP
-    last_position = context + (gl.minimum(first_row + TILE.ROWS, num_rows) - 1) // queries.GROUP
-    first, end = visible_keys(first_position, last_position, seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT)
-    end = gl.maximum(end, 0)
-    return Tile(
-        sequence,
-        program % KV_HEADS,
-        first_row,
-        num_rows,
-        first_query,
-        context,
-        first_position,
-        last_position,
-        Run(first, first, end),
-        gl.maximum(gl.cdiv(end - first, TILE.KEYS), 1),
-    )
-
-
-# --- the producer: it loads queries, keys and values ---
-
-
-@gluon.jit
-@no_type_check
-def _copy(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
-    """Start to copy rows of a pool into shared memory, zeros where there is no row: memory there may be NaN."""
-    SIZE: gl.constexpr = place.shape[1]
-    at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
-    pointers = pool + (offsets[:, None] + at[None, :])
-    mask = is_row[:, None] & (at < PANEL)[None, :]
-    for first in gl.static_range(0, SIZE, PANEL):
-        async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first, mask=mask)
-
-
-@gluon.jit
-@no_type_check
-def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
-    """Start to copy a tile of queries, separately for each consumer warpgroup."""
-    HALF: gl.constexpr = room.query.shape[1]
-    head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
-    for half in gl.static_range(2):
-        rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-        tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
-        offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-        _copy(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
-    async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
-
-
-@gluon.jit
-@no_type_check
-def _read_table(where, tile, j, PAGES: gl.constexpr):
-    """Return the blocks of keys of a sequence; over rows, its first key row."""
-    if PAGES:
-        table = where.block_table + tile.sequence.to(gl.int64) * where.table_row_stride
-        column = (j // where.BLOCK_SIZE).to(gl.int64)
-        found = gl.load(table + column * where.table_stride, mask=j < tile.run.end, other=0)
-    else:
-        found = gl.load(where.cu_seqlens_k + tile.sequence)
-    return found
-
-
-@gluon.jit
-@no_type_check
-def _offsets(where, blocks, j, strides, TILE):
-    """Return the offsets of keys, or values, from the first of their head."""
-    if TILE.INT64_OFFSETS:
-        blocks, j = blocks.to(gl.int64), j.to(gl.int64)
-    return blocks * strides[0] + j % where.BLOCK_SIZE * strides[1] if TILE.PAGES else (blocks + j) * strides[0]
-
-
-@gluon.jit
-@no_type_check
-def _bring(queries, keys, mask, room, programs, TILE):
-    """Load the queries of each tile, and with the keys of a step the values of the step before."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
-    items = gl.program_id(0) * 0  # slots of keys and values filled before, of all tiles
-    for program in range(gl.program_id(0), programs, gl.num_programs(0)):
-        tile = _find_tile(program, programs, queries, mask, TILE)
-        if tile.first_row < tile.num_rows:
-            slot = tiles % SLOTS
-            mbarrier.wait(room.no_queries.index(slot), tiles // SLOTS & 1 ^ 1)
-            _copy_queries(queries, tile, room, slot, LAYOUT)
-            tiles += 1
-            key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
-            value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
-            j = tile.run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
-            blocks = _read_table(keys.where, tile, j, TILE.PAGES)
-            value_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
-            is_value = j < 0  # none: the first step has no step before it
-            for step in range(tile.steps + 1):
-                slot = items % SLOTS
-                is_key = j < tile.run.end
-                key_at = _offsets(keys.where, blocks, j, keys.key_strides, TILE)
-                next_at = key_at
-                if not TILE.SAME_OFFSETS:
-                    next_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
-                j += TILE.KEYS
-                blocks = _read_table(keys.where, tile, j, TILE.PAGES)
-                mbarrier.wait(room.empty.index(slot), items // SLOTS & 1 ^ 1)
-                if step < tile.steps:
-                    _copy(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
-                if step > 0:
-                    _copy(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
-                async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
-                items += 1
-                value_at = next_at
-                is_value = is_key
-    async_copy.wait_group(0)
-
-
-# --- the consumers: they multiply ---
 
 
 @gluon.jit
@@ -354,6 +198,14 @@ def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
     KEYS: gl.constexpr = room.key.shape[1]
     nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     return warpgroup_mma(q, room.key.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+@no_type_check
+def _in_16_bits(x, dtype: gl.constexpr):
+    """Round to 16 bits, two numbers at a time and in their order; `x.to` swaps each pair, and swaps it again."""
+    PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(PAIR, "=r,r,r", [x], dtype=dtype.value, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -379,7 +231,8 @@ def _attend_steps(state, first, end, q, room, seen, options, MASKED: gl.constexp
     for step in range(first, end):
         slot = items % SLOTS
         mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
-        fence_async_shared()
+        if not room.IN_BULK:
+            fence_async_shared()
         products = _multiply_keys(q, room, slot, SCORES)
         sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
         products = warpgroup_mma_wait(1, deps=[products])
@@ -390,7 +243,7 @@ def _attend_steps(state, first, end, q, room, seen, options, MASKED: gl.constexp
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         tl.debug_barrier()
         mbarrier.arrive(room.empty.index(slot))
-        weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
     return weights, acc, row_max, row_sum, items
@@ -412,7 +265,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
     tiles = gl.program_id(0) * 0
     items = gl.program_id(0) * 0
     for program in range(gl.program_id(0), programs, gl.num_programs(0)):
-        tile = _find_tile(program, programs, queries, mask, TILE)
+        tile = find_tile(program, programs, queries, mask, TILE)
         if tile.first_row < tile.num_rows:
             # Each row sees an interval of keys; all rows of the tile see the steps from `plain_from` to `plain_to`.
             rows = tile.first_row + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
@@ -440,7 +293,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             row_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
             seen = Seen(tile.run.begin, first_seen, last_seen)
             x, _, row_max, row_sum = _softmax(products, tile.run.begin, seen, row_max, row_sum, options, True)
-            weights = gl.convert_layout(x.to(room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
             # The first step is always masked; then come masked steps, steps that all rows see, and masked steps again.
             state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
             if mask.LEFT:
@@ -453,6 +306,9 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             slot = items % SLOTS
             mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
             fence_async_shared()
+            behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
+            if TILE.IN_BULK and behind < TILE.KEYS:
+                clear_rows(room.value.index(slot), behind)
             sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
             acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
             tl.debug_barrier()
@@ -485,7 +341,7 @@ def _store(queries, tile, options, out, softmax, first):
 
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _attend_kernel(queries, keys, mask, options, out, programs, TILE):
+def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value_tiles, TILE):
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
     HALF: gl.constexpr = TILE.ROWS // 2
@@ -499,12 +355,13 @@ def _attend_kernel(queries, keys, mask, options, out, programs, TILE):
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        TILE.IN_BULK,
     )
     for slot in gl.static_range(SLOTS):
         mbarrier.init(room.has_queries.index(slot), count=128)  # every producer thread
         mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(room.full.index(slot), count=128)
+        mbarrier.init(room.full.index(slot), count=1 if TILE.IN_BULK else 128)
         mbarrier.init(room.empty.index(slot), count=2)
     fence_async_shared()
     tl.debug_barrier()
@@ -512,7 +369,7 @@ def _attend_kernel(queries, keys, mask, options, out, programs, TILE):
         [
             (_multiply, (queries, mask, options, out, room, programs, TILE, 0)),
             (_multiply, (queries, mask, options, out, room, programs, TILE, 1)),
-            (_bring, (queries, keys, mask, room, programs, TILE)),
+            (bring, (queries, keys, mask, room, programs, key_tiles, value_tiles, TILE)),
         ],
         [4, 4],
         [TILE.REGISTERS[0], TILE.REGISTERS[1]],
