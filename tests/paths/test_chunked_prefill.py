@@ -618,6 +618,18 @@ def test_one_query_and_one_key_more_than_a_tile_holds(options):
     assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(OPTIONS[options], case, "cpu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shown", [1, 3])
+def test_with_a_scale_of_0_the_lse_counts_the_keys(dtype, shown):
+    """ATen's exponentials of 16 bits are off by 5e-5, also where the others of 16 keys are hidden."""
+    key = torch.randn(1, 1, 16, 8, dtype=dtype)
+    bias = torch.full((1, 1, 2, 16), -torch.inf)
+    bias[..., :shown] = 0.0
+    out, lse = cpu.rectangles.call_aten(torch.randn(1, 2, 2, 8, dtype=dtype), key, key, 0.0, bias=bias)
+    assert torch.equal(lse, torch.full((1, 2, 2), float(shown)).log())
+    assert torch.allclose(out.float(), key[:, :, :shown].float().mean(2, keepdim=True), atol=0.02)
+
+
 @pytest.mark.parametrize("over", ["pages", "rows"])
 def test_no_heads_and_no_queries_have_an_empty_answer(over):
     """ATen's call would divide by the number of heads."""

@@ -103,13 +103,15 @@ def call_aten(
 
     It needs one head size for keys and values. For a fully masked row it returns an LSE of 0; such rows are fixed,
     unless `all_see_some`; see also `fix_lse`. Under a causal mask it multiplies `-inf` by the scale. Without a bias,
-    if all scores of fewer than `FEW` keys are NaN, it overlooks them, as if there were no keys.
+    if all scores of fewer than `FEW` keys are NaN, it overlooks them, as if there were no keys. Its exponentials of 16
+    bits are off by 5e-5, so with a scale of 0 the log-sum-exp of one key would not be 0.
     """
     d, dv = query.shape[-1], value.shape[-1]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     if scale < 0:
         query, scale = -query, -scale
-    if scale < TINY:
+    is_zero = scale < TINY
+    if is_zero:
         query, scale = query * 0.0, 1.0
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
@@ -119,6 +121,8 @@ def call_aten(
             bias = bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
         causal, all_see_some = False, True
     out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    if is_zero and bias is not None:
+        lse.copy_(bias.logsumexp(-1).expand_as(lse).where(lse.isfinite(), lse))
     if bias is not None and not all_see_some:
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse.masked_fill_(saw_nothing, -torch.inf)
