@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +71,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     flash_qla.chunk_gated_delta_rule, prefill.chunk_gated_delta_rule = qla_chunk, flashinfer_chunk
     decode.gated_delta_rule_decode_pretranspose = flashinfer_decode
     of_states = fla, fla_kda, fla_gla, gdn, kda, flash_qla, prefill, decode
-    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, quantized, *of_states):
+    gym = ModuleType("attn_gym.sparse")
+    gym.gather_attn, gym.AuxRequest = gather_attn, AuxRequest
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, quantized, gym, *of_states):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -165,13 +167,48 @@ def get_mla_decoding_metadata(seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache,
     return torch.Size([num_q_tokens // h_q, h_q]), seqlens_k.clone()
 
 
-def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *, use_legacy):
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink=None, *, use_legacy):
+    """Attend to lists of slots; a sink is in the outputs, and not in the log-sum-exp."""
     assert use_legacy and kv.shape[1] == indices.shape[1] == 1 and indices.dtype == torch.int32
     assert indices.min() >= -1 and indices.max() < len(kv), "a slot outside of the pool is followed"
+    assert indices.shape[2] % 128 == 0
     tables = [row[row >= 0] for row in indices[:, 0]]
     where = torch.arange(len(q) + 1), tables, [len(table) for table in tables], sm_scale
     out, lse = over_latents(q, kv, d_v, *where, causal=False)
+    if attn_sink is not None:
+        assert attn_sink.dtype == torch.float32 and attn_sink.shape == q.shape[1:2]
+        out = (out * torch.sigmoid(lse - attn_sink)[..., None]).to(out.dtype)
     return out, None, lse
+
+
+class AuxRequest:
+    """What `gather_attn` is asked to return beside the outputs."""
+
+    def __init__(self, *, lse: bool = False) -> None:
+        self.lse = lse
+
+
+def gather_attn(
+    query, local_kv, sparse_kv, kv_indices, attention_sink=None, *, sliding_window_size=512, cu_seqlens=None,
+    cu_seqlens_k=None, impl="fused", scale=None, return_aux=None,
+):  # fmt: skip
+    """Attend as attention-gym does: `query` is `[1, h, t, d]`, the log-sum-exp `[1, h, t]`, sinks included."""
+    (heads, t, size), rows = query.shape[1:], local_kv[0, 0]
+    assert local_kv.shape == (1, 1, t, size) and kv_indices.shape[:2] == (1, t) and scale != 0
+    begins, firsts = (torch.tensor([0, n]) if x is None else x for x, n in (
+        (cu_seqlens, t), (cu_seqlens_k, sparse_kv.shape[2])))  # fmt: skip
+    outs, lses = query.new_zeros(t, heads, size), query.new_zeros(t, heads, dtype=torch.float32)
+    for (q0, q1), (e0, e1) in zip(begins.unfold(0, 2, 1).tolist(), firsts.unfold(0, 2, 1).tolist(), strict=True):
+        for row in range(q0, q1):
+            chosen = kv_indices[0, row][kv_indices[0, row] >= 0].long()
+            assert not len(chosen) or chosen.max() < e1 - e0
+            keys = torch.cat([rows[max(q0, row - sliding_window_size + 1) : row + 1 if sliding_window_size else q0],
+                              sparse_kv[0, 0][e0 + chosen]])  # fmt: skip
+            options = dict(softmax_scale=scale, sinks=attention_sink)
+            one = attend(query[0, :, row][None], keys[:, None], keys[:, None], masks.full(1, len(keys)), **options)
+            outs[row], lses[row] = one[0][0], one[1][0]
+    out, lse = outs.transpose(0, 1)[None], lses.T[None]
+    return out if return_aux is None else (out, SimpleNamespace(lse=lse))
 
 
 def fold(query, key, value, log_decay, beta, ends, states, scale=None, *, delta=True) -> tuple[Tensor, Tensor]:

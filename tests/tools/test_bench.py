@@ -30,7 +30,7 @@ from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
 from refattn import attention, chunked_prefill, kv_cache, masks
 from tests.helpers import gpu_package_doubles
-from twinattn.bench import Bench, in_rows, measure, peers, ranks, reading, report, sparse, step_peers
+from twinattn.bench import Bench, entries, in_rows, measure, peers, ranks, reading, report, sparse, step_peers
 from twinattn.bench.contender import (
     Contender,
     as_chain,
@@ -392,6 +392,30 @@ CONTENDERS = [
     *(
         (sparse.SelectedLatents(3, 200, 40, num_heads=4, rank=128, rope=8, block_size=16, packed=True), contender)
         for contender in (sparse.selected_twin(), sparse.gathered(), sparse.selected_flash_mla_packed())
+    ),
+    *(
+        (work, contender)
+        for topk in (0, 5)
+        for work in (
+            entries.CompressedKeys(3, 160, 4, topk, num_heads=4, size=16, block_size=16),
+            entries.CompressedKeys(2, 40, 8, topk, num_heads=4, size=16, block_size=16, query_len=40),
+        )
+        for contender in (
+            *(entries.compressed_twin(), entries.compressed_twin("refattn")),
+            *(entries.compressed_flash_mla(), entries.compressed_attn_gym()),
+            entries.compressed_gathered() if work.query_len == 1 else entries.compressed_attn_gym_prompts(),
+        )
+    ),
+    *(
+        (work, contender)
+        for work in (
+            entries.NewEntries(2, 40, 40, size=16, block_size=16),
+            entries.NewEntries(2, 40, 1, ratio=8, overlap=False, size=16, block_size=16),
+        )
+        for contender in (
+            *(entries.compress_twin(), entries.compress_twin("refattn")),
+            entries.compress_gathered(work),
+        )
     ),
 ]
 

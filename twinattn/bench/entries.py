@@ -1,13 +1,14 @@
-"""Work and contenders of compressed keys: decodes over a window and entries, and the entries of a prompt.
+"""Work and contenders of compressed keys: attention to a window and to entries, and the entries of a prompt.
 
 Attention is bound by the keys of the window and the entries that each query sees, read once. Entries are bound by the
 rows of their tokens, a value and a gate each.
+
+Others read one list of slots per query, from one pool. So both pools lie in one tensor here, keys of tokens first.
 """
 
 import importlib
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,9 @@ from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
 from twinattn.bench.contender import Contender
 from twinattn.bench.measure import Call
-from twinattn.bench.sparse import judge_of_some
+from twinattn.bench.sparse import SAMPLE
 from twinattn.bench.work import Judge, hold
+from twinattn.libraries import attn_gym, flash_mla
 
 WINDOW = 128  # tokens
 
@@ -35,28 +37,41 @@ def _batch(num_seqs: int, query_len: int, seq_len: int, block_size: int, generat
 
 
 class Compressed(NamedTuple):
-    """Queries, both pools, the lengths and the tables of a step, and the selected entries."""
+    """Queries, sinks, the lengths and the tables of a step, the selected entries, and both pools in one tensor."""
 
     query: Tensor
-    cache: Tensor
-    entry_cache: Tensor
+    sinks: Tensor
+    pool: Tensor
     batch: Batch
     arguments: dict[str, Any]
     positions: Tensor | None
 
+    @property
+    def cache(self) -> Tensor:
+        """The pool of keys by token `[n, p, d]`."""
+        assert self.batch.block_table is not None
+        size = self.arguments["block_size"]
+        return self.pool[: self.batch.block_table.numel() * size].unflatten(0, (-1, size))
+
+    @property
+    def entry_cache(self) -> Tensor:
+        """The pool of entries `[n, p2, d]`."""
+        return self.pool[self.cache.shape[:2].numel() :].unflatten(0, (-1, self.arguments["entry_block_size"]))
+
 
 @dataclass(frozen=True)
 class CompressedKeys:
-    """Decodes over the last tokens and over entries, with the sizes of DeepSeek-V4.
+    """Queries over the last tokens and over entries, with the sizes of DeepSeek-V4, and a sink per head.
 
     Attributes:
-        num_seqs: decodes.
+        num_seqs: sequences.
         seq_len: tokens of each.
         ratio: tokens of an entry.
-        topk: entries that each query sees; 0 for all.
+        topk: entries that each query sees, if so many are complete; 0 for all.
         num_heads: query heads.
         size: elements of a key and of an entry.
         block_size: tokens in a block; a block of entries has those of a block of tokens.
+        query_len: new tokens of each sequence.
     """
 
     num_seqs: int
@@ -66,63 +81,106 @@ class CompressedKeys:
     num_heads: int = 128
     size: int = 512
     block_size: int = 256
+    query_len: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Queries of all sequences."""
+        return self.num_seqs * self.query_len
 
     @property
     def seen(self) -> int:
-        """Keys that a query sees, of either kind."""
-        return WINDOW + (self.topk or self.seq_len // self.ratio)
+        """Keys that all queries of a sequence see, of either kind."""
+        ends = range(self.seq_len - self.query_len + 1, self.seq_len + 1)
+        return sum(min(end, WINDOW) + min(end // self.ratio, self.topk or end) for end in ends)
 
     def flops(self) -> int:
         """Count two products for each key that is seen."""
         return 4 * self.num_seqs * self.seen * self.num_heads * self.size
 
     def reads(self, itemsize: int) -> int:
-        """Count each key that is seen once, and the queries."""
-        return self.num_seqs * (self.seen + self.num_heads) * self.size * itemsize + 4 * self.num_seqs * self.topk
+        """Count each key that is seen once, the list of each query, and the queries."""
+        keys = min(self.seen, self.seq_len + self.seq_len // self.ratio)  # prompts see most keys more than once
+        of_queries = self.num_heads * self.size * itemsize + 4 * self.topk
+        return self.num_seqs * keys * self.size * itemsize + self.tokens * of_queries
 
     def writes(self, itemsize: int) -> int:
         """Count the outputs once."""
-        return self.num_seqs * self.num_heads * self.size * itemsize
+        return self.tokens * self.num_heads * self.size * itemsize
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Compressed:
-        """Draw queries, keys, entries, and the entries that are selected."""
+        """Draw queries, sinks, keys, entries, and the entries that are selected."""
         generator = torch.Generator(device).manual_seed(seed)
-        normal = partial(torch.randn, dtype=dtype, device=device, generator=generator)
-        batch = _batch(self.num_seqs, 1, self.seq_len, self.block_size, generator)
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+        batch = _batch(self.num_seqs, self.query_len, self.seq_len, self.block_size, generator)
         assert batch.block_table is not None
         per_block, blocks = self.block_size // self.ratio, batch.block_table.numel()
         arguments = dict(ratio=self.ratio, window_size=(WINDOW - 1, 0), block_size=self.block_size)
         arguments |= dict(entry_table=batch.block_table, entry_block_size=per_block)
         positions = None
         if self.topk:
-            drawn = torch.rand(self.num_seqs, self.seq_len // self.ratio, generator=generator, device=device)
-            positions = drawn.topk(self.topk, dim=1).indices.sort(1).values.int()
-        pools = normal(blocks, self.block_size, self.size), normal(blocks, per_block, self.size)
-        return Compressed(normal(self.num_seqs, self.num_heads, self.size), *pools, batch, arguments, positions)
+            drawn = torch.rand(self.tokens, self.seq_len // self.ratio, generator=generator, device=device)
+            incomplete = torch.arange(drawn.shape[1], device=device) >= (_at(batch)[:, None] + 1) // self.ratio
+            best = drawn.masked_fill_(incomplete, -1.0).topk(self.topk, dim=1)
+            positions = best.indices.where(best.values >= 0, -1).sort(1).values.int()
+        pool = normal(blocks * (self.block_size + per_block), self.size)
+        sinks = normal(self.num_heads, dtype=torch.float32)
+        return Compressed(normal(self.tokens, self.num_heads, self.size), sinks, pool, batch, arguments, positions)
 
     def judge(self, inputs: Compressed) -> Judge:
         """Compute the output of some queries in float64, as one softmax."""
-        return judge_of_some(_attend, inputs, self.num_seqs)
+        rows = sorted({i * (self.tokens - 1) // (SAMPLE - 1) for i in range(SAMPLE)})
+        slots = _slots(inputs, rows)
+        exact, low = (
+            torch.stack([_attend(inputs, i, own, dtype) for i, own in zip(rows, slots, strict=True)])
+            for dtype in (torch.float64, inputs.query.dtype)
+        )
+
+        def judge(out: Tensor, _: Any = None) -> None:
+            hold(out[rows], exact, low, name="out")
+            out.fill_(torch.nan)
+
+        return judge
 
 
-def _slots(inputs: Compressed) -> tuple[Tensor, Tensor]:
-    """Return the slots of the keys of each window, and of the entries that each query sees."""
-    table, p = inputs.batch.block_table, inputs.cache.shape[1]
-    assert table is not None
-    end, per_block = inputs.batch.max_seq_len, inputs.entry_cache.shape[1]
-    window = torch.arange(end - WINDOW, end, device=table.device).expand(len(table), -1)
-    every = torch.arange(end // inputs.arguments["ratio"], device=table.device).expand(len(table), -1)
-    entries = every if inputs.positions is None else inputs.positions.long()
-    found = ((window, p), (entries, per_block))
-    window, entries = (table.gather(1, x // block).long() * block + x % block for x, block in found)
-    return window, entries
+def _at(batch: Batch) -> Tensor:
+    """Return the position of each query."""
+    first, end = batch.max_seq_len - batch.max_query_len, batch.max_seq_len
+    return torch.arange(first, end, device=batch.device).repeat(batch.num_seqs)
 
 
-def _attend(inputs: Compressed, i: int, dtype: torch.dtype) -> Tensor:
-    window, entries = (slots[i] for slots in _slots(inputs))
-    keys = torch.cat([inputs.cache.flatten(0, 1)[window], inputs.entry_cache.flatten(0, 1)[entries]]).to(dtype)
-    query = inputs.query[i].to(dtype)
-    return (query @ keys.T * query.shape[-1] ** -0.5).softmax(-1) @ keys
+def _slots(inputs: Compressed, rows: list[int] | None = None) -> Tensor:
+    """Return the slots in the one pool of the keys that each query sees, or some of them: of its window, then entries.
+
+    -1 is none.
+    """
+    batch, arguments = inputs.batch, inputs.arguments
+    assert batch.block_table is not None
+    chosen = torch.arange(batch.num_seqs * batch.max_query_len, device=batch.device) if rows is None else rows
+    at = _at(batch)[chosen][:, None]
+    table = batch.block_table.repeat_interleave(batch.max_query_len, 0)[chosen].long()
+
+    def slots(tokens: Tensor, block: int, first: int) -> Tensor:
+        known = tokens.clamp(min=0)
+        return (first + table.gather(1, known // block) * block + known % block).where(tokens >= 0, -1)
+
+    window = at + torch.arange(1 - WINDOW, 1, device=at.device)
+    if inputs.positions is None:
+        entries = torch.arange(batch.max_seq_len // arguments["ratio"], device=at.device)
+        entries = entries.where(entries < (at + 1) // arguments["ratio"], -1)
+    else:
+        entries = inputs.positions[chosen].long()
+    of_window = slots(window, arguments["block_size"], 0)
+    return torch.cat([of_window, slots(entries, arguments["entry_block_size"], inputs.cache.shape[:2].numel())], 1)
+
+
+def _attend(inputs: Compressed, i: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    query, keys = inputs.query[i].to(dtype), inputs.pool[slots[slots >= 0]].to(dtype)
+    scores = torch.cat([query @ keys.T * query.shape[-1] ** -0.5, inputs.sinks.to(dtype)[:, None]], 1)
+    return scores.softmax(-1)[:, :-1] @ keys
 
 
 def compressed_twin(package: str = "fastattn", kernel: str | None = None) -> Contender:
@@ -130,12 +188,13 @@ def compressed_twin(package: str = "fastattn", kernel: str | None = None) -> Con
 
     def prepare(inputs: Compressed) -> Call:
         path = importlib.import_module(f"{package}.compressed")
-        step, options = path.plan(inputs.batch, **inputs.arguments), AttentionOptions()
+        step, options = path.plan(inputs.batch, **inputs.arguments), AttentionOptions(sinks=inputs.sinks)
+        cache, entry_cache = inputs.cache, inputs.entry_cache
 
         def call() -> Tensor:
             plan = step if inputs.positions is None else path.select_entries(step, inputs.positions)
             with nullcontext() if kernel is None else use_kernel(kernel):
-                out: Tensor = path.attention(inputs.query, inputs.cache, inputs.entry_cache, plan, options)
+                out: Tensor = path.attention(inputs.query, cache, entry_cache, plan, options)
             return out
 
         return call
@@ -144,19 +203,63 @@ def compressed_twin(package: str = "fastattn", kernel: str | None = None) -> Con
 
 
 def compressed_gathered() -> Contender:
-    """Both sets of keys gathered into rows, and one softmax over them, by PyTorch."""
+    """All keys of a decode gathered into rows, and one softmax over them and the sink, by PyTorch."""
 
     def prepare(inputs: Compressed) -> Call:
-        (window, entries), scale = _slots(inputs), inputs.query.shape[-1] ** -0.5
+        slots, scale = _slots(inputs), inputs.query.shape[-1] ** -0.5
+        sinks = inputs.sinks.to(inputs.query.dtype).expand(len(inputs.query), -1)[..., None]
 
         def call() -> Tensor:
-            keys = torch.cat([inputs.cache.flatten(0, 1)[window], inputs.entry_cache.flatten(0, 1)[entries]], 1)
-            scores = torch.einsum("bhd,bsd->bhs", inputs.query, keys) * scale
-            return torch.einsum("bhs,bsd->bhd", scores.softmax(-1), keys)
+            keys = inputs.pool[slots]
+            scores = torch.cat([torch.einsum("thd,tsd->ths", inputs.query, keys) * scale, sinks], -1)
+            return torch.einsum("ths,tsd->thd", scores.softmax(-1)[..., :-1], keys)
 
         return call
 
     return Contender("gather, einsum, softmax", prepare)
+
+
+def compressed_flash_mla() -> Contender:
+    """FlashMLA's kernel for sparse prefills, over slots that are there already."""
+
+    def prepare(inputs: Compressed) -> Call:
+        slots, size = _slots(inputs), inputs.query.shape[-1]
+        return flash_mla.prepare_selected(inputs.query, inputs.pool[None], slots, size, size**-0.5, sinks=inputs.sinks)
+
+    return Contender("FlashMLA, slots known", prepare)
+
+
+def compressed_attn_gym(impl: str = "fused") -> Contender:
+    """attention-gym's `gather_attn`, over slots that are there already, without the window that it could have."""
+
+    def prepare(inputs: Compressed) -> Call:
+        slots = _slots(inputs).int()
+        return attn_gym.prepare_gather(inputs.query, inputs.pool, slots, inputs.sinks, impl=impl)
+
+    return Contender("attention-gym, slots known", prepare, rows="1 h t d -> t h d")
+
+
+def compressed_attn_gym_prompts(impl: str = "fused") -> Contender:
+    """attention-gym's `gather_attn` over prompts, with its window over the rows of their keys, and entries in rows."""
+
+    def prepare(inputs: Compressed) -> Call:
+        batch, ratio = inputs.batch, inputs.arguments["ratio"]
+        table, (p, p2) = batch.block_table, (inputs.cache.shape[1], inputs.entry_cache.shape[1])
+        assert table is not None and batch.max_query_len == batch.max_seq_len  # its window is over the new tokens
+        rows, entries = (
+            pool[table.long()].flatten(1, 2)[:, :count].flatten(0, 1)
+            for pool, count in ((inputs.cache, batch.max_seq_len), (inputs.entry_cache, batch.max_seq_len // ratio))
+        )
+        lists = inputs.positions
+        if lists is None:
+            every = torch.arange(batch.max_seq_len // ratio, device=batch.device)
+            lists = every.where(every < (_at(batch)[:, None] + 1) // ratio, -1).int()
+        ends = batch.cu_seqlens_q // ratio  # sequences of one length
+        return attn_gym.prepare_window(
+            inputs.query, rows, entries, lists, batch.cu_seqlens_q, ends, WINDOW, inputs.sinks, impl=impl
+        )
+
+    return Contender("attention-gym, rows", prepare, rows="1 h t d -> t h d")
 
 
 # --- entries ---

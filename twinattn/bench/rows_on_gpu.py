@@ -363,17 +363,22 @@ def _selected(shrink: int) -> Iterator[Row]:
 def _compressed(shrink: int) -> Iterator[Row]:
     """Entries beside a window, of the layers of DeepSeek-V4: selected of those of 4 tokens, all of those of 128."""
     ours = entries.compressed_twin(), entries.compressed_twin(kernel="triton")
+    others = entries.compressed_flash_mla(), entries.compressed_attn_gym()
     for b in (1, 64):
         for work, kind in (
             (entries.CompressedKeys(b, 131072 // shrink, ratio=4, topk=512 // shrink), "selected"),
             (entries.CompressedKeys(b, 131072 // shrink, ratio=128, topk=0), "all"),
         ):
             name = f"decode-{b}x{work.seq_len}-ratio-{work.ratio}-{kind}"
-            yield Row("compressed", name, work, (*ours, entries.compressed_gathered()))
+            yield Row("compressed", name, work, (*ours, *others, entries.compressed_gathered()))
+    for ratio, topk, kind in ((4, 512 // shrink, "selected"), (128, 0, "all")):
+        prompt = entries.CompressedKeys(1, 8192 // shrink, ratio, topk, query_len=8192 // shrink)
+        name = f"prefill-{prompt.tokens}-ratio-{ratio}-{kind}"
+        yield Row("compressed", name, prompt, (*ours, *others, entries.compressed_attn_gym_prompts()))
     for ratio, overlap in ((4, True), (128, False)):
-        prompt = entries.NewEntries(1, 8192 // shrink, 8192 // shrink, ratio=ratio, overlap=overlap)
-        contenders = entries.compress_twin(), entries.compress_gathered(prompt)
-        yield Row("compressed", f"entries-of-{prompt.query_len}-ratio-{ratio}", prompt, contenders)
+        new = entries.NewEntries(1, 8192 // shrink, 8192 // shrink, ratio=ratio, overlap=overlap)
+        contenders = entries.compress_twin(), entries.compress_gathered(new)
+        yield Row("compressed", f"entries-of-{new.query_len}-ratio-{ratio}", new, contenders)
     decode = entries.NewEntries(64, 8192 // shrink, 1)
     contenders = entries.compress_twin(), entries.compress_gathered(decode)
     yield Row("compressed", "entries-of-64-decodes", decode, contenders)

@@ -23,6 +23,15 @@ from twinattn.kit.example import PATHS
 from twinattn.kit.kernel import Kernel, claims, find
 from twinattn.kit.of_servers import of_vllm, sglang_merge, vllm_merge, vllm_on_cpu, vllm_triton
 from twinattn.kit.operations import OPERATIONS, OperationKernel, find_operation
+from twinattn.kit.over_entries import (
+    NO_ROWS,
+    NOT_ABOVE_0,
+    lists_of_attn_gym,
+    lists_of_flash_mla,
+    over_lists,
+    over_prompts,
+    prompts_of_attn_gym,
+)
 from twinattn.kit.over_slots import (
     FINITE,
     NO_SCALE,
@@ -70,7 +79,7 @@ class Adapter:
 
     Attributes:
         name: its name on the command line.
-        path: the path that it computes.
+        path: the path or the operation that it computes.
         function: the adapter; None for a module that has the path's own functions.
         package: its module; None if the version of its distribution is enough for a report.
         distribution: the distribution to report the version of.
@@ -95,6 +104,8 @@ class Adapter:
 
     def kernel(self) -> Kernel:
         """Return the kernel to check."""
+        if self.path in OPERATIONS and self.function is not None:
+            return OperationKernel(self.name, OPERATIONS[self.path], self.function)  # type: ignore[return-value]
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
         path = PATHS[self.path]
@@ -552,6 +563,32 @@ KERNELS = (
             needs_cuda=False,
         )
         for layer, form in OF_ATTN_GYM
+    ),
+    *(
+        Adapter(
+            f"attn-gym{'-reference' * (impl == 'reference')}-{what}",
+            "compressed",
+            over(prepare(impl), refusals=(NO_ROWS, NOT_ABOVE_0)),
+            *("attn_gym", "attn-gym", attn_gym.cannot_gather),
+            needs_cuda=impl == "fused",
+        )
+        for impl in ("fused", "reference")
+        for what, over, prepare in (
+            ("gather", over_lists, lists_of_attn_gym),
+            ("gather-prompts", over_prompts, prompts_of_attn_gym),
+        )
+    ),
+    Adapter(
+        "flash_mla-compressed",
+        "compressed",
+        over_lists(
+            lists_of_flash_mla,
+            dtypes=(torch.bfloat16,),
+            heads=(64, 128),
+            head_size=(512,),
+            refusals=(INNER_STRIDE,),
+        ),
+        *FLASH_MLA,
     ),
 )
 ADAPTERS = {adapter.name: adapter for adapter in KERNELS}

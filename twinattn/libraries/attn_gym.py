@@ -1,6 +1,10 @@
-"""attention-gym: the package `attn-gym`, over slots. Its slot 0 is padding, as every index that is not positive.
+"""attention-gym: the package `attn-gym`. Recurrent layers over slots, and attention to a window and to selected keys.
 
-States are `[n, hv, dv, dk]`, and change in place; a call returns the outputs `[t, hv, dv]`.
+Of states slot 0 is padding, as every index that is not positive. States are `[n, hv, dv, dk]`, and change in place; a
+call returns the outputs `[t, hv, dv]`.
+
+Its `gather_attn` has one softmax over a window, selected keys and a sink. It knows no pages: its window is over rows of
+the new tokens, so a decode has to list the slots of its window with the others.
 """
 
 import importlib
@@ -15,6 +19,11 @@ from twinattn.libraries import Call, missing
 def available() -> str | None:
     """Return why it cannot be used."""
     return missing("attn_gym.linear")
+
+
+def cannot_gather() -> str | None:
+    """Return why `gather_attn` cannot be used."""
+    return missing("attn_gym.sparse")
 
 
 def prepare(
@@ -105,3 +114,78 @@ def prepare_reference(
         return out[0], after
 
     return call
+
+
+def prepare_gather(
+    query: Tensor,
+    pool: Tensor,
+    slots: Tensor,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    impl: str = "fused",
+) -> Call:
+    """Prepare `gather_attn` over one list of slots per query `[t, k]`, -1 for none, in a pool of rows `[n, d]`.
+
+    Its window has no token. `impl="reference"` runs on a CPU.
+    """
+    rows = query.transpose(0, 1)[None]
+    local = query.new_zeros(1, 1, len(query), query.shape[2])
+    lists = dict(sliding_window_size=0, impl=impl, scale=softmax_scale)
+    return _gather(rows, local, pool[None, None], slots[None], sinks, lists, return_lse)
+
+
+def prepare_window(
+    query: Tensor,
+    key: Tensor,
+    entries: Tensor,
+    lists: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_entries: Tensor,
+    window: int,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    impl: str = "fused",
+) -> Call:
+    """Prepare `gather_attn` over whole prompts: a window over the rows of their keys, and a list of entries each.
+
+    Args:
+        query: `[t, h, d]`.
+        key: `[t, d]`, keys that are their values.
+        entries: `[e, d]`, those of one sequence after the other.
+        lists: `[t, k]`, entries of its sequence for each query, -1 for none.
+        cu_seqlens_q: where sequences begin, `[b + 1]`.
+        cu_entries: where their entries begin, `[b + 1]`.
+        window: tokens of the window, the query's own included.
+        sinks: `[h]`.
+        softmax_scale: `d ** -0.5` if None.
+        return_lse: whether to return the log-sum-exp.
+        impl: "fused", or "reference", which runs on a CPU.
+    """
+    rows, options = query.transpose(0, 1)[None], dict(sliding_window_size=window, impl=impl, scale=softmax_scale)
+    options |= dict(cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_entries)
+    return _gather(rows, key[None, None], entries[None, None], lists[None], sinks, options, return_lse)
+
+
+def _gather(
+    query: Tensor,
+    local: Tensor,
+    entries: Tensor,
+    lists: Tensor,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+    return_lse: bool,
+) -> Call:
+    module: Any = importlib.import_module("attn_gym.sparse")
+    if not return_lse:
+        return lambda: module.gather_attn(query, local, entries, lists, sinks, **options)
+
+    def both() -> tuple[Tensor, Tensor]:
+        asked = module.AuxRequest(lse=True)
+        out, aux = module.gather_attn(query, local, entries, lists, sinks, return_aux=asked, **options)
+        return out[0].transpose(0, 1), aux.lse[0].T
+
+    return both

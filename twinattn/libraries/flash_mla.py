@@ -53,23 +53,32 @@ def prepare_fp8(
 
 
 def prepare_selected(
-    query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float, return_lse: bool = False
+    query: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    latent_rank: int,
+    softmax_scale: float,
+    return_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
 ) -> Call:
     """Prepare its kernel for sparse prefills: of each query the slots of the latents that it sees, `[t, k]`.
 
-    Lists get -1 up to a multiple of 128, of which it has to have them.
+    Lists get -1 up to a multiple of 128, of which it has to have them. It takes heads of 576 or of 512 elements, whose
+    first 512 are the value. Its log-sum-exp is without sinks.
     """
     from flash_mla.flash_mla_interface import flash_mla_sparse_fwd
 
     rows = cache.flatten(0, 1)[:, None, : query.shape[-1]]
     slots = pad(slots.int(), (0, -slots.shape[1] % STEP), value=-1)[:, None]
-    call = partial(flash_mla_sparse_fwd, query, rows, slots, softmax_scale, latent_rank, use_legacy=True)
+    options: dict[str, Any] = {} if sinks is None else dict(attn_sink=sinks.float())
+    call = partial(flash_mla_sparse_fwd, query, rows, slots, softmax_scale, latent_rank, use_legacy=True, **options)
     if not return_lse:
         return output_of(call)
 
     def both() -> tuple[Tensor, Tensor]:
         out, _, lse = call()
-        return out, lse
+        return out, lse if sinks is None else torch.logaddexp(lse, sinks.float())
 
     return both
 
