@@ -7,7 +7,7 @@ own.
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from fastattn import dispatch, sliding_window, sparse
@@ -104,11 +104,13 @@ def select_entries(plan: CompressedPlan, positions: Int32[Tensor, "t k"]) -> Com
 
 def attention(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p d"],
-    entry_cache: Float[Tensor, "m p2 d"],
+    cache: Shaped[Tensor, "n p d"],
+    entry_cache: Shaped[Tensor, "m p2 d"],
     plan: CompressedPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
+    cache_scale: float = 1.0,
+    entry_scale: float = 1.0,
     return_lse: bool = False,
     out: Float[Tensor, "t h d"] | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
@@ -120,14 +122,15 @@ def attention(
     """
     check_entries(entry_cache, plan)
     entries = sparse.by_token("entry_cache", entry_cache) if plan.selected else entry_cache
-    check_compressed(query, cache, entries, plan, options, out, return_lse)
+    scales = dict(cache_scale=cache_scale, entry_scale=entry_scale)
+    check_compressed(query, cache, entries, plan, options, out, return_lse, **scales)
     refuse_gradients(dispatch.NO_BACKWARD, query=query, cache=cache, entry_cache=entry_cache, options=options)
     size = query.shape[2]
     if options.softmax_scale is None:  # latents have no default
         options = replace(options, softmax_scale=size**-0.5)
     parts = [
-        dispatch.attend(query, Latents(entries, size), plan.entries, options.without_sinks(), None, True),
-        dispatch.attend(query, Latents(cache, size), plan.window, options, None, True),
+        dispatch.attend(query, Latents(entries, size, entry_scale), plan.entries, options.without_sinks(), None, True),
+        dispatch.attend(query, Latents(cache, size, cache_scale), plan.window, options, None, True),
     ]
     outs, lses = zip(*parts, strict=True)
     result, lse = dispatch.run("merge", outs=outs, lses=lses)

@@ -48,7 +48,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from refattn import sliding_window, sparse
@@ -213,11 +213,13 @@ def select_entries(plan: CompressedPlan, positions: Int32[Tensor, "t k"]) -> Com
 
 def attention(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p d"],
-    entry_cache: Float[Tensor, "m p2 d"],
+    cache: Shaped[Tensor, "n p d"],
+    entry_cache: Shaped[Tensor, "m p2 d"],
     plan: CompressedPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
+    cache_scale: float = 1.0,
+    entry_scale: float = 1.0,
     return_lse: bool = False,
     out: Float[Tensor, "t h d"] | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
@@ -226,14 +228,18 @@ def attention(
         scores = [softmax_scale * query . key of the window | softmax_scale * query . entry | sink]
         out    = sum over the window and the entries of softmax(scores) times the key or the entry
 
-    Keys are also the values, and there is one KV head. Write new keys and entries first.
+    Keys are also the values, and there is one KV head. Write new keys and entries first, with `mla.write`. Each pool may
+    be fp8, `x = scale * quantized`, with a scale of its own; rows of values and gates are not quantized.
 
     Args:
         query: the new tokens, rotated.
-        cache: the pool of keys by token, rotated.
-        entry_cache: the pool of entries, rotated.
+        cache: the pool of keys by token, rotated; in the type of the query, or in fp8 (`torch.float8_e4m3fn` or
+            `torch.float8_e5m2`).
+        entry_cache: the pool of entries, rotated; in the type of the query, or in fp8.
         plan: from `plan`, or from `select_entries`.
         options: the layer's options, without ALiBi. The sink counts once.
+        cache_scale: the scale of quantized keys, above 0; 1 for an unquantized pool.
+        entry_scale: the scale of quantized entries, above 0; 1 for an unquantized pool.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -245,11 +251,12 @@ def attention(
     """
     check_entries(entry_cache, plan)
     entries = sparse.by_token("entry_cache", entry_cache) if plan.selected else entry_cache
-    check_compressed(query, cache, entries, plan, options, out, return_lse)
+    scales = dict(cache_scale=cache_scale, entry_scale=entry_scale)
+    check_compressed(query, cache, entries, plan, options, out, return_lse, **scales)
     size = query.shape[2]
     parts = [
-        attend_plan(query, Latents(entries, size), plan.entries, options.without_sinks()),
-        attend_plan(query, Latents(cache, size), plan.window, options),
+        attend_plan(query, Latents(entries, size, entry_scale), plan.entries, options.without_sinks()),
+        attend_plan(query, Latents(cache, size, cache_scale), plan.window, options),
     ]
     result, lse = merge(*zip(*parts, strict=True))
     return finish(result, lse, query.dtype, return_lse=return_lse, out=out)

@@ -16,8 +16,10 @@ from torch import Tensor
 from refattn.batch import Batch, check_batch, check_block_table, check_lengths
 from refattn.checks import check, check_flag, check_query, check_sizes, check_window, describe, same_device
 from refattn.keys import Pages
+from refattn.modes import refuse_gradients
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
+from refattn.scales import FP8_FORMATS, ROUNDING, check_cache_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,18 +207,29 @@ def check_compressed(
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
+    *,
+    cache_scale: float,
+    entry_scale: float,
 ) -> None:
-    """Check the arguments of `compressed.attention`: queries, keys of the window and entries of one size and type.
+    """Check the arguments of `compressed.attention`: queries, keys of the window and entries of one size.
 
-    `entry_cache` is the pool as its plan has it, in blocks of one entry if these are selected.
+    Each pool has the type of the query, or holds fp8 values under a scale. `entry_cache` is the pool as its plan has
+    it, in blocks of one entry if these are selected.
 
     Raises:
         ValueError: naming the argument that does not fit.
     """
     size = check_query(query)[2]
-    for name, pool, its_plan in (("cache", cache, plan.window), ("entry_cache", entry_cache, plan.entries)):
-        check({"d": size}, **{name: (pool, "n p d", query.dtype)})
+    for name, pool, its_plan, scale in (
+        ("cache", cache, plan.window, cache_scale),
+        ("entry_cache", entry_cache, plan.entries, entry_scale),
+    ):
+        holds_fp8 = isinstance(pool, Tensor) and pool.dtype in FP8_FORMATS
+        check({"d": size}, **{name: (pool, "n p d", None if holds_fp8 else query.dtype)})
+        check_cache_scale(pool, scale, name=name.replace("entry_cache", "entry") + "_scale")
+        if holds_fp8:
+            refuse_gradients(ROUNDING, **{name: pool})
         keys = Pages(pool[:, :, None], pool[:, :, None])
-        keys.check(query, its_plan, options, out, return_lse, pool=name)
+        keys.check(query, its_plan, options, out, return_lse, pool=name, types=(pool.dtype, pool.dtype))
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes: expected None, as an entry has no position of its own, got slopes")

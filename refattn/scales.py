@@ -191,13 +191,13 @@ def _refuse_int8(cache: object) -> None:
         )
 
 
-def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
-    """Check the scale of a cache of latents: 1 unless the cache is fp8."""
+def check_cache_scale(cache: Tensor, cache_scale: float, *, name: str = "cache_scale") -> None:
+    """Check the scale of a cache of latents: 1 unless the cache is fp8; `name` is its name in errors."""
     _refuse_int8(cache)
-    check_number("cache_scale", cache_scale, above=0.0)
+    check_number(name, cache_scale, above=0.0)
     if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
         kind = str(cache.dtype).removeprefix("torch.")
-        raise ValueError(f"cache_scale: expected 1 for a cache of {kind}, which holds no fp8 values, got {cache_scale}")
+        raise ValueError(f"{name}: expected 1 for a cache of {kind}, which holds no fp8 values, got {cache_scale}")
 
 
 def stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:

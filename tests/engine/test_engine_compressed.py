@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import refattn.mla
 import twinattn.engine.cuda_graphs
 import twinattn.engine.graph_shapes
 from tests.helpers.drafts import Wild
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, outputs, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import COMPRESSED, make_family
-from twinattn.engine import CudaGraphs, NGram, SamplingParams, compressed_modules
+from twinattn.engine import CudaGraphs, NGram, SamplingParams, calibrate, compressed_modules
 from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
 from twinattn.engine.layers import Entries, Layer, Window
 
@@ -85,6 +86,64 @@ def test_a_layer_keeps_keys_rows_and_entries_in_the_blocks_of_their_tokens(model
     assert [4 * 20 * size for size in sizes] == [sum(x.nbytes for x in cache) for cache in engine.caches[1:]]
 
 
+@pytest.fixture
+def rounded(monkeypatch):
+    """Round what is written into plain pools of keys and of entries as fp8 would."""
+    write, into_entries = refattn.mla.write, CompressedStorage._write_entries
+
+    def round_to(dtype):
+        def write_rounded(value, gate, cache, slots, **scale):
+            if not gate.shape[1] and cache is not index:  # keys and entries have no second part
+                value = value.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).to(value.dtype)
+            write(value, gate, cache, slots, **scale)
+
+        index = None
+
+        def write_entries(storage, twin, module, hidden_states, rows, entries, *others):
+            nonlocal index
+            index = entries if type(module).__name__ == compressed_modules.INDEXER else None
+            into_entries(storage, twin, module, hidden_states, rows, entries, *others)
+            index = None
+
+        monkeypatch.setattr(refattn.mla, "write", write_rounded)
+        monkeypatch.setattr(CompressedStorage, "_write_entries", write_entries)
+
+    return round_to
+
+
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.covers("F240")
+@pytest.mark.parametrize("kind", FP8)
+def test_pools_of_fp8_answer_as_plain_pools_of_rounded_numbers(model, expected, kind, rounded):
+    """So do both twins, in any chunks, and after preemptions."""
+    ways = [(twin, {}) for twin in TWINS] + [("fastattn", SCHEDULES["smallest pool"])]
+    answers = [
+        outputs(make_engine(model, twin, kv_cache_dtype=kind, batch_invariant=True, **schedule), PROMPTS, UNSTOPPED)
+        for twin, schedule in ways
+    ]
+    assert answers[0] == answers[1] == answers[2] != expected  # else nothing was rounded
+    rounded(FP8[kind])
+    assert outputs(make_engine(model, "refattn", batch_invariant=True), PROMPTS, UNSTOPPED) == answers[0]
+
+
+@pytest.mark.covers("F240")
+def test_pools_of_fp8_are_of_keys_and_entries_and_have_a_scale_by_a_calibration(model):
+    calibration = calibrate(model, PROMPTS)
+    engine = make_engine(model, num_blocks=20, kv_cache_dtype="fp8_e4m3", calibration=calibration)
+    fp8, kept = torch.float8_e4m3fn, torch.float32
+    assert [[x.dtype for x in cache] for cache in engine.caches] == [
+        [fp8],
+        [fp8, kept, fp8, kept, kept],
+        [fp8, kept, fp8],
+    ]
+    sizes = [layer.storage.bytes_per_token(kept) for layer in engine.layers]
+    assert [4 * 20 * size for size in sizes] == [sum(x.nbytes for x in cache) for cache in engine.caches]
+    for layer, amax in zip(engine.layers, calibration, strict=True):
+        assert layer.storage.cache_scale == pytest.approx(float(amax.key.max()) / 448)
+
+
 @pytest.mark.covers("F235")
 @pytest.mark.parametrize("twin", TWINS)
 def test_what_others_left_in_the_pools_is_not_read(model, expected, twin):
@@ -123,7 +182,7 @@ def test_recorded_steps_complete_entries(model, expected, monkeypatch, device):
 def test_what_such_layers_do_not_have_is_refused(model, shapes_unchecked):
     with pytest.raises(ValueError, match="max_branches=1, as Window over SharedKeys has no plan for trees"):
         make_engine(model, speculation=NGram(max_drafts=3, max_branches=2))
-    for kind in ("int8", "fp8_e4m3", "int4", "fp8_ds_mla"):
+    for kind in ("int8", "int4", "fp8_ds_mla"):
         with pytest.raises(NotImplementedError, match="the engine keeps no sharedkeys in"):
             make_engine(model, kv_cache_dtype=kind)
     with pytest.raises(ValueError, match="block_size: expected a multiple of 2, the tokens of an entry, got 3"):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
@@ -292,6 +293,45 @@ def test_attention_in_16_bits_is_within_the_tolerance(kernel):
     (expected, expected_lse), (low, low_lse) = formula(torch.float64), formula(torch.float16)
     assert_close(out, expected.to(out.dtype).cpu(), low.cpu())
     assert_close(lse, expected_lse.float().cpu(), low_lse.float().cpu(), name="lse")
+
+
+@pytest.mark.covers("F240")
+@each_attender
+@pytest.mark.parametrize("stored", [("e4m3fn", "e4m3fn"), ("e5m2", ""), ("", "e4m3fn")], ids="-".join)
+@pytest.mark.parametrize("chosen", [None, [[0], [-1], [1]]], ids=["all", "selected"])
+def test_pools_of_fp8_are_those_of_their_dequantized_values(kernel, stored, chosen):
+    """Each pool has a scale of its own; the write saturates, and what nobody may see is NaN."""
+    layer, parts = Layer.draw(12, 9, overlap=True, size=16, dtype=torch.float16), [(10, 12), (8, 9)]
+    pools = pools_for(kernel, layer)
+    pools.step(kernel, [(0, 12), (0, 9)])
+    names, numbers, stores = ("cache_scale", "entry_scale"), [], []
+    scales = {name: scale for name, scale, kind in zip(names, (0.02, 0.5), stored, strict=True) if kind}
+    for pool, kind, name in zip((pools.cache, pools.entries), stored, names, strict=True):
+        if not kind:
+            numbers.append(pool)
+            stores.append(pool)
+            continue
+        rows, store = pool.flatten(0, 1), torch.full_like(pool, math.nan).to(getattr(torch, f"float8_{kind}"))
+        slots = torch.arange(len(rows)).where(rows.isfinite().all(1).cpu(), -1).to(pool.device)
+        mla.write(rows, rows[:, :0], store, slots, cache_scale=scales[name])
+        stores.append(store)
+        numbers.append(store.float() * scales[name])
+    options = AttentionOptions(sinks=torch.tensor([0.3, -0.2], device=pools.device))
+    query = pools.of(parts, layer.queries)
+
+    def attend(package, query, tensors, **scales):
+        path, plan = twin_of(package), pools.plan(package, parts)
+        if chosen is not None:
+            plan = path.select_entries(plan, torch.tensor(chosen, dtype=torch.int32, device=pools.device))
+        return path.attention(query, *tensors, plan, options, return_lse=True, **scales)
+
+    with nullcontext() if kernel == "reference" else use_kernel(kernel):
+        out, lse = attend(kernel, query, stores, **scales)
+    expected, expected_lse = attend("refattn", query.double(), [x.double() for x in numbers])
+    with computing_in(torch.float16):
+        low, low_lse = attend("refattn", query, [x.half() for x in numbers])
+    assert_close(out.cpu(), expected.to(out.dtype).cpu(), low.cpu())
+    assert_close(lse.cpu(), expected_lse.float().cpu(), low_lse.float().cpu(), name="lse")
 
 
 # --- selected entries ---
@@ -603,6 +643,15 @@ BAD = {
         "entry_cache: expected float32 [n, p, d=8], got float64 [8, 2, 8]",
     ),
     "cache": (dict(cache=torch.zeros(9, 8, 8)), "cache: expected blocks of 4 tokens, as in the plan, got p=8"),
+    "scale": (
+        dict(cache_scale=0.5),
+        "cache_scale: expected 1 for a cache of float32, which holds no fp8 values, got 0.5",
+    ),
+    "entry-scale": (
+        dict(entry_cache=torch.zeros(8, ENTRY_BLOCK, 8).to(torch.float8_e4m3fn), entry_scale=0.0),
+        "entry_scale: expected",
+    ),
+    "int8": (dict(cache=torch.zeros(9, BLOCK, 8, dtype=torch.int8)), "cache: expected"),
     "slopes": (
         dict(options=AttentionOptions(alibi_slopes=torch.ones(2))),
         "alibi_slopes: expected None, as an entry has no position of its own, got slopes",

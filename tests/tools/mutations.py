@@ -2826,6 +2826,22 @@ MUTATIONS: list[Mutation] = [
         ("fastattn.compressed:plan", "clamp(min=0) // ratio", "clamp(max=0) // ratio"),
     ),
     *in_both(
+        "F240",
+        "entries have the scale of the keys",
+        "compressed:attention",
+        "Latents(entries, size, entry_scale)",
+        "Latents(entries, size, cache_scale)",
+    ),
+    *breaks(
+        "F240",
+        "entries are not quantized in the engine",
+        (
+            "twinattn.engine.compressed_storage:CompressedStorage.allocate",
+            "pools[2] = pools[2].to(self.dtype or dtype)",
+            "pools[2] = pools[2].to(dtype)",
+        ),
+    ),
+    *in_both(
         "F234",
         "the first entry is selected in place of any",
         "compressed:select_entries",

@@ -244,7 +244,7 @@ def compressed_attn_gym_prompts(impl: str = "fused") -> Contender:
 
     def prepare(inputs: Compressed) -> Call:
         batch, ratio = inputs.batch, inputs.arguments["ratio"]
-        table, (p, p2) = batch.block_table, (inputs.cache.shape[1], inputs.entry_cache.shape[1])
+        table = batch.block_table
         assert table is not None and batch.max_query_len == batch.max_seq_len  # its window is over the new tokens
         rows, entries = (
             pool[table.long()].flatten(1, 2)[:, :count].flatten(0, 1)

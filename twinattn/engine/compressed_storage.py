@@ -4,7 +4,7 @@ SharedStorage        keys that are their values, of one head
 CompressedStorage    and entries beside them, in the same blocks
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
 from twinattn.engine import compressed_modules
-from twinattn.engine.storages import AnyPlan, CalibrationStats, Ranges, Tokens
+from twinattn.engine.storages import AnyPlan, CalibrationStats, Ranges, Tokens, largest_numbers
 from twinattn.engine.twin import Twin
 
 
@@ -25,6 +25,9 @@ class SharedStorage:
 
     Attributes:
         head_size: elements of a key.
+        dtype: of the pool of keys, and of that of entries: fp8; None for the type of the model.
+        cache_scale: of keys in fp8: 1, or if it is calibrated, what makes the largest of them the largest number of the
+            format. No plan depends on it. Entries are normed, and have a scale of 1.
     """
 
     kind: ClassVar[str] = "SharedKeys"
@@ -32,32 +35,34 @@ class SharedStorage:
     takes_trees: ClassVar[bool] = False
     num_kv_heads: ClassVar[int] = 1
     head_size: int
+    dtype: torch.dtype | None = field(default=None, kw_only=True)
+    cache_scale: float = field(default=1.0, compare=False, kw_only=True)
 
-    def calibrated(self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None) -> Any:
-        """Refuse scales: nothing is quantized.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(f"calibration: the engine keeps no {self.kind.lower()} in quantized pools")
+    def calibrated(
+        self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None
+    ) -> "SharedStorage":
+        """Return this storage with a scale by the largest key."""
+        largest = float(amax.key.max())
+        return replace(self, cache_scale=largest / (ranges or largest_numbers(self.dtype))[0] or 1.0)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in the pool of a model of a type."""
-        return self.head_size * dtype.itemsize
+        return self.head_size * (self.dtype or dtype).itemsize
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
         """Allocate a pool of `num_blocks` x `block_size` tokens."""
-        return (torch.zeros(*blocks, self.head_size, dtype=dtype, device=device),)
+        return (torch.zeros(*blocks, self.head_size, dtype=self.dtype or dtype, device=device),)
 
     def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
         """Write new keys into their pool."""
-        twin.mla.write(key[:, 0], key[:, 0, :0], cache[0], slot_mapping)
+        twin.mla.write(key[:, 0], key[:, 0, :0], cache[0], slot_mapping, cache_scale=self.cache_scale)
 
     def attend(
         self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
     ) -> Float[Tensor, "t h d"]:
         """Attend over the pool under a plan."""
-        return twin.mla.attention(tokens[0], cache[0], plan, options, latent_rank=self.head_size)
+        sizes = dict(latent_rank=self.head_size, cache_scale=self.cache_scale)
+        return twin.mla.attention(tokens[0], cache[0], plan, options, **sizes)
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,9 @@ class CompressedStorage(SharedStorage):
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in the pools of a model of a type, its part of an entry included, rounded up."""
-        rows = 2 * (1 + self.overlap)
-        of_both = (rows + 1 / self.ratio) * (self.head_size + self.index_size)
-        return ceil((self.head_size + of_both) * dtype.itemsize)
+        of_rows = 2 * (1 + self.overlap) * (self.head_size + self.index_size)
+        of_both = (of_rows + self.index_size / self.ratio) * dtype.itemsize
+        return ceil((1 + 1 / self.ratio) * super().bytes_per_token(dtype) + of_both)
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
         """Allocate the pools of keys, of rows and entries, and of rows and entries of index keys if there are any.
@@ -103,6 +108,7 @@ class CompressedStorage(SharedStorage):
             width = 2 * (1 + self.overlap) * size
             for shape in ((num_blocks, block_size, width), (num_blocks, block_size // self.ratio, size)):
                 pools.append(torch.zeros(shape, dtype=dtype, device=device))
+        pools[2] = pools[2].to(self.dtype or dtype)  # rows, and what an indexer scores, are not quantized
         return tuple(pools)
 
     def compress(
@@ -150,4 +156,4 @@ class CompressedStorage(SharedStorage):
         assert isinstance(plan, CompressedPlan)
         if positions is not None:
             plan = twin.compressed.select_entries(plan, positions)
-        return twin.compressed.attention(query, cache[0], cache[2], plan, options)
+        return twin.compressed.attention(query, cache[0], cache[2], plan, options, cache_scale=self.cache_scale)

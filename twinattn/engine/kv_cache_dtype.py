@@ -47,15 +47,13 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
 def _quantize(storage: AnyStorage, dtype: torch.dtype) -> AnyStorage:
     if isinstance(storage, PagedStorage | QuantizedStorage):
         return QuantizedStorage(storage.num_kv_heads, storage.head_size, dtype)
-    if isinstance(storage, SharedStorage):
-        raise NotImplementedError(f"kv_cache_dtype: the engine keeps no {storage.kind.lower()} in quantized pools")
     if dtype == torch.int8:
         latent = isinstance(storage, LatentStorage)
         kind, others = ("latents", f", {PACKED_ROWS}") if latent else (storage.kind.lower(), "")
         raise NotImplementedError(
             f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
         )
-    assert isinstance(storage, PairedStorage | LatentStorage)
+    assert isinstance(storage, PairedStorage | LatentStorage | SharedStorage)
     return replace(storage, dtype=dtype)
 
 

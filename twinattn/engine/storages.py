@@ -335,7 +335,7 @@ class LatentStorage:
     ) -> "LatentStorage":
         """Return this storage with a scale by the largest number: one for both, so the range is that of keys."""
         largest = max(float(x.max()) for x in amax)
-        return replace(self, cache_scale=largest / (ranges or _largest_numbers(self.dtype))[0] or 1.0)
+        return replace(self, cache_scale=largest / (ranges or largest_numbers(self.dtype))[0] or 1.0)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in the pool of a model of a type, the scales of a packed row included."""
@@ -467,12 +467,12 @@ def _fp8_scales(
     """Return the scales of keys and of values per KV head; 1 where a head is all zeros."""
     scales = [
         reduce(x, "hk d -> hk", "max") / largest
-        for x, largest in zip(amax, ranges or _largest_numbers(dtype), strict=True)
+        for x, largest in zip(amax, ranges or largest_numbers(dtype), strict=True)
     ]
     return [scale.masked_fill(scale == 0, 1.0).to(device) for scale in scales]
 
 
-def _largest_numbers(dtype: torch.dtype | None) -> Ranges:
+def largest_numbers(dtype: torch.dtype | None) -> Ranges:
     """Return the largest number of a format of fp8, for keys and for values."""
     assert dtype is not None  # the layer is quantized
     return (torch.finfo(dtype).max,) * 2

@@ -4,6 +4,7 @@ Such kernels read one pool. So both pools are put into one tensor, keys of token
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,12 +116,12 @@ def _slots(tokens: Tensor, tables: Tensor, block_size: int) -> Tensor:
 
 def lists_of_attn_gym(impl: str) -> Callable[..., Call]:
     """Return what prepares attention-gym's `gather_attn` for `over_lists`."""
-    return lambda *rows: attn_gym.prepare_gather(*rows, return_lse=True, impl=impl)
+    return partial(attn_gym.prepare_gather, return_lse=True, impl=impl)
 
 
 def prompts_of_attn_gym(impl: str) -> Callable[..., Call]:
     """Return what prepares attention-gym's `gather_attn` for `over_prompts`."""
-    return lambda *rows: attn_gym.prepare_window(*rows, return_lse=True, impl=impl)
+    return partial(attn_gym.prepare_window, return_lse=True, impl=impl)
 
 
 def lists_of_flash_mla(

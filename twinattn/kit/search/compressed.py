@@ -1,5 +1,6 @@
 """Compressed keys beside a window: two pools under one softmax, and entries from rows, with an oracle for each."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from refattn.options import AttentionOptions
 from twinattn.kit.oracle import Answer, Sight, attend, sight
 from twinattn.kit.search.inputs import (
+    FP8,
     Call,
     Modules,
     block_table,
@@ -82,16 +84,17 @@ def _attention(work: Workload, generator: torch.Generator) -> Call:
     for kind, (name, count, mask) in enumerate(
         (("cache", num_blocks, hidden), ("entry_cache", num_entry_blocks, hidden_entries))
     ):
-        tensors[name] = laid(drawn_pool(work, generator, count, 1, size, mask, kind), work.pool)[:, :, 0]
+        tensors[name] = _pool(work, generator, count, mask, kind)
     garbage = torch.full((work.padding_rows, work.topk), 1_000_000, dtype=torch.int32)
     positions = torch.cat([torch.tensor(lists, dtype=torch.int32).view(-1, work.topk), garbage])
     tensors |= dict(batch=make_batch(work, block_table(work, owned)), arguments=arguments, positions=positions)
     query = tensors["query"]
+    scales = {} if work.stored == "numbers" else dict(cache_scale=work.cache_scale, entry_scale=2.0)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         given = AttentionOptions(**tensors["options"])
         return modules("compressed").attention(
-            tensors["query"], tensors["cache"], tensors["entry_cache"], plan, given, **more
+            tensors["query"], tensors["cache"], tensors["entry_cache"], plan, given, **scales, **more
         )
 
     def made(modules: Modules, tensors: dict[str, Any]) -> Any:
@@ -106,8 +109,10 @@ def _attention(work: Workload, generator: torch.Generator) -> Call:
         scale = options.get("softmax_scale")
         for i, (q, _) in enumerate(work.lens):
             rows, p = slice(first, first + q), work.block_size
-            pools = ((tensors["cache"], slots[i]), (tensors["entry_cache"], of_entries[i]))
-            keys = torch.cat([pool[own // p, own % p] for pool, own in pools])[:, None]
+            pools = (("cache", slots[i]), ("entry_cache", of_entries[i]))
+            read = [tensors[name][own // p, own % p].double() for name, own in pools]
+            factors = scales.get("cache_scale", 1.0), scales.get("entry_scale", 1.0)
+            keys = torch.cat([x * factor for x, factor in zip(read, factors, strict=True)])[:, None]
             visible = torch.cat([sight(work, i).visible, seen[i]], 1)
             answer = attend(
                 query[rows],
@@ -122,7 +127,18 @@ def _attention(work: Workload, generator: torch.Generator) -> Call:
             first += q
         return Answer(out, lse, free)
 
-    return Call(tensors, ("query", "cache", "entry_cache"), made, run, expected, tuple(query.shape))
+    numbers = ("query", *(("cache", "entry_cache") if work.stored == "numbers" else ()))
+    return Call(tensors, numbers, made, run, expected, tuple(query.shape))
+
+
+def _pool(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor, kind: int) -> Tensor:
+    """Draw a pool `[n, p, d]`, unquantized or of fp8."""
+    if work.stored == "numbers":
+        return laid(drawn_pool(work, generator, num_blocks, 1, work.head_size, hidden, kind), work.pool)[:, :, 0]
+    numbers = drawn_pool(replace(work, dtype="float32"), generator, num_blocks, 1, work.head_size, hidden, kind)
+    if work.stored == "e4m3":  # casts of infinity differ between devices
+        numbers = torch.where(numbers.isfinite(), numbers.clamp(-448, 448), torch.nan)
+    return laid(numbers.to(FP8[work.stored]), work.pool)[:, :, 0]
 
 
 def _entries(work: Workload, generator: torch.Generator) -> Call:

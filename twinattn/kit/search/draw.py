@@ -87,7 +87,7 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
         h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "e4m3", "e5m2"))
     if path == "compressed":
         head_size, value_head_size = random.choice((16, 24, 64, 512, 40)), 0
-        h, hk = random.choice((1, 2, 5, 16)), 1
+        h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "numbers", "e4m3", "e5m2"))
     if path in STATES:
         head_size, value_head_size = random.choice((16, 32, 64, 128, 5, 24)), random.choice((0, 0, 16, 64, 7))
         hk = random.choice((1, 1, 2, 3))
@@ -354,7 +354,7 @@ def normalized(work: Workload) -> Workload:
         changes["rows"] = "plain"  # each head has its own empty rows
     if path not in ("quantized", "mla", "mla_prefill") and operation not in (
         *("write_latents", "write_quantized", "copy_blocks", "swap_blocks"),
-        *("latent_attention", "scores", "write_index"),
+        *("latent_attention", "scores", "write_index", "all", "selected"),
     ):
         changes["stored"] = "numbers"
     if (
@@ -386,7 +386,7 @@ def normalized(work: Workload) -> Workload:
         scales=work.stored in ("e4m3", "e5m2") and (path == "quantized" or work.operation == "write_quantized"),
         query_scale=work.stored in ("e4m3", "e5m2") and (path == "quantized" or operation == "scores"),
         cache_scale=work.stored in ("e4m3", "e5m2")
-        and (path in ("mla", "mla_prefill") or operation in ("write_latents", "latent_attention")),
+        and (path in ("mla", "mla_prefill") or operation in ("write_latents", "latent_attention", "all", "selected")),
         nan_at=path in ATTENTION
         and path not in ("mla_prefill", "context_parallel", *STATES)
         and operation not in EXACT
