@@ -228,8 +228,8 @@ def attention(
         scores = [softmax_scale * query . key of the window | softmax_scale * query . entry | sink]
         out    = sum over the window and the entries of softmax(scores) times the key or the entry
 
-    Keys are also the values, and there is one KV head. Write new keys and entries first, with `mla.write`. Each pool may
-    be fp8, `x = scale * quantized`, with a scale of its own; rows of values and gates are not quantized.
+    Keys are also the values, and there is one KV head. Write new keys and entries first, with `mla.write`. Each pool
+    may be fp8, `x = scale * quantized`, with a scale of its own; rows of values and gates are not quantized.
 
     Args:
         query: the new tokens, rotated.
