@@ -7,7 +7,7 @@ own.
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int32, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 from torch import Tensor
 
 from fastattn import dispatch, sliding_window, sparse
@@ -16,6 +16,7 @@ from fastattn.metadata import positions, slot_mapping
 from refattn.batch import Batch
 from refattn.entries import (
     CompressedPlan,
+    check_candidates,
     check_compress,
     check_compressed,
     check_compressed_plan,
@@ -100,6 +101,24 @@ def select_entries(plan: CompressedPlan, positions: Int32[Tensor, "t k"]) -> Com
     check_is_compressed(plan, selected=False)
     selected = sparse.plan(plan.entries.batch, positions=positions, block_size=plan.entry_block_size)
     return replace(plan, entries=selected, selected=True)
+
+
+def candidates(scores: Float32[Tensor, "t s"], *, size: int, topk: int) -> Bool[Tensor, "t s"]:
+    """Return the entries among which later indexers select; the twin of `refattn.compressed.candidates`."""
+    check_candidates(scores, size=size, topk=topk)
+    num_entries = scores.shape[1]
+    if not scores.numel():
+        return torch.zeros_like(scores, dtype=torch.bool)
+    at = torch.arange(num_entries, device=scores.device)
+    newest = at.where(scores != -torch.inf, -size).amax(1, keepdim=True)  # of a query that sees none, no block
+    padded = torch.nn.functional.pad(scores, (0, -num_entries % size), value=-torch.inf)
+    best = padded.unflatten(1, (-1, size)).amax(2)
+    number = torch.arange(best.shape[1], device=scores.device)
+    best.masked_fill_(number == newest.div(size, rounding_mode="floor"), torch.inf)
+    selected = sparse.select(best, topk).long()
+    chosen = torch.zeros(len(best), best.shape[1] + 1, dtype=torch.bool, device=scores.device)
+    chosen.scatter_(1, selected.where(selected >= 0, best.shape[1]), True)
+    return chosen[:, :-1].repeat_interleave(size, 1)[:, :num_entries]
 
 
 def attention(

@@ -40,6 +40,10 @@ with overlap) are there. Earlier rows are never read again.
     sparse.scores, select, and `select_entries` here       which entries each query sees, if not all
     attention             over the window and the entries
 
+**Layers share entries** in DeepSeek-V4.1: a layer without a compressor attends to the entries of an earlier one, under
+its plan, and one without an indexer to the entries that an earlier one has selected. So both are calls of `attention`
+with tensors of another layer. `candidates` is how later indexers select inside what an earlier one has found.
+
 Source: DeepSeek-AI 2026, "DeepSeek-V4": heavily compressed attention (a ratio of 128, all entries), and compressed
 sparse attention (a ratio of 4, with overlap, selected entries).
 """
@@ -48,7 +52,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int32, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 from torch import Tensor
 
 from refattn import sliding_window, sparse
@@ -56,6 +60,7 @@ from refattn.attention import attend_plan, finish
 from refattn.batch import Batch
 from refattn.entries import (
     CompressedPlan,
+    check_candidates,
     check_compress,
     check_compressed,
     check_compressed_plan,
@@ -209,6 +214,45 @@ def select_entries(plan: CompressedPlan, positions: Int32[Tensor, "t k"]) -> Com
     check_is_compressed(plan, selected=False)
     selected = sparse.plan(plan.entries.batch, positions=positions, block_size=plan.entry_block_size)
     return replace(plan, entries=selected, selected=True)
+
+
+def candidates(scores: Float32[Tensor, "t s"], *, size: int, topk: int) -> Bool[Tensor, "t s"]:
+    """Return the entries among which the indexers of later layers select: the blocks with the highest scores.
+
+    The score of a block of `size` entries is the highest of its entries. The block of the newest entry that a query
+    sees has a score of infinity.
+
+        scores, size 2      3 0 | 1 2 | 9 4 | 0 0 | 1 -       of one query; - is -inf: not complete
+        blocks              3     2     9     0     inf
+        topk 3              1 1 | 0 0 | 1 1 | 0 0 | 1 1
+
+    A later layer hides all others from its own scores, and selects:
+
+        positions = sparse.select(scores.masked_fill(~candidates, -torch.inf), topk)
+
+    Args:
+        scores: of entries, from `sparse.scores`.
+        size: entries in a block.
+        topk: the maximum number of blocks. Ties go to lower blocks, and NaN ranks first, as in `sparse.select`.
+
+    Returns:
+        True for the entries of selected blocks. A block without an entry that the query sees is never selected.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Source: DeepSeek-AI 2026, DeepSeek-V4.1; github.com/sgl-project/sglang/pull/39648.
+    """
+    check_candidates(scores, size=size, topk=topk)
+    found = torch.zeros_like(scores, dtype=torch.bool)
+    for row, numbers in enumerate(scores):
+        seen = (numbers != -torch.inf).nonzero()[:, 0]
+        if len(seen):
+            blocks = torch.stack([block.amax() for block in numbers.split(size)])
+            blocks[seen[-1] // size] = torch.inf
+            for block in sparse.select(blocks[None], topk)[0].tolist():
+                found[row, block * size : (block + 1) * size] |= block >= 0  # -1 is none
+    return found
 
 
 def attention(

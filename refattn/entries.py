@@ -156,6 +156,16 @@ def check_is_compressed(plan: CompressedPlan, *, selected: bool | None = None) -
         raise ValueError("plan: expected one from plan, with all entries, got one with selected entries")
 
 
+def check_candidates(scores: Tensor, *, size: int, topk: int) -> None:
+    """Check the arguments of `compressed.candidates`: scores `[t, s]`, and two positive numbers.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    check(scores=(scores, "float32 t s"))
+    check_sizes(size=size, topk=topk)
+
+
 def check_compress(row_cache: Tensor, plan: CompressedPlan, bias: Tensor | None) -> tuple[int, int]:
     """Check the arguments of `compressed.compress`.
 

@@ -128,6 +128,7 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
             | _batch(overlap=True)
         ),
         "compressed.compress": lambda: entries() | dict(row_cache=torch.randn(10, 4, 12), bias=torch.randn(4, 6)),
+        "compressed.candidates": lambda: dict(scores=torch.randn(3, 7), size=2, topk=2),
         "compressed.select_entries": lambda: entries() | dict(positions=ints(0, -1, 4)[:, None]),
         "sparse.latent_attention": latent_sparse,
         "sparse.scores": scores,

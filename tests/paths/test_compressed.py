@@ -19,7 +19,7 @@ from fastattn.kernels.order import use_kernel
 from fastattn.kernels.replay import memo_of
 from refattn import mla
 from refattn.entries import CompressedPlan, most_entries
-from refattn.metadata import make_batch
+from refattn.metadata import make_batch, slot_mapping
 from refattn.modes import computing_in
 from refattn.options import AttentionOptions
 from tests.helpers.entries import BLOCK, ENTRY_BLOCK, Layer, Pools, twin_of
@@ -386,6 +386,76 @@ def test_an_indexer_selects_only_complete_entries_and_all_of_them_if_there_are_f
     assert not torch.allclose(few[1][:18], whole[1][:18]) and torch.allclose(few[1][18:], whole[1][18:], atol=1e-6)
 
 
+# --- what layers share ---
+
+
+@pytest.mark.covers("F241")
+@each_attender
+@pytest.mark.parametrize("selects", [False, True], ids=["all", "selected"])
+def test_a_layer_without_a_compressor_attends_to_the_entries_of_an_earlier_one(kernel, selects):
+    """Its queries, keys and sinks are its own; entries, their plan, and what was selected are those of the other."""
+    first, second = (Layer.draw(23, 9, seed=seed) for seed in (0, 1))
+    parts, pools = [(17, 23), (3, 9)], pools_for(kernel, first)
+    chosen = [[0, 3], [4, 1], [], [2, 0], [0, 1], [4], [], [0], [0], [], [1, 0], [1]] if selects else [None] * 12
+    pools.step(kernel, [(0, 17), (0, 3)])
+    pools.step(kernel, parts)
+    path, plan = twin_of(kernel), pools.plan(kernel, parts)
+    if selects:
+        lists = torch.tensor([x + [-1] * (2 - len(x)) for x in chosen], dtype=torch.int32, device=pools.device)
+        plan = path.select_entries(plan, lists)
+    own = pools_for(kernel, second)
+    for step in ([(0, 17), (0, 3)], parts):
+        key = own.of(step, second.keys)
+        mla.write(key, key[:, :0], own.cache, slot_mapping(own.batch(step), len(key), block_size=BLOCK))
+    sinks = torch.tensor([0.3, -0.2])
+    options = AttentionOptions(sinks=sinks.to(pools.device))
+    query = own.of(parts, second.queries)
+    with nullcontext() if kernel == "reference" else use_kernel(kernel):
+        out, lse = path.attention(query, own.cache, pools.entries, plan, options, return_lse=True)
+    row = 0
+    for i, (begin, end) in enumerate(parts):
+        entries = first.entries_by_hand(i)
+        for t in range(begin, end):
+            expected = second.attended_by_hand(i, t, entries, sinks=sinks, chosen=chosen[row])
+            torch.testing.assert_close(out[row].cpu().double(), expected[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(lse[row].cpu().double(), expected[1], rtol=1e-5, atol=1e-5)
+            row += 1
+
+
+@pytest.mark.covers("F241")
+@each_twin
+@pytest.mark.parametrize("size", [1, 3, 8, 40])
+@pytest.mark.parametrize("topk", [1, 2, 5, 50])
+def test_candidates_are_the_blocks_with_the_highest_scores_and_the_newest(package, size, topk):
+    """Scores are small integers, so that many are equal; the last row has a NaN, and the one before sees nothing."""
+    scores = torch.randint(0, 4, (9, 29), generator=torch.Generator().manual_seed(3)).float()
+    for row, seen in enumerate((29, 28, 1, 5, 8, 9, 16, 0, 29)):
+        scores[row, seen:] = -torch.inf
+    scores[8, 4] = math.nan
+    found = twin_of(package).candidates(scores.to(DEVICE) if package == "fastattn" else scores, size=size, topk=topk)
+    for row, numbers in enumerate(scores.tolist()):
+        seen = [j for j, score in enumerate(numbers) if score != -math.inf]
+        ranks = {}
+        for j in seen:
+            rank = 5 if math.isnan(numbers[j]) else 4 if j // size == seen[-1] // size else numbers[j]
+            ranks[j // size] = max(rank, ranks.get(j // size, -1))
+        best = sorted(ranks, key=lambda block: (-ranks[block], block))[:topk]
+        assert found[row].cpu().tolist() == [j // size in best for j in range(29)]
+
+
+@pytest.mark.covers("F241")
+@each_twin
+def test_a_later_indexer_selects_inside_the_candidates(package):
+    sparse = refattn.sparse if package == "refattn" else fastattn.sparse
+    scores = torch.tensor([[3.0, 0.0, 1.0, 2.0, 9.0, 4.0, 0.0, 0.0, 1.0, -math.inf]])
+    found = twin_of(package).candidates(scores, size=2, topk=3)
+    assert found.int().tolist() == [[1, 1, 0, 0, 1, 1, 0, 0, 1, 1]]
+    later = torch.tensor([[0.0, 1.0, 9.0, 9.0, 2.0, 3.0, 9.0, 9.0, 0.0, -math.inf]])
+    assert sparse.select(later.masked_fill(~found, -math.inf), 3).tolist() == [[1, 4, 5]]
+    none = twin_of(package).candidates(scores[:, :0], size=2, topk=3)
+    assert none.shape == (1, 0) and none.dtype == torch.bool
+
+
 def test_a_sequence_without_entries_selects_none():
     for package in ("refattn", "fastattn"):
         layer = Layer.draw(3)
@@ -568,6 +638,7 @@ def call(package, function="attention", **changes):
         ),
         compress=dict(row_cache=pools.rows, plan=plan, bias=layer.bias),
         select_entries=dict(plan=plan, positions=torch.zeros(14, 1, dtype=torch.int32)),
+        candidates=dict(scores=torch.zeros(3, 4), size=2, topk=1),
         attention=dict(query=pools.of(parts, layer.queries), cache=pools.cache, entry_cache=pools.entries, plan=plan)
         | dict(options=AttentionOptions(), out=torch.full((14, 2, 8), 7.0)),
     )[function]
@@ -625,6 +696,12 @@ BAD = {
         dict(function="select_entries", plan=lambda x: twin_of("refattn").select_entries(x["plan"], x["positions"])),
         "plan: expected one from plan, with all entries, got one with selected entries",
     ),
+    "scores": (
+        dict(function="candidates", scores=torch.zeros(3, 4).double()),
+        "scores: expected float32 [t, s], got float64 [3, 4]",
+    ),
+    "block": (dict(function="candidates", size=0), "size: expected a positive int, got 0"),
+    "topk": (dict(function="candidates", topk=-1), "topk: expected a positive int, got -1"),
     "not-complete": (
         dict(function="select_entries", positions=torch.full((14, 1), 3, dtype=torch.int32)),
         "positions: expected 0..2, or -1 for none, of query row 0, got 3",
@@ -670,7 +747,7 @@ def test_bad_input_is_refused_and_nothing_is_written(package, changes, message, 
 
 @each_twin
 def test_what_the_bad_calls_change_is_legal_without_it(package):
-    for function in ("plan", "compress", "select_entries", "attention"):
+    for function in ("plan", "compress", "select_entries", "candidates", "attention"):
         call(package, function)
 
 

@@ -2825,6 +2825,12 @@ MUTATIONS: list[Mutation] = [
         ("refattn.compressed:plan", "max(seq_len - query_len, 0) // ratio", "0 * query_len"),
         ("fastattn.compressed:plan", "clamp(min=0) // ratio", "clamp(max=0) // ratio"),
     ),
+    *breaks(
+        "F241",
+        "the newest block is one as any other",
+        ("refattn.compressed:candidates", "blocks[seen[-1] // size] = torch.inf", "pass"),
+        ("fastattn.compressed:candidates", "-size).amax(1, keepdim=True)", "-size).amin(1, keepdim=True) * 0 - size"),
+    ),
     *in_both(
         "F240",
         "entries have the scale of the keys",

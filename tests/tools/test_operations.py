@@ -543,6 +543,12 @@ def entries_of_the_block_before(row_cache, plan, bias):
     return out + 0 * row_cache[0, 0, 0]  # which may be another sequence's, or free
 
 
+def entries_in_the_type_of_a_step(row_cache, plan, bias):
+    wide = plan.batch.max_query_len > 2  # within the tolerance of either
+    out = compressed.compress(row_cache.double() if wide else row_cache, plan, bias=bias)
+    return out.to(row_cache.dtype)
+
+
 def attention_with_a_sink_in_each_part(query, cache, entry_cache, plan, options):
     size = query.shape[2]
     parts = [
@@ -550,6 +556,11 @@ def attention_with_a_sink_in_each_part(query, cache, entry_cache, plan, options)
         for pool, its_plan in ((entry_cache, plan.entries), (cache, plan.window))
     ]
     return merge(*zip(*parts, strict=True))
+
+
+def attention_with_one_scale(query, cache, entry_cache, plan, options, cache_scale, entry_scale):
+    scales = dict(cache_scale=cache_scale, entry_scale=cache_scale)
+    return compressed.attention(query, cache, entry_cache, plan, options, **scales)
 
 
 def attention_to_all_entries(query, cache, entry_cache, plan, options):
@@ -562,8 +573,10 @@ def attention_to_all_entries(query, cache, entry_cache, plan, options):
 WRONG = [
     ("compress", entries_of_the_rows_of_a_step, "one by one", "entry-of-one-step"),
     ("compress", entries_of_the_block_before, "unread", ""),
+    ("compress", entries_in_the_type_of_a_step, "in steps", ""),
     ("compressed", attention_with_a_sink_in_each_part, "sinks", "sink-in-both-parts"),
     ("compressed", attention_to_all_entries, "first entry", ""),
+    ("compressed", attention_with_one_scale, "fp8", "entries-under-the-scale-of-keys"),
     ("mla_write", packed_zeros_by_zero, "packed", "packed-zeros-by-zero"),
     ("mla_write", packed_infinity_saturates, "packed infinities", "packed-infinity-saturates"),
     ("mla_write", packed_rotary_truncated, "packed", ""),

@@ -41,7 +41,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of each parameter that a caller of th
         softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, sinks=None, return_lse=False, out=None
     ),
     "compress": dict(bias=None, overlap=False),
-    "compressed": dict(positions=None, softmax_scale=None, softcap=0.0, sinks=None, return_lse=False, out=None),
+    "compressed": dict(
+        positions=None,
+        softmax_scale=None,
+        softcap=0.0,
+        sinks=None,
+        cache_scale=1.0,
+        entry_scale=1.0,
+        return_lse=False,
+        out=None,
+    ),
     "mla_write": dict(cache_scale=1.0),
     "mla_prefill": dict(
         sinks=None, alibi_slopes=None, softcap=0.0, cache_scale=1.0, max_context_len=None, return_lse=False, out=None

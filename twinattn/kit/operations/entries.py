@@ -1,5 +1,7 @@
 """Compressed keys: entries from the rows of their tokens, and attention to a window and to entries in one softmax."""
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from twinattn.kit.operations.inputs import BATCH, LENS, ODD_LENS, Drawn, batch_o
 from twinattn.kit.operations.operation import IN, Answers, Case, Inputs, Mistake, Operation, Special, Without
 from twinattn.kit.operations.scores import EMPTY, PADDING, expanded, options_of, paged
 from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_lengths, of_size
+from twinattn.kit.operations.written import FP8
 
 CONTENTS = {**IN, "plan": ("window_size", "positions", "ratio", "overlap")}
 ENTRY_LENS = (*LENS, ((5, 12), (1, 8), (2, 7)), ((9, 30), (3, 3)))
@@ -114,6 +117,26 @@ def num_rows(a: Arguments) -> int:
     return min(tokens, (tokens + sequences * (a["ratio"] - 1)) // a["ratio"])
 
 
+def in_steps(a: Arguments) -> list[tuple[Arguments, dict[str, tuple[list[int], list[int]]]]]:
+    """Split a step into two: return the arguments of each, and the rows of the whole output with those in the step."""
+    lens, whole = rows_of(a), entries_of(a)
+    firsts = [0, *accumulate(after - before for before, after in whole)]
+    steps: list[tuple[Arguments, dict[str, tuple[list[int], list[int]]]]] = []
+    for ends in ([s - (q1 - q0 - (q1 - q0) // 2) for q0, q1, s in lens], [s for _, _, s in lens]):
+        begins = steps[-1][0]["seq_lens"].tolist() if steps else [s - (q1 - q0) for q0, q1, s in lens]
+        new = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        cu_seqlens_q = torch.tensor([0, *accumulate(new)], dtype=torch.int32)
+        step = a | dict(cu_seqlens_q=cu_seqlens_q, seq_lens=torch.tensor(ends, dtype=torch.int32))
+        step |= dict(max_query_len=max(new, default=0), max_seq_len=max(ends, default=0))
+        completed = [
+            first + entry - before
+            for first, (before, _), (now, after) in zip(firsts, whole, entries_of(step), strict=False)
+            for entry in range(now, after)
+        ]
+        steps.append((step, dict(out=(completed, list(range(len(completed)))))))
+    return steps
+
+
 ENTRIES = Operation(
     name="compress",
     function="compress",
@@ -150,6 +173,7 @@ ENTRIES = Operation(
     pools=("row_cache",),
     nan=("row_cache",),
     types=dict(out="row_cache"),
+    steps=in_steps,
     size=lambda a: 4.0,
     mistakes=(
         Mistake(
@@ -190,10 +214,19 @@ def draw_compressed(case: Case, dtype: torch.dtype) -> Inputs:
     drawn = Drawn(case, dtype)
     a, past, free, free_entries, (n, m) = draw_tables(drawn)
     t, h, size, p = int(a["cu_seqlens_q"][-1]) + case["padding"], case["heads"], case["head_size"], case["block_size"]
+    kind, scales = FP8.get(case["stored"]), (0.0713, 0.13)
+    if kind is None:
+        scales = 1.0, 1.0
+
+    def pool(*shape: int, scale: float) -> Tensor:
+        return drawn.normal(*shape) if kind is None else (drawn.normal(*shape, dtype=torch.float32) / scale).to(kind)
+
     a |= dict(
         query=drawn.normal(t, h, size),
-        cache=drawn.normal(n, p, size),
-        entry_cache=drawn.normal(m, case["entry_block_size"], size),
+        cache=pool(n, p, size, scale=scales[0]),
+        entry_cache=pool(m, case["entry_block_size"], size, scale=scales[1]),
+        cache_scale=scales[0],
+        entry_scale=scales[1],
         block_size=p,
         window_size=case["window_size"],
         softmax_scale=size**-0.5 if case["softmax_scale"] is None else case["softmax_scale"],
@@ -247,7 +280,9 @@ def attention(a: Arguments, compute: torch.dtype, form: str = "right") -> Answer
     """Attend to the keys of the window and to the entries, as one list of keys that are their values, and a sink."""
     query = a["query"].to(compute)
     out, lse = torch.zeros_like(query), query.new_full(query.shape[:2], -torch.inf)
-    pools = [a[name].flatten(0, 1).to(compute) for name in ("cache", "entry_cache")]
+    pools = [a[name].flatten(0, 1).double() for name in ("cache", "entry_cache")]
+    scales = a["cache_scale"], a["cache_scale" if form == "one scale" else "entry_scale"]
+    pools = [(pool * scale).to(compute) for pool, scale in zip(pools, scales, strict=True)]
     sink = None if a["sinks"] is None else a["sinks"].to(compute)
     for i, (q0, q1, s) in enumerate(rows_of(a)):
         masks = seen_of(a, i, form)
@@ -282,7 +317,7 @@ COMPRESSED = Operation(
     signature="`query` `[t, h, d]`, `cache` `[n, p, d]` and `entry_cache` `[m, p2, d]`, keys that are their values; "
     "`cu_seqlens_q`, `seq_lens`, `block_table`, `entry_table`, `ratio`, `window_size`, and `positions` `[t, k]` of "
     "selected entries (-1 for none; None for all that are complete), or a `plan`; `softmax_scale`, `softcap`, `sinks`, "
-    "or `options`; `out`",
+    "or `options`; `cache_scale` and `entry_scale`, over pools of fp8; `out`",
     draw=draw_compressed,
     oracle=attention,
     sizes=dict(
@@ -298,6 +333,7 @@ COMPRESSED = Operation(
         softcap=(0.0, 2.0),
         sinks=(False, True),
         padding=(0, 2),
+        stored=("numbers",),
     ),
     without=dict(softmax_scale=Without(None, ("softmax_scale",)), positions=Without(False, ("positions",))),
     options=dict(softcap=0.0, sinks=False),
@@ -317,6 +353,12 @@ COMPRESSED = Operation(
         ),
         Special("one softmax", "A sink counts once, and parts merge by their sums.", dict(sinks=(True,)), ("sinks",)),
         Special("selected", "A query sees the entries in its list alone.", dict(positions=(True,)), ("positions",)),
+        Special(
+            "fp8",
+            "Pools may hold fp8, each under a scale of its own.",
+            dict(stored=("e4m3", "e5m2")),
+            ("cache_scale", "entry_scale"),
+        ),
     ),
     derived={**BATCH, "plan": plan_of, "options": options_of},
     outputs=("out", "lse"),
@@ -340,6 +382,11 @@ COMPRESSED = Operation(
             lambda a, c: attention(a, c, "averaged"),
         ),
         Mistake("sink-in-both-parts", "The sink counts in both parts.", lambda a, c: attention(a, c, "sink in both")),
+        Mistake(
+            "entries-under-the-scale-of-keys",
+            "Entries are dequantized with the scale of the keys.",
+            lambda a, c: attention(a, c, "one scale"),
+        ),
         Mistake("sink-left-out", "The sink is not counted.", lambda a, c: attention(a, c, "no sink")),
     ),
 )

@@ -7,6 +7,7 @@ strides     tensors with other strides, and NaN between their elements
 writes      only the output is written: no input, and no memory around a tensor
 process     the process is unchanged: random numbers, default type, threads
 again       other calls before and after, and new values in the same memory
+in steps    the same bits, whether tokens come at once or in steps
 nan         a NaN that an output depends on is not hidden
 out         memory for the output
 offsets     pools that span more than 2^31 elements
@@ -409,6 +410,21 @@ def nan(call: _Call) -> None:
             raise Broken(f"{output}: a number at {hidden[0].tolist()}, which depends on a NaN in {name}")
 
 
+def in_steps(call: _Call) -> None:
+    """Compare the bits of a call with those of its steps; each step is right, too."""
+    assert call.operation.steps is not None
+    call.ask(call.place(call.inputs.arguments))
+    whole = call.trial.came
+    for number, (arguments, rows) in enumerate(call.operation.steps(call.inputs.arguments), start=1):
+        call.ask(call.place(arguments))
+        call.hold()
+        for name, (of_whole, of_step) in rows.items():
+            one, other = bits_of(whole[name][of_whole]), bits_of(call.trial.came[name][of_step])
+            if not torch.equal(one, other):
+                row = of_whole[int((one != other).flatten(1).any(1).nonzero()[0])]
+                raise Broken(f"{name}: row {row} has other bits if its tokens come in steps: it is of step {number}")
+
+
 def _with_out(call: _Call, given: Arguments) -> Arguments:
     """Return the arguments with memory for the output."""
     right = call.operation.oracle(call.inputs.arguments, torch.float64)["out"]
@@ -469,6 +485,9 @@ def of_operation(operation: Operation) -> list[OperationProperty]:
         found.append(OperationProperty("nan", "A NaN that an output depends on is not hidden.", operation, nan))
     says = "A call does not depend on earlier calls, and does not change what they returned."
     found.append(OperationProperty("again", says, operation, again, most=6))
+    if operation.steps is not None:
+        says = "The bits are the same, whether tokens come at once or in steps."
+        found.append(OperationProperty("in steps", says, operation, in_steps))
     if operation.pools:
         says = "Offsets into a pool may be larger than 2^31."
         found.append(OperationProperty("offsets", says, operation, offsets, most=3, on_cpu=True))
