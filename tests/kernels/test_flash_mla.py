@@ -318,10 +318,12 @@ def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_
 
 @pytest.mark.parametrize("options", [{}, dict(softmax_scale=-0.05), dict(sinks=True)], ids=["plain", "scale", "sinks"])
 @pytest.mark.parametrize(("padding_rows", "topk"), [(0, 128), (3, 130)], ids=["all-rows", "padding"])
-def test_selected_latents_agree_with_the_reference(padding_rows, topk, options, flash_mla_package):
+@pytest.mark.parametrize("rope", [64, 0], ids=["rotary", "alone"])
+def test_selected_latents_agree_with_the_reference(rope, padding_rows, topk, options, flash_mla_package):
     """Some positions of each sequence, none, one twice, -1 between others; NaN in all latents that no query selects."""
     case = Case("", ((3, 70), (1, 33), (2, 260)), heads=(64, 1), block_size=64, padding_rows=padding_rows)
     query, cache, batch = latents(case)
+    query, cache = (x[..., : RANK + rope].contiguous() for x in (query, cache))
     options = filled(options, 64)
     t = len(query)
     positions = torch.full((t, topk), -1, dtype=torch.int32)
@@ -501,6 +503,15 @@ def test_what_they_compute(name, hopper):
         assert order.unsupported_reason(name, quantized) is None and order.priorities(quantized)[0] == name
     softcap = USUAL._replace(softcap=True)
     assert (order.unsupported_reason(name, softcap) is None) == (name == "fa3")
+
+
+def test_flash_mla_takes_selected_keys_that_are_their_values(hopper):
+    """The entries of DeepSeek-V4, but not its window."""
+    alone = USUAL._replace(head_size=512, dtype=torch.bfloat16)
+    assert order.unsupported_reason("flash_mla", alone._replace(block_size=1)) is None
+    refused = order.unsupported_reason("flash_mla", alone)
+    assert refused == "latents of 512 elements and rotary keys of 64 (none over selected latents), not 512 and 0"
+    assert "none over selected" in order.unsupported_reason("flash_mla", alone._replace(**PACKED))
 
 
 BOTH = [

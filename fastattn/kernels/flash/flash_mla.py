@@ -9,8 +9,10 @@ them only where both are allowed (`query_scale`, `fp8_weights` of `fastattn.mla.
 page of every sequence, even of one without keys, so such a sequence gets one key, and its output is fixed up.
 
 Where a page is one token and a sequence one query, as in a plan of selected keys, the kernel for sparse prefills is
-called, with any number of queries. A program has 64 heads of a query and all its keys, so it takes many queries to fill
-the GPU. It fills with zeros where a query has fewer keys, and reads no slot outside of the pool.
+called, with any number of queries, also over latents without rotary keys (the entries of DeepSeek-V4). A program has 64
+heads of a query and all its keys, so it takes many queries to fill the GPU. It fills with zeros where a query has fewer
+keys, and reads no slot outside of the pool. It takes a sink, too, but its log-sum-exp is without it: sinks are added
+afterwards.
 
 Over packed latents the kernel for sparse decodes is called, which splits the keys. It rounds the scales to bfloat16,
 and then the products with them. It checks slots for -1 only, and reads the rows of slots past the last one, so both
@@ -53,6 +55,7 @@ FUNCTIONS = (
     "flash_mla_sparse_fwd",
 )  # functions of that module
 LATENT = (64, 512)  # sizes of rotary keys and of latents
+KEY = (0, 512)  # of selected keys that are their values
 BLOCK_SIZE = 64  # tokens in a page
 SELECTED_HEADS = (64, 128)  # query heads, over selected latents
 SELECTED_STEP = 128  # selected latents are padded to a multiple of it
@@ -71,9 +74,10 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not packed and problem.stored is not None and (rounded := _cannot_multiply_fp8(problem)) is not None:
         return rounded
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
-    if sizes != LATENT:
-        return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
     selected = is_of_selected(problem)
+    if sizes != LATENT and (sizes != KEY or packed or not selected):
+        more = " (none over selected latents)" if sizes == KEY else ""
+        return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}{more}, not {sizes[1]} and {sizes[0]}"
     if packed and not selected:
         return (
             "reads packed latents where each sequence is one query with a list of slots, as in a plan of selected keys"

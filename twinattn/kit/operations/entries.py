@@ -218,13 +218,13 @@ def draw_compressed(case: Case, dtype: torch.dtype) -> Inputs:
     if kind is None:
         scales = 1.0, 1.0
 
-    def pool(*shape: int, scale: float) -> Tensor:
+    def stored(*shape: int, scale: float) -> Tensor:
         return drawn.normal(*shape) if kind is None else (drawn.normal(*shape, dtype=torch.float32) / scale).to(kind)
 
     a |= dict(
         query=drawn.normal(t, h, size),
-        cache=pool(n, p, size, scale=scales[0]),
-        entry_cache=pool(m, case["entry_block_size"], size, scale=scales[1]),
+        cache=stored(n, p, size, scale=scales[0]),
+        entry_cache=stored(m, case["entry_block_size"], size, scale=scales[1]),
         cache_scale=scales[0],
         entry_scale=scales[1],
         block_size=p,

@@ -139,8 +139,8 @@ class Operation:
         flips: tensors of integers that stay valid if they are flipped.
         seen: makes the named outputs from the returned value and the arguments after the call, if `outputs` does not.
         invoke: calls the function, if one call with the arguments is not enough.
-        steps: splits a call into those of several steps, each with rows of outputs by name: those of the whole call, and
-            those of the step that have the same bits.
+        steps: splits a call into those of several steps, each with rows of outputs by name: rows of the whole call, and
+            the rows of the step that have the same bits.
         nan: arguments in which a NaN must show in the output.
         has_out: whether it takes memory for the output as `out`.
         dtypes: types of the numbers.
