@@ -346,9 +346,32 @@ def over_packed(q, k_cache, indices, rank, softmax_scale) -> tuple[Tensor, Tenso
     return out.to(q.dtype)[:, None], lse[..., None]
 
 
+def over_two_pools(q, both, softmax_scale, sinks):
+    """Attend to the slots of two pools of DeepSeek-V4; a sink is in the outputs, and not in the log-sum-exp."""
+    keys = []
+    for pages, slots in both:
+        n, p = pages.shape[:2]
+        assert pages.shape[2:] == (1, 584) and pages.stride(1) == 584 and pages.stride(0) % 576 == 0
+        assert slots.shape[2] % 128 == 0 and slots.dtype == torch.int32
+        rows, scales = pages.reshape(n, -1).split([p * 576, p * 8], 1)
+        values, rest = rows.unflatten(1, (p, 576)).split([448, 128], 2)
+        scales = scales.unflatten(1, (p, 8))[..., :7].float().sub(127).exp2()
+        values = values.contiguous().view(torch.float8_e4m3fn).float().unflatten(2, (7, 64)) * scales[..., None]
+        pool = torch.cat([values.flatten(2), rest.contiguous().view(torch.bfloat16).float()], 2).flatten(0, 1)
+        keys.append((pool, slots[:, 0]))
+    outs, lses = [], []
+    for i, query in enumerate(q):
+        own = torch.cat([pool[slots[i][slots[i] >= 0].long()] for pool, slots in keys]).to(q.dtype)[:, None]
+        out, lse = attend(query, own, own, masks.full(1, len(own)), softmax_scale=softmax_scale)
+        outs.append(out.float() * torch.sigmoid(lse - sinks)[..., None])
+        lses.append(lse.T)
+    return torch.stack(outs).to(q.dtype), torch.stack(lses)
+
+
 def flash_mla_with_kvcache(
     q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
     causal=False, *, use_legacy=False, is_fp8_kvcache=False, descale_q=None, descale_k=None, indices=None,
+    attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None,
 ):  # fmt: skip
     """Attend as FlashMLA does on Hopper: `q` is `[b, s, h, d]`, the log-sum-exp `[b, h, s]`.
 
@@ -356,6 +379,9 @@ def flash_mla_with_kvcache(
     """
     if indices is not None:
         assert use_legacy and is_fp8_kvcache and not causal and block_table is cache_seqlens is None
+        if extra_k_cache is not None:
+            both = (k_cache, indices), (extra_k_cache, extra_indices_in_kvcache)
+            return over_two_pools(q, both, softmax_scale, attn_sink)
         return over_packed(q, k_cache, indices, head_dim_v, softmax_scale)
     if is_fp8_kvcache:
         assert q.dtype == k_cache.dtype == torch.float8_e4m3fn and descale_q.shape == descale_k.shape == (1,)

@@ -407,6 +407,14 @@ CONTENDERS = [
         )
     ),
     *(
+        (entries.CompressedKeys(2, 160, 4, topk, num_heads=2, block_size=16, fp8=True), contender)
+        for topk in (0, 5)
+        for contender in (
+            *(entries.compressed_twin(), entries.compressed_twin("refattn")),
+            entries.compressed_flash_mla_fp8(),
+        )
+    ),
+    *(
         (work, contender)
         for work in (
             entries.NewEntries(2, 40, 40, size=16, block_size=16),

@@ -72,6 +72,7 @@ class CompressedKeys:
         size: elements of a key and of an entry.
         block_size: tokens in a block; a block of entries has those of a block of tokens.
         query_len: new tokens of each sequence.
+        fp8: pools are in e4m3, with a scale of 1.
     """
 
     num_seqs: int
@@ -82,6 +83,7 @@ class CompressedKeys:
     size: int = 512
     block_size: int = 256
     query_len: int = 1
+    fp8: bool = False
 
     @property
     def tokens(self) -> int:
@@ -102,7 +104,7 @@ class CompressedKeys:
         """Count each key that is seen once, the list of each query, and the queries."""
         keys = min(self.seen, self.seq_len + self.seq_len // self.ratio)  # prompts see most keys more than once
         of_queries = self.num_heads * self.size * itemsize + 4 * self.topk
-        return self.num_seqs * keys * self.size * itemsize + self.tokens * of_queries
+        return self.num_seqs * keys * self.size * (1 if self.fp8 else itemsize) + self.tokens * of_queries
 
     def writes(self, itemsize: int) -> int:
         """Count the outputs once."""
@@ -127,6 +129,7 @@ class CompressedKeys:
             best = drawn.masked_fill_(incomplete, -1.0).topk(self.topk, dim=1)
             positions = best.indices.where(best.values >= 0, -1).sort(1).values.int()
         pool = normal(blocks * (self.block_size + per_block), self.size)
+        pool = pool.to(torch.float8_e4m3fn) if self.fp8 else pool
         sinks = normal(self.num_heads, dtype=torch.float32)
         return Compressed(normal(self.tokens, self.num_heads, self.size), sinks, pool, batch, arguments, positions)
 
@@ -178,7 +181,7 @@ def _slots(inputs: Compressed, rows: list[int] | None = None) -> Tensor:
 
 
 def _attend(inputs: Compressed, i: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    query, keys = inputs.query[i].to(dtype), inputs.pool[slots[slots >= 0]].to(dtype)
+    query, keys = inputs.query[i].to(dtype), torch.stack([inputs.pool[j] for j in slots[slots >= 0].tolist()]).to(dtype)
     scores = torch.cat([query @ keys.T * query.shape[-1] ** -0.5, inputs.sinks.to(dtype)[:, None]], 1)
     return scores.softmax(-1)[:, :-1] @ keys
 
@@ -227,6 +230,19 @@ def compressed_flash_mla() -> Contender:
         return flash_mla.prepare_selected(inputs.query, inputs.pool[None], slots, size, size**-0.5, sinks=inputs.sinks)
 
     return Contender("FlashMLA, slots known", prepare)
+
+
+def compressed_flash_mla_fp8() -> Contender:
+    """FlashMLA's kernel for decodes of DeepSeek-V4, over the same values in its own rows, and slots that are known."""
+
+    def prepare(inputs: Compressed) -> Call:
+        slots, size, count = _slots(inputs), inputs.query.shape[-1], inputs.cache.shape[:2].numel()
+        window, entries = slots.split([WINDOW, slots.shape[1] - WINDOW], 1)
+        pools = flash_mla.pack_keys(inputs.cache), flash_mla.pack_keys(inputs.entry_cache)
+        lists = window, (entries - count).where(entries >= 0, -1)
+        return flash_mla.prepare_two_pools(inputs.query, pools, lists, size**-0.5, inputs.sinks)
+
+    return Contender("FlashMLA, slots known", prepare, rows="b t h d -> (b t) h d")
 
 
 def compressed_attn_gym(impl: str = "fused") -> Contender:

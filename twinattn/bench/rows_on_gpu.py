@@ -371,6 +371,8 @@ def _compressed(shrink: int) -> Iterator[Row]:
         ):
             name = f"decode-{b}x{work.seq_len}-ratio-{work.ratio}-{kind}"
             yield Row("compressed", name, work, (*ours, *others, entries.compressed_gathered()))
+            quantized = replace(work, fp8=True)
+            yield Row("compressed", f"{name}-fp8", quantized, (*ours, entries.compressed_flash_mla_fp8()))
     for ratio, topk, kind in ((4, 512 // shrink, "selected"), (128, 0, "all")):
         prompt = entries.CompressedKeys(1, 8192 // shrink, ratio, topk, query_len=8192 // shrink)
         name = f"prefill-{prompt.tokens}-ratio-{ratio}-{kind}"

@@ -12,6 +12,7 @@ from refattn.batch import Batch
 from twinattn.libraries import Call, missing, of_rectangle, output_of
 
 STEP = 128  # slots of a list, of which its kernels take a multiple
+V4_ROW = 448, 576  # values in e4m3 of a key of DeepSeek-V4, and the bytes of a key without its scales
 
 
 def available() -> str | None:
@@ -113,6 +114,59 @@ def prepare_packed(
         use_legacy=True,
     )
     return of_rectangle(call) if return_lse else output_of(call)
+
+
+def pack_keys(pool: Tensor) -> Tensor:
+    """Return a pool of keys in e4m3 `[n, p, 512]` as it keeps those of DeepSeek-V4 `[n, p, 1, 584]`, with scales of 1.
+
+    A block has the rows of its tokens, each of 448 values in e4m3 and 64 in bfloat16, and then 8 bytes for each token:
+    7 scales, of 64 values each, as exponents of 2, and one that is not read. Blocks begin at multiples of 576 bytes.
+    """
+    (n, p, _), (nope, row) = pool.shape, V4_ROW
+    pages = torch.zeros(n, -(-p * (row + 8) // row) * row, dtype=torch.uint8, device=pool.device)
+    rows = pages[:, : p * row].unflatten(1, (p, row))
+    rows[..., :nope] = pool[..., :nope].view(torch.uint8)
+    rows[..., nope:] = pool[..., nope:].to(torch.bfloat16).view(torch.uint8)
+    pages[:, p * row : p * (row + 8)] = 127  # 2**0
+    return pages[:, : p * (row + 8)].unflatten(1, (p, row + 8))[:, :, None]
+
+
+def prepare_two_pools(
+    query: Tensor, pools: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor], softmax_scale: float, sinks: Tensor
+) -> Call:
+    """Prepare its kernel for decodes of DeepSeek-V4, from two pools with a list of slots in each, under one softmax.
+
+    The first call shares out the work. Lists get -1 up to a multiple of 128, of which it has to have them.
+
+    Args:
+        query: `[t, h, 512]`, of 64 or 128 heads.
+        pools: of keys and of entries, from `pack_keys`.
+        slots: `[t, k]` in each of them, -1 for none.
+        softmax_scale: the factor of the scores.
+        sinks: `[h]`.
+    """
+    from flash_mla import get_mla_metadata
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache
+
+    schedule, _ = get_mla_metadata()
+    indices, others = (pad(x.int(), (0, -x.shape[1] % STEP), value=-1)[:, None] for x in slots)
+    call = partial(
+        flash_mla_with_kvcache,
+        query[:, None],
+        pools[0],
+        None,
+        None,
+        query.shape[-1],
+        schedule,
+        softmax_scale=softmax_scale,
+        is_fp8_kvcache=True,
+        indices=indices,
+        attn_sink=sinks.float(),
+        extra_k_cache=pools[1],
+        extra_indices_in_kvcache=others,
+        use_legacy=True,
+    )
+    return output_of(call)
 
 
 def _prepare(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, schedule: Any, **options: Any) -> Call:
