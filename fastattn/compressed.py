@@ -110,7 +110,7 @@ def candidates(scores: Float32[Tensor, "t s"], *, size: int, topk: int) -> Bool[
     if not scores.numel():
         return torch.zeros_like(scores, dtype=torch.bool)
     at = torch.arange(num_entries, device=scores.device)
-    newest = at.where(scores != -torch.inf, -size).amax(1, keepdim=True)  # of a query that sees none, no block
+    newest = at.where(scores != -torch.inf, -size).amax(1, keepdim=True)  # a query that sees none has no such block
     padded = torch.nn.functional.pad(scores, (0, -num_entries % size), value=-torch.inf)
     best = padded.unflatten(1, (-1, size)).amax(2)
     number = torch.arange(best.shape[1], device=scores.device)

@@ -361,7 +361,10 @@ def _selected(shrink: int) -> Iterator[Row]:
 
 
 def _compressed(shrink: int) -> Iterator[Row]:
-    """Entries beside a window, of the layers of DeepSeek-V4: selected of those of 4 tokens, all of those of 128."""
+    """Entries beside a window, of the layers of DeepSeek-V4: selected of those of 4 tokens, all of those of 128.
+
+    Of the peers only FlashMLA reads fp8, in its kernel for decodes.
+    """
     ours = entries.compressed_twin(), entries.compressed_twin(kernel="triton")
     others = entries.compressed_flash_mla(), entries.compressed_attn_gym()
     for b in (1, 64):
