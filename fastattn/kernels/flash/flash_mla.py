@@ -55,7 +55,7 @@ FUNCTIONS = (
     "flash_mla_sparse_fwd",
 )  # functions of that module
 LATENT = (64, 512)  # sizes of rotary keys and of latents
-KEY = (0, 512)  # of selected keys that are their values
+KEY = (0, 512)  # sizes of selected keys that are their values
 BLOCK_SIZE = 64  # tokens in a page
 SELECTED_HEADS = (64, 128)  # query heads, over selected latents
 SELECTED_STEP = 128  # selected latents are padded to a multiple of it
