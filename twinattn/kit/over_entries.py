@@ -14,7 +14,7 @@ from twinattn.kit.kernel import claims
 from twinattn.libraries import Call, attn_gym, flash_mla
 
 PROMPTS = (((5, 5), (9, 9)), ((1, 1),), ((3, 3), (0, 0), (16, 16)), ((33, 33), (2, 2)))  # no token has a context
-NO_PADDING: dict[str, Any] = dict(padding=(0,))  # of rows that no sequence has, such kernels say nothing
+NO_PADDING: dict[str, Any] = dict(padding=(0,))  # such kernels say nothing of rows that no sequence has
 NO_ROWS, NOT_ABOVE_0 = "query dimensions must all be positive", "scale must be greater than 0"  # attention-gym's texts
 
 
