@@ -389,7 +389,7 @@ def test_an_indexer_selects_only_complete_entries_and_all_of_them_if_there_are_f
 # --- what layers share ---
 
 
-@pytest.mark.covers("F241")
+@pytest.mark.covers("F232", "F234")
 @each_attender
 @pytest.mark.parametrize("selects", [False, True], ids=["all", "selected"])
 def test_a_layer_without_a_compressor_attends_to_the_entries_of_an_earlier_one(kernel, selects):

@@ -2840,11 +2840,16 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "F240",
-        "entries are not quantized in the engine",
+        "keys or entries are not quantized in the engine",
         (
             "twinattn.engine.compressed_storage:CompressedStorage.allocate",
             "pools[2] = pools[2].to(self.dtype or dtype)",
             "pools[2] = pools[2].to(dtype)",
+        ),
+        (
+            "twinattn.engine.compressed_storage:SharedStorage.allocate",
+            "dtype=self.dtype or dtype",
+            "dtype=dtype",
         ),
     ),
     *in_both(
