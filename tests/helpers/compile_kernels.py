@@ -550,10 +550,14 @@ def launch_over_rings(some):
 
 
 def launch_over_entries(some):
-    """Launch what compressed keys need: entries with and without overlap, attention to keys without rotary parts."""
-    from fastattn import compressed as path
-    from fastattn.kernels.triton import attention, compressed
+    """Launch what compressed keys need: entries with and without overlap, attention to keys without rotary parts.
 
+    These are also fp8.
+    """
+    from fastattn import compressed as path
+    from fastattn.kernels.triton import attention, compressed, quantized
+
+    of_fp8 = quantized.Quantization("e4m3", (1.0, 0.5, 0.5))
     half, table = torch.bfloat16, torch.zeros(2, 64, dtype=torch.int32)
     for ratio, overlap, query_len in some((128, False, 512), (4, True, 1), last=2):
         batch = make_batch([query_len] * 2, [1024] * 2, [list(range(64))] * 2)
@@ -563,8 +567,11 @@ def launch_over_entries(some):
         rows, bias = torch.zeros(64, 16, 2 * width, dtype=half), torch.zeros(ratio, width)
         compressed.compress(rows, bias, plan)
         query, pool = torch.zeros(2 * query_len, 64, 512, dtype=half), torch.zeros(64, 16, 1, 512, dtype=half)
+        options = AttentionOptions(softmax_scale=0.04)
         for its_plan in (plan.window, plan.entries):
-            attention.attend_levels(query, pool, pool, [its_plan], AttentionOptions(softmax_scale=0.04), shared=True)
+            attention.attend_levels(query, pool, pool, [its_plan], options, shared=True)
+            stored = torch.zeros(64, 16, 1, 512, dtype=torch.uint8)
+            attention.attend_levels(query, stored, stored, [its_plan], options, shared=True, quantization=of_fp8)
 
 
 if __name__ == "__main__":
