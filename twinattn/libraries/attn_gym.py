@@ -130,7 +130,7 @@ def prepare_gather(
 
     Its window has no token. `impl="reference"` runs on a CPU.
     """
-    rows = query.transpose(0, 1)[None]
+    rows = query.transpose(0, 1)[None].contiguous()
     local = query.new_zeros(1, 1, len(query), query.shape[2])
     lists = dict(sliding_window_size=0, impl=impl, scale=softmax_scale)
     return _gather(rows, local, pool[None, None], slots[None], sinks, lists, return_lse)
@@ -165,7 +165,10 @@ def prepare_window(
         return_lse: whether to return the log-sum-exp.
         impl: "fused", or "reference", which runs on a CPU.
     """
-    rows, options = query.transpose(0, 1)[None], dict(sliding_window_size=window, impl=impl, scale=softmax_scale)
+    rows, options = (
+        query.transpose(0, 1)[None].contiguous(),
+        dict(sliding_window_size=window, impl=impl, scale=softmax_scale),
+    )
     options |= dict(cu_seqlens=cu_seqlens_q, cu_seqlens_k=cu_entries)
     return _gather(rows, key[None, None], entries[None, None], lists[None], sinks, options, return_lse)
 
