@@ -3,7 +3,10 @@
 MODULES = {
     "kv_cache": ("gather", "copy_blocks", "swap_blocks"),
     "sparse": ("index_write", "index_scores"),
-    "quantized": ("fp8_write", "int8_write", "int8_attention", "int4_attention"),
+    "quantized": (
+        *("fp8_write", "int8_write", "int4_write", "nvfp4_write"),
+        *("int8_attention", "int4_attention", "nvfp4_attention"),
+    ),
     "mla": ("mla_write", "mla_prefill"),
     "compressed": ("compress", "compressed"),
     "recurrent": ("convolve", "state_map", "compose"),

@@ -21,6 +21,7 @@ SLOW = ("many", "many keys", "long", "large vocabulary", "large trees", "offsets
 DEFAULTS: dict[str, dict[str, Any]] = {  # of each parameter that a caller of the reference may leave out
     "fp8_write": dict(format=torch.float8_e4m3fn),
     "int8_write": dict(value_scales=None),
+    "nvfp4_write": dict(key_scale=1.0, value_scale=1.0),
     "convolve": dict(bias=None, silu=True, num_accepted=None, has_initial_state=None, out=None),
     "state_map": dict(delta=True),
     "replay": dict(
@@ -39,6 +40,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of each parameter that a caller of th
     ),
     "int4_attention": dict(
         softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0, sinks=None, return_lse=False, out=None
+    ),
+    "nvfp4_attention": dict(
+        softmax_scale=None,
+        key_scale=1.0,
+        value_scale=1.0,
+        causal=True,
+        window_size=(-1, -1),
+        softcap=0.0,
+        sinks=None,
+        return_lse=False,
+        out=None,
     ),
     "compress": dict(bias=None, overlap=False),
     "compressed": dict(

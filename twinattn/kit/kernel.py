@@ -80,7 +80,10 @@ NOT_DRAWN = {  # options of a path, of an operation or of its plan that no batch
     "int8_attention": dict.fromkeys(
         ("alibi_slopes", "alibi_sqrt", "batch_invariant"), "held over fp8 by the path quantized, and by search"
     ),
-    "int4_attention": dict.fromkeys(("alibi_slopes", "alibi_sqrt", "batch_invariant"), BY_TESTS),
+    **dict.fromkeys(
+        ("int4_attention", "nvfp4_attention"),
+        dict.fromkeys(("alibi_slopes", "alibi_sqrt", "batch_invariant"), BY_TESTS),
+    ),
     "context_parallel": dict.fromkeys(
         ("causal", "softcap", "alibi_slopes", "alibi_sqrt", "batch_invariant", "scales", "out"), BY_TESTS
     ),

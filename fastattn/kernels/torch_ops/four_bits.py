@@ -130,7 +130,7 @@ def _to_nvfp4(
     scale = (groups.abs().amax(-1, keepdim=True) / (6.0 * of_all)).clamp_(max=LARGEST_SCALE).to(GROUP_FORMAT)
     numbers = (groups / (scale.float() * of_all)).nan_to_num_(0.0)
     edges = torch.tensor([(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)], device=x.device)
-    size = numbers.abs()
+    size = numbers.abs().contiguous()  # bucketize warns of other strides
     quantized = torch.bucketize(size, edges)  # at an edge: the lower number
     quantized += (size == edges[1]) | (size == edges[3]) | (size == edges[5])  # unless it is the odd one of the two
     quantized = quantized.byte() | numbers.signbit().byte() << 3

@@ -23,6 +23,7 @@ from twinattn.kit.operations import (
     scores,
     states,
     written,
+    written_four_bits,
 )
 from twinattn.kit.operations.operation import Case, Operation, OperationKernel
 from twinattn.kit.operations.properties import OperationProperty, of_operation
@@ -32,6 +33,7 @@ OPERATIONS: dict[str, Operation] = {
     for x in (
         *moves.OPERATIONS,
         *written.OPERATIONS,
+        *written_four_bits.OPERATIONS,
         *states.OPERATIONS,
         *rings.OPERATIONS,
         *entries.OPERATIONS,

@@ -84,7 +84,7 @@ class Without(NamedTuple):
 IN: Mapping[str, tuple[str, ...]] = {  # arguments that contain others
     "plan": ("window_size", "num_accepted", "has_initial_state", "causal"),
     "options": ("softmax_scale", "scale", "delta", "sinks", "softcap", "alibi_slopes"),
-    "scales": ("key_scales", "value_scales", "format"),
+    "scales": ("key_scales", "value_scales", "key_scale", "value_scale", "format"),
     "shard": ("interleave",),
 }
 

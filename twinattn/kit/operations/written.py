@@ -196,11 +196,11 @@ INDEX_WRITE = Operation(
 # --- fp8 and int8 ---
 
 
-def _rows(case: Case, dtype: torch.dtype) -> tuple[Drawn, dict[str, Tensor], int]:
-    """Draw new keys and values, with rows of padding, and their slots."""
+def drawn_rows(case: Case, dtype: torch.dtype, more: int = 8) -> tuple[Drawn, dict[str, Any], int]:
+    """Draw new keys and values, with rows of padding, and their slots; return the blocks of a pool, too."""
     drawn, t, p = Drawn(case, dtype), case["tokens"], case["block_size"]
     n, rows, hk = t // p + 3, t + case["padding"], case["heads"]
-    key, value = drawn.normal(rows, hk, case["head_size"]), drawn.normal(rows, hk, case["head_size"] + 8)
+    key, value = drawn.normal(rows, hk, case["head_size"]), drawn.normal(rows, hk, case["head_size"] + more)
     if case["values"] == "large" and rows:
         key[::2] *= 3000
         value[::3, :, 1:2] = torch.inf
@@ -216,7 +216,8 @@ def _rows(case: Case, dtype: torch.dtype) -> tuple[Drawn, dict[str, Tensor], int
     return drawn, dict(key=key, value=value, slot_mapping=drawn.slots(t, n * p)), n
 
 
-def _unread(a: dict[str, Tensor]) -> dict[str, Tensor]:
+def unread_rows(a: dict[str, Any]) -> dict[str, Tensor]:
+    """Return masks of the new keys and values that have no slot."""
     padding = torch.ones(len(a["key"]), dtype=torch.bool)
     padding[: len(a["slot_mapping"])] = a["slot_mapping"] < 0
     return {name: padding[:, None, None].expand(a[name].shape) for name in ("key", "value")}
@@ -224,7 +225,7 @@ def _unread(a: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw new keys and values, and pools of fp8 or uint8."""
-    drawn, a, n = _rows(case, dtype)
+    drawn, a, n = drawn_rows(case, dtype)
     kind, hk = FP8[case["format"]], case["heads"]
     pools = {
         f"{name}_cache": drawn.whole(0, 120, n, case["block_size"], *a[name].shape[1:])
@@ -240,7 +241,7 @@ def draw_fp8(case: Case, dtype: torch.dtype) -> Inputs:
         a[name] = fp8_ties(drawn, a[name].shape, torch.as_tensor(scales[i]).double().reshape(-1, 1), kind)
     arguments = {**a, **pools, "key_scale": scales[0], "value_scale": scales[1], "format": kind}
     arguments["exact_halves"] = case["values"] == "ties"
-    return Inputs(arguments, _unread(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
+    return Inputs(arguments, unread_rows(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
 
 
 def fp8_written(
@@ -322,7 +323,7 @@ FP8_WRITE = Operation(
 
 def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
     """Draw new keys and values, pools of int8 and the scales of their keys."""
-    drawn, a, n = _rows(case, dtype)
+    drawn, a, n = drawn_rows(case, dtype)
     p, (_, hk, dv) = case["block_size"], a["value"].shape
     key_cache = drawn.whole(-127, 128, n, p, *a["key"].shape[1:]).to(torch.int8)
     value_cache = (
@@ -345,7 +346,7 @@ def draw_int8(case: Case, dtype: torch.dtype) -> Inputs:
         "exact_halves": case["values"] == "ties",
     }
     pools = {name: arguments[name] for name in ("key_cache", "value_cache", "key_scales")}
-    return Inputs(arguments, _unread(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
+    return Inputs(arguments, unread_rows(a) | {name: overwritten(x, a["slot_mapping"]) for name, x in pools.items()})
 
 
 def int8_written(
