@@ -345,9 +345,14 @@ NVFP4 = Operation(
     "values, or all four as `scales`; `causal`, `window_size`, `softcap`, `sinks`; queries are not rounded",
     draw=partial(draw, scales=nvfp4_scales),
     oracle=nvfp4_attention,
-    sizes=INT4.sizes
-    | dict(head_size=(48, 16, 64), more=(0, 16), key_scale=(0.37, 1.0, 0.052), value_scale=(1.9, 1.0, 0.21)),
-    without=INT4.without | dict(key_scale=Without(1.0, ("key_scale",)), value_scale=Without(1.0, ("value_scale",))),
+    sizes={
+        **INT4.sizes,
+        **dict(head_size=(48, 16, 64), more=(0, 16), key_scale=(0.37, 1.0, 0.052), value_scale=(1.9, 1.0, 0.21)),
+    },
+    without={
+        **INT4.without,
+        **{name: Without(1.0, (name,)) for name in ("key_scale", "value_scale")},
+    },
     options=INT4.options,
     dimensions={**INT4.dimensions, **{name: of_size(name, 513, multiple=GROUP) for name in ("head_size", "more")}},
     specials=INT4.specials,
