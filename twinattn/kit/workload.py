@@ -60,7 +60,8 @@ OPERATIONS = {
     "state_cache": ("copy", "accepted_slots"),
 }
 EXACT = ("select", "slots", "write_index")  # operations of `sparse` that are compared bit for bit
-STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
+STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys", "int4", "nvfp4")
+FOUR_BITS = ("int4", "nvfp4")  # pools of two elements per byte
 POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
 ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
 TABLES = ("plain", "tight", "every-other", "transposed")

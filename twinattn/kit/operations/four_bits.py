@@ -16,6 +16,7 @@ from torch import Tensor
 
 from refattn.four_bits import Int4Scales, Nvfp4Scales
 from twinattn.kit.example import Arguments
+from twinattn.kit.four_bits import GROUP, e2m1, hadamard, interleaved, with_zero_points
 from twinattn.kit.operations.inputs import BATCH, LENS, Drawn, padding_of, rows_of, slots_of
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Oracle, Without
 from twinattn.kit.operations.scores import (
@@ -33,8 +34,6 @@ from twinattn.kit.operations.scores import (
 from twinattn.kit.operations.tiles import BLOCKS, Dimension, of_lengths, of_size
 
 POOLS = ("key_cache", "value_cache", "key_scales", "value_scales")
-GROUP = 16  # elements under one scale of nvfp4
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of nvfp4, by their last three bits
 Scales = Callable[[Drawn, int, int, int, int], Tensor]  # draws the scales of a pool, from its sizes `n, p, hk, d`
 
 
@@ -42,7 +41,7 @@ def int4_scales(drawn: Drawn, n: int, p: int, hk: int, size: int) -> Tensor:
     """Draw a scale per row, with a zero point in its last four bits."""
     sizes = torch.exp2(drawn.uniform(n, p, hk, low=-7.0, high=-2.0, dtype=torch.float32))
     zeros = drawn.whole(0, 16, n, p, hk, dtype=torch.int32)
-    return (sizes.view(torch.int32) & ~15 | zeros).view(torch.float32)
+    return with_zero_points(sizes, zeros)
 
 
 def nvfp4_scales(drawn: Drawn, n: int, p: int, hk: int, size: int) -> Tensor:
@@ -74,19 +73,6 @@ def draw(case: Case, dtype: torch.dtype, scales: Scales) -> Inputs:
         a |= {name: case[name] for name in ("key_scale", "value_scale")}
     unread = {name: expanded(free, a[name]) for name in POOLS}
     return Inputs(a, past | unread | dict(query=padding_of(a, a["query"])))
-
-
-def hadamard(size: int, dtype: torch.dtype) -> Tensor:
-    """Return the orthonormal matrix of a head, in blocks of the largest power of two that divides its size."""
-    block, matrix = size & -size, torch.ones(1, 1, dtype=dtype)
-    while len(matrix) < block:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return torch.block_diag(*[matrix] * (size // block)) * block**-0.5
-
-
-def interleaved(low: Tensor, high: Tensor) -> Tensor:
-    """Return elements of which the even ones are in the low halves of the bytes."""
-    return torch.stack([low, high], -1).flatten(-2)
 
 
 def less_zero(quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -141,12 +127,6 @@ def attended(a: Arguments, query: Tensor, keys: Tensor, values: Tensor) -> tuple
         mask = mask & ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
         out[q0:q1], lse[q0:q1] = softmax(scores, mask, value)
     return out, lse
-
-
-def e2m1(quantized: Tensor) -> Tensor:
-    """Return the numbers of nvfp4 elements, 0 to 15: the last three bits are a size, the first one is the sign."""
-    sizes = torch.tensor(E2M1, dtype=torch.float64)
-    return torch.cat([sizes, -sizes])[quantized.long()]
 
 
 def each_group(scales: Tensor, size: int) -> Tensor:

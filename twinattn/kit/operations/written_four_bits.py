@@ -17,7 +17,8 @@ from torch import Tensor
 
 from refattn.four_bits import Int4Scales, Nvfp4Scales
 from twinattn.kit.example import Arguments
-from twinattn.kit.operations.four_bits import GROUP, POOLS, by_group, by_head, e2m1, hadamard, interleaved
+from twinattn.kit.four_bits import GROUP, e2m1, elements_of, hadamard, in_bytes, interleaved, with_zero_points
+from twinattn.kit.operations.four_bits import POOLS, by_group, by_head
 from twinattn.kit.operations.inputs import Drawn
 from twinattn.kit.operations.operation import Answers, Case, Inputs, Mistake, Operation, Special, Without
 from twinattn.kit.operations.tiles import of_size
@@ -50,16 +51,6 @@ def inputs_of(drawn: Drawn, a: Arguments, case: Case, n: int, scales: Callable[[
         a[f"{name}_scales"] = scales(d)
     a["exact_halves"] = case["values"] == "ties"
     return Inputs(a, unread_rows(a) | {name: overwritten(a[name], a["slot_mapping"]) for name in POOLS})
-
-
-def in_bytes(elements: Tensor) -> Tensor:
-    """Return two elements per byte, the even ones in the low halves."""
-    return (elements[..., ::2] | elements[..., 1::2] << 4).to(torch.uint8)
-
-
-def elements_of(pool: Tensor) -> Tensor:
-    """Return the elements of a pool of bytes, 0 to 15."""
-    return interleaved(pool.int() & 15, pool.int() >> 4)
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -122,7 +113,7 @@ def draw_int4(case: Case, dtype: torch.dtype) -> Inputs:
 
     def scales(_: int) -> Tensor:
         sizes = drawn.uniform(n, case["block_size"], case["heads"], low=0.5, dtype=torch.float32)
-        return (sizes.view(torch.int32) & ~15 | drawn.whole(0, 16, *sizes.shape).int()).view(torch.float32)
+        return with_zero_points(sizes, drawn.whole(0, 16, *sizes.shape))
 
     return inputs_of(drawn, a, case, n, scales)
 

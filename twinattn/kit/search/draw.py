@@ -353,6 +353,9 @@ def normalized(work: Workload) -> Workload:
         changes["table"] = "plain"
     if path == "merge" and work.rows.startswith("expanded"):
         changes["rows"] = "plain"  # each head has its own empty rows
+    if work.stored == "nvfp4" or (work.stored == "int4" and work.value_size % 2):
+        sizes = ("head_size", "value_head_size")
+        changes |= {name: -(-getattr(work, name) // 16) * 16 for name in sizes}  # whole groups
     if path not in ("quantized", "mla", "mla_prefill") and operation not in (
         *("write_latents", "write_quantized", "copy_blocks", "swap_blocks"),
         *("latent_attention", "scores", "write_index", "all", "selected"),

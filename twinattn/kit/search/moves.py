@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refattn.four_bits import Int4Scales, Nvfp4Scales
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import Accepted
+from twinattn.kit.four_bits import E2M1, GROUP, in_bytes, with_zero_points
 from twinattn.kit.search import made
 from twinattn.kit.search.exact import MovedWronglyError, expect, run_and_compare
 from twinattn.kit.search.inputs import FP8, LAMBDA, SPARE, Modules, block_table, make_batch, slots_of, tables
 from twinattn.kit.search.tensors import laid, moved
-from twinattn.kit.workload import Workload
+from twinattn.kit.workload import FOUR_BITS, Workload
 
 __all__ = ["LAMBDA", "MovedWronglyError", "check"]
 
@@ -29,7 +31,7 @@ def check(work: Workload, modules: Modules, device: str) -> None:
         write=_write,
         write_differential=_write_differential,
         write_latents=_write_latents,
-        write_quantized=_write_quantized,
+        write_quantized=_write_four_bits if work.stored in FOUR_BITS else _write_quantized,
         copy_blocks=_copy,
         swap_blocks=_copy,
         compact=_compact,
@@ -219,11 +221,76 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
     )
 
 
+def _write_four_bits(work: Workload, modules: Modules, device: str) -> None:
+    """Write rows of four bits; every byte and every scale is that of the definition, computed in float32."""
+    slots, num_blocks = _new_slots(work)
+    g, p, hk, is_int4 = _generator(work), work.block_size, work.heads[1], work.stored == "int4"
+    tensors, scales = dict[str, Any](slots=slots), []
+    for name, size in (("key", work.head_size), ("value", work.value_size)):
+        rows = 3 * torch.randn(len(slots), hk, size, generator=g)
+        if work.seed % 5 == 0 and len(slots):  # an infinite scale of int4 is any NaN
+            rows[work.seed % len(slots)] = (0.0, 6e4, -1e-5 if is_int4 else -3e38)[work.seed % 3]
+        tensors[name] = laid(rows.to(_dtype(work)), _rows_kind(work))
+        pool = torch.randint(0, 256, (num_blocks, p, hk, size // 2), generator=g).to(torch.uint8)
+        tensors[f"{name}_cache"] = laid(pool, _pool_kind(work))
+        scale = torch.rand(num_blocks, p, hk, 1 if is_int4 else size // GROUP, generator=g) + 0.5
+        scales.append(laid(scale if is_int4 else scale.to(FP8["e4m3"]), _pool_kind(work)))
+    numbers = (0.02 + torch.rand(2, generator=g)).tolist()
+    tensors["scales"] = Int4Scales(*(x[..., 0] for x in scales)) if is_int4 else Nvfp4Scales(*scales, *numbers)
+
+    def change(tensors: dict[str, Any]) -> None:
+        held = tensors["scales"]
+        for name, scale, number in (("key", held.key, numbers[0]), ("value", held.value, numbers[1])):
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    row, at = tensors[name][token].float(), (slot // p, slot % p)
+                    elements, its_scale = _to_int4(row) if is_int4 else _to_nvfp4(row, number)
+                    tensors[f"{name}_cache"][at] = in_bytes(elements)
+                    scale.view(its_scale.dtype)[at] = its_scale
+
+    names = ("key", "value", "key_cache", "value_cache", "slots")
+    run_and_compare(
+        lambda there: modules("quantized").write(*(there[name] for name in names), scales=there["scales"]),
+        tensors,
+        change,
+        device,
+    )
+
+
+def _to_int4(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn float32 rows `[hk, d]` by sums and differences of pairs, and quantize them; return elements and scales."""
+    step, block = 1, row.shape[-1] & -row.shape[-1]
+    while step < block:
+        one, other = row.unflatten(-1, (-1, 2, step)).unbind(-2)
+        row, step = torch.stack([one + other, one - other], -2).flatten(-3), 2 * step
+    row = row * block**-0.5
+    low, high = row.amin(-1).clamp(max=0), row.amax(-1).clamp(min=0)
+    scale = ((high - low) / torch.tensor([15.0])).clamp(min=torch.finfo(torch.float32).tiny)
+    zero = (-low / scale).round().clamp(0, 15)
+    scale = with_zero_points(scale, zero)
+    elements = ((row / scale[:, None]).round() + zero[:, None]).clamp(0, 15)
+    return elements.to(torch.int32), scale
+
+
+def _to_nvfp4(row: Tensor, number: float) -> tuple[Tensor, Tensor]:
+    """Quantize float32 rows `[hk, d]`; return elements, by their distance from each number, and the bytes of scales."""
+    of_all = torch.tensor(number, dtype=torch.float32)
+    groups, levels = row.unflatten(-1, (-1, GROUP)), torch.tensor(E2M1)
+    scale = (groups.abs().amax(-1) / (6.0 * of_all)).clamp(max=448).to(FP8["e4m3"])
+    quotient = groups / (scale.float() * of_all)[..., None]
+    sizes = quotient.abs().nan_to_num(0.0).clamp(max=6.0).double()
+    distances = (sizes[..., None] - levels.double()).abs()
+    is_nearest = distances == distances.amin(-1, keepdim=True)  # two at a tie: the even one
+    elements = torch.where(is_nearest, 10 - torch.arange(8) % 2, 0).argmax(-1)
+    return (elements + 8 * quotient.nan_to_num(0.0).signbit()).flatten(-2).int(), scale.view(torch.uint8)
+
+
 def _copy(work: Workload, modules: Modules, device: str) -> None:
     """Copy blocks within pools, or between pools, of any type, also quantized."""
     _, num_blocks = tables(work)
     g, shuffle, p, hk = _generator(work), Random(work.seed), work.block_size, work.heads[1]
-    kind = FP8.get(work.stored, torch.int8 if work.stored.startswith("int8") else _dtype(work))
+    kinds: dict[str, torch.dtype] = {**FP8, "int8": torch.int8, "int8-keys": torch.int8}
+    kind = (kinds | dict.fromkeys(FOUR_BITS, torch.uint8)).get(work.stored, _dtype(work))
 
     def pool(blocks: int) -> Tensor:
         numbers = torch.randint(0, 100, (blocks, p, hk, work.head_size), generator=g)

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refattn.four_bits import FourBitScales, Int4Scales, Nvfp4Scales
 from refattn.options import AttentionOptions
 from refattn.ranks import Shard, simulate_ranks
 from refattn.scales import Fp8Scales, Int8Scales
 from twinattn.kit.cases import poisoned
+from twinattn.kit.four_bits import GROUP, int4_numbers, nvfp4_numbers, with_zero_points
 from twinattn.kit.oracle import Answer
 from twinattn.kit.search.inputs import (
     FP8,
@@ -33,7 +35,7 @@ from twinattn.kit.search.inputs import (
     tables,
 )
 from twinattn.kit.search.tensors import laid, unwritten
-from twinattn.kit.workload import Workload
+from twinattn.kit.workload import FOUR_BITS, Workload
 
 
 def _rows(work: Workload, generator: torch.Generator) -> Call:
@@ -80,10 +82,7 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
             tensors[name] = laid(drawn_pool(work, generator, num_blocks, hk, size, hidden, kind), work.pool)
     else:
         tensors |= _quantized(work, generator, num_blocks, hidden)
-        if isinstance(tensors["scales"], Fp8Scales) or tensors["scales"].value is not None:
-            more = ()  # quantized pools cannot be cast
-        else:
-            more = ("value_cache",)
+        more = ("value_cache",) if work.stored == "int8-keys" else ()  # quantized pools cannot be cast
 
     def read(i: int) -> tuple[Tensor, Tensor]:
         if work.stored != "numbers":
@@ -113,6 +112,8 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
 
 def _quantized(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
     """Draw quantized pools and their scales; hidden slots hold NaN or large numbers, or have such scales."""
+    if work.stored in FOUR_BITS:
+        return _four_bits(work, generator, num_blocks, hidden)
     p, hk, b = work.block_size, work.heads[1], len(work.lens)
     rows, sizes = num_blocks * p, (work.head_size, work.value_size)
     harm = work.poison in ("mixed", "nan")
@@ -152,6 +153,29 @@ def _quantized(work: Workload, generator: torch.Generator, num_blocks: int, hidd
     return dict(key_cache=pool(key, torch.int8), value_cache=values, scales=Int8Scales(by_token, of_value))
 
 
+def _four_bits(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
+    """Draw pools of two elements per byte and their scales, with NaN or large ones in hidden slots.
+
+    Sums of hundreds of keys stay near 1: the scales of a row, or of a group, differ by up to a factor of 8.
+    """
+    p, hk, tensors, scales = work.block_size, work.heads[1], dict[str, Any](), []
+    hidden_scale = torch.nan if work.poison in ("mixed", "nan") else 256.0
+    for name, size in (("key_cache", work.head_size), ("value_cache", work.value_size)):
+        pairs = torch.randint(0, 256, (num_blocks * p, hk, size // 2), generator=generator).to(torch.uint8)
+        groups = 1 if work.stored == "int4" else size // GROUP
+        scale = 2.0 ** (3 * torch.rand(num_blocks * p, hk, groups, generator=generator) - 4)
+        zeros = torch.randint(0, 16, scale.shape, generator=generator)
+        scale = with_zero_points(scale, zeros) if work.stored == "int4" else scale
+        scale[hidden] = hidden_scale
+        scale = scale if work.stored == "int4" else scale.to(torch.float8_e4m3fn)
+        tensors[name], scale = (laid(x.view(num_blocks, p, *x.shape[1:]), work.pool) for x in (pairs, scale))
+        scales.append(scale)
+    if work.stored == "int4":
+        return tensors | dict(scales=Int4Scales(*(scale[..., 0] for scale in scales)))
+    numbers = (0.2 + torch.rand(2, generator=generator)).tolist()
+    return tensors | dict(scales=Nvfp4Scales(*scales, *numbers))
+
+
 def _of_sequence(scale: Any, i: int) -> Tensor:
     """Return the scale of a sequence, one number or one per KV head."""
     numbers = torch.as_tensor(scale, dtype=torch.float32).double()
@@ -165,18 +189,23 @@ def _dequantized(work: Workload, tensors: dict[str, Any], slots: Tensor, i: int)
     if isinstance(scales, Fp8Scales):
         key, value = (pool.view(torch.uint8)[at].view(scales.format).double() for pool in pools)
         return key * _of_sequence(scales.key, i), value * _of_sequence(scales.value, i)
+    if isinstance(scales, Int4Scales):
+        return int4_numbers(pools[0][at], scales.key[at]), int4_numbers(pools[1][at], scales.value[at])
+    if isinstance(scales, Nvfp4Scales):
+        key = nvfp4_numbers(pools[0][at], scales.key[at], scales.of_keys)
+        return key, nvfp4_numbers(pools[1][at], scales.value[at], scales.of_values)
     key, value = (pool[at].double() for pool in pools)
     key = key * scales.key[at].double()[..., None]
     return key, value if scales.value is None else value * scales.value.double()
 
 
-def _rounded_queries(work: Workload, query: Tensor, scales: Fp8Scales | Int8Scales) -> Tensor:
-    """Round queries in float32 as the path does: to int8 by their largest element, or to fp8 under a scale."""
+def _rounded_queries(work: Workload, query: Tensor, scales: Fp8Scales | Int8Scales | FourBitScales) -> Tensor:
+    """Round queries in float32 as the path does: to int8 by their largest element, to fp8 under a scale, or not."""
     if isinstance(scales, Int8Scales):
         scale = query.float().abs().amax(-1, keepdim=True) / torch.tensor([127.0])
         scale[scale == 0] = 1.0
         return (query.float() / scale).round().clamp(-127, 127).double() * scale.double()
-    if scales.query is None:
+    if not isinstance(scales, Fp8Scales) or scales.query is None:
         return query.double()
     rounded, row, group = query.double(), 0, query.shape[1] // work.heads[1]
     for i, (q, _) in enumerate(work.lens):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refattn.four_bits import Int4Scales, Nvfp4Scales
 from refattn.scales import Int8Scales
 
 
@@ -77,6 +78,8 @@ def copied(x: Any) -> Any:
         return [copied(y) for y in x]
     if isinstance(x, Int8Scales):
         return replace(x, key=copied(x.key))
+    if isinstance(x, Int4Scales | Nvfp4Scales):
+        return replace(x, key=copied(x.key), value=copied(x.value))
     return x
 
 
