@@ -12,7 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from refattn.four_bits import Int4Scales, Nvfp4Scales
 from refattn.options import AttentionOptions
+from refattn.rounding import hadamard
 from refattn.scales import Int8Scales
 from tests.helpers import by_hand
 from tests.helpers.planted import PLANTED, plant
@@ -173,6 +175,58 @@ def the_scale_of_another_sequence():
         return right(query, key_cache, value_cache, plan, options, scales=scales, **more)
 
     return "quantized", changed("quantized", attention=attention)
+
+
+def over_int4(change):
+    """Return the reference with other arguments over int4 pages."""
+
+    def attention(query, key_cache, value_cache, plan, options=AttentionOptions(), *, scales, **more):
+        if isinstance(scales, Int4Scales):
+            query, scales = change(query, scales)
+        right = REFERENCE["quantized"].attention
+        return right(query, key_cache, value_cache, plan, options, scales=scales, **more)
+
+    return "quantized", changed("quantized", attention=attention)
+
+
+def value_scales_of_int4_with_heads_before_tokens():
+    def by_head(query, scales):
+        n, p, hk = scales.value.shape
+        return query, replace(scales, value=scales.value.reshape(n, hk, p).transpose(1, 2))
+
+    return over_int4(by_head)
+
+
+def a_turn_of_queries_by_twice_the_head_size():
+    return over_int4(lambda query, scales: (query * 0.5**0.5, scales))
+
+
+def a_scale_of_nvfp4_that_counts_twice():
+    def attention(query, key_cache, value_cache, plan, options=AttentionOptions(), *, scales, **more):
+        if isinstance(scales, Nvfp4Scales):
+            scales = replace(scales, of_values=scales.of_values**2)
+        right = REFERENCE["quantized"].attention
+        return right(query, key_cache, value_cache, plan, options, scales=scales, **more)
+
+    return "quantized", changed("quantized", attention=attention)
+
+
+def keys_that_are_turned_alone():
+    def write(key, value, key_cache, value_cache, slots, *, scales):
+        value = hadamard(value.float()) if isinstance(scales, Int4Scales) else value
+        key = key.float() if isinstance(scales, Int4Scales) else key
+        REFERENCE["quantized"].write(key, value, key_cache, value_cache, slots, scales=scales)
+
+    return "kv_cache", changed("quantized", write=write)
+
+
+def scales_of_nvfp4_that_no_write_sets():
+    def write(*arguments, scales):
+        if isinstance(scales, Nvfp4Scales):
+            scales = replace(scales, value=scales.value.clone())
+        REFERENCE["quantized"].write(*arguments, scales=scales)
+
+    return "kv_cache", changed("quantized", write=write)
 
 
 def unseen_memory_times_0():
@@ -411,6 +465,11 @@ MISTAKES = [
     a_table_that_is_read_past_its_end,
     a_sink_for_each_level,
     the_scale_of_another_sequence,
+    value_scales_of_int4_with_heads_before_tokens,
+    a_turn_of_queries_by_twice_the_head_size,
+    a_scale_of_nvfp4_that_counts_twice,
+    keys_that_are_turned_alone,
+    scales_of_nvfp4_that_no_write_sets,
     unseen_memory_times_0,
     no_merge_of_an_empty_part,
     a_plan_that_remembers_its_first_values,
