@@ -195,7 +195,7 @@ def test_a_file_that_is_no_python_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["99"], "expected a number from 1 to 38, p1 to p18, or a name"),
+        (["99"], "expected a number from 1 to 40, p1 to p18, or a name"),
         (["1", "--folder", "nowhere"], "nowhere: expected a file of slot"),
         (["1", "--watsch"], "unrecognized arguments: --watsch"),
     ],

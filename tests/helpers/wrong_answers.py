@@ -372,4 +372,23 @@ WRONG = {
             "read after the write",
         ),
     ],
+    "int4_decode": [
+        ("[pairs & 15, pairs >> 4]", "[pairs >> 4, pairs & 15]", "have changed places"),
+        (
+            "torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)",
+            "torch.cat([pairs & 15, pairs >> 4], -1)",
+            "neighbours",
+        ),
+        ("(elements - zeros[..., None]) * scales[..., None]", "elements * scales[..., None]", "to be taken off"),
+        (
+            "(elements - zeros[..., None]) * scales[..., None]",
+            "elements * scales[..., None] - zeros[..., None]",
+            "before the scale",
+        ),
+        ("key @ (matrix @ query)", "key @ query", "keys are turned"),
+        ("return matrix @ (weights @ value)", "return weights @ value", "values are turned"),
+        ("* scales[..., None]", "* scales[..., None] ** 2", "once"),
+        ("* scales[..., None]", "* scales[0][..., None]", "of their own"),
+        (" * len(query) ** -0.5", "", "root of the head size"),
+    ],
 }

@@ -44,7 +44,8 @@ ELSEWHERE = (
     "triton_group",
     "triton_causal",
     "triton_fold",
-)  # for images, an indexer, a state, training, several answers, compressed keys, ladders
+    "int4_decode",
+)  # for images, an indexer, a state, training, several answers, compressed keys, ladders, four bits
 SERVED = tuple(exercise for exercise in EXERCISES if exercise.name not in ELSEWHERE)
 
 

@@ -4,6 +4,7 @@ from twinattn.course.exercises.functions import (
     attention,
     cache,
     entries,
+    four_bits,
     gradients,
     kernels,
     merging,
@@ -51,4 +52,5 @@ EXERCISES = (
     kernels.TRITON_GROUP,
     kernels.TRITON_CAUSAL,
     kernels.TRITON_FOLD,
+    four_bits.INT4_DECODE,
 )
