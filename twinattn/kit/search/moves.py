@@ -236,7 +236,10 @@ def _write_four_bits(work: Workload, modules: Modules, device: str) -> None:
         scale = torch.rand(num_blocks, p, hk, 1 if is_int4 else size // GROUP, generator=g) + 0.5
         scales.append(laid(scale if is_int4 else scale.to(FP8["e4m3"]), _pool_kind(work)))
     numbers = (0.02 + torch.rand(2, generator=g)).tolist()
-    tensors["scales"] = Int4Scales(*(x[..., 0] for x in scales)) if is_int4 else Nvfp4Scales(*scales, *numbers)
+    of_keys, of_values = scales
+    tensors["scales"] = (
+        Int4Scales(of_keys[..., 0], of_values[..., 0]) if is_int4 else Nvfp4Scales(of_keys, of_values, *numbers)
+    )
 
     def change(tensors: dict[str, Any]) -> None:
         held = tensors["scales"]

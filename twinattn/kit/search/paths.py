@@ -172,8 +172,8 @@ def _four_bits(work: Workload, generator: torch.Generator, num_blocks: int, hidd
         scales.append(scale)
     if work.stored == "int4":
         return tensors | dict(scales=Int4Scales(*(scale[..., 0] for scale in scales)))
-    numbers = (0.2 + torch.rand(2, generator=generator)).tolist()
-    return tensors | dict(scales=Nvfp4Scales(*scales, *numbers))
+    of_keys, of_values = (0.2 + torch.rand(2, generator=generator)).tolist()
+    return tensors | dict(scales=Nvfp4Scales(scales[0], scales[1], of_keys, of_values))
 
 
 def _of_sequence(scale: Any, i: int) -> Tensor:
