@@ -154,10 +154,7 @@ def _quantized(work: Workload, generator: torch.Generator, num_blocks: int, hidd
 
 
 def _four_bits(work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor) -> dict[str, Any]:
-    """Draw pools of two elements per byte and their scales, with NaN or large ones in hidden slots.
-
-    Sums of hundreds of keys stay near 1: the scales of a row, or of a group, differ by up to a factor of 8.
-    """
+    """Draw pools of two elements per byte, and scales that differ by up to 8 times; hidden ones are NaN or 256."""
     p, hk, tensors, scales = work.block_size, work.heads[1], dict[str, Any](), []
     hidden_scale = torch.nan if work.poison in ("mixed", "nan") else 256.0
     for name, size in (("key_cache", work.head_size), ("value_cache", work.value_size)):
