@@ -15,6 +15,7 @@ from torch import Tensor
 from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
 from twinattn.engine import compressed_modules
+from twinattn.engine.cache_kinds import ENTRIES, ROWS, WINDOWS, CacheKind
 from twinattn.engine.storages import AnyPlan, CalibrationStats, Ranges, Tokens, largest_numbers
 from twinattn.engine.twin import Twin
 
@@ -78,9 +79,17 @@ class CompressedStorage(SharedStorage):
         overlap: whether entries overlap.
         topk: entries that a query sees, at most; 0 for all.
         index_size: elements of an index key; 0 without an indexer.
+        kinds: what its pools hold; the last two are those of the indexer.
     """
 
     kind: ClassVar[str] = "CompressedKeys"
+    kinds: ClassVar[tuple[CacheKind, ...]] = (
+        WINDOWS,
+        ROWS,
+        ENTRIES,
+        ROWS,
+        ENTRIES,
+    )
     ratio: int = field(kw_only=True)
     overlap: bool = field(kw_only=True)
     topk: int = field(kw_only=True)

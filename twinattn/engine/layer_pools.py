@@ -12,7 +12,7 @@ freed as soon as no later token can see it. A layer that keeps a state has no ke
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import reduce
@@ -26,6 +26,7 @@ from refattn.plan import Plan
 from refattn.steps import to_device
 from refattn.trees import Accepted, Trees
 from twinattn.engine import arguments, models
+from twinattn.engine.cache_kinds import BLOCK, CacheKind
 from twinattn.engine.compressed_storage import CompressedStorage
 from twinattn.engine.index_modules import IndexTokens
 from twinattn.engine.kv_cache_dtype import KEY_RANGE, VALUE_RANGE
@@ -53,6 +54,20 @@ class Step:
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
     plans: dict[Layer, Parts]
     states: StateParts = ()
+
+
+class Cache(NamedTuple):
+    """A pool of a layer that owns it.
+
+    Attributes:
+        kind: what it holds, and what of it has to be there for a request to go on.
+        layer: the layer; of two layers that are equal, each has pools of its own.
+        pool: by blocks or by slots.
+    """
+
+    kind: CacheKind
+    layer: Layer | StateLayer
+    pool: Tensor
 
 
 @lru_cache(maxsize=64, typed=True)
@@ -190,11 +205,21 @@ class LayerPools:
         return self._where["device"].type == "cuda" and getattr(self._twin.package, "__name__", None) == "fastattn"
 
     @property
+    def all_caches(self) -> list[Cache]:
+        """All that the engine keeps of its requests on the device, without layers that read the pool of another one."""
+        found = []
+        for i, (owner, layer) in enumerate(zip(self.owners, self.layers, strict=True)):
+            pools = _pools_of(self.caches[i]) if owner == i else ()
+            found += [Cache(kind, layer, pool) for kind, pool in zip(layer.kinds(len(pools)), pools, strict=True)]
+        for index, state_layer in self.state_layers.items():
+            found += [Cache(kind, state_layer, pool) for kind, pool in self.state_caches[index].by_kind]
+        return found
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all pools, scales included, as the tensors have them."""
-        tensors = [x for cache in self.caches for x in _pools_of(cache)]
+        tensors = [cache.pool for cache in self.all_caches]
         tensors += [x for layer in self.layers for x in layer.fixed_scales]
-        tensors += [x for pools in self.state_caches.values() for x in pools.tensors]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def begin_pass(self) -> None:
@@ -366,9 +391,8 @@ class LayerPools:
             self._twin.kv_cache.copy_blocks(self._pools_of(layer), to_device(pairs, self._where["device"]))
 
     def _pools_of(self, layer: Layer) -> list[Tensor]:
-        """Return the pools of all layers of a kind, without those that only read the pool of an earlier one."""
-        owned = [i for i, own in enumerate(self.layers) if own == layer and self.owners[i] == i]
-        return [x for i in owned for x in _pools_of(self.caches[i])]
+        """Return the pools of all layers that are equal to one: whatever lies in its blocks."""
+        return [cache.pool for cache in self.all_caches if cache.kind.unit == BLOCK and cache.layer == layer]
 
     def compact(self, batch: Batch, trees: Trees, accepted: Accepted) -> None:
         """Move the keys of accepted drafts to where the next step looks for them; of chains they are there already.

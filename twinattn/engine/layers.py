@@ -22,6 +22,7 @@ from refattn.entries import CompressedPlan
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.trees import Trees
+from twinattn.engine.cache_kinds import PAGES, WINDOWS, CacheKind, Extent
 from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
 from twinattn.engine.storages import (
     AnyPlan,
@@ -171,6 +172,19 @@ class Layer:
     def fixed_scales(self) -> list[Tensor]:
         """The scales that do not lie in the pool, where there are tensors of them."""
         return [x for x in vars(self.storage).values() if isinstance(x, Tensor)]
+
+    @property
+    def extent(self) -> Extent:
+        """What its caches depend on."""
+        if isinstance(self.mask, Entries):
+            return Extent(self.mask.window, self.mask.ratio, self.mask.overlap)
+        return Extent(self.mask.reach)
+
+    def kinds(self, num_pools: int) -> Sequence[CacheKind]:
+        """Return what each of its pools holds, in their order."""
+        if isinstance(self.storage, SelectedLatentStorage | CompressedStorage):
+            return self.storage.kinds[:num_pools]
+        return [WINDOWS if self.mask.reach else PAGES] * num_pools
 
     def calibrated(
         self, twin: Twin, amax: CalibrationStats, device: torch.device, ranges: Ranges | None = None

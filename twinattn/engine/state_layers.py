@@ -31,6 +31,7 @@ from refattn.batch import Batch, Part
 from refattn.options import RecurrentOptions
 from refattn.rings import ReplayPlan, Ring
 from refattn.states import StatePlan
+from twinattn.engine.cache_kinds import INPUTS, RINGS, STATES, CacheKind
 from twinattn.engine.ring_pool import Fold, Row, in_groups
 from twinattn.engine.state_pool import Slots, StatePool
 from twinattn.engine.twin import Twin
@@ -79,9 +80,15 @@ class StatePools(NamedTuple):
     ring: Ring | None = None
 
     @property
+    def by_kind(self) -> list[tuple[CacheKind, Tensor]]:
+        """All of them, with what each holds."""
+        pools = [(STATES, self.states), (INPUTS, self.inputs), *((RINGS, x) for x in self.ring or ())]
+        return [(kind, pool) for kind, pool in pools if pool is not None]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [x for x in (self.states, self.inputs, *(self.ring or ())) if x is not None]
+        return [pool for _, pool in self.by_kind]
 
 
 @dataclass(frozen=True)

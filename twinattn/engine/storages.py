@@ -27,6 +27,7 @@ from refattn.packed_latents import packed_size
 from refattn.plan import CascadePlan, Plan, PrefillPlan
 from refattn.scales import Fp8Scales, Int8Scales
 from refattn.trees import TreePlan
+from twinattn.engine.cache_kinds import INDEX_KEYS, PAGES, CacheKind
 from twinattn.engine.index_modules import IndexTokens
 from twinattn.engine.twin import Twin
 
@@ -395,9 +396,11 @@ class SelectedLatentStorage(LatentStorage):
         topk: keys that a query sees, at most.
         index_size: elements of an index key, in the type of the model whatever `dtype` is; 0 in a layer that sees what
             an earlier layer has selected, and has no index keys.
+        kinds: what its pools hold.
     """
 
     kind: ClassVar[str] = "SelectedLatents"
+    kinds: ClassVar[tuple[CacheKind, ...]] = (PAGES, INDEX_KEYS)
     takes_cascades: ClassVar[bool] = False
     takes_trees: ClassVar[bool] = False
     expands_prefills: ClassVar[bool] = False

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from refattn.batch import Batch, check_block_table
 from refattn.checks import check, check_int, check_list, check_sizes, check_window, describe, is_int
+from twinattn.engine.cache_kinds import WINDOWS, Extent
 
 
 class WindowPool:
@@ -205,7 +206,7 @@ class WindowPool:
 
 def _first_block(position: int, left: int, block_size: int) -> int:
     """Return the index of the block with the first key that a query at a position sees."""
-    return 0 if left < 0 else max(0, position - left) // block_size
+    return WINDOWS.first_block(position, Extent(left + 1), block_size)
 
 
 def _check_held(query_len: int, seq_len: int, blocks: Sequence[int], *, block_size: int, num_full_blocks: int) -> None:
