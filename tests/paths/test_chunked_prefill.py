@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import fastattn.chunked_prefill
+import fastattn.sliding_window
 import fastattn.varlen
 import refattn.chunked_prefill
 import refattn.metadata
@@ -241,6 +242,20 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
         assert torch.equal(out, whole[begin:end])
 
 
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_rows_of_a_window_do_not_change_with_the_blocks_that_are_removed(softcap):
+    """On a CPU: a chunk of a prompt begins with other blocks than the whole of it."""
+    inputs = build(Case("chunks", ((90, 90),), heads=(6, 2), block_size=3))
+    given = dict(window_size=(37, 0), softcap=softcap, batch_invariant=True)
+    tensors = inputs.query, inputs.key_cache, inputs.value_cache
+    whole = plan_and_attend(fastattn.sliding_window, *tensors, inputs.batch, **given)
+    for begin in range(0, 90, 7):
+        end = min(begin + 7, 90)
+        chunk = only(inputs.batch, 0, end - begin, end)
+        out = plan_and_attend(fastattn.sliding_window, tensors[0][begin:end], *tensors[1:], chunk, **given)
+        assert torch.equal(out, whole[begin:end]), begin
+
+
 @pytest.mark.parametrize(
     ("package", "broken", "options"),
     every_pair_on_cpu(
@@ -271,9 +286,16 @@ def test_rows_do_not_change_with_what_is_broken_in_another_token_of_their_chunk(
     assert not out[broken].isfinite().all(-1).any()
 
 
-@pytest.mark.parametrize("window_size", [(-1, -1), (37, 0)], ids=str)
-def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_size, monkeypatch):
-    """On the CPU, where most processors multiply alike in all places of a matrix, but none has to."""
+@pytest.mark.parametrize(
+    ("path", "window_size"),
+    [("chunked_prefill", (-1, -1)), ("chunked_prefill", (37, 0)), ("sliding_window", (37, 0))],
+    ids=str,
+)
+def test_a_row_stands_where_its_position_says_in_products_of_one_shape(path, window_size, monkeypatch):
+    """On the CPU, where most processors multiply alike in all places of a matrix, but none has to.
+
+    Also where the table of a sequence begins with the window of its first query.
+    """
     monkeypatch.setattr(cpu, "INVARIANT_SLAB", 64)
     seen = []
 
@@ -296,8 +318,8 @@ def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_si
             for cache in (inputs.key_cache, inputs.value_cache):
                 cache[inputs.batch.block_table[i, j // 16], j % 16] = float(j)
     query = query.float()[:, None, None].expand(-1, 2, 128)[..., ::2]
-    options = dict(batch_invariant=True, window_size=window_size)
-    plan_and_attend(fastattn.chunked_prefill, query, inputs.key_cache, inputs.value_cache, inputs.batch, **options)
+    options, twin = dict(batch_invariant=True, window_size=window_size), importlib.import_module(f"fastattn.{path}")
+    plan_and_attend(twin, query, inputs.key_cache, inputs.value_cache, inputs.batch, **options)
     assert set(range(1, 17)) | {89} | set(range(170, 200)) <= set(torch.cat(seen).tolist())
 
 

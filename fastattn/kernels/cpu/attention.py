@@ -469,7 +469,7 @@ def _aligned_tiles(
     has the position of its nearest neighbour, so that it adds no visible key.
     """
     out, lse = _empty_output(query, value.shape[-1])
-    t, offset = query.shape[0], int(view.positions[0]) if view.consecutive else 0
+    t, offset = query.shape[0], int(view.positions[0]) + view.before if view.consecutive else 0
     for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
         rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
         places = slice(rows.start - q0, rows.stop - q0)
@@ -477,7 +477,7 @@ def _aligned_tiles(
         tile = _take(query, q0, INVARIANT_TILE)
         parts = []
         begin, end = _seen_by(view, rows)
-        for k0 in range(begin - begin % INVARIANT_SLAB, end, INVARIANT_SLAB):
+        for k0 in range(begin - (begin + view.before) % INVARIANT_SLAB, end, INVARIANT_SLAB):
             keys = torch.arange(k0, k0 + INVARIANT_SLAB, device="cpu")
             bias = _bias_in(view, at, keys, query.dtype, options)
             missing = (keys < view.first_key) | (keys >= view.end_key)

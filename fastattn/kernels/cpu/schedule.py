@@ -48,12 +48,13 @@ class Schedule:
     def __init__(self, plan: Plan) -> None:
         # Not the plan itself, which keeps this: the cycle would live until Python collects cycles.
         self.batch, self.block_size, self.window = plan.batch, plan.block_size, plan.window
-        self.positions, self.first_keys = plan.positions, plan.first_keys
+        self.positions = plan.positions
         self.first_visible, self.last_visible = plan.first_visible, plan.last_visible
         self.lengths = [  # the query rows and the number of keys of each sequence
             (slice(q0, q1), seq_len)
             for (q0, q1), seq_len in zip(self.batch.query_rows(), self.batch.seq_lens.tolist(), strict=True)
         ]
+        self.before = [0] * len(self.lengths) if plan.first_keys is None else plan.first_keys.tolist()
         self._apart: dict[bool, list[SingleSequence]] = {}
         self._views: dict[bool, list[tuple[slice, int, View]]] = {}
         self._kept: dict[Hashable, Any] = {}
@@ -163,18 +164,16 @@ class Schedule:
         return pieces
 
     def _view(self, sequence: int, positions: bool) -> "View":
-        rows, seq_len = self.lengths[sequence]
+        (rows, seq_len), before = self.lengths[sequence], self.before[sequence]
         given = None
         if positions:
             assert self.positions is not None
-            first_key = 0 if self.first_keys is None else int(self.first_keys[sequence])
-            given = self.positions[rows].long() - first_key
+            given = self.positions[rows].long() - before
         intervals = None
         if self.first_visible is not None and self.last_visible is not None:
-            first_key = 0 if self.first_keys is None else int(self.first_keys[sequence])
-            first, last = (x[rows].long() - first_key for x in (self.first_visible, self.last_visible))
+            first, last = (x[rows].long() - before for x in (self.first_visible, self.last_visible))
             intervals = _intervals(first.clamp(min=0), last.clamp(max=seq_len - 1))
-        return _view(rows, seq_len, self.window, given, intervals)
+        return replace(_view(rows, seq_len, self.window, given, intervals), before=before)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -268,6 +267,8 @@ class View:
         first_key: the first key that a query sees.
         end_key: the one past the last key that a query sees.
         intervals: the interval of each query; None under a window.
+        before: tokens of the sequence before the first key of the table, whose blocks a window has removed. Positions
+            are counted from that key.
     """
 
     positions: Int64[Tensor, "t"]
@@ -276,6 +277,7 @@ class View:
     first_key: int
     end_key: int
     intervals: Intervals | None = None
+    before: int = 0
 
     @property
     def num_keys(self) -> int:
