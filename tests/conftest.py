@@ -41,8 +41,8 @@ CORE = {
     ),
     "kernels": ("asked", "kernels_triton", "launch", "memory", "native", "replay"),
     "engine": (
-        *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "layers", "sampling"),
-        *("samples", "speculation", "window_pool"),
+        *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "going_on", "layers"),
+        *("samples", "sampling", "speculation", "window_pool"),
     ),
     "integrations": ("each", "flash_attn", "vllm_interface"),
     "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),

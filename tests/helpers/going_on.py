@@ -6,23 +6,28 @@ any engine, if what it goes on from has the right bits. `Bits` remembers them by
 """
 
 import importlib
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.engines import MODELS, SYSTEM
+from tests.helpers.state_engines import drafts_of, make_hybrid
+from tests.helpers.tiny_models import COMPRESSED, INDEX_SIZES, make_family, make_llama, make_model
 from twinattn.engine import Engine, Request, SamplingParams, models
 from twinattn.engine.block_pool import BlockContent, block_key
-from twinattn.engine.cache_kinds import BLOCK, ENTRIES, INPUTS, RINGS, STATES
+from twinattn.engine.cache_kinds import BLOCK, INPUTS, RINGS
 
 ATEN = torch.ops.aten
 PRODUCTS = {ATEN.mm.default, ATEN.bmm.default}
-OF_NUMBERS = {  # the processor computes vectors of numbers in one way, and what is left over in another
-    getattr(ATEN, name).default for name in "cos sin exp log log1p tanh sigmoid silu softplus gelu".split()
-}
+NAMES = ("cos", "sin", "exp", "log", "log1p", "tanh", "sigmoid", "silu", "softplus", "gelu")
+OF_NUMBERS = {getattr(ATEN, name).default for name in NAMES}  # vectors of numbers, and those left over, may differ
 LANES = 64
-GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())
+GREEDY = SamplingParams(max_tokens=5, stop_token_ids=())
+WARM = replace(GREEDY, temperature=1.0, seed=5)
+PROMPT = [*SYSTEM[:9], 40, 41]
 
 
 class RowByRow(TorchDispatchMode):
@@ -38,7 +43,7 @@ class RowByRow(TorchDispatchMode):
             rows, matrices, ends = args[:3]
             parts = rows.tensor_split(ends[:-1].tolist())
             return torch.cat([product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
-        if function in OF_NUMBERS and args[0].numel() % LANES:
+        if function in OF_NUMBERS and (args[0].numel() % LANES or not args[0].is_contiguous()):
             numbers = args[0].flatten()
             padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % LANES))
             return function(padded, *args[1:], **kwargs)[: len(numbers)].view(args[0].shape)
@@ -56,8 +61,11 @@ def product(a, b):
 
 
 def exact_engine(model, twin="refattn", **options):
-    """Make an engine in which no bit of a row depends on others, and whose pools hold NaN."""
-    sizes = dict(num_blocks=32, block_size=4, max_num_batched_tokens=64)
+    """Make an engine in which no bit of a row depends on others, and whose pools hold NaN.
+
+    So few requests run at once that layers with a window have a pool of their own.
+    """
+    sizes = dict(num_blocks=32, block_size=4, max_num_batched_tokens=16, max_num_seqs=3)
     invariant = {} if models.state_layers(model) else dict(batch_invariant=True)
     engine = Engine(model, twin=importlib.import_module(twin), **sizes | invariant | options)
     engine.layer_pools._batch_invariant = True  # of layers with states, too: all is computed row by row
@@ -179,13 +187,10 @@ def answers(engine, prompts, sampling=GREEDY):
 
 
 def preempt(engine):
-    """Let the youngest request lose its blocks, as if others had needed them, and wait."""
-    request, before = engine.running[-1], engine.counters.preemptions
-    taken = engine.pool.allocate(len(engine.pool.free))
-    request_needs_more = request.num_computed_tokens % engine.block_size == 0 or request.num_pending > 1
+    """Make a step without free blocks; return whether the youngest request had to give up its own, and waits."""
+    before, taken = engine.counters.preemptions, engine.pool.allocate(len(engine.pool.free))
     try:
-        if request_needs_more:
-            engine.step()
+        engine.step()
     finally:
         engine.pool.release(taken)
     return engine.counters.preemptions > before
@@ -273,3 +278,132 @@ def settle_at(states, request, position):
         slots.ring.block, slots.ring.planned = None, (slots.ring.target, 0, False)
     request.num_computed_tokens = position
     states.settle(request)
+
+
+# --- families of layers, and the ways on which a request goes on ---
+
+
+@dataclass
+class Family:
+    """A tiny model with some kinds of layers, and its engines.
+
+    Attributes:
+        model: the model.
+        options: of its engines.
+        twin: the package that computes.
+        bits: what all its engines have computed.
+        answers: the tokens of requests alone in an engine, by prompt and sampling.
+    """
+
+    model: Any
+    options: dict
+    twin: str = "refattn"
+
+    def __post_init__(self):
+        self.bits, self.answers = Bits(), {}
+
+    def engine(self, **options):
+        """Make an engine whose bits are compared with those of all others."""
+        return self.bits.watch(exact_engine(self.model, self.twin, **self.options | options))
+
+    def alone(self, prompt, sampling=GREEDY):
+        """Return the tokens of a request alone in an engine, and remember its bits at the end of each block."""
+        key = tuple(prompt), sampling
+        if key not in self.answers:
+            kept = dict(num_kept_states=16) if models.state_layers(self.model) else {}
+            engine = self.engine(max_num_batched_tokens=4, **kept)
+            (self.answers[key],) = answers(engine, [prompt], sampling)
+        return self.answers[key]
+
+    @cached_property
+    def kinds(self):
+        """The kinds of its caches."""
+        return list(dict.fromkeys(cache.kind for cache in self.engine().layer_pools.all_caches))
+
+
+FEWER = dict(eos_token_id=None, hc_sinkhorn_iters=1)
+FAMILIES = {
+    "windows": (lambda: make_model(*MODELS["window and full, softcap, scale"]), {}),
+    "selected keys": (lambda: make_family("deepseek_v32", **INDEX_SIZES | dict(first_k_dense_replace=3)), {}),
+    "states": (lambda: make_hybrid("qwen3_5_text", "cpu"), {}),
+    "rings": (lambda: make_hybrid("bamba", "cpu"), dict(state_ring_size=4)),
+    "compressed keys": (
+        lambda: make_family("deepseek_v4", **COMPRESSED | dict(eos_token_id=None, hc_sinkhorn_iters=1)),
+        {},
+    ),
+}
+MORE_FAMILIES = {
+    "chunks": (lambda: make_model(*MODELS["chunks and full"]), {}),
+    "differential": (lambda: make_model(*MODELS["differential"]), {}),
+    "latents": (lambda: make_model(*MODELS["latents"]), {}),
+    "int8": (make_llama, dict(kv_cache_dtype="int8")),
+    "int4": (make_llama, dict(kv_cache_dtype="int4")),
+    "states and experts": (lambda: make_hybrid("qwen3_next", "cpu"), {}),
+    "states in attention": (lambda: make_hybrid("falcon_h1", "cpu"), {}),
+    "states, by steps": (lambda: make_hybrid("bamba", "cpu"), {}),
+    "rings of states": (lambda: make_hybrid("qwen3_5_text", "cpu"), dict(state_ring_size=5)),
+}
+
+
+def family_of(name, twin="refattn"):
+    make, options = (FAMILIES | MORE_FAMILIES)[name]
+    return Family(make(), options, twin)
+
+
+def after_a_prefix(family):
+    """Its first two blocks are those of another request."""
+    engine = family.engine()
+    answers(engine, [[*PROMPT[:9], 1]])
+    assert answers(engine, [PROMPT]) == [family.alone(PROMPT)]
+    assert engine.counters.cached_tokens == 8
+
+
+def after_whole_blocks(family):
+    """Its prompt ends where a block does, and comes again; then a longer one does."""
+    engine, two = family.engine(), replace(GREEDY, max_tokens=2)
+    for _ in range(2):
+        assert answers(engine, [PROMPT[:8]], two) == [family.alone(PROMPT[:8], two)]
+    assert engine.counters.cached_tokens == 4
+    assert answers(engine, [PROMPT]) == [family.alone(PROMPT)]
+
+
+def after_preemption(family):
+    """It waits, and goes on after those of its own blocks that are still there."""
+    engine = family.engine()
+    request = engine.add(PROMPT, GREEDY)
+    run(engine, lambda: request.num_outputs > 1)
+    while not preempt(engine):
+        pass
+    run(engine)
+    assert request.output_ids == family.alone(PROMPT)
+    assert engine.counters.cached_tokens >= 8
+
+
+def as_samples(family):
+    """Two samples go on from one prompt, whose last block both write to, and whose last token was computed alone."""
+    engine = family.engine(max_num_batched_tokens=5)
+    expected = [family.alone(PROMPT, WARM.of_sample(i)) for i in range(2)]
+    assert answers(engine, [PROMPT], replace(WARM, n=2)) == expected
+    assert engine.counters.copied_blocks == 1
+
+
+def with_drafts(family):
+    """Some drafts are right and some are wrong."""
+    right = family.alone(PROMPT)
+    engine = family.engine(speculation=drafts_of([PROMPT], [right]))
+    assert answers(engine, [PROMPT]) == [right]
+    assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
+
+
+def in_other_pools(family, leave_out=()):
+    """It is moved in the middle of its prompt, and after some tokens; the other pools hold NaN elsewhere."""
+    for stop in (7, 12, 14):
+        engine, other = (family.engine(max_num_batched_tokens=7) for _ in range(2))
+        request = engine.add(PROMPT, GREEDY)
+        run(engine, lambda request=request, stop=stop: request.num_computed_tokens >= stop)
+        there = moved(engine, request, other, leave_out)
+        run(other)
+        assert there.output_ids == family.alone(PROMPT)
+
+
+WAYS = (after_a_prefix, after_whole_blocks, after_preemption, as_samples, with_drafts, in_other_pools)
