@@ -18,7 +18,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from refattn import compressed, context_parallel, interval, kv_cache, masks, merge, replay, sparse, speculative
+from refattn import (
+    chunked_prefill,
+    compressed,
+    context_parallel,
+    interval,
+    kv_cache,
+    masks,
+    merge,
+    recurrent,
+    replay,
+    sparse,
+    speculative,
+)
 from refattn.attention import attend
 from refattn.batch import Batch
 from refattn.entries import CompressedPlan
@@ -1046,6 +1058,39 @@ def the_benchmark_that_never_moved_its_cursor() -> Picture:
                 replay.advance(cursors, plan)
         found.append(calls)
     return texts([f"call {i + 1}" for i in range(5)], *found, "inputs read", "state written")
+
+
+# --- going on at position p ---
+
+
+@exhibit("Going on at position p", "38031", "Index keys that stayed behind")
+def index_keys_that_stayed_behind() -> Picture:
+    """A request comes back from host memory with the keys of its eight tokens, and without their index keys. Those of
+    another request are in its blocks, and the query selects three keys by them.
+    """
+    plan = chunked_prefill.plan(make_batch([1], [8], [[0, 1]]), block_size=4)
+    own, of_another = [5.0, 1, 0, 4, 2, 1, 0, 3], [0.0, 3, 1, 0, 5, 0, 4, 1]
+    right, wrong = (
+        sparse.select(sparse.scores(torch.ones(1, 1, 1), torch.ones(1, 1), torch.tensor(x).view(2, 4, 1), plan), 3)
+        for x in (own, of_another)
+    )
+    return Picture(["query 7"], [("keys", 8)], selected(right, 8), selected(wrong, 8))
+
+
+@exhibit("Going on at position p", "51094", "A token that counts twice")
+def a_token_that_counts_twice() -> Picture:
+    """All of a prompt of eight tokens is found, and its last token is computed once more, for its logits. The state was
+    kept after eight tokens, and not after seven: it has that token already.
+    """
+    tokens = (*torch.ones(2, 8, 1, 1), torch.eye(8)[:, None], torch.zeros(8, 1), torch.ones(8, 1))
+    pool, slots = torch.zeros(1, 1, 8, 1), torch.zeros(1, dtype=torch.int32)
+
+    def fold(first: int) -> list[list[float]]:
+        plan = recurrent.plan(make_batch([8 - first], [8]), state_indices=slots)
+        options = RecurrentOptions(scale=0.5, delta=False)  # half a cell for each
+        return shares(recurrent.attention(*(x[first:] for x in tokens), pool, plan, options)[-1:, 0], weights=True)
+
+    return Picture(["token 7"], [("tokens", 8)], fold(0), fold(7))
 
 
 # --- CUDA graphs ---

@@ -19,6 +19,7 @@ from twinattn.course.exercises import learner
 from twinattn.course.exercises.exercise import Exercise
 from twinattn.course.exercises.functions import EXERCISES
 from twinattn.engine import demo_model
+from twinattn.engine.cache_kinds import KINDS
 from twinattn.kit import field
 
 ROOT = Path(__file__).parent.parent
@@ -285,6 +286,12 @@ def machines() -> str:
     )
 
 
+def caches() -> str:
+    """Make a table of the kinds of caches, and of what has to be there for a request to go on."""
+    lines = ["| kind | in | what has to be there at position `p` | who may write it |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {x.name} | {x.unit} | {x.needed} | {x.writer} |" for x in KINDS)])
+
+
 def main() -> None:
     """Put the tables onto their pages, the machines beside the explorer, and the moving picture into its file."""
     STEP.write_text(animation.animation())
@@ -295,6 +302,7 @@ def main() -> None:
     CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
     put(ROOT / "docs/paths/engine.md", "load", load())
+    put(ROOT / "docs/paths/going_on.md", "caches", caches())
     put(ROOT / "docs/integrations/vllm.md", "served", served())
     put(ROOT / "docs/integrations/vllm.md", "inside", inside())
     put(BENCHMARK, "behind", behind.table())

@@ -1,7 +1,6 @@
 """Mistakes of servers with what a request goes on from, planted into the engine by the text of its functions.
 
-Each is what a public report describes, in the words of this engine, and each gives wrong bits without an error, but for
-those that say so. `make mutants ARGS=--at-large` plants them, too.
+Each is what public reports describe, in the words of this engine. Most give wrong bits without an error.
 """
 
 import ast

@@ -10,6 +10,7 @@ TRITON = "tests/kernels/test_kernels_triton.py"
 REPLAY = "tests/kernels/test_replay.py"
 ENGINE = "tests/engine/test_engine.py"
 FAULTS = "tests/engine/test_engine_faults.py"
+GOING_ON = "tests/engine/test_going_on.py"
 WINDOWS = "tests/engine/test_window_pool.py"
 DRAFTS = "tests/engine/test_speculation.py"
 SAMPLES = "tests/engine/test_samples.py"
@@ -446,9 +447,31 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a block is given back while a token of it is seen",
         "twinattn.engine.window_pool:_first_block",
-        "return 0 if left < 0 else max(0, position - left) // block_size",
-        "return 0 if left < 0 else max(0, position - left + block_size - 1) // block_size",
+        "WINDOWS.first_block(position, Extent(left + 1), block_size)",
+        "WINDOWS.first_block(position + block_size - 1, Extent(left + 1), block_size)",
         WINDOWS,
+    ),
+    planted(
+        "a window is one token shorter where a request goes on",
+        "twinattn.engine.cache_kinds:_window",
+        "max(0, position - extent.window + 1)",
+        "max(0, position - extent.window + 2)",
+        GOING_ON,
+        WINDOWS,
+    ),
+    planted(
+        "an entry that overlaps goes on without the rows before it",
+        "twinattn.engine.cache_kinds:_open_rows",
+        "position // extent.ratio - extent.overlap",
+        "position // extent.ratio",
+        GOING_ON,
+    ),
+    planted(
+        "index keys are left behind where keys are copied",
+        "twinattn.engine.layer_pools:LayerPools._pools_of",
+        "cache.kind.unit == BLOCK and",
+        'cache.kind.unit == BLOCK and cache.kind.name != "index keys" and',
+        GOING_ON,
     ),
     planted(
         "a block that is shared again stays free",

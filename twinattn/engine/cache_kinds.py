@@ -77,7 +77,7 @@ PAGES = CacheKind(
 WINDOWS = CacheKind(
     "sliding windows",
     BLOCK,
-    "the keys and values of tokens `p - window + 1` to `p - 1`; a block before them is free",
+    "the keys and values of tokens `p - window + 1` to `p - 1`; a block before them may be free",
     "as pages, in a pool of their own, in which a free block keeps its keys until it is taken",
     _window,
 )

@@ -52,5 +52,6 @@ EXERCISES = (
     kernels.TRITON_GROUP,
     kernels.TRITON_CAUSAL,
     kernels.TRITON_FOLD,
+    cache.GO_ON,
     four_bits.INT4_DECODE,
 )

@@ -1,4 +1,4 @@
-"""Where are the keys: slots, blocks, 8-bit values, and the share of a rank."""
+"""Where are the keys: slots, blocks, 8-bit values, the share of a rank, and a prefix to go on after."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from refattn import kv_cache, metadata
 from twinattn.course.exercises.exercise import Exercise, Function, Trial, draw
+from twinattn.engine.cache_kinds import WINDOWS, Extent
 
 # Three requests in one step: a is at the last chunk of its prompt, b is generating, c is at the start of its prompt.
 THREE: dict[str, list[Any]] = dict(query_lens=[2, 1, 3], seq_lens=[5, 7, 3], block_tables=[[9, 2], [4, 7], [1]])
@@ -122,6 +123,68 @@ OWN_BLOCK = Exercise(
         "Count both: one user less of the block that the sequence leaves, and one of the block that it takes.",
     ),
     changes=("blocks", "users", "free"),
+    in_page=True,
+)
+
+
+def _go_on(in_window: list[bool], has_state: list[bool], window: int, block_size: int, *, longest: bool = True) -> int:
+    counts = range(len(has_state), 0, -1) if longest else range(1, len(has_state) + 1)
+    for count in counts:
+        first = WINDOWS.first_block(count * block_size, Extent(window), block_size)
+        if has_state[count - 1] and all(in_window[first:count]):
+            return count
+    return 0
+
+
+def _go_on_trials() -> Iterator[Trial]:
+    def arguments(in_window: str, has_state: str, window: int, block_size: int = 4) -> Any:
+        there = ([letter == "1" for letter in blocks] for blocks in (in_window, has_state))
+        return dict(zip(("in_window", "has_state"), there, strict=True), window=window, block_size=block_size)
+
+    yield Trial("blocks 1 and 2 of the window, and the state after block 1", arguments("011", "010", 5))
+    yield Trial("all blocks, and states after two of them", arguments("1111", "1010", 6))
+    yield Trial("a window over two blocks, the first of which is gone", arguments("1101", "1101", 6))
+    yield Trial("a window that begins with a block", arguments("0011", "0011", 5))
+    yield Trial("only states after blocks whose window is gone", arguments("001", "110", 3))
+    yield Trial("a window of the next token alone", arguments("000", "011", 1))
+    yield Trial("no block", arguments("", "", 4))
+    yield Trial("blocks of two", arguments("01111", "01010", 6, 2))
+
+
+GO_ON = Exercise(
+    "go_on",
+    _go_on,
+    _go_on_trials,
+    {
+        "a state after fewer tokens is not the state after all of them: it has to be kept at exactly that end": (
+            lambda in_window, has_state, window, block_size: _go_on(
+                in_window, [any(has_state[: i + 1]) for i in range(len(has_state))], window, block_size
+            )
+        ),
+        "blocks before the window may be gone: nobody will look at them again": (
+            lambda in_window, has_state, window, block_size: _go_on(in_window, has_state, 0, block_size)
+        ),
+        "the next token is itself in its window, so it sees one token less before it": (
+            lambda in_window, has_state, window, block_size: _go_on(in_window, has_state, window + 1, block_size)
+        ),
+        "the longest prefix saves most": (
+            lambda in_window, has_state, window, block_size: _go_on(
+                in_window, has_state, window, block_size, longest=False
+            )
+        ),
+        "the window reaches back over several blocks, not only the last": (
+            lambda in_window, has_state, window, block_size: _go_on(in_window, has_state, min(window, 2), block_size)
+        ),
+        "the blocks of the window have to be there, too": (
+            lambda in_window, has_state, window, block_size: _go_on(in_window, has_state, 1, block_size)
+        ),
+    },
+    (
+        "Try the whole prefix first, then one block less.",
+        "After `count` blocks the next token is at `count * block_size`. Which is the first token that it sees?",
+    ),
+    level=2,
+    minutes=10,
     in_page=True,
 )
 
