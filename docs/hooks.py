@@ -68,7 +68,7 @@ INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.(?:py|c))\)")
 LINK_TO_NOTEBOOK = re.compile(r"\]\((?:\.\./)+notebooks/(?P<name>\w+)\.ipynb")
-LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state|one_sm))\.md(#[^)\s]+)\)")
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 FOLDED = re.compile(r'<details class="(?:question|tip)"')  # answers and hints, which the search does not print

@@ -37,6 +37,7 @@ PAGES = {  # with some of each kind
     "cascade": "explorer/index.html#lens=2,13;1,15;3,11&shared=8",
     "played": "explorer/engine.html",
     "state": "explorer/state.html#step=3",
+    "one-sm": "explorer/one_sm.html#first=20",
     "sm": "ladder/sm.html",
     "ladder": "ladder/decode.html",
     "path": "paths/sliding_window.html",
@@ -287,7 +288,7 @@ def test_the_floor_is_of_the_machine_that_is_chosen(page, site):
     assert page.locator(".cost .floor strong").inner_text() != fast
 
 
-@pytest.mark.parametrize("address", ["explorer/index.html#mask=tree", "explorer/engine.html"])
+@pytest.mark.parametrize("address", ["explorer/index.html#mask=tree", "explorer/engine.html", "explorer/one_sm.html"])
 def test_every_control_has_a_name(page, site, address):
     look(page, site, address)
     nameless = page.evaluate(
@@ -372,6 +373,27 @@ def test_a_request_is_dropped_onto_the_timeline_and_dragged(page, site):
     expect(page.locator(".arrival")).to_have_count(5)
     press(page, "Copy link")
     expect(page.locator(".copy")).not_to_have_text("Copy link")
+
+
+def test_one_sm_is_played(page, site):
+    """Roles, slots and presets change the microseconds; one slot is a deadlock, which ends nothing."""
+    look(page, site, "explorer/one_sm.html")
+    app, times = page.locator("#one-sm-app"), page.locator("#one-sm-app .big strong")
+    expect(times.nth(0)).to_have_text("347 µs")
+    expect(times.nth(1)).to_have_text("345 µs")
+    assert app.locator("svg .label").all_text_contents()[1:3] == ["slot 0", "slot 1"]
+    app.get_by_label("roles of the warps").select_option("together")
+    expect(times.nth(0)).to_have_text("576 µs")
+    expect(app.get_by_label("it waits for the next keys")).to_be_disabled()
+    assert address(page) == "roles=together" and "slot 0" not in app.locator("svg .label").all_text_contents()
+    press(page, "one slot", "link")
+    expect(times.nth(0)).to_have_text("never")
+    expect(app.locator(".says")).to_contain_text("deadlock")
+    app.get_by_label("slots (stages)").fill("3")
+    expect(times.nth(0)).to_have_text("347 µs")
+    expect(app.locator(".says")).to_contain_text("3 slots take 296 KB")
+    expect(app.get_by_label("slots (stages)")).to_be_focused()
+    assert address(page) == "slots=3"
 
 
 def test_a_path_leads_into_the_engine_in_its_state(page, site):

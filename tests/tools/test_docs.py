@@ -29,6 +29,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
+PLAYED = ("index", "engine", "state", "one_sm")  # pages of the explorer whose settings are in the address
+
 MARK = re.compile(
     r"<!-- (?P<name>api|code|compiled|contract|exercise|gain|kernels|ladder|measured|picture|reports|says|"
     r"tested)\b"
@@ -171,8 +173,8 @@ def test_links_lead_somewhere(site):
             target = (path.parent / url).resolve() if url else path
             if not target.is_file():
                 broken.append(f"{path.name}: {link} is not there")
-            elif anchor and any(target.match(f"explorer/{name}.html") for name in ("index", "engine", "state")):
-                continue  # a state, see test_explorer.py, test_engine_played.py and test_state_played.py
+            elif anchor and any(target.match(f"explorer/{name}.html") for name in PLAYED):
+                continue  # settings, see test_explorer.py, test_engine_played.py, test_state_played.py, test_one_sm.py
             elif anchor and target in site and anchor not in site[target].ids:
                 broken.append(f"{path.name}: {link} has no such place")
     assert not broken, "\n".join(sorted(set(broken)))
