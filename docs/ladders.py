@@ -327,7 +327,18 @@ def sentence(found: dict[str, Any], rung: Rung, before: Rung) -> str:
         return f"Not measured on {found['machine']['name']}{needed}."
     return (
         f"Measured on {found['machine']['name']}: {time_of(then)} before, {time_of(now)} now, {times:.2f} times as "
-        f"fast; the floor is {now['share_of_floor']:.0%} of it."
+        f"fast; the floor is {now['share_of_floor']:.0%} of it.{profile_of(found['ladder'], now, batch)}"
+    )
+
+
+def profile_of(ladder: str, row: dict[str, Any], batch: str) -> str:
+    """Return the sentence of what the profiler found of a rung on a batch; "" where there was none."""
+    if "profile" not in row:
+        return ""
+    seen, least = row["profile"], BATCHES[ladder][batch].reads()
+    return (
+        f" By the profiler it reads {seen['bytes_read'] / 1e6:.0f} MB from memory, {seen['bytes_read'] / least:.0%} of "
+        f"the least; memory is at {seen['memory']:.0%} of its peak, the SMs are at {seen['sm']:.0%}."
     )
 
 

@@ -338,7 +338,7 @@ def test_timed_calls_are_held_to_the_reference_at_both_ends(name, monkeypatch):
     batch = small(first_of(name), lens)
     inputs = batch.make_inputs(torch.device("cpu"))
     reference = ladder.rungs(name)[0]
-    judge, out = ladder._judge(reference, batch, inputs), ladder._call(reference, batch, inputs)()
+    judge, out = ladder._judge(reference, batch, inputs), ladder.call_of(reference, batch, inputs)()
     judge(out)
     for row in {0, -1, lens[0][0]}:
         wrong = out.clone()
@@ -354,7 +354,7 @@ def test_rows_and_pages_of_a_timed_batch_hold_the_same():
     batch = small(first_of("prefill"), ((3, 40), (20, 20)))
     inputs = batch.make_inputs(torch.device("cpu"))
     inputs |= {x: inputs[x].float() for x in ("query", "key", "value", "key_cache", "value_cache")}
-    outs = [ladder._call(rung, batch, inputs)() for rung in ladder.rungs("prefill")[8:12]]
+    outs = [ladder.call_of(rung, batch, inputs)() for rung in ladder.rungs("prefill")[8:12]]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
 

@@ -159,6 +159,6 @@ def test_each_rung_is_timed_on_the_same_numbers():
     inputs = batch.make_inputs(torch.device("cpu"))
     assert torch.equal(inputs["cache"].float(), inputs["fp8_cache"].float())
     inputs = {x: y.float() if torch.is_tensor(y) and y.dtype == torch.bfloat16 else y for x, y in inputs.items()}
-    expected = ladder._call(RUNGS[0], batch, inputs)()
+    expected = ladder.call_of(RUNGS[0], batch, inputs)()
     for rung in RUNGS[1:]:
-        torch.testing.assert_close(ladder._call(rung, batch, inputs)(), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ladder.call_of(rung, batch, inputs)(), expected, atol=1e-4, rtol=1e-4)

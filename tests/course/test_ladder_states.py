@@ -65,7 +65,7 @@ def expect(batch, given, dtype):
     wide |= {"states": wide["states"].clone()}
     ref = RUNGS[0].load().attention(**ladder._named(RUNGS[0].load().attention, wide))
     with computing_in(dtype):
-        low = ladder._call(RUNGS[0], batch, given)()
+        low = ladder.call_of(RUNGS[0], batch, given)()
     return ref, wide["states"], low
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from refattn.checks import check, check_folder
 from refattn.modes import computing_in
 from refattn.scales import FP8_FORMATS
-from twinattn.course import copied
+from twinattn.course import copied, profiled
 from twinattn.course.batches import BATCHES, Batch
 
 LADDERS = tuple(BATCHES)
@@ -398,7 +398,7 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
             needed, before = rung.missing(device) or _lacking(rung, inputs), _compiled()
             try:
                 if needed is None:
-                    call = _call(rung, batch, inputs)
+                    call = call_of(rung, batch, inputs)
                     judge(call())
             except (torch.OutOfMemoryError, OutOfResources) as error:
                 kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "shared memory"
@@ -455,7 +455,7 @@ def _lacking(rung: Rung, inputs: Mapping[str, Any]) -> str | None:
     return f"`{lacking[0]}`, which this batch does not have" if lacking else None
 
 
-def _call(rung: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable[[], Tensor]:
+def call_of(rung: Rung, batch: Batch, inputs: Mapping[str, Any]) -> Callable[[], Tensor]:
     """Return a call of a rung; a plan is made once, and what a call changes is a copy."""
     module = rung.load()
     step = {"step": module.plan(**_named(module.plan, inputs))} if hasattr(module, "plan") else {}
@@ -536,6 +536,33 @@ def _on_cpu(call: Callable[[], Tensor]) -> float:
     return statistics.median(taken)
 
 
+def add_profiles(measured: dict[str, Any], tell: Callable[[str], None]) -> None:
+    """Add what `ncu` says of each rung of Triton, where it is installed, on the first batch that the rung was timed on.
+
+    Args:
+        measured: the results of `measure`; a rung that was profiled gets another entry, `profile`.
+        tell: called with a line of text for each rung.
+    """
+    if not profiled.is_there():
+        tell(f"\n{profiled.NO_NCU}.")
+        return
+    tell(f"\nBy ncu, caches empty:\n{_line('', ('read', 'of the least', 'memory', 'SM'))}")
+    for rung in rungs(measured["ladder"]):
+        timed = ((each, row) for each in measured["batches"] for row in each["rungs"] if row["name"] == rung.name)
+        batch, row = next(((each, row) for each, row in timed if "median" in row), (None, None))
+        if batch is None or row is None or row["clock"] == "events":
+            continue
+        try:
+            found = profiled.profile(measured["ladder"], rung.number, batch["name"])
+        except profiled.NotProfiledError as error:
+            tell(f"no more of it: {error}")
+            return
+        row["profile"] = found._asdict()
+        least = BATCHES[measured["ladder"]][batch["name"]].reads()
+        shares = (f"{share:.0%}" for share in (found.bytes_read / least, found.memory, found.sm))
+        tell(_line(f"{rung.number:2} {rung.title}", [f"{found.bytes_read / 1e6:.0f} MB", *shares]))
+
+
 def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -> None:
     """List the rungs of a ladder, time them where there is a GPU, and write what was found into a file.
 
@@ -559,6 +586,7 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -
         measured = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))
     tell(f"\n* by events, with the launches; all others are replays of a CUDA graph. {measured['seconds']} s in all.")
     tell("CPU: what launching one call takes, without a graph. per SM: programs that one has room for.")
+    add_profiles(measured, tell)
     if results is not None:
         results.parent.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(measured, indent=1) + "\n")
