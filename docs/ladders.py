@@ -9,6 +9,7 @@ import base64
 import difflib
 import html
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ FACTORS = {  # how many times as fast as the rung before, up to a factor
 }
 
 SCRIPTS = "\n".join(f'<script src="{file}"></script>' for file in ("roof.js", "../explorer/el.js", "roof_view.js"))
+
+WORDS = {  # words of the glossary, by their places there: linked where the rungs of a page first have them
+    "warp": r"\bwarps?\b",
+    "tensor-core": r"\btensor cores?\b",
+    "coalescing": r"\bcoalesc(?:ed|ing)\b",
+    "occupancy": r"\boccupancy\b",
+    "register-pressure": r"\bspill(?:s|ed)?\b",
+    "stage": r"\bstages?\b(?!`)",
+    "wgmma": r"`wgmma`",
+    "tma": r"\bTMA\b",
+    "mbarrier": r"\bbarriers?\b",
+    "warp-specialization": r"\bwarp specialisation\b|\broles for warps\b",
+    "persistent-program": r"\bpersistent program\b",
+    "programmatic-launch": r"\bprogrammatic launch\b",
+    "cuda-graph": r"\bCUDA graph\b",
+}
 
 MOVES = (
     "**Move the roof.** The sliders set a batch, and the lines are what it needs at least at the rates of this card: "
@@ -82,8 +99,9 @@ def page(ladder: str, folder: str) -> str:
     title = "All times, which give the predictions below away" if found else "All rungs, and what is known of them"
     parts = [*([] if found else [UNTIMED]), folded(title, "\n\n".join(shown))]
     before: Rung | None = None
+    unseen = dict(WORDS)
     for rung in rungs(ladder):
-        parts.append(part(rung, before, found, folder))
+        parts.append(part(rung, before, found, folder, unseen))
         before = rung
     return "\n\n".join([*parts, SCRIPTS])
 
@@ -242,9 +260,27 @@ def anchor(rung: Rung) -> str:
     return f"rung-{rung.number}"
 
 
-def part(rung: Rung, before: Rung | None, found: list[dict[str, Any]], folder: str) -> str:
-    """Make the part of a rung: its idea, what has changed, the question, and the answer."""
+def linked(text: str, unseen: dict[str, str]) -> str:
+    """Link words to the glossary, each where it first occurs; those that were found are taken from `unseen`."""
+    found = {place: match for place, word in unseen.items() if (match := re.search(word, text))}
+    for place, match in sorted(found.items(), key=lambda item: -item[1].start()):
+        del unseen[place]
+        text = f"{text[: match.start()]}[{match[0]}](../glossary.md#{place}){text[match.end() :]}"
+    return text
+
+
+def part(rung: Rung, before: Rung | None, found: list[dict[str, Any]], folder: str, unseen: dict[str, str]) -> str:
+    """Make the part of a rung: its idea, what has changed, the question, and the answer.
+
+    Args:
+        rung: the rung.
+        before: the one below; None for the first.
+        found: the results of the ladder.
+        folder: the way from the page to the pages of its files.
+        unseen: words of the glossary that the page has not had yet.
+    """
     idea, gain, source = rung.about
+    idea, gain = linked(idea, unseen), linked(gain, unseen)
     file = f"[`{rung.file.name}`]({folder}/{rung.file.name}.md)"
     lines = [f"## {rung.number} · {rung.title} {{ #{anchor(rung)} }}", idea, f"{file} · {source}"]
     if before is None:

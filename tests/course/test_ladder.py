@@ -456,6 +456,24 @@ def test_a_factor_is_one_of_the_choices(times, name, pages):
     assert pages.bucket(times) == name
 
 
+def test_words_of_gpus_are_linked_to_the_glossary_where_they_first_occur(pages):
+    """Those of the rungs once per page; and each that a reader of the last rungs needs is introduced somewhere."""
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    assert not [place for place in pages.WORDS if f'id="{place}"' not in glossary]
+    unseen = dict(pages.WORDS)
+    said = pages.linked("Two stages: a warp of four warps, and `num_stages`.", unseen)
+    assert said == (
+        "Two [stages](../glossary.md#stage): a [warp](../glossary.md#warp) of four warps, and `num_stages`."
+    )
+    assert pages.linked("More stages.", unseen) == "More stages."
+    found = "".join(
+        f"{(ROOT / f'docs/ladder/{name}.md').read_text()}{pages.page(name, '.')}" for name in ladder.LADDERS
+    )
+    found += (ROOT / "docs/ladder/sm.md").read_text()
+    needed = "warp stage bank-conflict occupancy register-pressure tma wgmma persistent-program warp-specialization"
+    assert not [word for word in [*needed.split(), "programmatic-launch"] if f"glossary.md#{word})" not in found]
+
+
 @each_ladder
 def test_committed_results_have_every_rung(name, pages):
     for found in pages.results(name):

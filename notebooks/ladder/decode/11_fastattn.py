@@ -1,7 +1,8 @@
 """11 · What `fastattn` launches, and a replay.
 
 The product: the same loop, in one body for all storages and masks (fastattn/kernels/triton/attention.py). Tiles, warps,
-stages and splits are chosen by the sizes of the call; the reduction is put in place while the last programs run.
+stages and splits are chosen by the sizes of the call; the reduction is put in place while the last programs run
+(programmatic launch).
 
 Gain: on the GPU little, from the choice of sizes. On the CPU much: a plan keeps what its first layer launched, and
 later layers replay it. In a CUDA graph, which the times here are taken from, the CPU does nothing.
