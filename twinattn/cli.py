@@ -181,15 +181,18 @@ def load(
 def ladder(
     name: Annotated[str, typer.Argument(help="Which ladder: decode, prefill, latents, states.")] = "decode",
     results: Annotated[Path | None, typer.Option("--json", help="Write what was measured into this file.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A changed copy of a rung, to be held to the formula.")] = None,
 ) -> None:
-    """List the steps from the formula to the roofline, one change each, and time them on a GPU."""
+    """List the steps from the formula to the roofline, one change each; time them on a GPU, check them without one."""
     from twinattn.course import ladder as module
 
     try:
-        module.run(name, typer.echo, results)
+        all_right = module.run(name, typer.echo, results, file)
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
+    if not all_right:
+        raise typer.Exit(1)
 
 
 @main.command()

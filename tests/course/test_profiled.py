@@ -94,7 +94,7 @@ def test_the_call_is_profiled_and_nothing_before_it(ncu):
 
 def test_the_second_call_alone_is_for_the_profiler(monkeypatch):
     events = []
-    monkeypatch.setattr(ladder, "call_of", lambda rung, batch, inputs: lambda: events.append(rung.number))
+    monkeypatch.setattr(profiled, "call_of", lambda rung, batch, inputs: lambda: events.append(rung.number))
     monkeypatch.setattr(type(BATCHES["decode"]["64 x 8192"]), "make_inputs", lambda self, device: {})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("wait"))
     for name in ("start", "stop"):
@@ -112,7 +112,7 @@ def measured(rows):
 
 def test_rungs_of_triton_are_profiled(ncu):
     found, lines = measured([(0, "events"), (1, "graph"), (2, "graph")]), []
-    ladder.add_profiles(found, lines.append)
+    profiled.add_to(found, lines.append)
     rows = found["batches"][0]["rungs"]
     assert "profile" not in rows[0]
     assert rows[1]["profile"] == rows[2]["profile"] == profiled.parse(printed())._asdict()
@@ -131,7 +131,7 @@ def test_rungs_of_triton_are_profiled(ncu):
 def test_what_ncu_refuses_is_said_once(ncu, text, code, message):
     ncu[0](text, code)
     found, lines = measured([(1, "graph"), (2, "graph")]), []
-    ladder.add_profiles(found, lines.append)
+    profiled.add_to(found, lines.append)
     assert len(lines) == 2 and lines[1].startswith("no more of it: ") and message in lines[1]
     assert not any("profile" in row for row in found["batches"][0]["rungs"])
 
@@ -139,7 +139,7 @@ def test_what_ncu_refuses_is_said_once(ncu, text, code, message):
 def test_without_ncu_it_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
     found, lines = measured([(1, "graph")]), []
-    ladder.add_profiles(found, lines.append)
+    profiled.add_to(found, lines.append)
     assert lines == [f"\n{profiled.NO_NCU}."] and "profile" not in found["batches"][0]["rungs"][0]
 
 

@@ -93,9 +93,7 @@ def compile_all(name, gpu):
     found, waiting = {}, [rung for rung in ladder.rungs(name) if not rung.synchronizes]
     for batch in map(shortened, BATCHES[name].values()):
         inputs = batch.make_inputs(torch.device("cpu"))
-        found |= {
-            rung.name: compiled(rung, batch, inputs, gpu) for rung in waiting if not ladder._lacking(rung, inputs)
-        }
+        found |= {rung.name: compiled(rung, batch, inputs, gpu) for rung in waiting if not ladder.lacking(rung, inputs)}
         waiting = [rung for rung in waiting if rung.name not in found]
         if not waiting:
             break

@@ -28,7 +28,7 @@ from torch import Tensor
 from refattn.checks import check, check_folder
 from refattn.modes import computing_in
 from refattn.scales import FP8_FORMATS
-from twinattn.course import copied, profiled
+from twinattn.course import copied
 from twinattn.course.batches import BATCHES, Batch
 
 LADDERS = tuple(BATCHES)
@@ -392,10 +392,10 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
         floor = max(ceilings.seconds(reads=reads, writes=writes), work / ceilings.product)
         judge = _judge(rungs(ladder)[0], batch, inputs)
         of_what = f"{(reads + writes) / 1e6:.0f} MB, {work / 1e9:.0f} GFLOP"
-        tell(f"\n{name}: {of_what}, floor {1e6 * floor:.1f} µs\n{_line('', HEAD)}")
+        tell(f"\n{name}: {of_what}, floor {1e6 * floor:.1f} µs\n{line_of('', HEAD)}")
         timed: list[dict[str, Any]] = []
         for rung in rungs(ladder):
-            needed, before = rung.missing(device) or _lacking(rung, inputs), _compiled()
+            needed, before = rung.missing(device) or lacking(rung, inputs), _compiled()
             try:
                 if needed is None:
                     call = call_of(rung, batch, inputs)
@@ -418,7 +418,7 @@ def measure(ladder: str, tell: Callable[[str], None], device: torch.device) -> d
                     "kernels": [one for _, one in sorted(kernels[rung.name].items())],
                 }
             )
-            tell(_line(f"{rung.number:2} {rung.title}", _cells(timed[-1])))
+            tell(line_of(f"{rung.number:2} {rung.title}", _cells(timed[-1])))
             del call
         about_batch = {"name": name, **asdict(batch), "bytes": reads + writes, "operations": work, "floor": floor}
         batches.append({**about_batch, "rungs": timed})
@@ -439,7 +439,8 @@ def _cells(timed: dict[str, Any]) -> list[str]:
     return cells
 
 
-def _line(title: str, cells: Sequence[str]) -> str:
+def line_of(title: str, cells: Sequence[str]) -> str:
+    """Write a line of a table: a title, and its cells."""
     return f"{title:60}" + "".join(f"{cell:>14}" for cell in cells)
 
 
@@ -448,7 +449,7 @@ def _named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str,
     return {name: inputs[name] for name in inspect.signature(function).parameters if name in inputs}
 
 
-def _lacking(rung: Rung, inputs: Mapping[str, Any]) -> str | None:
+def lacking(rung: Rung, inputs: Mapping[str, Any]) -> str | None:
     """Return what a rung needs that the inputs of a batch do not have; None if it runs."""
     needed = inspect.signature(rung.load().attention).parameters.values()
     lacking = [x.name for x in needed if x.default is inspect.Parameter.empty and x.name not in inputs]
@@ -536,58 +537,52 @@ def _on_cpu(call: Callable[[], Tensor]) -> float:
     return statistics.median(taken)
 
 
-def add_profiles(measured: dict[str, Any], tell: Callable[[str], None]) -> None:
-    """Add what `ncu` says of each rung of Triton, where it is installed, on the first batch that the rung was timed on.
+def run(ladder: str, tell: Callable[[str], None], results: Path | None = None, own: Path | None = None) -> bool:
+    """List the rungs of a ladder, and time them where there is a GPU; where there is none, hold them to the formula.
 
     Args:
-        measured: the results of `measure`; a rung that was profiled gets another entry, `profile`.
+        ladder: its name.
         tell: called with a line of text for each rung.
-    """
-    if not profiled.is_there():
-        tell(f"\n{profiled.NO_NCU}.")
-        return
-    tell(f"\nBy ncu, caches empty:\n{_line('', ('read', 'of the least', 'memory', 'SM'))}")
-    for rung in rungs(measured["ladder"]):
-        timed = ((each, row) for each in measured["batches"] for row in each["rungs"] if row["name"] == rung.name)
-        batch, row = next(((each, row) for each, row in timed if "median" in row), (None, None))
-        if batch is None or row is None or row["clock"] == "events":
-            continue
-        try:
-            found = profiled.profile(measured["ladder"], rung.number, batch["name"])
-        except profiled.NotProfiledError as error:
-            tell(f"no more of it: {error}")
-            return
-        row["profile"] = found._asdict()
-        least = BATCHES[measured["ladder"]][batch["name"]].reads()
-        shares = (f"{share:.0%}" for share in (found.bytes_read / least, found.memory, found.sm))
-        tell(_line(f"{rung.number:2} {rung.title}", [f"{found.bytes_read / 1e6:.0f} MB", *shares]))
+        results: a file into which what was measured is written.
+        own: a file of the reader's, which alone is held to the formula; nothing is timed.
 
-
-def run(ladder: str, tell: Callable[[str], None], results: Path | None = None) -> None:
-    """List the rungs of a ladder, time them where there is a GPU, and write what was found into a file.
+    Returns:
+        Whether all that was tried is right.
 
     Raises:
         ValueError: if there is no such ladder, no place for the file, or no GPU although a file is asked for.
     """
-    found = rungs(ladder)
+    from twinattn.course import interpreted, profiled
+
+    found, on_gpu = rungs(ladder), torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    can_run = on_gpu or interpreted.is_on()
     if results is not None:
         check_folder("json", results.parent)
+    if results is not None and not on_gpu:
+        raise ValueError(f"json: expected a machine with a CUDA device to measure on, got none for {results}")
+    if own is not None:
+        if not own.is_file():
+            raise ValueError(f"file: expected a rung, got {own}, which is not there")
+        if not can_run:
+            raise ValueError("file: expected a GPU, or Triton with TRITON_INTERPRET=1, got neither")
+        return interpreted.run(ladder, tell, device, own)
     for rung in found:
         tell(f"{rung.number:2} {rung.title}   {rung.file.name}")
-        needed = rung.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        needed = rung.missing(device)
         if needed is not None:
             tell(f"   needs {needed}")
-    if not torch.cuda.is_available():
-        if results is not None:
-            raise ValueError(f"json: expected a machine with a CUDA device to measure on, got none for {results}")
+    if not on_gpu:
+        all_right = not can_run or interpreted.run(ladder, tell, device)
         tell(f"\nTimes need a CUDA device. The site (make docs) shows stored ones: docs/ladder/{ladder}.md.")
-        return
+        return all_right
     with torch.no_grad():
-        measured = measure(ladder, tell, torch.device("cuda", torch.cuda.current_device()))
+        measured = measure(ladder, tell, device)
     tell(f"\n* by events, with the launches; all others are replays of a CUDA graph. {measured['seconds']} s in all.")
     tell("CPU: what launching one call takes, without a graph. per SM: programs that one has room for.")
-    add_profiles(measured, tell)
+    profiled.add_to(measured, tell)
     if results is not None:
         results.parent.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(measured, indent=1) + "\n")
         tell(f"Written to {results}")
+    return True

@@ -12,7 +12,13 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from twinattn.course.batches import BATCHES
+from twinattn.course.ladder import call_of, line_of, rungs
 
 BYTES, SECONDS = "dram__bytes_read.sum", "gpu__time_duration.sum"
 MEMORY, SM = (f"{unit}__throughput.avg.pct_of_peak_sustained_elapsed" for unit in ("dram", "sm"))
@@ -35,6 +41,33 @@ class NotProfiledError(RuntimeError):
 def is_there() -> bool:
     """Return whether `ncu` is installed."""
     return shutil.which("ncu") is not None
+
+
+def add_to(measured: dict[str, Any], tell: Callable[[str], None]) -> None:
+    """Add what `ncu` says of each rung of Triton, where it is installed, on the first batch that the rung was timed on.
+
+    Args:
+        measured: the results of `measure`; a rung that was profiled gets another entry, `profile`.
+        tell: called with a line of text for each rung.
+    """
+    if not is_there():
+        tell(f"\n{NO_NCU}.")
+        return
+    tell(f"\nBy ncu, caches empty:\n{line_of('', ('read', 'of the least', 'memory', 'SM'))}")
+    for rung in rungs(measured["ladder"]):
+        timed = ((each, row) for each in measured["batches"] for row in each["rungs"] if row["name"] == rung.name)
+        batch, row = next(((each, row) for each, row in timed if "median" in row), (None, None))
+        if batch is None or row is None or row["clock"] == "events":
+            continue
+        try:
+            found = profile(measured["ladder"], rung.number, batch["name"])
+        except NotProfiledError as error:
+            tell(f"no more of it: {error}")
+            return
+        row["profile"] = found._asdict()
+        least = BATCHES[measured["ladder"]][batch["name"]].reads()
+        shares = (f"{share:.0%}" for share in (found.bytes_read / least, found.memory, found.sm))
+        tell(line_of(f"{rung.number:2} {rung.title}", [f"{found.bytes_read / 1e6:.0f} MB", *shares]))
 
 
 def profile(ladder: str, number: int, batch: str) -> Profiled:
@@ -89,11 +122,6 @@ def parse(text: str) -> Profiled:
 
 def call_twice(ladder: str, number: int, name: str) -> None:
     """Call a rung twice on a batch of its ladder; the second call is for the profiler."""
-    import torch
-
-    from twinattn.course.batches import BATCHES
-    from twinattn.course.ladder import call_of, rungs
-
     batch = BATCHES[ladder][name]
     torch.manual_seed(0)
     with torch.no_grad():

@@ -1,0 +1,130 @@
+"""A ladder on a laptop: each rung is held to the formula in Triton's interpreter, and its launches are listed.
+
+The interpreter runs the programs of a launch one after the other, in NumPy. It shows what a kernel computes and how
+many programs it has, and nothing about time. Batches are small, and of float32, as it multiplies matrices of bfloat16
+wrongly. A file of the reader's own is held to the formula in the same way.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refattn.modes import computing_in
+from twinattn.course.batches import Batch, Latents, Pages, States
+from twinattn.course.ladder import Rung, call_of, lacking, rungs
+from twinattn.kit import tolerance
+
+SMALL: dict[str, tuple[Batch, ...]] = {  # by ladder; a rung takes the first that has what it needs
+    "decode": (Pages(((1, 5), (1, 600), (1, 40)), heads=4, kv_heads=2, size=32),),
+    "prefill": (Pages(((40, 150), (1, 5), (70, 70)), rows=True, heads=4, kv_heads=2, size=32),),
+    "latents": (Latents(((1, 5), (1, 300)), heads=20, rank=64, rope=16, nope=24, value_size=40, block_size=16),),
+    "states": (
+        States(((70, 70), (3, 9), (1, 1)), heads=4, key_heads=2, size=32),
+        States(((1, 2),) * 6, heads=4, key_heads=2, size=32, ring=4),
+    ),
+}
+
+
+def is_on() -> bool:
+    """Return whether Triton is there and interprets; it does if it is imported here for the first time."""
+    if "triton" not in sys.modules:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    try:
+        import triton
+    except ModuleNotFoundError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
+
+
+def inputs_of(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """Return the inputs of a batch in float32; a pool of fp8 stays as it is."""
+    torch.manual_seed(0)
+    made = batch.make_inputs(device)
+    return {x: y.float() if torch.is_tensor(y) and y.dtype == torch.bfloat16 else y for x, y in made.items()}
+
+
+def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path | None = None) -> bool:
+    """Hold the rungs of a ladder to the formula, or a file of the reader's own; return whether all are right.
+
+    Args:
+        name: the ladder.
+        tell: called with a line of text for each rung.
+        device: where they run.
+        file: a file with a function `attention`, in place of the rungs.
+    """
+    reference, *above = rungs(name)
+    tell("\nHeld to rung 0 on small batches of float32" + (", in Triton's interpreter:" if is_on() else ":"))
+    all_right = True
+    for rung in above if file is None else [Rung(len(above) + 1, file.stem, file.name, file)]:
+        needed = rung.missing(device)
+        for batch in SMALL[name] if needed is None else ():
+            inputs = inputs_of(batch, device)
+            needed = lacking(rung, inputs)
+            if needed is None:
+                break
+        if needed is not None:
+            tell(f"{rung.number:2} {rung.title:65} not run: it needs {needed}")
+            continue
+        began = time.monotonic()
+        try:
+            launched = check(reference, rung, batch, inputs)
+        except AssertionError as error:
+            all_right = False
+            tell(f"{rung.number:2} {rung.title:65} WRONG: {error}")
+            continue
+        programs = f"   {'; '.join(launched)}" if launched else ""
+        tell(f"{rung.number:2} {rung.title:65} right, {time.monotonic() - began:4.1f} s{programs}")
+    return all_right
+
+
+def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> list[str]:
+    """Hold a rung to the formula on a batch; return its launches, as the interpreter had them.
+
+    Args:
+        reference: the formula.
+        rung: the rung, or a file of the reader's.
+        batch: the batch.
+        inputs: its inputs.
+
+    Raises:
+        AssertionError: if its output is wrong.
+    """
+    wide = {x: y.double() if torch.is_tensor(y) and y.dtype == torch.float32 else y for x, y in inputs.items()}
+    wider, same, call = (call_of(one, batch, x) for one, x in ((reference, wide), (reference, inputs), (rung, inputs)))
+    goes_on = batch.changes and "cursors" not in inputs  # a second step reads the states that the first one left
+    for _ in range(2 if goes_on else 1):
+        with computing_in(torch.float32):
+            low = same()
+        with _launches() as launched:
+            out = call()
+        tolerance.assert_close(out, wider(), low)
+    return launched
+
+
+@contextmanager
+def _launches() -> Iterator[list[str]]:
+    """List the launches of a call: the name of each kernel, and its programs."""
+    launched: list[str] = []
+    if not is_on():
+        yield launched
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def listed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        grid = [self.grid] if isinstance(self.grid, int) else [] if callable(self.grid) else list(self.grid)
+        launched.append(f"{self.fn.__name__} {' x '.join(map(str, grid))}".strip())
+        return run(self, *args, **kwargs)
+
+    GridExecutor.__call__ = listed
+    try:
+        yield launched
+    finally:
+        GridExecutor.__call__ = run
