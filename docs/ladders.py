@@ -21,6 +21,7 @@ from twinattn.course.ladder import Rung, rungs
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results/ladder"
 COMPILED = RESULTS / "compiled"
+DRAWINGS = ROOT / "docs/ladder/drawings"
 TRIED = ROOT / "docs/results/tried"
 ASKED = {  # the batch that shows a rung, by its number; of all others the first
     "decode": {8: "1 x 131072", 9: "60 x 2048 and 4 x 65536"},
@@ -260,6 +261,16 @@ def anchor(rung: Rung) -> str:
     return f"rung-{rung.number}"
 
 
+def drawing(rung: Rung) -> str | None:
+    """Return the drawing of a rung's idea, from docs/ladder/drawings; None for the formula."""
+    text = (DRAWINGS / f"{rung.file.parent.name}.txt").read_text()
+    drawn = {
+        int(each.partition("\n")[0]): each.partition("\n")[2].rstrip()
+        for each in re.split(r"^# ", text, flags=re.M)[1:]
+    }
+    return f"```text\n{drawn[rung.number]}\n```" if rung.number in drawn else None
+
+
 def linked(text: str, unseen: dict[str, str]) -> str:
     """Link words to the glossary, each where it first occurs; those that were found are taken from `unseen`."""
     found = {place: match for place, word in unseen.items() if (match := re.search(word, text))}
@@ -283,6 +294,9 @@ def part(rung: Rung, before: Rung | None, found: list[dict[str, Any]], folder: s
     idea, gain = linked(idea, unseen), linked(gain, unseen)
     file = f"[`{rung.file.name}`]({folder}/{rung.file.name}.md)"
     lines = [f"## {rung.number} · {rung.title} {{ #{anchor(rung)} }}", idea, f"{file} · {source}"]
+    drawn = drawing(rung)
+    if drawn is not None:
+        lines.insert(2, drawn)
     if before is None:
         return "\n\n".join([*lines, code(rung)])
     lines.append(code(rung) if is_other(before) or is_other(rung) else diff(before, rung))

@@ -457,6 +457,17 @@ def test_a_factor_is_one_of_the_choices(times, name, pages):
     assert pages.bucket(times) == name
 
 
+@each_ladder
+def test_each_rung_has_a_drawing_of_its_idea(name, pages):
+    for rung in ladder.rungs(name):
+        drawn = pages.drawing(rung)
+        assert (drawn is None) == (rung.number == 0)
+        if drawn is not None:
+            lines = drawn.splitlines()[1:-1]
+            assert 2 <= len(lines) <= 6 and max(map(len, lines)) <= 98, "what fits on a page"
+            assert drawn in pages.part(rung, ladder.rungs(name)[0], [], ".", {})
+
+
 def test_words_of_gpus_are_linked_to_the_glossary_where_they_first_occur(pages):
     """Those of the rungs once per page; and each that a reader of the last rungs needs is introduced somewhere."""
     glossary = (ROOT / "docs/glossary.md").read_text()
