@@ -65,7 +65,7 @@ WORDS = {  # words of the glossary, by their places there: linked where the rung
 
 MOVES = (
     "**Move the roof.** The sliders set a batch, and the lines are what it needs at least at the rates of this card: "
-    "its bytes, and its operations. Bars are as measured."
+    "its bytes, and its operations."
 )
 
 UNTIMED = (
@@ -180,7 +180,8 @@ def roof(ladder: str, found: dict[str, Any] | None) -> str:
     fixed = {x: y for x, y in asdict(first).items() if x not in ("lens", "rows", "ring", *batches[0]["settings"])}
     data = {"ladder": ladder, "kind": type(first).__name__, "fixed": fixed, "batches": batches}
     data |= {"machine": of_rates["machine"]["name"], "rates": of_rates["ceilings"]}
-    return f'{MOVES}\n\n<div class="roof explorer engine" data-roof="{html.escape(json.dumps(data))}"></div>'
+    bars = " Bars are as measured." if any(each["rungs"] for each in batches) else ""
+    return f'{MOVES}{bars}\n\n<div class="roof explorer engine" data-roof="{html.escape(json.dumps(data))}"></div>'
 
 
 def settings_of(ladder: str, batch: Batch) -> dict[str, int]:
