@@ -315,7 +315,7 @@ AT_LARGE: list[Mutation] = [
     planted(
         "positions are counted from the start of the sequence, whose first blocks are cut off",
         "fastattn.kernels.cpu.schedule:Schedule._view",
-        "given = self.positions[rows].long() - first_key",
+        "given = self.positions[rows].long() - before",
         "given = self.positions[rows].long()",
         "tests/paths/test_sliding_window.py",
         "tests/paths/test_local.py",
@@ -450,6 +450,13 @@ AT_LARGE: list[Mutation] = [
         "WINDOWS.first_block(position, Extent(left + 1), block_size)",
         "WINDOWS.first_block(position + block_size - 1, Extent(left + 1), block_size)",
         WINDOWS,
+    ),
+    planted(
+        "a key stands where the table of its window says",
+        "fastattn.kernels.cpu.attention:_aligned_tiles",
+        "range(begin - (begin + view.before) % INVARIANT_SLAB, end",
+        "range(begin - begin % INVARIANT_SLAB, end",
+        PAGED,
     ),
     planted(
         "a window is one token shorter where a request goes on",

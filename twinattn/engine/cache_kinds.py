@@ -106,7 +106,7 @@ STATES = CacheKind(
     "recurrent states",
     SLOT,
     "the state after exactly `p` tokens: no other one can be made of it",
-    "a step, which reads one slot and writes another; a slot that is kept, or has several readers, nobody",
+    "a step, which reads one slot and writes another; no step writes one that is kept, or has several readers",
 )
 INPUTS = CacheKind(
     "convolution rows",

@@ -161,7 +161,7 @@ GO_ON = Exercise(
                 in_window, [any(has_state[: i + 1]) for i in range(len(has_state))], window, block_size
             )
         ),
-        "blocks before the window may be gone: nobody will look at them again": (
+        "blocks before the window may be gone: no later token sees them": (
             lambda in_window, has_state, window, block_size: _go_on(in_window, has_state, 0, block_size)
         ),
         "the next token is itself in its window, so it sees one token less before it": (
