@@ -322,14 +322,6 @@ WRONG = {
         ("users[blocks[place]] > 1", "users[blocks[place]] > 99", "before it writes"),
         ("        users[blocks[place]] = 1\n    elif", "    elif", "users: "),
     ],
-    "go_on": [
-        ("has_state[count - 1] and", "any(has_state[:count]) and", "kept at exactly that end"),
-        ("in_window[first:count]", "in_window[:count]", "may be gone"),
-        ("- window + 1", "- window", "sees one token less"),
-        ("range(len(has_state), 0, -1)", "range(1, len(has_state) + 1)", "saves most"),
-        ("in_window[first:count]", "in_window[count - 1 : count]", "over several blocks"),
-        (" and all(in_window[first:count])", "", "have to be there, too"),
-    ],
     "entries": [
         ("[before, :d]", "[before, d:]", "answer: max error"),
         ("slice(max(e - 1, 0) * ratio, e * ratio)", "slice(max(e - 1, 0) * ratio, max(e, 1) * ratio)", "of its own"),
@@ -379,6 +371,14 @@ WRONG = {
             "        tile = tile + written[:, None] * k[None, :]\n",
             "read after the write",
         ),
+    ],
+    "go_on": [
+        ("has_state[count - 1] and", "any(has_state[:count]) and", "kept at exactly that end"),
+        ("in_window[first:count]", "in_window[:count]", "may be gone"),
+        ("- window + 1", "- window", "sees one token less"),
+        ("range(len(has_state), 0, -1)", "range(1, len(has_state) + 1)", "saves most"),
+        ("in_window[first:count]", "in_window[count - 1 : count]", "over several blocks"),
+        (" and all(in_window[first:count])", "", "have to be there, too"),
     ],
     "int4_decode": [
         ("[pairs & 15, pairs >> 4]", "[pairs >> 4, pairs & 15]", "have changed places"),
