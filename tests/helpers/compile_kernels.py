@@ -419,6 +419,9 @@ def launch_all(gpu, largest):
     for scales in (Fp8Scales(0.5, torch.ones(2)), Int8Scales(torch.ones(64, 16, 2), torch.ones(2, 128))):
         kind = scales.format if isinstance(scales, Fp8Scales) else torch.int8
         cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)
+        of_bytes = pool(2, 128, kind)
+        no_values = Int8Scales(scales.key, torch.ones(2, 0)) if kind == torch.int8 else scales
+        cache.write_quantized(tokens, tokens[..., :0], of_bytes, of_bytes[..., :0], torch.arange(5), no_values)
     half_bytes, scales = pool(2, 64, torch.uint8), torch.ones(64, 16, 2)
     four_bits.write_int4(tokens, tokens, half_bytes, half_bytes, torch.arange(5), Int4Scales(scales, scales))
     cache.write_packed(torch.zeros(5, 512, dtype=half), torch.zeros(5, 64, dtype=half), packed.cache, torch.arange(5))

@@ -132,7 +132,9 @@ def real() -> tuple[Any, Any]:
 def config_of(name: str) -> Any:
     """Return the configuration of a model."""
     if name == REAL:
-        return real()[0].config
+        config = copy.deepcopy(real()[0].config)
+        del config.quantization_config  # its file is quantized, its weights here are not
+        return config
     kind, sizes = MODELS[name]
     return getattr(transformers, f"{kind}Config")(**SIZES | sizes)
 
@@ -141,7 +143,9 @@ def config_of(name: str) -> Any:
 def make(name: str) -> Any:
     """Return a model in bfloat16; if its weights are random, norms, biases and sinks matter in it too."""
     if name == REAL:
-        return copy.deepcopy(real()[0]).to(torch.bfloat16).eval()
+        model = type(real()[0])(config_of(name))
+        model.load_state_dict(real()[0].state_dict())
+        return model.to(torch.bfloat16).eval()
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config_of(name), attn_implementation="eager")
     for place, parameter in model.named_parameters():

@@ -312,7 +312,7 @@ def _quantize_kernel(
     slot = tl.maximum(slot, 0)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE else 1
     at_d = tl.arange(0, HEAD_PAD).to(tl.int64)[None, :]
     at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)[None, :]
     in_key = is_row[:, None] & (at_d < HEAD_SIZE)
