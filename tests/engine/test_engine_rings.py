@@ -397,6 +397,21 @@ def test_the_end_of_a_block_is_folded_out_of_the_first_inputs_of_a_ring():
 
 
 @pytest.mark.covers("R219")
+def test_a_request_begins_while_the_ring_of_one_that_has_ended_is_still_to_be_folded():
+    """It takes a slot that is kept, one to write to and one for the end of a block, and the ring has a slot, too."""
+    pool, first = make_pool(8, num_kept=1, decode_len=3, block_size=4, num_requests=1), request_of(9)
+    pool.share(first, [])
+    for count, accepted in ((9, 9), (3, 2), (3, 3)):
+        step(pool, first, count, accepted)
+    pool.release(first)
+    second = request_of(24)
+    second.num_computed_tokens, second.contents = 12, first.contents[:3]
+    pool.share(second, second.contents)
+    pool.hold(second, 12, 24)
+    assert pool.slots[second].ring.checkpoint is not None and not pool.rings.free
+
+
+@pytest.mark.covers("R219")
 def test_a_step_that_did_not_succeed_leaves_all_where_it_was():
     pool, request = make_pool(2, block_size=4), request_of(9)
     pool.share(request, [])
@@ -422,8 +437,8 @@ def test_folds_are_computed_at_once_where_they_do_not_meet():
 def test_the_pools_of_an_engine_with_rings(qwen):
     engine = make_engine(qwen, max_num_seqs=3, num_kept_states=1, state_ring_size=5, speculation=NGram(max_drafts=2))
     for pools in engine.state_caches.values():
-        assert pools.states.shape == (3 * 2 + 1, 4, 12, 8) and pools.inputs.shape[0] == 3 * 4 + 1
-        assert [tuple(x.shape) for x in pools.ring] == [(7, 5, 2, 8), (7, 5, 4, 12), (7, 5, 4)]
+        assert pools.states.shape == (3 * 3 + 1, 4, 12, 8) and pools.inputs.shape[0] == 3 * 4 + 1
+        assert [tuple(x.shape) for x in pools.ring] == [(10, 5, 2, 8), (10, 5, 4, 12), (10, 5, 4)]
     without = make_engine(qwen, max_num_seqs=3, num_kept_states=1, speculation=NGram(max_drafts=2))
     assert all(pools.states.shape[0] == 13 and pools.ring is None for pools in without.state_caches.values())
     assert engine.pool_bytes == sum(

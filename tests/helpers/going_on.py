@@ -18,7 +18,7 @@ from tests.helpers.state_engines import drafts_of, make_hybrid
 from tests.helpers.tiny_models import COMPRESSED, INDEX_SIZES, make_family, make_llama, make_model
 from twinattn.engine import Engine, Request, SamplingParams, models
 from twinattn.engine.block_pool import BlockContent, block_key
-from twinattn.engine.cache_kinds import BLOCK, INPUTS, RINGS
+from twinattn.engine.cache_kinds import BLOCK, INPUTS, RINGS, STATES
 
 ATEN = torch.ops.aten
 PRODUCTS = {ATEN.mm.default, ATEN.bmm.default}
@@ -99,7 +99,10 @@ class Bits:
                 self.wrong.append(f"{what} after {len(tokens)} tokens")
 
     def watch(self, engine):
-        """Compare all that an engine computes from now on; a step in which something has other bits fails."""
+        """Compare all that an engine computes from now on; a step in which something has other bits fails.
+
+        Between two steps, all is spoiled that the table of caches does not have: of drafts that were rejected, say.
+        """
         logits_of, step = engine.logits_of, engine.step
 
         def noted_logits(tokens):
@@ -114,6 +117,7 @@ class Bits:
         def noted_step():
             events = step()
             self.compare_caches(engine)
+            spoil(engine)
             wrong, self.wrong = self.wrong, []
             assert not [event.error for event in events if event.error] and not wrong, wrong
             return events
@@ -168,6 +172,24 @@ def kept_states(engine, cache):
         return dict(states.kept)
     later = {fold.target for fold in states.rings._folds}  # they are written before the next step
     return {content: slot for content, slot in states.rings.kept.items() if slot not in later}
+
+
+def spoil(engine):
+    """Overwrite all that no running request needs at its position, and none can find."""
+    going_on = [request for request in engine.running if request.num_computed_tokens]
+    states = engine.scheduler.states
+    for request in going_on if states is not None else ():
+        states.settle(request)
+    for cache in engine.layer_pools.all_caches:
+        needed = list((kept_blocks if cache.kind.unit == BLOCK else kept_states)(engine, cache).values())
+        needed += [place_of(engine, request, cache) for request in going_on]
+        if states is not None and states.rings is not None and cache.kind in (STATES, RINGS):  # to be folded yet
+            folds = states.rings._folds
+            needed += [(x.slot, slice(0, x.num_inputs)) if cache.kind is RINGS else x.slot for x in folds]
+        kept = cache.pool.clone()
+        cache.pool.fill_(torch.nan if cache.pool.is_floating_point() else 77)
+        for place in needed:
+            cache.pool[place] = kept[place]
 
 
 def run(engine, stops=lambda: False):

@@ -139,7 +139,8 @@ class RingPool(SlotPool):
             )
         self.ring_size, self.block_size, self.decode_len = ring_size, block_size, decode_len
         self.few = few if decode_len == 1 else 0
-        super().__init__(num_requests * (2 + ahead) + num_kept, num_kept)
+        folds = int(decode_len > 1)  # the slot of a request that has ended is read once more, for a state that is kept
+        super().__init__(num_requests * (2 + ahead + folds) + num_kept, num_kept)
 
     def reset(self) -> None:
         """Free all slots, and forget what they hold."""
