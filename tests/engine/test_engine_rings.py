@@ -397,7 +397,7 @@ def test_the_end_of_a_block_is_folded_out_of_the_first_inputs_of_a_ring():
 
 
 @pytest.mark.covers("R219")
-def test_a_request_begins_while_the_ring_of_one_that_has_ended_is_still_to_be_folded():
+def test_a_ring_is_folded_after_its_request_has_ended_while_another_begins():
     """It takes a slot that is kept, one to write to and one for the end of a block, and the ring has a slot, too."""
     pool, first = make_pool(8, num_kept=1, decode_len=3, block_size=4, num_requests=1), request_of(9)
     pool.share(first, [])

@@ -14,7 +14,8 @@ Drafts go into the ring, all of them, and those that are accepted stay there by 
 checkpoint is written once. So the state at the end of a block costs nothing: a step that ends there moves the
 checkpoint, the request goes on in that slot, and the slot is kept for prefix caching, too. Where drafts cross the end
 of a block, the inputs up to it are folded into a slot of their own before the next step, as are those of a slot that
-several requests begin with, or that a prompt goes on from.
+several requests begin with, or that a prompt goes on from. With drafts there is a slot more per request, as such a fold
+reads the slot of a request that has just ended, while another begins in its place.
 
 The host knows each cursor, as it knows how many tokens were accepted. It passes them with the slots, so one captured
 graph serves any cursor.
