@@ -122,7 +122,7 @@ def _attention(path: Any) -> dict[str, Callable[[], dict[str, Any]]]:
         "mla.prefill": of("mla-prefill", 4, cache_scale=1.0),
         "quantized.attention": of("quantized-fp8"),
         "context_parallel.attention": ranks,
-        "compressed.attention": of("compressed"),
+        "compressed.attention": lambda: of("compressed")() | dict(cache_scale=1.0, entry_scale=1.0),
         "compressed.plan": lambda: (
             PATHS["compressed"].plan_arguments(path.package, build(SMALL).batch, SMALL.block_size)
             | _batch(overlap=True)

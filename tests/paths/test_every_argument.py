@@ -28,7 +28,7 @@ NAMED_BY_THE_CALLER = ("sparse.by_token", "name")  # what errors call the pool
 ALONE = {  # tensors that say themselves where all is, so that on another device they are no mistake
     *("differential.interleave_halves", "differential.pools", "sparse.by_token", "sparse.select"),
     *("speculative.parents_from_mask", "context_parallel.local_lens", "AttentionOptions", "Int8Scales"),
-    *("Int4Scales", "Nvfp4Scales"),
+    *("Int4Scales", "Nvfp4Scales", "compressed.candidates"),
     *("kv_cache.copy_blocks", "kv_cache.swap_blocks", "state_cache.copy"),  # pairs may be anywhere
 }
 

@@ -101,7 +101,7 @@ class Launch:
             return packed(*tensors)
         seen = (
             x.view(dtype) if isinstance(x, Tensor) and dtype is not None else x
-            for x, dtype in zip(self._mapped(tensors), self._types, strict=True)
+            for x, dtype in zip(self._mapped(tensors) if self._maps else tensors, self._types, strict=True)
         )
         self._launch(*_with(self._arguments, self._paths, seen))
 
