@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def run(
         dtype = torch.bfloat16
 
     with torch.no_grad():
-        bench = Bench(place, dtype, quick)
+        bench = Bench(place, dtype, quick, tell=lambda line: console.print(line, style="dim"))
         head = bench.head()
         report.print_head(console, head)
         records = []
@@ -97,8 +97,10 @@ def run(
 class Bench:
     """Measures rows on one device."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, quick: bool) -> None:
-        self.device, self.dtype, self.quick = device, dtype, quick
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, quick: bool, tell: Callable[[str], object] = str
+    ) -> None:
+        self.device, self.dtype, self.quick, self.tell = device, dtype, quick, tell
         self.ceilings: Ceilings = measure.ceilings(device, dtype, quick=quick)
 
     def head(self) -> dict[str, Any]:
@@ -149,6 +151,7 @@ class Bench:
         calls: dict[str, Sequence[Call]] = {}
         judges: dict[str, Judge] = {}
         for contender, entry in zip(row.contenders, record["contenders"], strict=True):
+            began = time.perf_counter()
             with _failures_in(entry):
                 prepared = [contender.prepare(one) for one in inputs]
                 with PeakMemory(self.device) as memory:
@@ -163,6 +166,9 @@ class Bench:
                 if row.launches and self.device.type == "cuda":
                     entry["launches"] = dict(measure.launches(prepared[0]))
                 calls[contender.name] = prepared
+            if self.device.type == "cuda" and not self.quick:  # its kernels were compiled, which may take a minute
+                outcome = "is right" if contender.name in calls else "cannot be measured"
+                self.tell(f"{row}: {contender.name} {outcome}, after {time.perf_counter() - began:.1f} s")
         timings = self._time(row, record, calls)
         for contender, entry in zip(row.contenders, record["contenders"], strict=True):
             if contender.name in timings:

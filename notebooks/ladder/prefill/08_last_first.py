@@ -8,7 +8,7 @@ short. The fewer programs there are per SM, the more it matters. Only the order 
 where a long sequence stands in the batch decides for the rest.
 
 Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first);
-fastattn/kernels/triton/prompts_hopper.py, `_find_tile`.
+fastattn/kernels/triton/load_hopper.py, `find_tile`.
 """
 
 import torch

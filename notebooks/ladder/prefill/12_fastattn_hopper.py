@@ -7,8 +7,8 @@ Barriers in shared memory say what has come and what is done with, registers go 
 that multiply, and a program takes tile after tile (a persistent program), so that the keys of the next come while the
 last one is stored.
 
-Gain: tensor cores that hardly wait. What is left to FlashAttention-3 is how keys come: it copies whole tiles with one
-instruction (TMA), where here each thread copies 16 bytes, from rows and from pages of any size.
+Gain: tensor cores that hardly wait. Out of pages of 16 tokens each thread copies 16 bytes; from rows, and from blocks
+that hold whole steps, one instruction copies a tile (TMA), as in FlashAttention-3.
 
 Source: Shah et al. 2024, "FlashAttention-3" (3.1 and 3.2); fastattn/kernels/triton/prompts_hopper.py; NVIDIA, PTX ISA,
 `wgmma`, `mbarrier`, `setmaxnreg`.
