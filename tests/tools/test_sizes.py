@@ -19,7 +19,6 @@ LONG_FUNCTIONS = {
     "twinattn/kit/check.py:check": 97,
     "twinattn/kit/isolate.py:check_apart": 89,
     "twinattn/kit/search/command.py:run": 87,
-    "twinattn/kit/search/draw.py:normalized": 90,
 }
 
 

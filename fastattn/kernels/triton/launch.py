@@ -29,10 +29,11 @@ from torch import Tensor
 from triton._utils import canonicalize_dtype
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.triton.tensor_map import TensorDescriptor, TensorMap, kind_of, over
+from fastattn.kernels.triton.tensor_map import TensorMap, kind_of, over
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 CHANGING = (  # these change from batch to batch, and must not cause a recompilation
@@ -463,7 +464,7 @@ class PackedLaunch:
         with self._lock:
             self._write(self._changing, 0, *values)
             for i, one in self._maps.items():
-                one.point_to(values[i])
+                one.point_to(int(values[i]))
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             launch = self._driver.cuLaunchKernelEx
             status = launch(self._by_reference, self._function, self._pointers, None)

@@ -217,7 +217,7 @@ def bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TIL
             tiles += 1
             key_column = tile.kv_head * keys.key_strides[-2]
             value_column = tile.kv_head * keys.value_strides[-2]
-            values_at = tile.run.begin * 0  # of the step before
+            values_at = tile.run.begin * 0  # rows of the values of the step before
             for step in range(tile.steps + 1):
                 slot = items % SLOTS
                 j = tile.run.begin + step * TILE.KEYS

@@ -353,23 +353,7 @@ def normalized(work: Workload) -> Workload:
         changes["table"] = "plain"
     if path == "merge" and work.rows.startswith("expanded"):
         changes["rows"] = "plain"  # each head has its own empty rows
-    if work.stored == "nvfp4" or (work.stored == "int4" and work.value_size % 2):
-        sizes = ("head_size", "value_head_size")
-        changes |= {name: -(-getattr(work, name) // 16) * 16 for name in sizes}  # whole groups
-    if path not in ("quantized", "mla", "mla_prefill") and operation not in (
-        *("write_latents", "write_quantized", "copy_blocks", "swap_blocks"),
-        *("latent_attention", "scores", "write_index", "all", "selected"),
-    ):
-        changes["stored"] = "numbers"
-    if (
-        work.stored != "numbers"
-        and path not in ("mla", "mla_prefill")
-        and plan == "cascade"
-        and work.scales == "sequences"
-    ):
-        changes["scales"] = "heads"
-    if path == "kv_cache" and work.operation == "write_quantized" and work.scales == "sequences":
-        changes["scales"] = "heads"
+    changes |= _of_storage(work, operation)
     if path == "context_parallel":
         h, hk = work.heads
         changes["interleave"] = min(work.interleave, work.block_size)
@@ -418,6 +402,30 @@ def normalized(work: Workload) -> Workload:
     if no_options or path in STATES:
         changes["sinks"] = ""
     return replace(work, **changes)
+
+
+def _of_storage(work: Workload, operation: str) -> dict[str, Any]:
+    """Return the changes by what the pools hold: sizes of whole groups, and scales that the path takes."""
+    path, plan = work.path, work.plan_path
+    changes: dict[str, Any] = {}
+    if work.stored == "nvfp4" or (work.stored == "int4" and work.value_size % 2):
+        sizes = ("head_size", "value_head_size")
+        changes |= {name: -(-getattr(work, name) // 16) * 16 for name in sizes}  # whole groups
+    if path not in ("quantized", "mla", "mla_prefill") and operation not in (
+        *("write_latents", "write_quantized", "copy_blocks", "swap_blocks"),
+        *("latent_attention", "scores", "write_index", "all", "selected"),
+    ):
+        changes["stored"] = "numbers"
+    if (
+        work.stored != "numbers"
+        and path not in ("mla", "mla_prefill")
+        and plan == "cascade"
+        and work.scales == "sequences"
+    ):
+        changes["scales"] = "heads"
+    if path == "kv_cache" and work.operation == "write_quantized" and work.scales == "sequences":
+        changes["scales"] = "heads"
+    return changes
 
 
 def _of_selection(work: Workload) -> dict[str, Any]:
