@@ -483,7 +483,7 @@ def test_an_exercise_is_written_in_the_page(visited, served):
     expect(says).to_have_text("✓ You wrote it.")
     assert right in editor.input_value()
     visited.goto(f"{served}/index.html")
-    expect(visited.locator(".progress")).to_contain_text("1 of 20 functions written in the pages.")
+    expect(visited.locator(".progress")).to_contain_text("1 of 22 functions written in the pages.")
 
 
 def test_a_loop_that_never_ends_is_ended(visited, served):

@@ -15,9 +15,13 @@ Under `batch_invariant` no bit of a row may depend on other sequences, or on the
 the batch. So splits have a fixed size and place, and partial outputs are merged one after the other: one in which a
 query sees no key changes nothing.
 
-The kernel of notebook 10 is here again under these names: `part` is `program_id(1)` in `share_run` of `merge.py`,
-`read` is `keys.how.load`, the block table is read by `keys.where.find`, and `visible_keys` is in `masks.py`. Read the
-files beside this one in the order of their use: `queries.py`, `masks.py`, `merge.py`, `keys.py`.
+The three questions of docs/questions.md (where are the keys, who may see whom, how do partial outputs combine) are
+NamedTuples, `keys`, `mask` and `split`, that carry their own functions: `mask.look(mask, ...)` is a method call that is
+resolved when the kernel is compiled, so one body serves every storage, mask and split.
+
+The kernel of notebook 10 is here again under these names: its `part` is `program_id(1)`, `number` in `share_run` of
+`merge.py`, `read` is `keys.how.load`, the block table is read by `keys.where.find`, `visible_keys` is in `masks.py`.
+Read the files beside this one in the order of their use: `queries.py`, `masks.py`, `merge.py`, `keys.py`.
 
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
@@ -122,9 +126,9 @@ def _tanh(x):
 @triton.jit
 @no_type_check
 def finish_scores(products, scale, slopes, positions, j, options, KEYS_AXIS: tl.constexpr):
-    """Turn products of queries at `positions` and keys at `j` into scores, up to a factor: the cap, else the scale.
+    """Turn products of queries at `positions` and keys at `j` into scores that lack a factor: the cap, else the scale.
 
-    `update_softmax` multiplies by the factor, next to its subtraction. Done here, the compiler could fuse the two only
+    `update_softmax` multiplies by it, next to its subtraction. Done here, the compiler could fuse the two only
     where nothing is masked, and masked steps would round differently. With ALiBi slopes (times log2(e)), no factor is
     left, and scores are in base 2. Keys lie along the axis `KEYS_AXIS`.
     """
@@ -169,12 +173,13 @@ def attend(queries, keys, mask, options, split, out, TILE):
         slopes = slopes * 1.4426950408889634  # log2(e)
     scale = keys.how.scale(keys, options.scale, tile)  # times the scale of fp8 keys of this head
     q = keys.how.query(keys, queries, tile, TILE)
-    ahead = keys.where.begin(keys.where, tile, run, TILE)  # the blocks of the first step: the table is read ahead
+    ahead = keys.where.begin(keys.where, tile, run, TILE)  # the blocks of the first step, read ahead; or its first row
     row_max = tl.full([TILE.ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE.ROWS], tl.float32)
     acc = keys.how.begin(keys, TILE)
     all_from, all_to = mask.all_visible(mask, tile, run, sight)  # the keys that every row sees
-    # Phase 0 masks up to the first keys that all rows see, phase 1 needs no mask, phase 2 masks the rest.
+    # Three phases: 0 masks up to the first keys that all rows see, 1 needs no mask, 2 masks the rest. A single phase
+    # is the whole run, and a branch masks the steps that need it.
     for phase in tl.static_range(TILE.FIRST_PHASE, TILE.PHASES):
         begin, end = phase_of_run(run, all_from, all_to, phase, TILE)
         for start in range(begin, end, TILE.KEYS):
@@ -190,13 +195,13 @@ def attend(queries, keys, mask, options, split, out, TILE):
             step = keys.how.load(keys, tile, place, seen.is_key, TILE)
             products = keys.how.products(keys, q, step, TILE)
             scores = finish_scores(products, scale, slopes, tile.positions, seen.positions, options, TILE.KEYS_AXIS)
-            hidden = float("-inf")  # who may see whom?
-            if TILE.PHASES == 3:
+            hidden = float("-inf")
+            if TILE.PHASES == 3:  # who may see whom?
                 if phase != 1:
                     scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
             elif (start < all_from) | (start + TILE.KEYS > all_to):
                 scores = tl.where(mask.visible(mask, tile, seen, TILE), scores, hidden)
-            # How do partial outputs combine? Scores still lack this factor, unless there are slopes.
+            # Scores still lack this factor, unless there are slopes.
             factor = options.softcap if options.SOFTCAP else scale
             weights, rescale, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, factor, slopes is not None, TILE.KEYS_AXIS
@@ -205,7 +210,9 @@ def attend(queries, keys, mask, options, split, out, TILE):
             acc = keys.how.add(keys, acc, rescale, weights, value, TILE)
 
     softmax = Softmax(row_max, row_sum, keys.how.end(keys, acc, TILE))  # tiles of few rows were transposed
-    softmax = split.take(split, softmax, queries, out, tile, sight, keys.VALUE_HEAD_SIZE)  # `After` merges its output
+    softmax = split.take(
+        split, softmax, queries, out, tile, sight, keys.VALUE_HEAD_SIZE
+    )  # `After`: with another kernel's
     sink = None
     if options.sinks is not None and split.SINKS:
         sink = tl.load(options.sinks + tile.heads, mask=tile.is_row, other=0.0).to(tl.float32)
@@ -281,8 +288,8 @@ def launch_attend(
         GROUP=tl.constexpr(group),
     )
     keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, quantization=quantization, aligned=not after)
-    early = isinstance(split, Repair) and split.OVERLAP.value or isinstance(split, Part) and split.AFTER_LEVEL.value
-    few_registers = tuning.registers and not (INTERPRETED or is_rocm())
+    early = (isinstance(split, Repair) and split.OVERLAP.value) or (isinstance(split, Part) and split.AFTER_LEVEL.value)
+    is_capped = tuning.registers and not (INTERPRETED or is_rocm())
     return Launch(
         attend,
         (tiles * num_kv_heads, tuning.most_splits),
@@ -293,14 +300,16 @@ def launch_attend(
         | dict(TILE=Sizes(*map(tl.constexpr, sizes))),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if early else {})
-        | ({"maxnreg": tuning.registers} if few_registers else {}),
+        | ({"maxnreg": tuning.registers} if is_capped else {}),
     )
 
 
 def _phases(
     plan: Plan, tree: TreePlan | None, tuning: LaunchConfig, *, shared: bool, in_parts: bool
 ) -> tuple[int, int]:
-    """Return the first phase of a run of keys, and the phase after the last one: 1 compares no positions, 0 and 2 do.
+    """Return the first phase of a run of keys, and the phase after the last one.
+
+    Of three phases, 1 compares no positions, 0 and 2 do; a single one, (0, 1), does so by a branch.
 
     Three copies of the loop over latents would spill registers. Without a left side all rows see the first key, and
     phase 0 is empty. Without its loop the compiler reads the block table without shared memory: 256 rows after 8192

@@ -1,6 +1,7 @@
 """Where the keys are, in a kernel: a storage is a NamedTuple that carries its own functions.
 
-How keys and values are dequantized is `keys.how`, functions of the storage:
+How keys and values are read, and dequantized if they are quantized, is `keys.how`, functions of the storage; tiles of
+few rows have the axes of rows and keys the other way round:
 
     query(keys, queries, tile, TILE)                  the tile of queries in the type of the key product
     load(keys, tile, place, is_key, TILE)             the keys of a step, and the values that are keys, too
@@ -84,7 +85,7 @@ class Pages(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The places of the keys of a step: their block, and their slot in it, counted from a first one."""
+    """The places of the keys of a step: their block, and their slot in it, as a slot of the step and one after that."""
 
     block: Any
     first: Any

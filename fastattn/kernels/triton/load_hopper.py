@@ -7,8 +7,9 @@ consumers that it is full. There are two producers:
     bring_tiles    one thread starts a copy of a whole tile (TMA); the barrier counts its bytes
     bring_rows     each thread copies 16 bytes at a time (`cp.async`); the barrier counts threads
 
-The first takes rows, and blocks that hold whole steps; the second takes pages of any size. A tile of TMA may end past
-the keys of its sequence, where memory may be NaN: `clear_rows` is for the values of the last step.
+The first takes rows, and blocks that hold whole steps; the second takes the rest: smaller pages, windows over pages,
+which may begin within a block, and tensors that have no map. Queries come by `cp.async` in both. A tile of TMA may end
+past the keys of its sequence, where memory may be NaN: `clear_rows` is for the values of the last step.
 
 Source: Shah et al. 2024, "FlashAttention-3" (3.1); the PTX manual, "cp.async.bulk.tensor" and "cp.async".
 """
@@ -82,6 +83,17 @@ class Room(NamedTuple):
 
 @gluon.jit
 @no_type_check
+def parity(count):
+    """Return the parity of the round in which a slot is filled, after `count` others were: a wait names a round by it.
+
+    Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is over at once: slots are
+    empty then.
+    """
+    return count // SLOTS & 1
+
+
+@gluon.jit
+@no_type_check
 def find_tile(program, programs, queries, mask, TILE):
     """Return the tile of a program, counted from the last one, and the keys that its rows see."""
     KV_HEADS: gl.constexpr = queries.HEADS // queries.GROUP
@@ -117,7 +129,7 @@ def _copy(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
     SIZE: gl.constexpr = place.shape[1]
     at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
     pointers = pool + (offsets[:, None] + at[None, :])
-    mask = is_row[:, None] & (at < PANEL)[None, :]
+    mask = is_row[:, None] & (at < PANEL)[None, :]  # the second is always true, and gives the mask its shape
     for first in gl.static_range(0, SIZE, PANEL):
         async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first, mask=mask)
 
@@ -162,6 +174,7 @@ def _offsets(where, blocks, j, strides, TILE):
 @no_type_check
 def bring_rows(queries, keys, mask, room, programs, TILE):
     """Load the queries of each tile, and with the keys of a step the values of the step before."""
+    # A thread has 8 elements, 16 bytes; 8 threads have a row of 64 elements.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # slots of keys and values filled before, of all tiles
@@ -169,7 +182,7 @@ def bring_rows(queries, keys, mask, room, programs, TILE):
         tile = find_tile(program, programs, queries, mask, TILE)
         if tile.first_row < tile.num_rows:
             slot = tiles % SLOTS
-            mbarrier.wait(room.no_queries.index(slot), tiles // SLOTS & 1 ^ 1)
+            mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
             _copy_queries(queries, tile, room, slot, LAYOUT)
             tiles += 1
             key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
@@ -187,7 +200,7 @@ def bring_rows(queries, keys, mask, room, programs, TILE):
                     next_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
                 j += TILE.KEYS
                 blocks = _read_table(keys.where, tile, j, TILE.PAGES)
-                mbarrier.wait(room.empty.index(slot), items // SLOTS & 1 ^ 1)
+                mbarrier.wait(room.empty.index(slot), parity(items) ^ 1)
                 if step < tile.steps:
                     _copy(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
                 if step > 0:
@@ -196,7 +209,7 @@ def bring_rows(queries, keys, mask, room, programs, TILE):
                 items += 1
                 value_at = next_at
                 is_value = is_key
-    async_copy.wait_group(0)
+    async_copy.wait_group(0)  # a warp may not end while its copies are under way
 
 
 @gluon.jit
@@ -204,7 +217,7 @@ def bring_rows(queries, keys, mask, room, programs, TILE):
 def bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TILE):
     """Load as `bring_rows` does, keys and values by whole tiles."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    KEY_BYTES: gl.constexpr = TILE.KEYS * room.key.shape[2] * 2
+    KEY_BYTES: gl.constexpr = TILE.KEYS * room.key.shape[2] * 2  # of elements of two bytes
     VALUE_BYTES: gl.constexpr = TILE.KEYS * room.value.shape[2] * 2
     tiles = gl.program_id(0) * 0
     items = gl.program_id(0) * 0
@@ -212,10 +225,10 @@ def bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TIL
         tile = find_tile(program, programs, queries, mask, TILE)
         if tile.first_row < tile.num_rows:
             slot = tiles % SLOTS
-            mbarrier.wait(room.no_queries.index(slot), tiles // SLOTS & 1 ^ 1)
+            mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
             _copy_queries(queries, tile, room, slot, LAYOUT)
             tiles += 1
-            key_column = tile.kv_head * keys.key_strides[-2]
+            key_column = tile.kv_head * keys.key_strides[-2]  # see `heads_as_columns`
             value_column = tile.kv_head * keys.value_strides[-2]
             values_at = tile.run.begin * 0  # rows of the values of the step before
             for step in range(tile.steps + 1):
@@ -227,13 +240,14 @@ def bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TIL
                 if TILE.PAGES:
                     keys_at = block * TILE.KEY_ROWS + j % keys.where.BLOCK_SIZE
                     next_at = block * TILE.VALUE_ROWS + j % keys.where.BLOCK_SIZE
-                mbarrier.wait(room.empty.index(slot), items // SLOTS & 1 ^ 1)
+                mbarrier.wait(room.empty.index(slot), parity(items) ^ 1)
                 full = room.full.index(slot)
                 has_keys = step < tile.steps
                 has_values = step > 0
                 mbarrier.expect(full, KEY_BYTES + VALUE_BYTES, has_keys & has_values)
                 mbarrier.expect(full, KEY_BYTES, step == 0)
                 mbarrier.expect(full, VALUE_BYTES, step == tile.steps)
+                # Each call is made by one thread, which the compiler elects.
                 tma.async_copy_global_to_shared(key_tiles, [keys_at, key_column], full, room.key.index(slot), has_keys)
                 tma.async_copy_global_to_shared(
                     value_tiles, [values_at, value_column], full, room.value.index(slot), has_values
@@ -263,7 +277,8 @@ def clear_rows(values, first):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     SIZE: gl.constexpr = values.shape[0]
     WORDS: gl.constexpr = values.shape[1] // 2
-    words = values._reinterpret(gl.int32, [SIZE, WORDS], gl.NVMMASharedLayout(128, 32, 2))  # two elements each
+    # Two elements are one word: half as many loads and selections.
+    words = values._reinterpret(gl.int32, [SIZE, WORDS], gl.NVMMASharedLayout(128, 32, 2))
     for start in gl.static_range(0, SIZE, CLEARED):
         if start + CLEARED > first:
             part = words.slice(start, CLEARED, 0)

@@ -3,7 +3,8 @@
     look(mask, queries, tile, TILE)              the run of keys that some row of a tile sees, and data for later
     all_visible(mask, tile, run, sight)          which keys of a run every row sees, so that no mask is needed
     step(mask, tile, sight, start, is_key, TILE)     which keys of a step are read: those that some row sees
-    visible(mask, tile, step, TILE)              which row sees which key of a step, [rows, keys]
+    visible(mask, tile, step, TILE)              which row sees which key of a step, [rows, keys]; if tiles have few
+                                                 rows, [keys, rows]
 
 A kernel calls them in this order, `mask.look(mask, ...)` for example. The masks are those of `refattn.masks`: a window
 (a causal mask is one), an interval of keys for each query row, and a tree at the end of a sequence.
@@ -345,6 +346,8 @@ def step_in_tree(mask, tile, sight, start, is_key, TILE):
 @no_type_check
 def phase_of_run(run, all_from, all_to, PHASE: tl.constexpr, TILE):
     """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, in 0 and 2 it may not.
+
+    A single phase is the whole run.
 
     A branch in the loop would keep the products of one step from overlapping with the softmax of another.
     """

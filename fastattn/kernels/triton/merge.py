@@ -6,7 +6,7 @@ the sum of the weights relative to it, and the weighted sum of the values.
 The share of the keys that a program has is a NamedTuple that carries its own functions:
 
     Whole    all keys, and the output
-    Part     a split of the keys, and a partial output, which a reduction merges (`fastattn.kernels.triton.merge`)
+    Part     a split of the keys, and a partial output, which `reduce_splits` merges
     After    the keys that another kernel has left out; its output is merged into the softmax
     Repair   all keys, but only where another kernel has written NaN
 

@@ -1,18 +1,19 @@
 """Prompts on Hopper, warp-specialized: two warpgroups multiply, a third loads keys, with barriers between them.
 
-Prompts are compute-bound, and the tensor cores are busy only while no warp waits. In
-`fastattn.kernels.triton.attention` the warps of a program load, multiply and take exponentials in step. Here each of
-two consumer warpgroups has 64 of the 128 query rows of a tile; while one computes its softmax, the products of the
-other go on. A producer warpgroup copies keys and values into two slots of shared memory, ahead of both:
+Prompts are compute-bound: tensor cores should always have products under way. In
+`fastattn.kernels.triton.attention` all warps of a program wait for the same products, and then take exponentials
+together. Here each of two consumer warpgroups has 64 of the 128 query rows of a tile; while one computes its softmax,
+the products of the other may go on. A producer warpgroup copies keys and values into two slots of shared memory, ahead
+of both:
 
-    load        | keys 2, values 1 -> slot 0 | keys 3, values 2 -> slot 1 |
-    multiply    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |      softmax 2 ...
-    multiply            softmax 0    | scores 1, values 0 |        softmax 1        | scores 2, values 1 |
+    load         | keys 2, values 1 -> slot 0         | keys 3, values 2 -> slot 1         |
+    group 0      | scores 1 | values 0 and softmax 1  | scores 2 | values 1 and softmax 2  |
+    group 1            | scores 1 | values 0 and softmax 1  | scores 2 | values 1 and softmax 2  |
 
 A slot holds the keys of a step and the values of the step before, whose products are issued together: so the product
 with the values overlaps with a softmax, too. Programs are persistent: each takes tile after tile, from the end of the
-last sequence on, where rows see most keys, and loads the keys of the next tile while the last rows of this one are
-stored. The two consumers are not forced to alternate: barriers for that (ping-pong) gained nothing here.
+last sequence on (the last rows of a sequence see most keys), and loads the keys of the next tile while the last rows of
+this one are stored. The two consumers are not forced to alternate: barriers for that (ping-pong) gained nothing here.
 
 How keys come is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from blocks that hold
 whole steps; else by 16 bytes per thread.
@@ -44,7 +45,7 @@ from fastattn.kernels.problem import asked_of, uses_positions, with_positive_sca
 from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.load_hopper import SLOTS, Room, bring, clear_rows, find_tile
+from fastattn.kernels.triton.load_hopper import SLOTS, Room, bring, clear_rows, find_tile, parity
 from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
 from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize, update_softmax
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
@@ -60,7 +61,9 @@ KNOWS = BATCH | fields_of(
 KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
 ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
 KEYS = 128  # keys of a step
-REGISTERS = {"tiles": (232, 40), 3: (216, 72), 4: (208, 88)}  # per consumer and per producer thread; rows, and pages
+# Registers per consumer and per producer thread, whose 2 * consumer + producer is at most 65536 / 128: where keys come
+# by whole tiles; from rows, which have three dimensions; from pages, which have four.
+REGISTERS = {"tiles": (232, 40), 3: (216, 72), 4: (208, 88)}
 
 
 class Sizes(NamedTuple):
@@ -146,15 +149,18 @@ def launch(
     *,
     quantization: Quantization = UNQUANTIZED,
 ) -> Launch:
-    """Launch the kernel, where `takes` allows it, instead of `launch_attend`, with the same arguments."""
+    """Launch the kernel, where `takes` allows it, instead of `launch_attend`.
+
+    The arguments are those there; of `tuning` and `split` this kernel needs nothing.
+    """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = value.shape[-2]
     group = num_heads // num_kv_heads
     query, scale = with_positive_scale(query, options.softmax_scale)
-    tiles = [heads_as_columns(x, KEYS) for x in (key, value)]
+    maps = [heads_as_columns(x, KEYS) for x in (key, value)]
     begins_in_a_block = key.ndim == 4 and plan.window_size[0] >= 0  # a window does, and its tile has two blocks
-    in_bulk = None not in tiles and not begins_in_a_block
+    in_bulk = None not in maps and not begins_in_a_block
     sizes = Sizes(
         ROWS=ROWS,
         KEYS=KEYS,
@@ -171,7 +177,7 @@ def launch(
     of_keys: dict[str, Any] = {"keys.key": key, "keys.value": value}
     if in_bulk:
         keys = keys._replace(key=None, value=None)
-        of_keys = {"key_tiles": tiles[0], "value_tiles": tiles[1]}
+        of_keys = {"key_tiles": maps[0], "value_tiles": maps[1]}
     return Launch(
         _attend_kernel,
         (min(programs, devices.num_sms(query.device)),),
@@ -230,7 +236,7 @@ def _attend_steps(state, first, end, q, room, seen, options, MASKED: gl.constexp
     OUTPUT: gl.constexpr = acc.type.layout
     for step in range(first, end):
         slot = items % SLOTS
-        mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+        mbarrier.wait(room.full.index(slot), parity(items))
         if not room.IN_BULK:
             fence_async_shared()
         products = _multiply_keys(q, room, slot, SCORES)
@@ -239,9 +245,9 @@ def _attend_steps(state, first, end, q, room, seen, options, MASKED: gl.constexp
         first_key = seen.begin + step * KEYS
         x, rescale, row_max, row_sum = _softmax(products, first_key, seen, row_max, row_sum, options, MASKED)
         # This wait is over at once; without its branch the compiler moves the softmax past the wait for the values.
-        mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+        mbarrier.wait(room.full.index(slot), parity(items))
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
-        tl.debug_barrier()
+        tl.debug_barrier()  # all four warps have read the slot, before one thread says so for the group
         mbarrier.arrive(room.empty.index(slot))
         weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -255,6 +261,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
     """Attend from a half of each tile to the keys that are loaded."""
     HALF: gl.constexpr = TILE.ROWS // 2
     DV: gl.constexpr = room.value.shape[2]
+    # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     if WHO == 0:
@@ -262,8 +269,8 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * HEADS + gl.program_id(0)
         end = queries.num_tokens.to(gl.int64) * HEADS
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), DV)
-    tiles = gl.program_id(0) * 0
-    items = gl.program_id(0) * 0
+    tiles = gl.program_id(0) * 0  # tiles done before this one: 0, in a form that a loop may change
+    items = gl.program_id(0) * 0  # slots of keys and values consumed before, of all tiles
     for program in range(gl.program_id(0), programs, gl.num_programs(0)):
         tile = find_tile(program, programs, queries, mask, TILE)
         if tile.first_row < tile.num_rows:
@@ -276,15 +283,16 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             if mask.RIGHT:
                 last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
             all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
+            # that is, ceil((all_from - begin) / KEYS), but at least 1, as the first step is always masked
             plain_from = gl.minimum(1 + gl.maximum(all_from - tile.run.begin - 1, 0) // TILE.KEYS, tile.steps)
             plain_to = gl.maximum(gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, plain_from)
 
             query_slot = tiles % SLOTS
             q = room.query.index(query_slot * 2 + WHO)
-            mbarrier.wait(room.has_queries.index(query_slot), tiles // SLOTS & 1)
+            mbarrier.wait(room.has_queries.index(query_slot), parity(tiles))
             slot = items % SLOTS
-            mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
-            fence_async_shared()
+            mbarrier.wait(room.full.index(slot), parity(items))
+            fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
             products = _multiply_keys(q, room, slot, SCORES)
             products = warpgroup_mma_wait(0, deps=[products])
             tl.debug_barrier()
@@ -301,10 +309,10 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             state = _attend_steps(state, plain_from, plain_to, q, room, seen, options, False)
             state = _attend_steps(state, plain_to, tile.steps, q, room, seen, options, True)
             weights, acc, row_max, row_sum, items = state
-            mbarrier.arrive(room.no_queries.index(query_slot))  # all reads were before the barrier of the last step
+            mbarrier.arrive(room.no_queries.index(query_slot))  # its reads ended before the last `debug_barrier`
             tiles += 1
             slot = items % SLOTS
-            mbarrier.wait(room.full.index(slot), items // SLOTS & 1)
+            mbarrier.wait(room.full.index(slot), parity(items))
             fence_async_shared()
             behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
             if TILE.IN_BULK and behind < TILE.KEYS:
@@ -345,7 +353,7 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
     HALF: gl.constexpr = TILE.ROWS // 2
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     room = Room(
         gl.allocate_shared_memory(TYPE, [2 * SLOTS, HALF, keys.HEAD_SIZE], SHARED),
@@ -371,6 +379,6 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
             (_multiply, (queries, mask, options, out, room, programs, TILE, 1)),
             (bring, (queries, keys, mask, room, programs, key_tiles, value_tiles, TILE)),
         ],
-        [4, 4],
+        [4, 4],  # warps of the second and the third; the first has those of the launch, and the registers that are left
         [TILE.REGISTERS[0], TILE.REGISTERS[1]],
     )

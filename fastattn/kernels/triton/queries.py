@@ -132,7 +132,10 @@ class Tile(NamedTuple):
 @triton.jit
 @no_type_check
 def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return the first tile of a sequence; each sequence before it may have one tile that is not full."""
+    """Return the first tile of a sequence, or one after it.
+
+    Each sequence before it may have one tile that is not full: n sequences of r rows in all have at most r // ROWS + n.
+    """
     return tl.load(cu_seqlens_q + sequence) * GROUP // ROWS + sequence
 
 
