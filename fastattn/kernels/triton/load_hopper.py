@@ -217,7 +217,7 @@ def bring_rows(queries, keys, mask, room, programs, TILE):
 def bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TILE):
     """Load as `bring_rows` does, keys and values by whole tiles."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    KEY_BYTES: gl.constexpr = TILE.KEYS * room.key.shape[2] * 2  # of elements of two bytes
+    KEY_BYTES: gl.constexpr = TILE.KEYS * room.key.shape[2] * 2  # an element has two bytes
     VALUE_BYTES: gl.constexpr = TILE.KEYS * room.value.shape[2] * 2
     tiles = gl.program_id(0) * 0
     items = gl.program_id(0) * 0
