@@ -6,7 +6,8 @@ rule, with checkpoints at the ends of blocks. Sums of logarithms are never subtr
 state and leaves no NaN behind.
 
 Gain: for a decode, what the rungs since 4 had lost, and half as many rows in a program where there are few sequences.
-For a prompt little: the keys and values of the first launch come in two parts.
+A prompt takes a third longer than by rung 8: NaN may reach later tokens and no others, so products are taken once more
+for it; decays are summed for each pair of tokens; any strides; checkpoints. What each of these costs was not measured.
 
 Source: fastattn/kernels/triton/recurrent.py, `recurrent`; fastattn/kernels/triton/chunks.py.
 """
