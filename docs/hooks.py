@@ -428,8 +428,13 @@ def _beside_peers(rows: list[dict[str, Any]]) -> str:
     return f", {' to '.join(ends)} times as long as the fastest peer"
 
 
+def _code(text: str) -> str:
+    """Return code for a cell of a table."""
+    return f"`{text}`".replace("|", "\\|")
+
+
 def outcomes(results: dict[str, Any]) -> str:
-    """Show a file of `pytest --results`, `make matrix` or `make mutants`, or summaries of compute-sanitizer's runs."""
+    """Show a file of `pytest --results`, `make matrix`, `make mutants` or a mutation tool, or compute-sanitizer's."""
     if "cells" in results:
         return environments(results)
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if number)
@@ -438,6 +443,19 @@ def outcomes(results: dict[str, Any]) -> str:
         lines = ["| command | tests passed | errors of memory |", "|---|--:|--:|"]
         lines += [f"| `{run['command']}` | {run['passed']} | {run['errors']} |" for run in results["memcheck"]]
         return f"### Memory\n\n{ran}; {versions}.\n\n" + "\n".join(lines)
+    if "tool" in results:
+        kinds = "caught", "survived", "timed out"
+        lines = ["| file | mutants | run | caught | survived | timed out |", "|---|--:|--:|--:|--:|--:|"]
+        left = ["| file and function | the change | | |", "|---|---|---|---|"]
+        for file, entry in results["files"].items():
+            run = [one["verdict"] for one in entry["mutants"].values()]
+            counts = [entry["made"], len(run), *map(run.count, kinds)]
+            lines.append(f"| `{file}` | {' | '.join(map(str, counts))} |")
+            for one in (one for one in entry["mutants"].values() if one["verdict"] != "caught"):
+                change = f"{_code(one['old'])} becomes {_code(one['new'])}"
+                left.append(f"| `{file}`, `{one['function']}` | {change} | {one['verdict']} | {one['judgement']} |")
+        head = f"### A sample of the mutants of {results['tool']}\n\n{ran}; {versions}; seed {results['seed']}."
+        return f"{head}\n\n" + "\n".join(lines) + "\n\n" + "\n".join(left)
     if "core" in results:
         found = results["core"]
         left = {name: entry for name, entry in found.items() if entry["verdict"] != "caught"}

@@ -456,6 +456,21 @@ def test_features_broken_on_purpose_are_a_table(monkeypatch):
     assert "| A1 | fastattn/a.py: nothing is copied | survives |" in shown
 
 
+def test_a_sample_of_mutants_is_counted_by_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    caught = dict(verdict="caught", by="tests/a.py::test")
+    survivor = dict(verdict="survived", function="add", old="a | b", new="a & b", judgement="equivalent: b is 0")
+    results = dict(
+        **dict(date="2026-01-01T00:00:00+00:00", commit="0123456789ab", versions=dict(torch="2.13.0", triton=None)),
+        **dict(machine=dict(name="A Processor"), tool="mutmut 3.8.1", seed=0),
+        files={"refattn/a.py": dict(made=9, mutants={"1": caught, "2": survivor})},
+    )
+    shown = importlib.import_module("hooks").outcomes(results)
+    assert "A sample of the mutants of mutmut 3.8.1\n\nA Processor" in shown and "torch 2.13.0; seed 0." in shown
+    assert "| `refattn/a.py` | 9 | 2 | 1 | 1 | 0 |" in shown
+    assert shown.endswith("| `refattn/a.py`, `add` | `a \\| b` becomes `a & b` | survived | equivalent: b is 0 |")
+
+
 def test_what_the_core_does_not_catch_is_a_table(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     results = dict(
