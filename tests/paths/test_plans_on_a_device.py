@@ -5,6 +5,7 @@ A tensor on the device "meta" holds nothing, so it stands for one on a GPU.
 
 import importlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from refattn.plan import CascadePlan, Plan
 from refattn.ranks import Shard
 from refattn.scales import Fp8Scales
 from tests.helpers.batches import build
-from tests.table import CASE
+from tests.table import CASE, PATHS, share
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 BATCH = build(CASE).batch
@@ -147,3 +148,14 @@ def test_another_number_of_tokens_is_named_where_it_can_be_read(package, num_tok
         ValueError, match=f"num_tokens: expected {TOKENS}, the query rows of the batch, got {num_tokens}"
     ):
         path.plan(replace(BATCH, num_tokens=num_tokens), block_size=16)
+
+
+@pytest.mark.parametrize("path", ["cascade", "local", "sliding_window", "sparse", "speculative"])
+def test_the_reference_makes_each_batch_of_a_plan_on_the_device_of_the_step(path, monkeypatch):
+    """Its plans read the lengths, so "meta" cannot stand for a GPU; and a device left out is right on a CPU."""
+    planned = importlib.import_module(f"refattn.{path}")
+    made = mock.Mock(wraps=planned.make_batch)
+    monkeypatch.setattr(planned, "make_batch", made)
+    PATHS[path].made_plan("refattn", share(BATCH, 16), 16)
+    assert made.called
+    assert all(call.kwargs.get("device") == BATCH.device for call in made.call_args_list)
