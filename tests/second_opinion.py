@@ -36,7 +36,7 @@ TESTS = {  # the files of refattn, and those of tests/paths that are about them
     "chunked_prefill": ("chunked_prefill",),
     "sliding_window": ("sliding_window",),
     "kv_cache": ("kv_cache",),
-    "mla": ("mla",),
+    "mla": ("mla", "packed_latents", "quantized_latents"),
     "cascade": ("cascade",),
     "speculative": ("speculative",),
     "quantized": ("quantized",),

@@ -564,6 +564,16 @@ def test_twins_agree_on_drawn_batches(case, options, seed):
     assert_matches_reference(out, lse, by_reference(attend), *arguments, **options)
 
 
+def test_a_batch_invariant_prefill_may_have_no_sequences():
+    """Each sequence is read in one part, and there is none: two rows of padding."""
+    plan = refattn.mla.plan_prefill(make_batch([], [], []), block_size=4, workspace=4)
+    options = AttentionOptions(softmax_scale=0.5, batch_invariant=True)
+    projections = dict(key_projection=torch.ones(1, 3, 4), value_projection=torch.ones(1, 3, 4))
+    tokens = torch.ones(2, 1, 5), torch.ones(2, 4), torch.ones(2, 2), torch.ones(1, 4, 6)
+    out, lse = refattn.mla.prefill(*tokens, plan, options, **projections, return_lse=True)
+    assert out.tolist() == [[[0.0] * 3]] * 2 and lse.tolist() == [[-torch.inf]] * 2
+
+
 @pytest.mark.covers("E172")
 @of_batches
 @given(case=ragged_cases(), workspace=st.integers(1, 300))
