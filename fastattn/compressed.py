@@ -107,6 +107,7 @@ def candidates(scores: Float32[Tensor, "t s"], *, size: int, topk: int) -> Bool[
     """Return the entries among which later indexers select; the twin of `refattn.compressed.candidates`."""
     check_candidates(scores, size=size, topk=topk)
     num_entries = scores.shape[1]
+    size = min(size, num_entries)  # a block is no longer than all entries
     if not scores.numel():
         return torch.zeros_like(scores, dtype=torch.bool)
     at = torch.arange(num_entries, device=scores.device)

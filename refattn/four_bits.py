@@ -25,7 +25,6 @@ from torch import Tensor
 from refattn.checks import (
     check,
     check_can_be_written,
-    check_number,
     check_numbers,
     check_own_memory,
     check_query,
@@ -37,7 +36,7 @@ from refattn.checks_of_writes import check_slot_numbers
 from refattn.modes import refuse_gradients
 from refattn.options import AttentionOptions
 from refattn.overlap import check_apart
-from refattn.scales import ROUNDING, Scales
+from refattn.scales import ROUNDING, Scales, check_scale
 from refattn.trees import AttentionPlan
 
 LARGEST = 15  # the largest int4 value, and the largest zero point
@@ -92,8 +91,8 @@ class Nvfp4Scales(Scales):
         """Check the types, the shapes and the numbers."""
         parts = {"scales.key": (self.key, "float8_e4m3fn n p hk d/16")}
         check(**parts, **{"scales.value": (self.value, "float8_e4m3fn n p hk dv/16")})
-        check_number("scales.of_keys", self.of_keys, above=0.0)
-        check_number("scales.of_values", self.of_values, above=0.0)
+        check_scale("scales.of_keys", self.of_keys)
+        check_scale("scales.of_values", self.of_values)
 
 
 FourBitScales = Int4Scales | Nvfp4Scales

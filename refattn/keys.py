@@ -57,6 +57,7 @@ from refattn.scales import (
     Int8Scales,
     check_cache_scale,
     check_no_scale_per_sequence,
+    check_scale,
     check_scales,
     stored_in_pairs,
     stored_types,
@@ -260,7 +261,7 @@ class Latents(NamedTuple):
             if self.fp8_weights:
                 raise ValueError("fp8_weights: expected a query_scale with it, as queries are rounded then, got none")
             return
-        check_number("query_scale", self.query_scale, above=0.0)
+        check_scale("query_scale", self.query_scale)
         if self.cache.dtype not in FP8_FORMATS:
             kind = str(self.cache.dtype).removeprefix("torch.")
             raise ValueError(f"query_scale: expected None for a cache of {kind}, which holds no fp8 values, got one")

@@ -15,6 +15,7 @@ from torch import Tensor
 from refattn.checks import QUERY_TYPES, check, check_number, describe, same_device
 
 FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-149, torch.finfo(torch.float32).max  # in float32 others are 0 or infinity
 
 
 class Scales:
@@ -55,7 +56,7 @@ class Fp8Scales(Scales):
             raise ValueError(f"scales.format: expected float8_e4m3fn or float8_e5m2, got {kind}")
         for name, scale in self.by_name().items():
             if not isinstance(scale, Tensor):
-                check_number(f"scales.{name}", scale, above=0.0)
+                check_scale(f"scales.{name}", scale)
                 continue
             if scale.dtype != torch.float32 or scale.ndim not in (1, 2):
                 raise ValueError(f"scales.{name}: expected a number or float32 [hk] or [b, hk], got {describe(scale)}")
@@ -100,6 +101,17 @@ class Int8Scales(Scales):
         check(**{"scales.value": (self.value, "float32 hk dv or None")})
         if self.value is not None:
             _check_numbers("scales.value", self.value)
+
+
+def check_scale(name: str, scale: float) -> None:
+    """Check a scale that is a Python number: above 0, and a number of float32, in which values are scaled.
+
+    Raises:
+        ValueError: naming it.
+    """
+    check_number(name, scale, above=0.0)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(f"{name}: expected a number of float32, from 1.4e-45 to 3.4e+38, got {scale}")
 
 
 def _check_numbers(name: str, scale: Tensor) -> None:
@@ -194,7 +206,7 @@ def _refuse_int8(cache: object) -> None:
 def check_cache_scale(cache: Tensor, cache_scale: float, *, name: str = "cache_scale") -> None:
     """Check the scale of a cache of latents: 1 unless the cache is fp8; `name` is its name in errors."""
     _refuse_int8(cache)
-    check_number(name, cache_scale, above=0.0)
+    check_scale(name, cache_scale)
     if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
         kind = str(cache.dtype).removeprefix("torch.")
         raise ValueError(f"{name}: expected 1 for a cache of {kind}, which holds no fp8 values, got {cache_scale}")

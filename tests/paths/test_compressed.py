@@ -424,7 +424,7 @@ def test_a_layer_without_a_compressor_attends_to_the_entries_of_an_earlier_one(k
 
 @pytest.mark.covers("F241")
 @each_twin
-@pytest.mark.parametrize("size", [1, 3, 8, 40])
+@pytest.mark.parametrize("size", [1, 3, 8, 40, 2**31 - 1])
 @pytest.mark.parametrize("topk", [1, 2, 5, 50])
 def test_candidates_are_the_blocks_with_the_highest_scores_and_the_newest(package, size, topk):
     """Scores are small integers, so that many are equal; the last row has a NaN, and the one before sees nothing."""
@@ -727,6 +727,10 @@ BAD = {
     "entry-scale": (
         dict(entry_cache=torch.zeros(8, ENTRY_BLOCK, 8).to(torch.float8_e4m3fn), entry_scale=0.0),
         "entry_scale: expected",
+    ),
+    "entry-scale-of-float64": (
+        dict(entry_cache=torch.zeros(8, ENTRY_BLOCK, 8).to(torch.float8_e4m3fn), entry_scale=1e39),
+        "entry_scale: expected a number of float32, from 1.4e-45 to 3.4e+38, got 1e+39",
     ),
     "int8": (dict(cache=torch.zeros(9, BLOCK, 8, dtype=torch.int8)), "cache: expected"),
     "slopes": (

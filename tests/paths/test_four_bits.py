@@ -513,6 +513,8 @@ def test_sizes_that_four_bits_cannot_hold_are_refused(twin):
         twin.allocate_int4(2, 4, 2, 32, value_head_size=5)
     with pytest.raises(ValueError, match="scales.of_keys: expected a finite number above 0"):
         twin.allocate_nvfp4(2, 4, 2, 32, of_keys=0.0)
+    with pytest.raises(ValueError, match="scales.of_values: expected a number of float32"):
+        twin.allocate_nvfp4(2, 4, 2, 32, of_values=1e-60)
     pool = torch.zeros(2, 4, 2, 4, dtype=torch.uint8)
     scale = torch.zeros(2, 4, 2, 1).to(E4M3)
     plan = twin.plan(make_batch([1], [3], [[0]]), block_size=4)

@@ -830,6 +830,8 @@ def test_bad_writes_are_named_and_nothing_is_written(twin, message):
         (lambda: Fp8Scales(0.0, 1.0), "scales.key: expected a finite number above 0, got 0.0"),
         (lambda: Fp8Scales(1.0, math.nan), "scales.value: expected a finite number above 0, got nan"),
         (lambda: Fp8Scales(1.0, 1.0, math.inf), "scales.query: expected a finite number above 0, got inf"),
+        (lambda: Fp8Scales(1e39, 1.0), "scales.key: expected a number of float32, from 1.4e-45 to 3.4e+38, got 1e+39"),
+        (lambda: Fp8Scales(1.0, 1e-46), "scales.value: expected a number of float32, from 1.4e-45 to 3.4e+38, got 1e-"),
         (lambda: Fp8Scales(None, 1.0), "scales.key: expected a finite number above 0, got None"),
         (lambda: Fp8Scales(torch.tensor([1.0, -1.0]), 1.0), "scales.key: expected finite numbers above 0, got -1.0"),
         (lambda: Fp8Scales(1.0, torch.tensor([[math.inf]])), "scales.value: expected finite numbers above 0, got inf"),

@@ -528,6 +528,8 @@ BAD_SCALES = {
     "cache_scale: expected a finite number above 0, got 0.0": (E4M3, 0.0),
     "cache_scale: expected a finite number above 0, got nan": (E4M3, math.nan),
     "cache_scale: expected a finite number above 0, got inf": (E5M2, math.inf),
+    "cache_scale: expected a number of float32, from 1.4e-45 to 3.4e+38, got 1e+39": (E4M3, 1e39),
+    "cache_scale: expected a number of float32, from 1.4e-45 to 3.4e+38, got 1e-60": (E5M2, 1e-60),
     "cache_scale: expected a finite number above 0, got float32 []": (E4M3, torch.tensor(0.5)),
     "cache_scale: expected 1 for a cache of float32, which holds no fp8 values, got 0.5": (torch.float32, 0.5),
 }
@@ -556,6 +558,7 @@ def test_bad_scales_are_named(twin, message):
 BAD_ROUNDING = {
     "query_scale: expected a finite number above 0, got 0.0": (E4M3, dict(query_scale=0.0)),
     "query_scale: expected a finite number above 0, got nan": (E4M3, dict(query_scale=math.nan)),
+    "query_scale: expected a number of float32, from 1.4e-45 to 3.4e+38, got 1e-50": (E4M3, dict(query_scale=1e-50)),
     "query_scale: expected None for a cache of float32, which holds no fp8 values": (
         torch.float32,
         dict(query_scale=0.5),
