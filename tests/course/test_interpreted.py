@@ -85,6 +85,42 @@ def test_the_command_fails_where_a_file_is_wrong(tmp_path):
     assert done.exit_code == 2 and "file: expected a rung, got" in done.stderr
 
 
+NO_RUNGS = {  # by file: its text, and what is said
+    "mine.txt": ("", "file: expected a rung, a file of Python, got"),
+    "mine.py": ("def attend(query): ...\n", "file: expected a rung with a function attention, got"),
+}
+
+
+@pytest.mark.parametrize("name", NO_RUNGS)
+def test_a_file_that_is_no_rung_is_named(name, tmp_path):
+    text, message = NO_RUNGS[name]
+    (tmp_path / name).write_text(text)
+    done = CliRunner().invoke(main, ["ladder", "decode", "--file", str(tmp_path / name)])
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_no_times_of_a_file_are_written(tmp_path):
+    asked = ["--file", str(ladder.rungs("decode")[4].file), "--json", str(tmp_path / "times.json")]
+    done = CliRunner().invoke(main, ["ladder", "decode", *asked])
+    assert done.exit_code == 2 and "json: expected none with --file" in done.stderr
+
+
+NOT_RIGHT = {  # what a function of the reader's is, and what is said
+    "def attention(query): pass": "WRONG: out: expected a tensor, got NoneType",
+    "def attention(query): return query, query": "WRONG: out: expected a tensor, got tuple",
+    "def attention(query, my_table): return query": "not run: it needs `my_table`",
+    "def missing(device): return 'time'\ndef attention(query): return query": "not run: it needs time",
+}
+
+
+@pytest.mark.parametrize("text", NOT_RIGHT)
+def test_a_file_that_is_not_tried_or_has_no_output_is_not_right(text, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(text)
+    is_right, (line,) = run("decode", mine)
+    assert not is_right and NOT_RIGHT[text] in line
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are compiled")
 def test_the_interpreter_is_chosen_where_nobody_has_chosen(monkeypatch):
     """In a Python of its own: Triton reads it when it is imported."""

@@ -69,6 +69,7 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
             if needed is None:
                 break
         if needed is not None:
+            all_right &= file is None  # a file of the reader's is there to be tried
             tell(f"{rung.number:2} {rung.title:65} not run: it needs {needed}")
             continue
         began = time.monotonic()
@@ -93,7 +94,7 @@ def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> 
         inputs: its inputs.
 
     Raises:
-        AssertionError: if its output is wrong.
+        AssertionError: if its output is wrong, or no tensor.
     """
     wide = {x: y.double() if torch.is_tensor(y) and y.dtype == torch.float32 else y for x, y in inputs.items()}
     wider, same, call = (call_of(one, batch, x) for one, x in ((reference, wide), (reference, inputs), (rung, inputs)))
@@ -103,6 +104,7 @@ def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> 
             low = same()
         with _launches() as launched:
             out = call()
+        assert isinstance(out, torch.Tensor), f"out: expected a tensor, got {type(out).__name__}"
         tolerance.assert_close(out, wider(), low)
     return launched
 
