@@ -7,13 +7,14 @@ import torch
 
 from refattn.four_bits import E2M1
 from twinattn.kit.check import check
+from twinattn.kit.kernel import BadKernelError
 from twinattn.kit.operations import OPERATIONS, Case, of_operation
 from twinattn.kit.operations.written_four_bits import in_place, int4_rows, nvfp4_rows, turned
 
 READS = ("int4_attention", "nvfp4_attention")
 WRITES = ("int4_write", "nvfp4_write")
 # One of these properties finds each mistake.
-CHEAP = ("output", "together", "ties", "one sign", "even range", "any size", "saturates", "keeps nan")
+CHEAP = ("output", "together", "ties", "one sign", "even range", "any size", "small groups", "saturates", "keeps nan")
 
 
 def with_arguments(operation, function):
@@ -131,6 +132,17 @@ def nvfp4_by_distances(
             block, row = divmod(slot, pool.shape[1])
             pool[block, row] = elements[:, ::2] + 16 * elements[:, 1::2]
             scales[block, row] = scale
+
+
+@pytest.mark.parametrize("path", [*READS, "chunked_prefill"])
+def test_memory_for_the_output_has_to_be_optional(path):
+    """As most calls give none: a right kernel would be blamed."""
+
+    def attention(query, key_cache, value_cache, seq_lens, out):
+        raise AssertionError("it is not called")
+
+    with pytest.raises(BadKernelError, match="attention has a parameter 'out' without a default"):
+        check(attention, path)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, named_parameters, unknown_words
+from twinattn.kit.kernel import (
+    BadKernelError,
+    Claims,
+    check_out_is_optional,
+    filled_memory,
+    named_parameters,
+    unknown_words,
+)
 from twinattn.kit.operations.tiles import Dimension
 
 Answers = dict[str, Any]  # tensors, lists of tensors that are all right, numbers
@@ -283,6 +290,8 @@ class OperationKernel:
                     f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
                     f"Arguments are passed by name: {', '.join(words)}."
                 )
+        if self.operation.has_out:
+            check_out_is_optional(self.name, self.parameters)
         limits = {**getattr(self.function, "__claims__", {}), **self._asked_for()}
         known = {name: limits.pop(name) for name in ("not_claimed", "refusals", "max_examples") if name in limits}
         self.claims = Claims(dtypes=tuple(limits.pop("dtypes", self.operation.dtypes)), **known)

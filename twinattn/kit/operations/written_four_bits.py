@@ -373,6 +373,9 @@ def draw_nvfp4(case: Case, dtype: torch.dtype) -> Inputs:
             scale = torch.where(is_power, scale.log2().floor().exp2(), scale)
             elements = torch.where(is_power, of_scales, elements)
             a[name] = (elements * scale * numbers[f"{name}_scale"]).flatten(2).to(dtype)
+        if case["values"] == "small groups":  # scales from 0.3 down to half of the smallest number of their format
+            sizes = 2.0 ** -drawn.whole(0, 10, rows, hk, d // GROUP, 1).double() * numbers[f"{name}_scale"]
+            a[name] = (a[name].double().unflatten(-1, (-1, GROUP)) * sizes).flatten(2).to(dtype)
 
     def scales(d: int) -> Tensor:
         sizes = drawn.uniform(n, case["block_size"], case["heads"], d // GROUP, low=0.1, dtype=torch.float32)
@@ -486,6 +489,11 @@ def to_power_of_two(quotient: Tensor, off: float) -> list[Tensor]:
     return [x.clamp(min=2.0**-9).log2().ceil().exp2() for x in to_scale(quotient, off)]
 
 
+def to_normal_scale(quotient: Tensor, off: float) -> list[Tensor]:
+    """Round the scales of groups to e4m3, without its subnormal numbers."""
+    return [x.clamp(min=torch.finfo(FORMAT).smallest_normal) for x in to_scale(quotient, off)]
+
+
 def to_scale_or_nan(quotient: Tensor, off: float) -> list[Tensor]:
     """Round the scales of groups to e4m3, with NaN for those that are too large."""
     return [x.masked_fill(quotient > 464, torch.nan) for x in to_scale(quotient, off)]
@@ -528,6 +536,11 @@ NVFP4_WRITE = Operation(
         ),
         Special("zeros", "A group of zeros stays zeros, under any scale.", dict(values=("zeros",))),
         Special(
+            "small groups",
+            "The scale of a group may be subnormal in its format, or 0.",
+            dict(values=("small groups",), key_scale=(0.037, 1.0), value_scale=(0.61, 1.0)),
+        ),
+        Special(
             "saturates",
             "Numbers beyond the format, infinity too, become its largest.",
             dict(values=("large",), key_scale=(0.037, 1.0)),
@@ -564,6 +577,11 @@ NVFP4_WRITE = Operation(
         nvfp4_mistake("number-of-keys", "Values are divided by the number of the keys.", value_number="key_scale"),
         nvfp4_mistake(
             "scales-of-mxfp4", "The scales of groups are powers of two, as in mxfp4.", round_scale=to_power_of_two
+        ),
+        nvfp4_mistake(
+            "no-subnormal-scales",
+            "A scale is at least the smallest normal number of its format.",
+            round_scale=to_normal_scale,
         ),
         nvfp4_mistake("does-not-saturate", "A scale beyond its format becomes NaN.", round_scale=to_scale_or_nan),
         nvfp4_mistake(
