@@ -59,7 +59,8 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
         file: a file with a function `attention`, in place of the rungs.
     """
     reference, *above = rungs(name)
-    tell("\nHeld to rung 0 on small batches of float32" + (", in Triton's interpreter:" if is_on() else ":"))
+    how = ", in Triton's interpreter; at the end each kernel and its programs" if is_on() else ""
+    tell(f"\nHeld to rung 0 on small batches of float32{how}:")
     all_right = True
     for rung in above if file is None else [Rung(len(above) + 1, file.stem, file.name, file)]:
         needed = rung.missing(device)
