@@ -7,7 +7,6 @@ import torch
 
 from refattn.four_bits import E2M1
 from twinattn.kit.check import check
-from twinattn.kit.kernel import BadKernelError
 from twinattn.kit.operations import OPERATIONS, Case, of_operation
 from twinattn.kit.operations.written_four_bits import in_place, int4_rows, nvfp4_rows, turned
 
@@ -134,15 +133,20 @@ def nvfp4_by_distances(
             scales[block, row] = scale
 
 
-@pytest.mark.parametrize("path", [*READS, "chunked_prefill"])
-def test_memory_for_the_output_has_to_be_optional(path):
-    """As most calls give none: a right kernel would be blamed."""
+@pytest.mark.parametrize("path", READS)
+def test_an_out_without_a_default_is_none_where_no_memory_is_given(path):
+    operation = OPERATIONS[path]
 
-    def attention(query, key_cache, value_cache, seq_lens, out):
-        raise AssertionError("it is not called")
+    def attend(*, out, **a):
+        found = operation.oracle(a, torch.float64)
+        result = found["out"].to(a["query"].dtype)
+        return result if out is None else out.copy_(result), found["lse"].float()
 
-    with pytest.raises(BadKernelError, match="attention has a parameter 'out' without a default"):
-        check(attention, path)
+    parameters = inspect.signature(with_arguments(operation, attend)).parameters.values()
+    out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY)
+    attend.__signature__ = inspect.Signature([*parameters, out])
+    findings = check(attend, path, examples=2, only=["output", "out", "empty"], dtypes=[torch.float32]).findings
+    assert {x.outcome for x in findings} == {"honoured"}, findings
 
 
 @pytest.mark.parametrize(

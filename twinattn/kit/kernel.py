@@ -229,19 +229,6 @@ def named_parameters(function: Callable[..., Any], name: str, words: Sequence[st
         ) from error
 
 
-def check_out_is_optional(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Check that a kernel can be called without memory for its output.
-
-    Raises:
-        BadKernelError: if its `out` has no default.
-    """
-    if "out" in parameters and parameters["out"].default is inspect.Parameter.empty:
-        raise BadKernelError(
-            f"{name} has a parameter 'out' without a default, and most calls give no memory for the output\n"
-            "A function with out=None, which makes the memory, calls yours and returns the output, can be checked."
-        )
-
-
 def notes_on(kernel: Any) -> tuple[str, ...]:
     """Return a sentence for each optional parameter that a path has no argument for, which keeps its default."""
     unknown, known = unknown_words(kernel.parameters, kernel.words()), NOT_DRAWN.get(kernel.path, {})
@@ -294,8 +281,6 @@ class Kernel:
                     f"Arguments are passed by name: {', '.join(words)}.\n"
                     "A function of a few lines with these names can call yours in any other way."
                 )
-        if PATHS[self.path].attends and not self.is_backward:
-            check_out_is_optional(self.name, self.parameters)
         limits = getattr(self.function, "__claims__", {})
         is_step = PATHS[self.path].attends or PATHS[self.path].in_place
         if is_step and not QUERY_LENS & set(self.parameters):

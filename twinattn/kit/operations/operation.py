@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import (
-    BadKernelError,
-    Claims,
-    check_out_is_optional,
-    filled_memory,
-    named_parameters,
-    unknown_words,
-)
+from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, named_parameters, unknown_words
 from twinattn.kit.operations.tiles import Dimension
 
 Answers = dict[str, Any]  # tensors, lists of tensors that are all right, numbers
@@ -290,8 +283,6 @@ class OperationKernel:
                     f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
                     f"Arguments are passed by name: {', '.join(words)}."
                 )
-        if self.operation.has_out:
-            check_out_is_optional(self.name, self.parameters)
         limits = {**getattr(self.function, "__claims__", {}), **self._asked_for()}
         known = {name: limits.pop(name) for name in ("not_claimed", "refusals", "max_examples") if name in limits}
         self.claims = Claims(dtypes=tuple(limits.pop("dtypes", self.operation.dtypes)), **known)
@@ -340,13 +331,15 @@ class OperationKernel:
         return ", ".join(f"{name} ({x} is expected)" for name, x in says.items())
 
     def asked(self, arguments: Arguments) -> Arguments:
-        """Return an argument for each parameter, if there is one."""
+        """Return an argument for each parameter, if there is one; None for an `out` without a default."""
         asked = {}
-        for name in self.parameters:
+        for name, parameter in self.parameters.items():
             if name in arguments:
                 asked[name] = arguments[name]
             elif name in self.operation.derived:
                 asked[name] = self.operation.derived[name](arguments)
+            elif name == "out" and self.operation.has_out and parameter.default is inspect.Parameter.empty:
+                asked[name] = None
         return asked
 
     def __call__(self, arguments: Arguments) -> Answers:

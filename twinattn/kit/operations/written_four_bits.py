@@ -489,11 +489,6 @@ def to_power_of_two(quotient: Tensor, off: float) -> list[Tensor]:
     return [x.clamp(min=2.0**-9).log2().ceil().exp2() for x in to_scale(quotient, off)]
 
 
-def to_normal_scale(quotient: Tensor, off: float) -> list[Tensor]:
-    """Round the scales of groups to e4m3, without its subnormal numbers."""
-    return [x.clamp(min=torch.finfo(FORMAT).smallest_normal) for x in to_scale(quotient, off)]
-
-
 def to_scale_or_nan(quotient: Tensor, off: float) -> list[Tensor]:
     """Round the scales of groups to e4m3, with NaN for those that are too large."""
     return [x.masked_fill(quotient > 464, torch.nan) for x in to_scale(quotient, off)]
@@ -581,7 +576,7 @@ NVFP4_WRITE = Operation(
         nvfp4_mistake(
             "no-subnormal-scales",
             "A scale is at least the smallest normal number of its format.",
-            round_scale=to_normal_scale,
+            round_scale=lambda quotient, off: [x.clamp(min=2.0**-6) for x in to_scale(quotient, off)],
         ),
         nvfp4_mistake("does-not-saturate", "A scale beyond its format becomes NaN.", round_scale=to_scale_or_nan),
         nvfp4_mistake(
