@@ -110,6 +110,24 @@ def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> 
     return launched
 
 
+def check_own(own: Path, results: Path | None, can_run: bool) -> None:
+    """Check a file of the reader's, and that no times of it are asked for.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if results is not None:
+        raise ValueError(f"json: expected none with --file, of which nothing is measured, got {results}")
+    if not own.is_file():
+        raise ValueError(f"file: expected a rung, got {own}, which is not there")
+    if own.suffix != ".py":
+        raise ValueError(f"file: expected a rung, a file of Python, got {own}")
+    if not can_run:
+        raise ValueError("file: expected a GPU, or Triton with TRITON_INTERPRET=1, got neither")
+    if not callable(getattr(Rung(0, own.stem, own.name, own).load(), "attention", None)):
+        raise ValueError(f"file: expected a rung with a function attention, got {own}, which has none")
+
+
 @contextmanager
 def _launches() -> Iterator[list[str]]:
     """List the launches of a call: the name of each kernel, and its programs."""

@@ -559,7 +559,7 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None, o
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     can_run = on_gpu or interpreted.is_on()
     if own is not None:
-        _check_own(own, results, can_run)
+        interpreted.check_own(own, results, can_run)
         return interpreted.run(ladder, tell, device, own)
     if results is not None:
         check_folder("json", results.parent)
@@ -587,17 +587,3 @@ def run(ladder: str, tell: Callable[[str], None], results: Path | None = None, o
     if results is not None:
         tell(f"Written to {results}")
     return True
-
-
-def _check_own(own: Path, results: Path | None, can_run: bool) -> None:
-    """Check a file of the reader's, and that no times of it are asked for."""
-    if results is not None:
-        raise ValueError(f"json: expected none with --file, of which nothing is measured, got {results}")
-    if not own.is_file():
-        raise ValueError(f"file: expected a rung, got {own}, which is not there")
-    if own.suffix != ".py":
-        raise ValueError(f"file: expected a rung, a file of Python, got {own}")
-    if not can_run:
-        raise ValueError("file: expected a GPU, or Triton with TRITON_INTERPRET=1, got neither")
-    if not callable(getattr(_load(own), "attention", None)):
-        raise ValueError(f"file: expected a rung with a function attention, got {own}, which has none")
