@@ -159,7 +159,7 @@ def bars(ladder: str, found: dict[str, Any]) -> str:
 
 
 def roof(ladder: str, found: dict[str, Any] | None) -> str:
-    """Return what docs/ladder/roof_view.js draws: the measured rungs, and the rates of the GPU for the roof.
+    """Return the data of docs/ladder/roof_view.js: the measured rungs, and the rates of the GPU for the roof.
 
     A ladder that was not timed has the rates of another one, measured on the same kind of machine. Batches of different
     sequences are left out: two sliders do not say how long these are.

@@ -1,6 +1,6 @@
 """Run a sample of mutmut's mutants of the reference, and the tests of each file: a second opinion on our own list.
 
-tests/tools/mutations.py lists the mutations that somebody thought of. An ordinary tool, mutmut, changes each constant,
+tests/tools/mutations.py is a list of mutations written by hand. A general tool, mutmut, changes each constant,
 operator and argument of a file. Of those, a sample is drawn by a seed, and each is planted into a copy of the tree, as
 tests/mutants.py does it. The tests of its file run first, then those of all paths, until one fails.
 

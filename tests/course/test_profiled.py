@@ -31,7 +31,7 @@ DENIED = (
 
 
 def printed(kernels=KERNELS, metrics=METRICS):
-    """Return what `ncu --csv` prints of kernels."""
+    """Return the output of `ncu --csv` for kernels."""
     lines = ["==PROF== Connected to process 4242 (/usr/bin/python3.12)"]
     lines += [f'==PROF== Profiling "{name}" - {i}: 0%....50%....100% - 2 passes' for i, name in enumerate(kernels)]
     lines += ["==PROF== Disconnected from process 4242", HEAD]

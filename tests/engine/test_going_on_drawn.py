@@ -118,7 +118,7 @@ def lives(draw):
 
 
 def live(family, life):
-    """Let all happen, and compare what the requests say in the end."""
+    """Run all drawn events, and compare the outputs of the requests."""
     expected = [
         family.alone(prompt, sampling.of_sample(i)) for prompt, sampling in life.requests for i in range(sampling.n)
     ]

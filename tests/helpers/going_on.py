@@ -68,7 +68,7 @@ def exact_engine(model, twin="refattn", **options):
     sizes = dict(num_blocks=32, block_size=4, max_num_batched_tokens=16, max_num_seqs=3)
     invariant = {} if models.state_layers(model) else dict(batch_invariant=True)
     engine = Engine(model, twin=importlib.import_module(twin), **sizes | invariant | options)
-    engine.layer_pools._batch_invariant = True  # of layers with states, too: all is computed row by row
+    engine.layer_pools._batch_invariant = True  # layers with states, too: each row is computed alone
     for cache in engine.layer_pools.all_caches:
         if cache.pool.is_floating_point():
             cache.pool.fill_(torch.nan)
@@ -222,7 +222,7 @@ def preempt(engine):
 
 
 def saved(engine, request, leave_out=()):
-    """Return what is there of a request at its position, in each cache, by `twinattn.engine.cache_kinds`."""
+    """Return the contents of each cache that a request needs at its position, by `twinattn.engine.cache_kinds`."""
     if engine.scheduler.states is not None:
         engine.scheduler.states.settle(request)
     return [
@@ -245,7 +245,7 @@ def place_of(engine, request, cache):
 def rows_of(engine, request, cache, position):
     """Return the blocks and the rows in them of the tokens that a position needs, in a cache of rows."""
     per_block = cache.pool.shape[1]
-    tokens = engine.block_size // per_block  # of a row
+    tokens = engine.block_size // per_block  # tokens per row
     first, end = cache.kind.begin(position, cache.layer.extent) // tokens, position // tokens
     pool, rows = engine.window_pools.get(cache.layer), torch.arange(first, end)
     blocks = [request.blocks[row // per_block] for row in rows.tolist()]
@@ -255,7 +255,7 @@ def rows_of(engine, request, cache, position):
 
 
 def moved(engine, request, other, leave_out=()):
-    """Let a request that is between two steps go on in another engine of the model; return it there.
+    """Move a request between two steps to another engine of the same model, and return it there.
 
     Args:
         engine: where it runs.
@@ -290,7 +290,7 @@ def contents_of(request, count, block_size):
 
 
 def settle_at(states, request, position):
-    """Give a request slots for its state at a position; nothing is kept of what is on the way there."""
+    """Allocate the slots for the state of a request at a position, without states at earlier block ends."""
     slots = states.slots[request]
     if slots.checkpoint is not None:
         states._release(slots.checkpoint[1])

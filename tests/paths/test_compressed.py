@@ -300,7 +300,7 @@ def test_attention_in_16_bits_is_within_the_tolerance(kernel):
 @pytest.mark.parametrize("stored", [("e4m3fn", "e4m3fn"), ("e5m2", ""), ("", "e4m3fn")], ids="-".join)
 @pytest.mark.parametrize("chosen", [None, [[0], [-1], [1]]], ids=["all", "selected"])
 def test_pools_of_fp8_are_those_of_their_dequantized_values(kernel, stored, chosen):
-    """Each pool has a scale of its own; the write saturates, and what nobody may see is NaN."""
+    """Each pool has its own scale; the write saturates, and slots outside all sequences are NaN."""
     layer, parts = Layer.draw(12, 9, overlap=True, size=16, dtype=torch.float16), [(10, 12), (8, 9)]
     pools = pools_for(kernel, layer)
     pools.step(kernel, [(0, 12), (0, 9)])

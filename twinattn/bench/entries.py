@@ -67,7 +67,7 @@ class CompressedKeys:
         num_seqs: sequences.
         seq_len: tokens of each.
         ratio: tokens of an entry.
-        topk: entries that each query sees, if so many are complete; 0 for all.
+        topk: entries that each query sees, or fewer while fewer are complete; 0 for all.
         num_heads: query heads.
         size: elements of a key and of an entry.
         block_size: tokens in a block; a block of entries has those of a block of tokens.

@@ -181,7 +181,7 @@ class Layer:
         return Extent(self.mask.reach)
 
     def kinds(self, num_pools: int) -> Sequence[CacheKind]:
-        """Return what each of its pools holds, in their order."""
+        """Return the kind of cache in each of its pools, in order."""
         if isinstance(self.storage, SelectedLatentStorage | CompressedStorage):
             return self.storage.kinds[:num_pools]
         return [WINDOWS if self.mask.reach else PAGES] * num_pools

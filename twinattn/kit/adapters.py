@@ -105,7 +105,8 @@ class Adapter:
     def kernel(self) -> Kernel:
         """Return the kernel to check."""
         if self.path in OPERATIONS and self.function is not None:
-            return OperationKernel(self.name, OPERATIONS[self.path], self.function)  # type: ignore[return-value]
+            kernel = OperationKernel(self.name, OPERATIONS[self.path], self.function)
+            return kernel  # type: ignore[return-value]  # it is called by its own properties
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
         path = PATHS[self.path]
