@@ -781,7 +781,7 @@ def after_a_hit(overlap: bool) -> CompressedPlan:
 
 
 def with_a_new_ring(rows: Tensor, first: int, fill: float = 0.0) -> Tensor:
-    """Return the rows that a new request reads from a ring that prefix caching leaves out: its first tokens are missing."""
+    """Return the rows in its own ring that a new request reads after a prefix hit: those of the prefix are missing."""
     return torch.cat([torch.full_like(rows[:first], fill), rows[first:]])
 
 

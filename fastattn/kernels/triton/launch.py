@@ -296,7 +296,7 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, 
 
 
 def _known(arguments: Iterable[tuple[str, Any]], changing: frozenset[str]) -> tuple[Hashable, ...]:
-    """Return the properties of arguments that the compiler specializes on. Every launch that is not replayed calls it."""
+    """Return the properties that the compiler specializes on. Every launch that is not replayed calls this function."""
     known: list[Any] = []
     for name, x in arguments:
         kind = type(x)
