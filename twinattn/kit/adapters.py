@@ -105,8 +105,8 @@ class Adapter:
     def kernel(self) -> Kernel:
         """Return the kernel to check."""
         if self.path in OPERATIONS and self.function is not None:
-            kernel = OperationKernel(self.name, OPERATIONS[self.path], self.function)
-            return kernel  # type: ignore[return-value]  # it is called by its own properties
+            called = OperationKernel(self.name, OPERATIONS[self.path], self.function)
+            return called  # type: ignore[return-value]  # by the properties of its operation
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
         path = PATHS[self.path]
