@@ -28,6 +28,7 @@ ENVIRONMENT = dict(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_NO_USAGE_STATS="1",
     VLLM_DO_NOT_TRACK="1",
+    VLLM_USE_FLASHINFER_SAMPLER="0",  # the same sampler whether FlashInfer is installed or not
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
