@@ -2746,7 +2746,11 @@ MUTATIONS: list[Mutation] = [
             "right = torch.cat([value, key * from_start * beta], dim=-1)",
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
-        ("fastattn.kernels.triton.chunks:_within_kernel", "part * rates[:, None] * since", "part * rates[:, None]"),
+        (
+            "fastattn.kernels.triton.chunks:_within_kernel",
+            "            part *= rates[:, None] * since",
+            "            part *= rates[:, None]",
+        ),
     ),
     *breaks(
         "R203",
@@ -2766,6 +2770,11 @@ MUTATIONS: list[Mutation] = [
             "fastattn.kernels.triton.chunks:_dot_with_earlier",
             "    rows = tl.where(is_finite, rows, 0.0).to(OPERAND)\n",
             "    rows = rows.to(OPERAND)\n",
+        ),
+        (
+            "fastattn.kernels.triton.chunks:_within_kernel",
+            "                part = tl.where(is_good[:, None], part, 0.0).to(OPERAND)\n",
+            "                part = part.to(OPERAND)\n",
         ),
     ),
     *breaks(
@@ -3323,8 +3332,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn.kernels.triton.chunks:_between",
-            "    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)",
-            "    sums = tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :]",
+            "    sums = (exact[:, None] - exact[None, :]) + (rest[:, None] - rest[None, :])",
+            "    sums = (exact + rest)[:, None] - (exact + rest)[None, :]",
         ),
         (
             "fastattn.kernels.flash.flash_qla:recurrent",

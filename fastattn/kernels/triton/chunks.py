@@ -1,7 +1,8 @@
 """Prompts of layers with a state, chunk by chunk, in Triton: the intra-chunk terms, and then the states.
 
-As in `fastattn.kernels.torch_ops.recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from
-each token on, so a gate of exactly 0 or a saturated one changes nothing for later tokens.
+As in `fastattn.kernels.torch_ops.recurrent`, rounded sums of logarithms are never subtracted, so a decay of 0 or a very
+small one costs later tokens no digits. With a decay per head, each logarithm has two parts here, of which one has exact
+sums; see `_between`.
 
 With a decay per channel, the weight of two tokens is a sum over channels, each with a product of decays of its own. The
 usual way divides: `(q[i] exp(g[i])) . (k[j] exp(-g[j]))`, with g the sum of logarithms since some token, and `exp(-g)`
@@ -93,6 +94,26 @@ class Chunk(NamedTuple):
     own_last: Any
 
 
+class Offsets(NamedTuple):
+    """Where the tokens of a chunk are, in elements from its first one on: the same for all chunks of a sequence.
+
+    Attributes:
+        written: [CHUNK, values], in `Solved.written`.
+        answered: [CHUNK, dk], in the tensors of `Solved` with keys.
+        weights: [CHUNK, CHUNK], in `Solved.weights`.
+        keys: [CHUNK, dk], in the keys of the layer.
+        queries: [CHUNK, dk], in its queries.
+        out: [CHUNK, values], in its outputs.
+    """
+
+    written: Any
+    answered: Any
+    weights: Any
+    keys: Any
+    queries: Any
+    out: Any
+
+
 class Channels(NamedTuple):
     """Logarithms of decays of some channels of a head: pointers to those of row 0, and the row stride."""
 
@@ -139,10 +160,42 @@ def _chunk_from(sequence, first, head, TILE):
 
 @triton.jit
 @no_type_check
+def _offsets(tokens, solved, out_strides, at_k, at_v, TILE):
+    """Return where the tokens of any chunk are, from its first one on."""
+    at = tl.arange(0, TILE.CHUNK)
+    own = at[:, None] * tl.num_programs(1)
+    keys = at[:, None].to(tl.int64) * tokens.key_strides[0] + at_k[None, :] * tokens.key_strides[2]
+    queries = at[:, None].to(tl.int64) * tokens.query_strides[0] + at_k[None, :] * tokens.query_strides[2]
+    return Offsets(
+        written=own * solved.ROW_V + at_v[None, :].to(tl.int32),
+        answered=own * solved.ROW_K + at_k[None, :].to(tl.int32),
+        weights=own * TILE.CHUNK + at[None, :],
+        keys=keys,
+        queries=queries,
+        out=at[:, None].to(tl.int64) * out_strides[0] + at_v[None, :] * out_strides[2],
+    )
+
+
+@triton.jit
+@no_type_check
+def _decays_at(solved, chunk):
+    """Load the decay of a chunk, and those of its tokens since its start and up to its end."""
+    of_tokens = solved.decays + chunk.own_row * 2
+    total = tl.load(solved.decays + chunk.own_last * 2, chunk.first < chunk.length, 1.0)
+    since = tl.load(of_tokens, chunk.is_token, 0.0)
+    return total, since, tl.load(of_tokens + 1, chunk.is_token, 0.0)
+
+
+@triton.jit
+@no_type_check
 def _load_rows(rows, strides, chunk, head, columns, is_column):
     """Load some columns of one head, [CHUNK, columns], of the tokens of a chunk."""
     of_rows = rows + head * strides[1] + chunk.row[:, None] * strides[0]
     return tl.load(of_rows + columns[None, :] * strides[2], chunk.is_token[:, None] & is_column[None, :], 0.0)
+
+
+LEAST_LOG = tl.constexpr(-128.0)  # what smaller logarithms count as; exp(-104) is already 0 in float32
+STEPS = tl.constexpr(1024.0)  # the exact part of a logarithm is a multiple of 1 / STEPS
 
 
 @triton.jit
@@ -150,16 +203,21 @@ def _load_rows(rows, strides, chunk, head, columns, is_column):
 def _between(log_decay, stride, chunk, TILE):
     """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end.
 
-    Sums go along the rows of the matrix, of which a thread holds more elements: fewer exchanges between threads.
+    A sum over the tokens between two is a difference of sums from the start of the chunk. A difference of rounded sums
+    would lose digits, so each logarithm has two parts. Sums of multiples of 1/1024, up to 64 times 128, have at most 23
+    bits: they and their differences are exact. What is left of each logarithm is below 1/1024, and so is what its sums
+    may round. NaN is in the sums of its own token and all later ones, which all are NaN then.
     """
     at = tl.arange(0, TILE.CHUNK)
     logs = tl.load(log_decay + chunk.row * stride, chunk.is_token, 0.0).to(tl.float32)
-    following = chunk.first + at + 1
-    has_next = (following >= 0) & (following < chunk.length) & (at + 1 < TILE.CHUNK)
-    later = tl.load(log_decay + (chunk.row + 1) * stride, has_next, 0.0).to(tl.float32)
-    sums = tl.cumsum(tl.where(at[:, None] > at[None, :], later[None, :], 0.0), 1, reverse=True)
-    between = tl.where(at[:, None] >= at[None, :], tl.exp(sums), 0.0)
-    return between, tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True))
+    logs = tl.where(logs < LEAST_LOG, LEAST_LOG, logs)  # a maximum might drop NaN
+    exact = tl.floor(logs * STEPS) / STEPS
+    rest = logs - exact
+    all_exact, all_rest = tl.sum(exact, 0), tl.sum(rest, 0)
+    exact, rest = tl.cumsum(exact, 0), tl.cumsum(rest, 0)
+    sums = (exact[:, None] - exact[None, :]) + (rest[:, None] - rest[None, :])
+    between = tl.exp(tl.where(at[:, None] >= at[None, :], sums, float("-inf")))
+    return between, tl.exp(exact + rest), tl.exp((all_exact - exact) + (all_rest - rest))
 
 
 @triton.jit
@@ -236,6 +294,21 @@ def _dot_with_earlier(weights, rows, OPERAND: tl.constexpr, PRECISION: tl.conste
     rows = tl.where(is_finite, rows, 0.0).to(OPERAND)
     products = tl.dot(weights, rows, input_precision=PRECISION)
     return tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), products)
+
+
+@triton.jit
+@no_type_check
+def _first_bad(system, rates, TILE):
+    """Return the first row of a system that is not finite: this row and all later ones are NaN; CHUNK if there is none.
+
+    A key, a rate or a decay that is not finite is in the row of its token, left of the diagonal. The first row of a
+    chunk has nothing there: if its key is not finite, all later rows have it, and its own product needs no care. A rate
+    above 1 may be too large for its key; the diagonal, their product with the key, tells that.
+    """
+    at = tl.arange(0, TILE.CHUNK)
+    end = at + tl.where(tl.abs(rates) > 1.0, 1, 0)
+    is_good = (at[None, :] >= end[:, None]) | (tl.abs(system) < float("inf"))
+    return tl.min(tl.where(is_good, TILE.CHUNK, at[:, None]))
 
 
 @triton.jit
@@ -330,10 +403,11 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         else:
             system = tl.dot(keys, tl.trans(keys), input_precision=TILE.PRECISION) * between
         system *= -rates[:, None]
-        system = tl.where(at[:, None] > at[None, :], system, 0.0)
-        is_finite = tl.abs(system) < float("inf")
-        inverse = invert_triangular(tl.where(is_finite, system, 0.0), TILE.PRECISION, TILE.CHUNK).to(OPERAND)
-        is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then this row and later ones are NaN
+        first_bad = _first_bad(system, rates, TILE)
+        is_good = at < first_bad
+        system = tl.where((at[:, None] > at[None, :]) & is_good[:, None], system, 0.0)
+        inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK).to(OPERAND)
+        rates = tl.where(is_good, rates, float("nan"))
     for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
         columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
         is_column = columns < tokens.DK
@@ -349,8 +423,13 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         else:
             since = from_start[:, None]
         if gates.DELTA:
-            part = tl.where(is_bad, float("nan"), part * rates[:, None] * since)
-            part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
+            part *= rates[:, None] * since
+            if gates.PER_CHANNEL:
+                part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
+            else:
+                part = tl.where(is_good[:, None], part, 0.0).to(OPERAND)
+                part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+                part = tl.where(is_good[:, None], part, float("nan"))
             tl.store(solved.answered + at_part, part, in_part)
     for first_column in range(0, tokens.DV, TILE.COLUMNS):
         columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
@@ -358,7 +437,6 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
         part *= rates[:, None]
         if gates.DELTA:
-            part = tl.where(is_bad, float("nan"), part)
             part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
         else:
             is_finite = tl.abs(part) < float("inf")
@@ -391,13 +469,20 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
     in_start = in_state & (sequence.start >= 0)
     state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
     OPERAND: tl.constexpr = solved.written.dtype.element_ty
-    for first in range(-(sequence.position % TILE.CHUNK), sequence.length, TILE.CHUNK):
+    offsets = _offsets(tokens, solved, out_strides, at_k, at_v, TILE)
+    of_keys = tokens.key + key_head * tokens.key_strides[1]
+    of_queries = tokens.query + key_head * tokens.query_strides[1]
+    start = -(sequence.position % TILE.CHUNK)
+    if solved.keys_until is None:
+        decays = _decays_at(solved, _chunk_from(sequence, start, head, TILE))
+    for first in range(start, sequence.length, TILE.CHUNK):
         chunk = _chunk_from(sequence, first, head, TILE)
+        first_row = (sequence.first_row + first).to(tl.int64)
+        own = first_row * tl.num_programs(1) + head  # the row of the first token in the tensors of `Solved`
         in_keys, in_values = chunk.is_token[:, None] & in_k[None, :], chunk.is_token[:, None] & in_v[None, :]
-        of_written = solved.written + chunk.own_row[:, None] * solved.ROW_V + at_v[None, :]
-        values = tl.load(of_written, in_values, 0.0).to(tl.float32)
+        values = tl.load(solved.written + own * solved.ROW_V + offsets.written, in_values, 0.0).to(tl.float32)
         before = state.to(OPERAND)
-        at_keys = chunk.own_row[:, None] * solved.ROW_K + at_k[None, :]
+        at_keys = own * solved.ROW_K + offsets.answered
         if solved.answered is not None:  # with the delta rule
             answers = tl.load(solved.answered + at_keys, in_keys, 0.0)
             values -= tl.dot(answers, before, input_precision=TILE.PRECISION)
@@ -407,19 +492,21 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
             total = tl.load(solved.decays + chunk.own_last * tokens.DK + at_k, in_k, 0.0)[:, None]
             kept, result = values, tl.dot(queries, before, input_precision=TILE.PRECISION)
         else:
-            keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, in_k).to(OPERAND)
-            queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, in_k).to(OPERAND)
-            total = tl.load(solved.decays + chunk.own_last * 2)
-            kept = values * tl.load(solved.decays + chunk.own_row * 2 + 1, chunk.is_token, 0.0)[:, None]
-            result = tl.dot(queries, before, input_precision=TILE.PRECISION)
-            result *= tl.load(solved.decays + chunk.own_row * 2, chunk.is_token, 0.0)[:, None]
+            keys = tl.load(of_keys + first_row * tokens.key_strides[0] + offsets.keys, in_keys, 0.0).to(OPERAND)
+            at_queries = first_row * tokens.query_strides[0] + offsets.queries
+            queries = tl.load(of_queries + at_queries, in_keys, 0.0).to(OPERAND)
+            total, since, until = decays
+            decays = _decays_at(solved, _chunk_from(sequence, first + TILE.CHUNK, head, TILE))  # for the next chunk
+            kept = values * until[:, None]
+            result = tl.dot(queries, before, input_precision=TILE.PRECISION) * since[:, None]
         state = state * total + tl.dot(tl.trans(keys), kept.to(OPERAND), input_precision=TILE.PRECISION)
-        of_weights = solved.weights + chunk.own_row[:, None] * TILE.CHUNK + at[None, :]
+        of_weights = solved.weights + own * TILE.CHUNK + offsets.weights
         own_weights = tl.load(of_weights, chunk.is_token[:, None], 0.0)
         is_finite = tl.abs(values) < float("inf")  # NaN in a row is in all later ones: see `_dot_with_earlier`
         result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=TILE.PRECISION)
-        result = tl.where(is_finite, result * scale, float("nan"))
-        tl.store(of_out + chunk.row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
+        result = result * scale + values * 0.0  # a product of 0 with NaN or infinity is NaN
+        at_out = first_row * out_strides[0] + offsets.out
+        tl.store(out + head * out_strides[1] + at_out, result.to(out.dtype.element_ty), in_values)
         if tables.BLOCK_SIZE:
             end = sequence.position + tl.minimum(first + TILE.CHUNK, sequence.length)
             if (end % tables.BLOCK_SIZE == 0) & (first + TILE.CHUNK <= sequence.length):
