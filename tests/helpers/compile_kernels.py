@@ -325,6 +325,8 @@ def launch_all(gpu, largest):
     attend_one(query, keys, keys, plan(64, positions=at), plain)
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attend_one(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
+    trimmed = plan(64, window_size=(100, 0), first_keys=first_keys)
+    attend_one(query, keys, keys, trimmed, AttentionOptions(batch_invariant=True))  # steps are placed by position
     ends = dict(causal=False, first_visible=at, last_visible=at)
     for head_size in some(128, 256):
         of_rows, of_keys = torch.zeros(128, 8, head_size, dtype=half), pool(2, head_size, half)

@@ -21,6 +21,7 @@ import fastattn.local
 import fastattn.merge
 import fastattn.metadata
 import fastattn.mla
+import fastattn.sliding_window
 import fastattn.speculative
 import refattn.attention
 import refattn.chunked_prefill
@@ -618,15 +619,17 @@ def test_queries_at_any_positions(first_keys, options, launch, device):
         assert_right_at(SOMEWHERE, inputs, GROUP, sees, options, first_keys)
 
 
+@pytest.mark.parametrize("first_keys", [None, [5, 48]], ids=str)
 @pytest.mark.parametrize("window_size", [(-1, -1), (70, 5)], ids=str)
-def test_fixed_runs_of_keys_for_queries_at_any_positions(window_size, device):
+def test_fixed_runs_of_keys_for_queries_at_any_positions(window_size, first_keys, device):
+    """Also where the first step begins before the first key, and where a block begins within a step."""
     case = Case("far-apart", ((3, 200), (1, 130)), heads=(1, 1))
     inputs = build(case, device=device)
     options = dict(causal=False, window_size=window_size, batch_invariant=True)
     left, right = window_size
     with mock.patch.object(triton_tuning, "INVARIANT_RUN", 64):
         sees = (lambda i, j: (j >= i - left) & (j <= i + right)) if left >= 0 else (lambda i, j: j > -1)
-        assert_right_at([199, 20, 90, 140], inputs, case, sees, options)
+        assert_right_at([199, 20, 90, 140], inputs, case, sees, options, first_keys)
 
 
 def test_levels_with_more_splits_than_one_of_average_length(device):
@@ -733,7 +736,7 @@ def addresses_of(tensor):
     "launch",
     [
         *(dict(block_m=64), dict(splits=2, most_splits=2, block_n=16)),
-        *("fixed-runs", "positions", "differential", "split-differential"),
+        *("fixed-runs", "removed-blocks", "positions", "differential", "split-differential"),
     ],
     ids=str,
 )
@@ -761,7 +764,9 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
         triton_differential.differential(*given(inputs.query, cache, batch, **options), subtraction)
         pools = [cache.permute(2, 3, 0, 1, 4, 5)]  # the slot comes first
     else:
-        options["batch_invariant"] = launch == "fixed-runs"
+        options["batch_invariant"] = launch in ("fixed-runs", "removed-blocks")
+        if launch == "removed-blocks":  # steps begin before the first key
+            options["first_keys"] = torch.tensor([16, 0, 48, 5], dtype=torch.int32)
         with launched_as(**(launch if isinstance(launch, dict) else {})):
             attend(*given(*inputs.tensors[:3], batch, **options))
         pools = [inputs.key_cache, inputs.value_cache]
@@ -889,8 +894,8 @@ def on(device, options):
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
-def attend_alone(inputs, options, rows, seq_len, sequence, device):
-    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, alone in the batch."""
+def alone(inputs, rows, seq_len, sequence, device):
+    """Return some query rows as the last tokens of a sequence of `seq_len` tokens, alone in the batch."""
     first, last = rows
     batch = Batch(
         torch.tensor([0, last - first], dtype=torch.int32, device=device),
@@ -899,8 +904,12 @@ def attend_alone(inputs, options, rows, seq_len, sequence, device):
         last - first,
         seq_len,
     )
-    tensors = inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch
-    return attend(*given(*tensors, **on(device, options)))
+    return inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch
+
+
+def attend_alone(inputs, options, rows, seq_len, sequence, device):
+    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, alone in the batch."""
+    return attend(*given(*alone(inputs, rows, seq_len, sequence, device), **on(device, options)))
 
 
 @pytest.mark.usefixtures("fixed_products")
@@ -930,6 +939,47 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
             out, lse = attend_alone(inputs, options, (row, row + size), 318 + row + size, 0, device)
             assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
             assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
+            row += size
+
+
+TRIMMED = {
+    "window": ("sliding_window", {}, 16),
+    "odd-blocks": ("sliding_window", dict(softcap=3.0, alibi_slopes=torch.tensor([0.01, 0.5])), 3),
+    "large-blocks": ("sliding_window", dict(sinks=torch.tensor([-2.0, 3.0])), 64),
+    "tree": ("speculative", {}, 16),
+    "differential": ("differential", {}, 16),
+}
+
+
+@pytest.mark.usefixtures("fixed_products")
+@pytest.mark.parametrize(("path", "options", "block_size"), TRIMMED.values(), ids=TRIMMED)
+def test_rows_of_a_window_do_not_change_with_the_blocks_that_are_removed(path, options, block_size, device):
+    """A chunk of a prompt begins with other blocks than the whole of it: steps and runs are placed by position."""
+    inputs = build(Case("chunk", ((12, 330),), heads=(2, 1), block_size=block_size), device=device)
+    options = on(device, options) | dict(batch_invariant=True)
+
+    def answer(query, key_cache, value_cache, batch):
+        planned = dict(window_size=(70, 0), block_size=block_size)
+        if path == "speculative":
+            chain = [tuple(range(-1, batch.max_query_len - 1))]
+            trees = fastattn.speculative.make_trees(chain, device=device)
+            plan = fastattn.speculative.plan(batch, **planned, trees=trees)
+        else:
+            plan = fastattn.sliding_window.plan(batch, **planned)
+        if path == "differential":
+            cache, lambda_full = torch.stack([torch.stack([key_cache, value_cache])] * 2), torch.tensor(0.5)
+            subtraction = Subtraction(lambda_full.to(device), None, 1e-5, 1.0)
+            return triton_differential.differential(query, cache, plan, AttentionOptions(**options), subtraction)
+        pages = Pages(key_cache, value_cache)
+        return triton_attention.attend_to_keys(query, pages, plan, AttentionOptions(**options), None)
+
+    with mock.patch.object(triton_tuning, "INVARIANT_RUN", 128):
+        expected = answer(*inputs.tensors)
+        row = 0
+        for size in (5, 1, 3, 1, 2):
+            found = answer(*alone(inputs, (row, row + size), 318 + row + size, 0, device))
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other[row : row + size]), f"rows from {row}"
             row += size
 
 

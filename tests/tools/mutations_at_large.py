@@ -238,6 +238,20 @@ AT_LARGE: list[Mutation] = [
         TRITON,
     ),
     planted(
+        "steps of an invariant window are placed from the first block of its table",
+        "fastattn.kernels.triton.queries:is_by_position",
+        "return options.batch_invariant and may_begin_inside and plan.first_keys is not None",
+        "return False",
+        TRITON,
+    ),
+    planted(
+        "splits of an invariant window are placed from the first block of its table",
+        "fastattn.kernels.triton.merge:share_run",
+        "before = keys_before(queries, tile, TILE)",
+        "before = 0",
+        TRITON,
+    ),
+    planted(
         "the second word of a mask is shifted by one bit less",
         "fastattn.kernels.triton.masks:_see_nodes",
         "words = (low >> shift) | ((high << (63 - shift)) << 1)",

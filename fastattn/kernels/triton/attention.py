@@ -12,8 +12,8 @@ gets more, a shorter one fewer, by its share of all keys, which the device count
 balanced while its sequences grow. All get the same number if the host knows that they are about equally long.
 
 Under `batch_invariant` no bit of a row may depend on other sequences, or on the number of tokens of its own sequence in
-the batch. So splits have a fixed size and place, and partial outputs are merged one after the other: one in which a
-query sees no key changes nothing.
+the batch. So steps and splits have a fixed size and place in the sequence, also where a window has removed its first
+blocks, and partial outputs are merged one after the other: one in which a query sees no key changes nothing.
 
 The three questions of docs/questions.md (where are the keys, who may see whom, how do partial outputs combine) are
 NamedTuples, `keys`, `mask` and `split`, that carry their own functions: `mask.look(mask, ...)` is a method call that is
@@ -83,6 +83,7 @@ from fastattn.kernels.triton.queries import (
     count_tiles,
     find_tile,
     has_scale_above_0,
+    is_by_position,
     is_one_tile,
     layer_args,
     options_of,
@@ -258,6 +259,7 @@ def launch_attend(
     after = isinstance(split, After)
     query, scale = with_positive_scale(query, options.softmax_scale)
     uses, one_tile = uses_positions(plan, options), is_one_tile(batch, group, tuning.block_m)
+    by_position = is_by_position(plan, options)
     tiles = batch.num_seqs if one_tile else count_tiles(batch, num_tokens, group, tuning.block_m)
     ends = starts = 0
     if isinstance(split, Repair) and not (uses or one_tile):
@@ -274,6 +276,7 @@ def launch_attend(
         ENDS=ends,
         STARTS=starts,
         LAST_FIRST=False,
+        BY_POSITION=by_position,
     )
     queries = Queries(
         query=query,
@@ -281,13 +284,14 @@ def launch_attend(
         cu_seqlens_q=batch.cu_seqlens_q,
         seq_lens=batch.seq_lens,
         positions=plan.positions if uses else None,
-        first_keys=plan.first_keys if uses or plan.first_visible is not None else None,
+        first_keys=plan.first_keys if uses or by_position or plan.first_visible is not None else None,
         num_tokens=num_tokens,
         num_seqs=batch.num_seqs,
         HEADS=tl.constexpr(num_heads),
         GROUP=tl.constexpr(group),
     )
-    keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, quantization=quantization, aligned=not after)
+    aligned = not (after or by_position)
+    keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, quantization=quantization, aligned=aligned)
     early = (isinstance(split, Repair) and split.OVERLAP.value) or (isinstance(split, Part) and split.AFTER_LEVEL.value)
     is_capped = tuning.registers and not (INTERPRETED or is_rocm())
     return Launch(

@@ -27,7 +27,16 @@ from fastattn.kernels.triton.keys import token_tile, where_of, zeros
 from fastattn.kernels.triton.launch import CHANGING, Launch, SplitLaunches, can_overlap
 from fastattn.kernels.triton.masks import Run, mask_of, phase_of_run
 from fastattn.kernels.triton.merge import Out, merge_parts, normalize, places_of, update_softmax
-from fastattn.kernels.triton.queries import Given, Sizes, contiguous, find_tile, is_one_tile, options_of, queries_of
+from fastattn.kernels.triton.queries import (
+    Given,
+    Sizes,
+    contiguous,
+    find_tile,
+    is_by_position,
+    is_one_tile,
+    options_of,
+    queries_of,
+)
 from fastattn.kernels.triton.tuning import LaunchConfig, fit, is_wide, pad, sms_of
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
@@ -79,7 +88,7 @@ def bind_differential(
     layer_args, of_difference = _layer_args(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
-    one_tile = is_one_tile(batch, group, tuning.block_m)
+    one_tile, by_position = is_one_tile(batch, group, tuning.block_m), is_by_position(plan, options)
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
     parts, part_lses = out, lse
     split = tuning.splits > 1
@@ -100,15 +109,16 @@ def bind_differential(
         ENDS=0,
         STARTS=0,
         LAST_FIRST=True,
+        BY_POSITION=by_position,
     )
-    constants = dict(SPLIT=split, OVERLAP=overlap)
+    queries, constants = queries_of(query, batch, num_heads // 2, group), dict(SPLIT=split, OVERLAP=overlap)
     launch = Launch(
         attend_pairs,
         (tiles * num_pairs, tuning.splits),
         {"queries.query": query, "keys.cache": cache, "out.out": parts, "out.lse": part_lses} | layer_args,
         dict(
-            queries=queries_of(query, batch, num_heads // 2, group),
-            keys=_keys_of(cache, plan, tuning.block_m),
+            queries=queries._replace(first_keys=plan.first_keys if by_position else None),
+            keys=_keys_of(cache, plan, tuning.block_m, aligned=not by_position),
             mask=mask_of(plan),
             options=options_of(options, scale),
             difference=NOT_GIVEN,
@@ -127,13 +137,13 @@ def bind_differential(
     return out, lse, made.attend
 
 
-def _keys_of(cache: Tensor, plan: Plan, tile_rows: int) -> "PairedKeys":
-    """Return the pool as the kernel takes it."""
+def _keys_of(cache: Tensor, plan: Plan, tile_rows: int, *, aligned: bool) -> "PairedKeys":
+    """Return the pool as the kernel takes it; `aligned` says whether steps begin at multiples of their size."""
     block_size, head_size = cache.shape[3], cache.shape[5]
     return PairedKeys(
         cache=cache,
         strides=cache.stride(),
-        where=where_of(cache[0, 0], plan, wide=is_wide(block_size, cache.stride(3)), aligned=True),
+        where=where_of(cache[0, 0], plan, wide=is_wide(block_size, cache.stride(3)), aligned=aligned),
         HEAD_SIZE=tl.constexpr(head_size),
         KEY_PAD=tl.constexpr(max(pad(head_size), 16)),
         VALUE_PAD=tl.constexpr(max(pad(2 * head_size), 64 if tile_rows > 16 else 1)),

@@ -51,6 +51,30 @@ class Step(NamedTuple):
     seen: Any
 
 
+# --- where steps begin ---
+
+
+@triton.jit
+@no_type_check
+def keys_before(queries, tile, TILE):
+    """Return how many keys of a sequence are missing before its table, if steps are placed by position, else 0."""
+    before = 0
+    if TILE.BY_POSITION:
+        before = tl.load(queries.first_keys + tile.sequence)
+    return before
+
+
+@triton.jit
+@no_type_check
+def first_step(queries, tile, first, TILE):
+    """Return where the step with the key `first` begins: at a multiple of its size, counted as in `keys_before`.
+
+    By position, it may begin before the first key of the table: at `-keys_before` or later.
+    """
+    before = keys_before(queries, tile, TILE)
+    return (first + before) // TILE.KEYS * TILE.KEYS - before
+
+
 # --- a window around each row: a causal mask is the window (-1, 0) ---
 
 
@@ -92,7 +116,10 @@ def look_in_window(mask, queries, tile, TILE):
     first, end = visible_keys(
         tile.first_position, tile.last_position, tile.seq_len, mask.left, mask.right, mask.LEFT, mask.RIGHT
     )
-    return Run(first, first // TILE.KEYS * TILE.KEYS, end)
+    begin = first
+    if mask.LEFT:  # without a left side it is 0
+        begin = first_step(queries, tile, first, TILE)
+    return Run(first, begin, end)
 
 
 @triton.jit
@@ -187,7 +214,7 @@ def look_at_intervals(mask, queries, tile, TILE):
     sees = tile.is_row & (first <= last)
     first_key = tl.min(tl.where(sees, first, tile.seq_len), 0)
     end = tl.max(tl.where(sees, last, -1), 0) + 1
-    return IntervalSight(first_key, first_key // TILE.KEYS * TILE.KEYS, end, first, last)
+    return IntervalSight(first_key, first_step(queries, tile, first_key, TILE), end, first, last)
 
 
 @triton.jit
@@ -293,7 +320,9 @@ def look_at_tree(mask, queries, tile, TILE):
     tree_start = tile.seq_len - tree_len
     tree = tile.sequence.to(tl.int64) * mask.tree_width
     ancestors = mask.ancestors + (tree + tree_len - tile.query_len + tile.queries) * mask.WORDS
-    begin = first // TILE.KEYS * TILE.KEYS
+    begin = first
+    if mask.LEFT:  # without a left side it is 0
+        begin = first_step(queries, tile, first, TILE)
     if mask.NODES:
         first = tl.maximum(first, tree_start)
         begin = first  # steps need not be aligned here

@@ -38,7 +38,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.triton.masks import Run, visible_keys
+from fastattn.kernels.triton.masks import Run, keys_before, visible_keys
 
 SEQS_AT_ONCE = tl.constexpr(128)  # sequences that are counted at a time
 LARGEST_TILE = tl.constexpr(512)  # query rows plus keys of a tile, at most, of a kernel whose output is repaired
@@ -294,8 +294,11 @@ def share_run(split, queries, mask, out, tile, run, TILE, DV: tl.constexpr):
     """Take one split; one without keys stores a log-sum-exp of `-inf`."""
     number = tl.program_id(1)
     if split.RUN > 0:
-        first = run.begin // split.RUN * split.RUN + number * split.RUN
-        begin = tl.multiple_of(tl.maximum(run.begin, first), TILE.KEYS)
+        before = keys_before(queries, tile, TILE)  # runs are placed as steps are
+        first = (run.begin + before) // split.RUN * split.RUN - before + number * split.RUN
+        begin = tl.maximum(run.begin, first)
+        if not TILE.BY_POSITION:
+            begin = tl.multiple_of(begin, TILE.KEYS)
         end = tl.minimum(run.end, first + split.RUN)
     else:
         steps = tl.cdiv(tl.maximum(run.end - run.begin, 0), TILE.KEYS)

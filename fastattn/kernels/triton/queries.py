@@ -15,6 +15,7 @@ from torch import Tensor
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
+from refattn.plan import Plan
 
 # Triton's interpreter finds a function only if it is defined above its caller.
 
@@ -28,7 +29,7 @@ class Queries(NamedTuple):
         cu_seqlens_q: [b+1], where the rows of each sequence begin.
         seq_lens: [b], keys of each sequence.
         positions: [t], positions of the rows; None if they are the last ones of their sequences, or unused.
-        first_keys: [b], positions of the first keys; None if they are 0.
+        first_keys: [b], positions of the first keys; None if they are 0, or unused.
         num_tokens: t.
         num_seqs: b.
         HEADS: query heads.
@@ -60,6 +61,8 @@ class Sizes(NamedTuple):
         ENDS: the number of tiles at the end of each sequence that have programs, or 0 where all tiles do.
         STARTS: the number of tiles at the start of each sequence that have programs, or 0.
         LAST_FIRST: whether the last tiles, which see most keys, go first.
+        BY_POSITION: whether steps begin at multiples of their size in the sequence, instead of in its table; see
+            `is_by_position`.
     """
 
     ROWS: Any
@@ -71,6 +74,7 @@ class Sizes(NamedTuple):
     ENDS: Any
     STARTS: Any
     LAST_FIRST: Any
+    BY_POSITION: Any
 
 
 class Options(NamedTuple):
@@ -258,6 +262,16 @@ def queries_of(query: Tensor, batch: Batch, num_heads: int, group: int) -> Queri
 def is_one_tile(batch: Batch, group: int, rows: int) -> bool:
     """Return whether a tile holds all query rows of any sequence."""
     return batch.max_query_len * group <= rows
+
+
+def is_by_position(plan: Plan, options: AttentionOptions) -> bool:
+    """Return `Sizes.BY_POSITION`.
+
+    Which blocks a window has removed follows from the first query of the batch. Under `batch_invariant` a step must
+    hold the same keys whatever they are.
+    """
+    may_begin_inside = plan.window[0] >= 0 or plan.first_visible is not None
+    return options.batch_invariant and may_begin_inside and plan.first_keys is not None
 
 
 def count_tiles(batch: Batch, num_tokens: int, group: int, rows: int) -> int:
