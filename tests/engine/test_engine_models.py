@@ -60,6 +60,14 @@ def eager_logits(model, implementation="eager"):
     return torch.stack(rows)
 
 
+def eager_answers(model, count):
+    """Generate tokens after each prompt alone, by the model's own code."""
+    set_implementation(model, "eager")
+    rows = [torch.tensor([p], device=model.device) for p in PROMPTS]
+    answers = [model.generate(row, max_new_tokens=count, do_sample=False)[0] for row in rows]
+    return [answer[len(p) :].tolist() for answer, p in zip(answers, PROMPTS, strict=True)]
+
+
 def engine_logits(model, monkeypatch, twin="refattn", **options):
     """Take the logits that the engine chooses the first tokens from."""
     rows = {}
@@ -79,6 +87,25 @@ def engine_logits(model, monkeypatch, twin="refattn", **options):
     return torch.stack([rows[request] for request in requests])
 
 
+LLAMA4 = dict(  # as in Scout's configuration, at positions past several multiples of floor_scale
+    num_hidden_layers=4,
+    num_attention_heads=5,
+    num_key_value_heads=1,
+    head_dim=8,
+    intermediate_size_mlp=64,
+    attention_chunk_size=8,
+    floor_scale=3,
+    attn_scale=0.5,
+    max_position_embeddings=10485760,
+    rope_parameters=dict(
+        rope_type="llama3",
+        rope_theta=5e5,
+        factor=16.0,
+        high_freq_factor=1.0,
+        low_freq_factor=1.0,
+        original_max_position_embeddings=8192,
+    ),
+)
 VARIANTS = {  # other ways in which a family of the list computes its attention, and the code that is right there
     "falcon with ALiBi": ("falcon", dict(alibi=True), "sdpa"),  # its eager code adds the bias twice
     "falcon with ALiBi and groups": ("falcon", dict(alibi=True) | CHANGES["falcon"], "sdpa"),
@@ -91,6 +118,9 @@ VARIANTS = {  # other ways in which a family of the list computes its attention,
         for family in ("deepseek_v2", "deepseek_v3", "minicpm3")
     },
     "deepseek_v3 with rotary halves": ("deepseek_v3", LATENT_SIZES | dict(rope_interleave=False), "eager"),
+    "llama4_text as Scout": ("llama4_text", LLAMA4, "eager"),
+    "llama4_text as Maverick": ("llama4_text", LLAMA4 | dict(use_qk_norm=False, interleave_moe_layer_step=2), "eager"),
+    "llama4_text at one temperature": ("llama4_text", LLAMA4 | dict(attn_temperature_tuning=False), "eager"),
     "bloom, 8 heads": ("bloom", dict(n_head=8), "eager"),
     "mpt, 8 heads": ("mpt", dict(n_heads=8), "eager"),
     "falcon_h1 with a norm": ("falcon_h1", STATES["falcon_h1"] | dict(mamba_rms_norm=True), "eager"),
@@ -113,16 +143,23 @@ def test_a_variant_has_the_logits_of_transformers(name, device, monkeypatch):
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
 
 
+@pytest.mark.parametrize("twin", TWINS)
+def test_llama_4_decodes_at_the_temperature_of_its_positions(twin, device):
+    """Rows of a decode are of several sequences, at positions past several multiples of floor_scale."""
+    model = make_family("llama4_text", device, **LLAMA4)
+    expected = eager_answers(model, 9)
+    engine = Engine(model, twin=importlib.import_module(twin), num_blocks=20, block_size=4)
+    answers = engine.generate(PROMPTS, SamplingParams(max_tokens=9, stop_token_ids=()))
+    assert [answer.output_ids for answer in answers] == expected
+    assert eager_answers(model, 9) == expected, "its own code is given back"
+
+
 @pytest.mark.covers("B55", "C115")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monkeypatch):
     """Gemma 3n's last layers read the pool of the last layer of their kind, beside prompts and decodes of others."""
     model = make_family("gemma3n_text", device, **CHANGES["gemma3n_text"])
-    set_implementation(model, "eager")
-    expected = [
-        model.generate(torch.tensor([p], device=device), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist()
-        for p in PROMPTS
-    ]
+    expected = eager_answers(model, 6)
     package = importlib.import_module(twin)
     engine = Engine(model, twin=package, num_blocks=20, block_size=4, max_num_batched_tokens=9)
     assert engine.owners == [0, 1, 2, 0, 2]
@@ -269,6 +306,11 @@ def test_an_encoder_and_a_decoder():
 def test_layers_without_a_path():
     with pytest.raises(ValueError, match="model: expected a decoder with layers of kind .*, got conv"):
         Engine(make_family("lfm2", layer_types=["conv", "full_attention"]), num_blocks=8, trust_model=True)
+
+
+def test_a_block_that_holds_the_ends_of_two_chunks():
+    with pytest.raises(ValueError, match="block_size: expected a divisor of 8, the attention_chunk_size .*, got 3"):
+        Engine(make_family("llama4_text", **LLAMA4), num_blocks=8, block_size=3)
 
 
 # What shows only when the model runs shows over the one token that it is tried with.

@@ -9,6 +9,7 @@ from tests.tools.mutations import Mutation, Text
 TRITON = "tests/kernels/test_kernels_triton.py"
 REPLAY = "tests/kernels/test_replay.py"
 ENGINE = "tests/engine/test_engine.py"
+MODELS = "tests/engine/test_engine_models.py"
 FAULTS = "tests/engine/test_engine_faults.py"
 GOING_ON = "tests/engine/test_going_on.py"
 WINDOWS = "tests/engine/test_window_pool.py"
@@ -250,6 +251,13 @@ AT_LARGE: list[Mutation] = [
         "before = keys_before(queries, tile, TILE)",
         "before = 0",
         TRITON,
+    ),
+    planted(
+        "the temperature of Llama 4 follows from the row of a token in the step",
+        "twinattn.engine.attention_modules:_llama4_attention",
+        "(step.positions.float() + 1.0)",
+        "(torch.arange(len(step.positions), device=query.device).float() + 1.0)",
+        MODELS,
     ),
     planted(
         "the second word of a mask is shifted by one bit less",

@@ -168,8 +168,8 @@ class Engine:
         config = model.config.get_text_config()
         self.admission = Admission.of(model, tokenizer, **sizes)
         self.vocab_size = self.admission.vocab_size
-        most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
-        layers = quantize(models.layers_of(config, most_tokens, batch_invariant=batch_invariant), kv_cache_dtype)
+        layers = models.layers_of(config, block_size=block_size, batch_invariant=batch_invariant)
+        layers = quantize(layers, kv_cache_dtype)
         state_layers = models.state_layers(model)
         if batch_invariant and state_layers:
             raise NotImplementedError(

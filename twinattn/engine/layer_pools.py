@@ -48,12 +48,14 @@ class Step:
         slot_mappings: where the new tokens go, in the pool of each kind of layer.
         plans: the plans of each kind of layer, with the query rows of each.
         states: the plans of all layers that keep a state, with their query rows.
+        positions: of the new tokens, for layers that scale by them.
     """
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
     plans: dict[Layer, Parts]
     states: StateParts = ()
+    positions: Int64[Tensor, "t"] | None = None
 
 
 class Cache(NamedTuple):

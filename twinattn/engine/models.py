@@ -2,13 +2,12 @@
 
 Most models call their attention through transformers' `AttentionInterface` and pass on their keyword arguments, one of
 which are then its pools. Where a family computes attention in a module of its own, that module's `forward` is replaced
-(`REPLACED`), and a context variable holds the pools during the pass. Latent attention also goes through the interface;
-there, only the method that computes keys and values from latents is replaced. Layers that keep a state have modules of
-their own (`state_modules`), and so has what selects keys (`index_modules`).
+(`attention_modules`), and a context variable holds the pools during the pass. Latent attention also goes through the
+interface; there, only the method that computes keys and values from latents is replaced. Layers that keep a state have
+modules of their own (`state_modules`), and so has what selects keys (`index_modules`).
 """
 
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -18,11 +17,10 @@ from math import inf
 from typing import Any
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from twinattn.engine import compressed_modules, index_modules, state_modules
+from twinattn.engine import attention_modules, compressed_modules, index_modules, state_modules
 from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
 from twinattn.engine.layers import Causal, Chunk, Entries, Layer, Mask, Window
 from twinattn.engine.state_layers import StateLayer
@@ -164,7 +162,7 @@ _UNDER_WAY: ContextVar[tuple[Any, Any] | None] = ContextVar("_UNDER_WAY", defaul
 
 
 def replace_attention(model: Any) -> None:
-    """Make the layers of a model call `paged_attention`, or what is in `REPLACED`.
+    """Make the layers of a model call `paged_attention`, or what is in `attention_modules.REPLACED`.
 
     Raises:
         ValueError: if the code of the model does not let its attention be replaced.
@@ -179,12 +177,9 @@ def replace_attention(model: Any) -> None:
                 f"model: expected one built on transformers' AttentionInterface, got {type(model).__name__}"
             )
     for module in model.modules():
-        for base in type(module).__mro__:
-            if base.__name__ in REPLACED:
-                attention, alibi_slopes = REPLACED[base.__name__]
-                module.forward = partial(_forward, module, attention, alibi_slopes(module))
         if model.config.model_type in LATENT and hasattr(module, "expand_kv"):
             module.expand_kv = partial(_expand_latents, module)
+    attention_modules.replace_attention(model, _UNDER_WAY.get)
     state_modules.replace_states(model)
     index_modules.replace_indexers(model, _UNDER_WAY.get)
     compressed_modules.replace_compressors(model, _UNDER_WAY.get)
@@ -285,153 +280,6 @@ def _expand_latents(
     return keys_and_values
 
 
-def _forward(
-    module: Any,
-    attention: Callable[..., Tensor],
-    alibi_slopes: Float[Tensor, "h"] | None,
-    hidden_states: Float[Tensor, "..."],
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Call an attention of `REPLACED` in place of a `forward`, if an engine runs the model; else it is what it was."""
-    under_way = _UNDER_WAY.get()
-    if "layer_pools" in options:
-        under_way = options.pop("layer_pools"), options.pop("step")
-    if under_way is None:
-        return type(module).forward(module, hidden_states, *args, **options)
-    pools, step = under_way
-    attend = partial(pools.attend, module, step=step, alibi_slopes=alibi_slopes)
-    return attention(module, attend, hidden_states, *args, **options), None
-
-
-def _split_heads(x: Float[Tensor, "1 t width"], head_size: int) -> Float[Tensor, "1 h t d"]:
-    return rearrange(x, "1 t (h d) -> 1 h t d", d=head_size)
-
-
-def _merge_heads(x: Float[Tensor, "1 t h d"]) -> Float[Tensor, "1 t width"]:
-    return rearrange(x, "1 t h d -> 1 t (h d)")
-
-
-def _code(module: Any) -> Any:
-    """Return the Python module that a module's class stands in."""
-    return importlib.import_module(type(module).__module__)
-
-
-def _differential_attention(
-    module: Any,
-    attend: Callable[..., Tensor],
-    hidden_states: Float[Tensor, "1 t width"],
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> Float[Tensor, "1 t width"]:
-    """Take DiffLlama between its projections: it subtracts and norms around two calls of the interface."""
-    projections = (module.q_proj, module.k_proj, module.v_proj)
-    query, key, value = (_split_heads(project(hidden_states), module.head_dim) for project in projections)
-    query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
-    out: Tensor = module.o_proj(_merge_heads(attend(query, key, value, **options)))
-    return out
-
-
-def _bloom_attention(
-    module: Any,
-    attend: Callable[..., Tensor],
-    hidden_states: Float[Tensor, "1 t width"],
-    residual: Float[Tensor, "1 t width"],
-    *,
-    alibi: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> Float[Tensor, "1 t width"]:
-    """Take Bloom, whose bias is `slope * key position`: a constant more for each query, so the same softmax."""
-    tokens = module._reshape(module.query_key_value(hidden_states))
-    dropout = max(module.attention_dropout.p, module.hidden_dropout) if module.training else 0.0
-    out: Tensor = module.dense(
-        _merge_heads(attend(*tokens, scaling=module.inv_norm_factor, dropout=dropout, **options))
-    )
-    return out + residual
-
-
-def _mpt_attention(
-    module: Any,
-    attend: Callable[..., Tensor],
-    hidden_states: Float[Tensor, "1 t width"],
-    *,
-    position_bias: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> Float[Tensor, "1 t width"]:
-    """Take MPT, whose bias is `slope * (key position - last position)`: the same softmax too."""
-    fused = module.Wqkv(hidden_states)
-    if module.clip_qkv:
-        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-    tokens = (_split_heads(x, module.head_dim) for x in fused.chunk(3, dim=2))
-    dropout = module.attn_dropout_p if module.training else 0.0
-    out: Tensor = module.out_proj(
-        _merge_heads(attend(*tokens, scaling=module.softmax_scale, dropout=dropout, **options))
-    )
-    return out
-
-
-def _falcon_attention(
-    module: Any,
-    attend: Callable[..., Tensor],
-    hidden_states: Float[Tensor, "1 t width"],
-    *,
-    alibi: Tensor | None,
-    attention_mask: Tensor | None,
-    position_embeddings: tuple[Tensor, Tensor],
-    **options: Any,
-) -> Float[Tensor, "1 t width"]:
-    """Take Falcon, with rotary positions or with ALiBi."""
-    fused = module.query_key_value(hidden_states)
-    query, key, value = (rearrange(x, "1 t h d -> 1 h t d") for x in module._split_heads(fused))
-    if module.new_decoder_architecture:  # repeats each KV head for its query heads
-        key, value = (x[:, :: module.num_heads // module.num_kv_heads] for x in (key, value))
-    if alibi is None:
-        query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
-    dropout = module.attention_dropout.p if module.training else 0.0
-    options |= dict(scaling=module.inv_norm_factor, dropout=dropout)
-    out: Tensor = module.dense(_merge_heads(attend(query, key, value, **options)))
-    return out
-
-
-def _no_slopes(module: Any) -> None:
-    """Return None, where there is no ALiBi."""
-
-
-def _bloom_slopes(module: Any) -> Float[Tensor, "h"]:
-    """Return the slopes of ALiBi in Bloom's code: what it adds to the score of a key at position 1."""
-    mask = torch.ones(1, 2, dtype=torch.int64, device=module.dense.weight.device)
-    bias: Tensor = _code(module).build_alibi_tensor(mask, module.num_heads, torch.float32)
-    return bias[:, 0, 1]
-
-
-def _mpt_slopes(module: Any) -> Float[Tensor, "h"]:
-    """Return the slopes of ALiBi in MPT's code: what it takes off the score of the last key but one."""
-    bias: Tensor = _code(module).build_mpt_alibi_tensor(module.n_heads, 2, device=module.out_proj.weight.device)
-    return -bias[:, 0, 0]
-
-
-def _falcon_slopes(module: Any) -> Float[Tensor, "h"] | None:
-    """Return the slopes of a Falcon with ALiBi, whose bias is divided by `sqrt(d)` as the scores are.
-
-    Its code rounds a bias to bfloat16: here the slopes are rounded so, but not their products with positions past 256.
-    """
-    if not module.config.alibi:
-        return None
-    return _bloom_slopes(module).bfloat16().float() * module.inv_norm_factor
-
-
-REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[Any], Tensor | None]]] = {
-    # Modules that compute attention themselves, by the name of their class: what to call instead, and their slopes.
-    "DiffLlamaAttention": (_differential_attention, _no_slopes),
-    "BloomAttention": (_bloom_attention, _bloom_slopes),
-    "MptAttention": (_mpt_attention, _mpt_slopes),
-    "FalconAttention": (_falcon_attention, _falcon_slopes),
-}
-
-
 def check_options(options: Mapping[str, Any]) -> None:
     """Check that an attention has no option that the engine would not honour; one that is None changes nothing.
 
@@ -463,24 +311,25 @@ def state_layers(model: Any) -> dict[int, StateLayer]:
     return found
 
 
-def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) -> list[Layer]:
-    """Return the specification of every layer with attention; a sequence or a step has up to `num_tokens` tokens.
+def layers_of(config: Any, *, block_size: int, batch_invariant: bool = False) -> list[Layer]:
+    """Return the specification of every layer with attention.
 
     Args:
         config: the configuration of a decoder.
-        num_tokens: the most tokens of a sequence, and of a step.
+        block_size: tokens in a block.
         batch_invariant: whether no bit of a row may depend on what else is in the batch.
 
     Raises:
-        ValueError: if the model has a kind of layer without a path, or sizes of heads that do not divide.
+        ValueError: if the model has a kind of layer without a path, sizes of heads that do not divide, or chunks that
+            do not begin with a block.
     """
     masks = [_mask(kind, config) for kind in _kinds(config)]
-    floor_scale = config.floor_scale if getattr(config, "attn_temperature_tuning", False) else num_tokens + 1
-    if num_tokens >= floor_scale:  # the model's own code takes the row of a token for its position there
-        raise ValueError(
-            f"model: expected sequences and steps below floor_scale={floor_scale} tokens with attn_temperature_tuning, "
-            f"got up to {num_tokens}"
-        )
+    for mask in masks:
+        if isinstance(mask, Chunk) and mask.reach % block_size:
+            raise ValueError(
+                f"block_size: expected a divisor of {mask.reach}, the attention_chunk_size of the model, as a chunk "
+                f"begins with a block, got {block_size}"
+            )
     if config.model_type == COMPRESSED:
         return [Layer(mask, _compressed(kind, config)) for mask, kind in zip(masks, _kinds(config), strict=True)]
     storage = _storage(config, batch_invariant)

@@ -111,7 +111,7 @@ class StepPlanner:
             input_ids=tokens.input_ids[None],
             position_ids=positions[None],
             logits_to_keep=tokens.logits_rows,
-            step=replace(step, states=tokens.states),
+            step=replace(step, states=tokens.states, positions=positions),
         )
 
     def plan(
