@@ -487,7 +487,8 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     best = 0.0
-    of_path = [x for x in mistakes.of_path(smallest.path) if mistakes.shows_in(x, is_large(smallest))]
+    size = is_large(smallest)
+    of_path = [x for x in mistakes.of_path(smallest.path) if x.name in blamed or mistakes.shows_in(x, size)]
     for is_of_forward in (False, True):  # a mistake in the backward alone goes before one in the forward
         known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
         explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
