@@ -410,6 +410,15 @@ def test_a_wrong_lse_hides_no_wrong_output():
     assert not any(finding.detail.startswith("lse") for finding in report.failures if finding.property != "lse")
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_mistake_that_small_batches_show_is_named_in_long_ones():
+    """Where others are not looked for, as there are too many."""
+    kernel = plant(*WINDOW[:2], "j > pos - window_size[0]", TILE=2048, SPLIT=2**20)
+    asked = dict(only=["window", "options past tiles"], examples=1, dtypes=[torch.float32])
+    report = check(kernel, "chunked_prefill", **asked)
+    assert [finding.mistakes[0][0] for finding in report.failures] == ["window-one-too-few"] * 2
+
+
 def test_a_wrong_lse_is_looked_at_where_it_is_not_asked_for():
     """So it is in a test per property, and after a crash, in the next process."""
     report = check(plant("paged", *BASE_TWO), "chunked_prefill", examples=2, dtypes=[torch.float32], only=["tail"])
@@ -523,6 +532,42 @@ def test_an_error_ends_the_process_only_if_the_device_does_not_answer_any_more(m
 def test_what_cannot_be_called_is_named(target, path, message):
     with pytest.raises(BadKernelError, match=message):
         kernel_of(target, path)
+
+
+FLASH = """
+def attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sm_scale=None, dropout_p=0.0):
+    return refattn.varlen.attention(q, k, v, plan(cu_seqlens_q, cu_seqlens_k), AttentionOptions(sm_scale))
+
+def decode(q, /, k_cache, v_cache, *, cache_seqlens, page_table, causal=True):
+    pass
+
+def unknown(q, k, v, cu_seqlens_q, cu_seqlens_k, workspace):
+    pass
+
+def plan(*offsets):
+    return refattn.varlen.plan(make_batch(*(x.diff().tolist() for x in offsets)))
+"""
+OURS = "from refattn.metadata import make_batch\nfrom refattn.options import AttentionOptions\nimport refattn.varlen\n"
+
+
+def test_a_kernel_with_the_names_of_other_libraries_is_told_how_to_be_called(tmp_path, monkeypatch):
+    """By a function that can be pasted below it, if each required parameter has a counterpart."""
+    monkeypatch.chdir(tmp_path)
+    file = Path("flash_names.py")
+    file.write_text(OURS + FLASH)
+    with pytest.raises(BadKernelError, match="has a parameter 'max_seqlen_k' .*; did you mean max_seq_len") as refused:
+        kernel_of("flash_names.py:attention", "varlen")
+    Path("called.py").write_text(OURS + FLASH + str(refused.value).partition("\n\n")[2])
+    (finding,) = check("called.py:attention_by_name", "varlen", only=["scale"], examples=2).findings
+    assert finding.outcome == "honoured"
+    with pytest.raises(BadKernelError) as refused:
+        kernel_of("flash_names.py:decode", "chunked_prefill")
+    assert str(refused.value).endswith(
+        "def decode_by_name(query, key_cache, value_cache, seq_lens, block_table, causal=True):\n    return decode("
+        "query, k_cache=key_cache, v_cache=value_cache, cache_seqlens=seq_lens, page_table=block_table, causal=causal)"
+    )
+    with pytest.raises(BadKernelError, match="A function of a few lines with these names"):
+        kernel_of("flash_names.py:unknown", "varlen")
 
 
 class Merge(torch.nn.Module):

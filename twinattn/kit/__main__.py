@@ -84,7 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "kernel", nargs="?", help="module:function, file.py:function, a module of a path, or the name of an adapter"
     )
-    parser.add_argument("--path", choices=[*PATHS, *OPERATIONS], help="the path that the kernel computes")
+    parser.add_argument(
+        "--path",
+        choices=[*PATHS, *OPERATIONS],
+        metavar="PATH",
+        help="the path that the kernel computes: varlen over rows, chunked_prefill over pages, decodes included; "
+        f"or one of {', '.join(name for name in (*PATHS, *OPERATIONS) if name not in ('varlen', 'chunked_prefill'))}",
+    )
     parser.add_argument("--device", default="cpu", help="a torch device that is here: cpu, cuda, cuda:1, mps, xpu ...")
     parser.add_argument(
         "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"

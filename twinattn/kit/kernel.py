@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor
 from refattn.options import AttentionOptions, RecurrentOptions
 from twinattn.kit import gradients
 from twinattn.kit.example import PATHS, Answers, Arguments, Example
+from twinattn.kit.names import unknown_words, wrong_names
 from twinattn.kit.signature import parameters_of
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
@@ -203,17 +203,6 @@ class NoMemoryError(Exception):
     """The kit has no memory for a batch, which is no fault of the kernel."""
 
 
-def unknown_words(parameters: Mapping[str, inspect.Parameter], words: Sequence[str]) -> dict[str, str]:
-    """Return the parameters that a path has no argument for, each with a suggestion, or ""."""
-    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    unknown = [name for name, parameter in parameters.items() if name not in words and parameter.kind not in variable]
-    close = {
-        name: get_close_matches(name, words, 1) or get_close_matches(name.replace("_", ""), words, 1)
-        for name in unknown
-    }
-    return {name: f"; did you mean {found[0]}?" if found else "" for name, found in close.items()}
-
-
 def named_parameters(function: Callable[..., Any], name: str, words: Sequence[str]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a kernel by name.
 
@@ -274,13 +263,8 @@ class Kernel:
             raise BadKernelError(f"path: expected one of {', '.join(PATHS)}, got {self.path!r}")
         words = self.words()
         self.parameters = named_parameters(self.function, self.name, words)
-        for name, hint in unknown_words(self.parameters, words).items():
-            if self.parameters[name].default is inspect.Parameter.empty:
-                raise BadKernelError(
-                    f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
-                    f"Arguments are passed by name: {', '.join(words)}.\n"
-                    "A function of a few lines with these names can call yours in any other way."
-                )
+        if wrong := wrong_names(self.name, self.path, self.parameters, words):
+            raise BadKernelError(wrong)
         limits = getattr(self.function, "__claims__", {})
         is_step = PATHS[self.path].attends or PATHS[self.path].in_place
         if is_step and not QUERY_LENS & set(self.parameters):
@@ -329,6 +313,8 @@ class Kernel:
         """Return the parameters that it does not have and whose default matters, each with what it is held to."""
         known = dict(softmax_scale=f"{example.head_size} ** -0.5", causal="True", delta="True")
         words = [name for name in known if name in self.words() and not self.takes(name)]
+        if self.claims.max_query_len == 1 and "causal" in words:
+            words.remove("causal")  # the only query is at the last key
         return ", ".join(f"{name} ({known[name]} is expected)" for name in words if name not in example.options)
 
     @property
@@ -548,7 +534,8 @@ def _which_path() -> str:
     from twinattn.kit.operations import OPERATIONS  # its kernels import this file
 
     listed = f"one of {', '.join(PATHS)}; or, beside attention, {', '.join(OPERATIONS)}"
-    return f"say which path it computes, with --path: {listed}"
+    usual = "varlen for attention over rows, chunked_prefill over pages, decodes included"
+    return f"say which path it computes, with --path: {usual}; {listed}"
 
 
 def resolve(target: str | Callable[..., Any] | ModuleType) -> tuple[str, Any]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from twinattn.kit.example import Arguments
-from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, named_parameters, unknown_words
+from twinattn.kit.kernel import BadKernelError, Claims, filled_memory, named_parameters
+from twinattn.kit.names import wrong_names
 from twinattn.kit.operations.tiles import Dimension
 
 Answers = dict[str, Any]  # tensors, lists of tensors that are all right, numbers
@@ -277,12 +278,8 @@ class OperationKernel:
         """Check that the operation has an argument for every required parameter, and read the claims."""
         words = self.words()
         self.parameters = named_parameters(self.function, self.name, words)
-        for name, hint in unknown_words(self.parameters, words).items():
-            if self.parameters[name].default is inspect.Parameter.empty:
-                raise BadKernelError(
-                    f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
-                    f"Arguments are passed by name: {', '.join(words)}."
-                )
+        if wrong := wrong_names(self.name, self.path, self.parameters, words):
+            raise BadKernelError(wrong)
         limits = {**getattr(self.function, "__claims__", {}), **self._asked_for()}
         known = {name: limits.pop(name) for name in ("not_claimed", "refusals", "max_examples") if name in limits}
         self.claims = Claims(dtypes=tuple(limits.pop("dtypes", self.operation.dtypes)), **known)
