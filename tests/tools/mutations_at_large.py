@@ -241,7 +241,7 @@ AT_LARGE: list[Mutation] = [
     planted(
         "steps of an invariant window are placed from the first block of its table",
         "fastattn.kernels.triton.queries:is_by_position",
-        "return options.batch_invariant and may_begin_inside and plan.first_keys is not None",
+        "return plan.first_keys is not None and (plan.window[0] >= 0 or plan.first_visible is not None)",
         "return False",
         TRITON,
     ),

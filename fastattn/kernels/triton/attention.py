@@ -259,7 +259,7 @@ def launch_attend(
     after = isinstance(split, After)
     query, scale = with_positive_scale(query, options.softmax_scale)
     uses, one_tile = uses_positions(plan, options), is_one_tile(batch, group, tuning.block_m)
-    by_position = is_by_position(plan, options)
+    by_position = options.batch_invariant and is_by_position(plan)
     tiles = batch.num_seqs if one_tile else count_tiles(batch, num_tokens, group, tuning.block_m)
     ends = starts = 0
     if isinstance(split, Repair) and not (uses or one_tile):

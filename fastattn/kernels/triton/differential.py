@@ -88,7 +88,8 @@ def bind_differential(
     layer_args, of_difference = _layer_args(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
-    one_tile, by_position = is_one_tile(batch, group, tuning.block_m), is_by_position(plan, options)
+    one_tile = is_one_tile(batch, group, tuning.block_m)
+    by_position = options.batch_invariant and is_by_position(plan)
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
     parts, part_lses = out, lse
     split = tuning.splits > 1

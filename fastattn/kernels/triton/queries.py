@@ -264,14 +264,13 @@ def is_one_tile(batch: Batch, group: int, rows: int) -> bool:
     return batch.max_query_len * group <= rows
 
 
-def is_by_position(plan: Plan, options: AttentionOptions) -> bool:
-    """Return `Sizes.BY_POSITION`.
+def is_by_position(plan: Plan) -> bool:
+    """Return `Sizes.BY_POSITION` of a plan under `batch_invariant`.
 
-    Which blocks a window has removed follows from the first query of the batch. Under `batch_invariant` a step must
-    hold the same keys whatever they are.
+    Which blocks a window has removed follows from the first query of a sequence in the batch. A step must hold the same
+    keys whatever they are.
     """
-    may_begin_inside = plan.window[0] >= 0 or plan.first_visible is not None
-    return options.batch_invariant and may_begin_inside and plan.first_keys is not None
+    return plan.first_keys is not None and (plan.window[0] >= 0 or plan.first_visible is not None)
 
 
 def count_tiles(batch: Batch, num_tokens: int, group: int, rows: int) -> int:
