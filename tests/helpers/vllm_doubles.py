@@ -125,8 +125,9 @@ def split_decodes_and_prefills(
 class GroupCoordinator:
     """vLLM's ranks, over those of a simulation."""
 
-    def __init__(self, group):
+    def __init__(self, group, device_communicator=None):
         self.rank_in_group, self.world_size, self._group = group.rank, group.size, group
+        self.device_communicator = device_communicator
 
     def all_gather(self, input_, dim=-1):
         return self._group.all_gather(input_, dim)

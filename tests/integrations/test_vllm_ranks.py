@@ -236,9 +236,33 @@ def test_a_capture_plans_anew(backend, monkeypatch):
 def test_what_a_layer_over_ranks_refuses(backend, monkeypatch, name, given):
     assert backend.FastAttentionImpl(4, 32, 0.2, **{name: given})
     monkeypatch.setattr(vllm_doubles.AttentionImplBase, "dcp_world_size", 2)  # as vLLM does before __init__
+
+    def make(group):
+        assert backend.FastAttentionImpl(4, 32, 0.2)
+        with pytest.raises(NotImplementedError, match=f"{name}: expected none over 2 ranks"):
+            backend.FastAttentionImpl(4, 32, 0.2, **{name: given})
+
+    on_ranks(2, make)
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_ranks_that_cannot_add_are_refused(backend, over_latents, monkeypatch, disabled):
+    """VLLM would give both backends uninitialised memory for sums over ranks; one without ranks needs none."""
+    communicator = SimpleNamespace(pynccl_comm=SimpleNamespace(disabled=disabled))
     assert backend.FastAttentionImpl(4, 32, 0.2)
-    with pytest.raises(NotImplementedError, match=f"{name}: expected none over 2 ranks"):
-        backend.FastAttentionImpl(4, 32, 0.2, **{name: given})
+    assert latent_layer(over_latents)
+    monkeypatch.setattr(vllm_doubles.AttentionImplBase, "dcp_world_size", 2)
+
+    def make(group):
+        vllm_doubles.RANKS.set(vllm_doubles.GroupCoordinator(group, communicator))
+        for layer in (lambda: backend.FastAttentionImpl(4, 32, 0.2), lambda: latent_layer(over_latents)):
+            if disabled:
+                with pytest.raises(RuntimeError, match="reduce_scatter: expected vLLM's NCCL communicator"):
+                    layer()
+            else:
+                assert layer()
+
+    on_ranks(2, make)
 
 
 def test_prompts_over_ranks_are_refused(backend, monkeypatch):

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,22 @@ def errors(truth, answer):
     return distance(torch.cat(found), torch.cat(expected)[:, 0])
 
 
+def not_numbers(answer):
+    """Return where log-probabilities of an answer are not numbers, as the turn, the text and its token.
+
+    Tokens count from the first one generated, as -1 for the last of a prompt: so it shows whether prompts or decodes
+    are wrong.
+    """
+    return [
+        (f"turn {number}", f"text {i}", f"token {j - len(scores)}")
+        for number, turn in enumerate(answer["rounds"])
+        for i, chosen in enumerate(turn["chosen"])
+        for scores in [turn["scores"][i] if "scores" in turn else []]
+        for j, value in enumerate([*scores, *chosen])
+        if math.isnan(value)
+    ]
+
+
 def near_ties(truth, mine, its):
     """Return, of each text in which two answers part, how much likelier one of the two tokens is by float32."""
     gaps = []
@@ -139,6 +156,7 @@ def check(engines, truth, compared, job):
     row = dict(dataclasses.asdict(job), rms=error.rms, max=error.max, its_rms=allowed.rms, its_max=allowed.max)
     row |= dict(same=sum(a == b for a, b in zip(*first, strict=True)), of=len(first[0]), gap=max(gaps, default=0.0))
     compared.append(row)
+    assert not not_numbers(mine), f"NaN in {not_numbers(mine)[:20]}"
     assert error.rms <= 2 * allowed.rms and error.max <= 2 * allowed.max, row
     assert all(gap <= 2 * max(error.max, allowed.max) for gap in gaps), row
     assert len({tuple(tokens) for tokens in first[0]}) == len(prompts_of(job.model)), (

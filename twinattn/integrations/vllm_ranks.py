@@ -50,12 +50,37 @@ def refuse_over_ranks(layer: Any, **given: Any) -> None:
 
     Raises:
         NotImplementedError: for one of these, and for prompts that are split over ranks.
+        RuntimeError: if the ranks cannot add up partial outputs.
     """
     if getattr(layer, "pcp_world_size", 1) > 1:
         raise NotImplementedError(f"pcp_world_size: expected 1, got {layer.pcp_world_size}; prompts are not split here")
+    if getattr(layer, "dcp_world_size", 1) == 1:
+        return
     for name, value in given.items():
-        if value and getattr(layer, "dcp_world_size", 1) > 1:
+        if value:
             raise NotImplementedError(f"{name}: expected none over {layer.dcp_world_size} ranks, got {value!r}")
+    check_reduce_scatter(get_dcp_group())
+
+
+def check_reduce_scatter(group: Any) -> None:
+    """Check that vLLM's ranks can add up partial outputs.
+
+    On a GPU, vLLM calls NCCL itself. If it has no NCCL, or one that lacks a function that it looks up, its log has an
+    error at most: all-reduce and all-gather go through torch, but a reduce-scatter returns uninitialised memory.
+
+    Args:
+        group: vLLM's group of the ranks that share the keys of a sequence.
+
+    Raises:
+        RuntimeError: if its communicator is disabled.
+    """
+    nccl = getattr(group.device_communicator, "pynccl_comm", None)  # a CPU's communicator has none
+    if nccl is not None and nccl.disabled:
+        raise RuntimeError(
+            "reduce_scatter: expected vLLM's NCCL communicator, got one that is disabled, whose sums over ranks are "
+            "uninitialised memory; install the torch that this vLLM requires, whose NCCL it loads, or set "
+            "VLLM_NCCL_SO_PATH to a later NCCL, and do not set VLLM_DISABLE_PYNCCL"
+        )
 
 
 class Ranks:
