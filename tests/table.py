@@ -285,22 +285,26 @@ class Path:
         planned = self.plan_arguments(package, batch, block_size) | arguments
         return function_of(package, self.plan)(batch, **planned)
 
-    def attend(self, package: str, batch: Batch, tensors: Mapping[str, Any], **options: Any) -> Any:
+    def attend(
+        self, package: str, batch: Batch, tensors: Mapping[str, Any], planned_by: str = "", **options: Any
+    ) -> Any:
         """Plan a step and attend in one layer.
 
         Args:
             package: refattn or fastattn.
             batch: as `batch` returns it.
             tensors: those of a layer, by name.
+            planned_by: the package that plans, if it is the other one.
             options: of the plan, of the layer and of the call, in any order; they go before those of the table.
         """
         if self.keys == "ranks":
             whole = (tensors[name] for name in ("query", "key_cache", "value_cache"))
             return attend_on_all(package, 2, *whole, batch, **{**self.arguments, **options})
-        path = SimpleNamespace(plan=function_of(package, self.plan), attention=function_of(package, self.attention))
+        plan, attention = function_of(planned_by or package, self.plan), function_of(package, self.attention)
         pool = tensors.get("key_cache", tensors.get("cache"))
         block_size = 0 if pool is None or "rows" in self.keys else pool.shape[1] if pool.ndim == 3 else pool.shape[-3]
         planned = self.plan_arguments(package, batch, block_size, len(tensors["query"]))
+        path = SimpleNamespace(plan=plan, attention=attention)
         return plan_and_attend(path, batch=batch, **{**tensors, **self.arguments, **planned, **options})
 
     def __call__(self, package: str, inputs: Paged, **options: Any) -> Any:

@@ -1037,6 +1037,7 @@ def made_bad(argument: str, bad, good):
     return bad(good) if callable(bad) and argument not in ("plan", "options") else bad
 
 
+@pytest.mark.covers("B79")
 @each_twin
 @pytest.mark.parametrize("call", CALLS)
 def test_bad_input_is_named_and_nothing_is_written(package, call):

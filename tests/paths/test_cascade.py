@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
@@ -136,37 +135,6 @@ def test_windows_stand_at_absolute_positions(window, name, package, device):
 # --- arithmetic that shares no code with the reference ---
 
 
-@each_sharing
-def test_reference_equals_torch_sdpa_with_a_mask(sharing, device):
-    """Softcap aside, which sdpa has not: scale, ALiBi and a window in one explicit bias, over keys read by hand."""
-    step = lay_out(sharing, device=device, dtype=torch.float64)
-    query, key_cache, value_cache, batch = step.tensors
-    h, p = query.shape[1], key_cache.shape[1]
-    slopes = torch.tensor([2.0 ** -(i + 1) for i in range(h)], dtype=torch.float64, device=device)
-    options = dict(prefixes=step.prefixes, window_size=(50, 0), softmax_scale=0.3)
-    out = plan_and_attend(refattn.cascade, *step.tensors, **options, alibi_slopes=slopes)
-    row = 0
-    for query_len, seq_len, blocks in zip(*step.requests, strict=True):
-        key, value = (
-            torch.stack([cache[blocks[j // p], j % p] for j in range(seq_len)], dim=1) if seq_len else None
-            for cache in (key_cache, value_cache)
-        )  # [hk, s, d]
-        for i in range(query_len):
-            position = seq_len - query_len + i
-            distance = position - torch.arange(seq_len, device=device)
-            bias = (-slopes[:, None, None] * distance).masked_fill((distance < 0) | (distance > 50), -torch.inf)
-            mine = out[row + i]
-            if position < 0:
-                assert not mine.any()
-                continue
-            expected = functional.scaled_dot_product_attention(
-                query[row + i][:, None], key, value, attn_mask=bias, scale=0.3, enable_gqa=True
-            )
-            torch.testing.assert_close(mine, expected[:, 0], rtol=1e-12, atol=1e-12)
-        row += query_len
-    assert not out[row:].any()
-
-
 @pytest.mark.covers("B77")
 @pytest.mark.parametrize(
     ("sharing", "options"),  # each of them with every second one of the others
@@ -297,14 +265,6 @@ def test_a_sink_is_counted_once(twin, sink, device):
     sinks = torch.full((4,), sink, device=device)
     out, lse = plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
     assert_matches_reference(out, lse, partial(plan_and_attend, refattn.chunked_prefill), *step.tensors, sinks=sinks)
-
-
-@each_twin
-def test_padding_rows_have_no_sink(twin, device):
-    step = lay_out(SHARED["prefills-and-decodes"], device=device)
-    sinks = torch.zeros(2, device=device)
-    out, lse = plan_and_attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
-    assert not out[-3:].any() and (lse[-3:] == -torch.inf).all()
 
 
 @each_kernel
@@ -447,23 +407,6 @@ def test_a_window_without_a_shared_level(device):
     assert_twins_agree("cascade", *step.tensors, prefixes=step.prefixes, window_size=(20, 0))
 
 
-@each_kernel
-@pytest.mark.parametrize("options", ["plain", "window", "alibi-in-a-window"])
-def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
-    step = lay_out(SHARED["tree"], device=device, dtype=kernel.dtypes[0])
-    options = filled(OPTIONS[options], step, device)
-
-    def assert_served():
-        for plans, attends in ((refattn.cascade, fastattn.cascade), (fastattn.cascade, refattn.cascade)):
-            mixed = ModuleType("mixed")
-            mixed.plan, mixed.attention = plans.plan, attends.attention
-            out, lse = plan_and_attend(mixed, *step.tensors, **options, return_lse=True)
-            assert_matches_reference(out, lse, partial(plan_and_attend, refattn.cascade), *step.tensors, **options)
-
-    with kernel.forced():
-        kernel.check(assert_served)
-
-
 # --- who shares what ---
 
 DRAWING = ([1, 1, 1, 1], [13, 18, 11, 7], [[7, 3, 5, 9], [7, 3, 5, 2, 8], [7, 3, 4], [6, 1]])
@@ -577,31 +520,6 @@ def test_levels_hold_every_key_once_and_both_twins_make_the_same(sharing, window
         begin = max((p.end for p in step.prefixes if p.encloses(Prefix(first, last, end))), default=0)
         saved += (last - first - 1) * (end - begin)
     assert keys == sum(step.requests[1]) - saved
-
-
-# --- bad input ---
-
-BAD_PREFIXES = {
-    "reaches-into-the-queries": (
-        [(0, 2, 48)],
-        r"prefixes\[0\]: expected to end before the first query of each sequence, at 40 of sequence 1, got 48 keys",
-    ),
-    "no-multiple-of-the-block-size": ([(0, 2, 40)], r"prefixes\[0\]: expected a multiple of the block size 16, got 40"),
-    "no-keys": ([(0, 2, 0)], r"prefixes\[0\]: expected a multiple of the block size 16, got 0 keys"),
-    "other-blocks": ([(0, 2, 16), (1, 3, 16)], r"prefixes\[1\]: expected sequences 1 and 2 to share 16 keys by block"),
-    "outside-the-batch": ([(1, 4, 16)], r"prefixes\[0\]: expected sequences in 0\.\.3, got 1\.\.4"),
-    "empty-group": ([(1, 1, 16)], r"prefixes\[0\]: expected sequences in 0\.\.3, got 1\.\.1"),
-    "twice": ([(0, 2, 16), (0, 2, 16)], r"prefixes\[1\]: expected to be apart from .* or nested"),
-}
-
-
-@pytest.mark.covers("B79")
-@each_twin
-@pytest.mark.parametrize(("prefixes", "message"), BAD_PREFIXES.values(), ids=BAD_PREFIXES)
-def test_bad_prefixes_are_named(twin, prefixes, message):
-    requests = [1, 5, 1], [60, 45, 60], [[1, 2, 3, 4], [1, 2, 3], [5, 6, 7, 8]]
-    with pytest.raises(ValueError, match=message):
-        twin.plan(make_batch(*requests), prefixes=[Prefix(*p) for p in prefixes], block_size=16)
 
 
 @each_twin

@@ -567,17 +567,6 @@ def test_threads_that_share_a_plan_gather_into_memory_of_their_own(lens, monkeyp
     assert all(map(torch.equal, answers, expected))
 
 
-def test_layers_of_one_plan_may_have_values_of_other_sizes():
-    query, key_cache, value_cache, batch = build(Case("sizes", ((1, 90), (1, 65), (20, 20)), heads=(4, 2))).tensors
-    plan = fastattn.chunked_prefill.plan(batch, block_size=key_cache.shape[1])
-    for size in (64, 32, 64):
-        values = value_cache[..., :size].contiguous()
-        answer = fastattn.chunked_prefill.attention(query, key_cache, values, plan, return_lse=True)
-        assert_matches_reference(
-            *answer, partial(plan_and_attend, refattn.chunked_prefill), query, key_cache, values, batch
-        )
-
-
 PROMPTS = {
     "alike": ((30, 30), (30, 30)),
     "neighbours": ((30, 30), (25, 25), (1, 40), (2, 2)),

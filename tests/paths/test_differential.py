@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import math
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -218,41 +218,6 @@ def test_reference_equals_torch_sdpa_and_a_formula(case, device):
     assert_is_by_formula(out, inputs.query, inputs.keys, inputs.values, case)
 
 
-@pytest.mark.covers("C108")
-def test_reference_equals_a_sum_by_hand():
-    """One query, two keys, one pair, every option, in plain Python floats."""
-    case = Case("by-hand", ((1, 2),), heads=(2, 2), head_size=2, block_size=2)
-    arguments, inputs = lay_out(case, dtype=torch.float64)
-    scale, cap, slopes, sinks, lambda_full, lambda_init, eps = 0.7, 1.5, (0.25, 0.5), (0.4, -0.3), 0.6, 0.3, 0.01
-    maps, lses = [], []
-    for half in (0, 1):
-        scores = []
-        for j in (0, 1):
-            dot = sum(float(inputs.query[0, half, c] * inputs.keys[0][j, half, c]) for c in (0, 1))
-            scores.append(cap * math.tanh(scale * dot / cap) - slopes[half] * (1 - j))
-        total = sum(math.exp(score) for score in scores) + math.exp(sinks[half])
-        maps.append([math.exp(score) / total for score in scores])
-        lses.append(math.log(total))
-    values = [[float(inputs.values[0][j, half, c]) for half in (0, 1) for c in (0, 1)] for j in (0, 1)]  # [v1; v2]
-    weights = [maps[0][j] - lambda_full * maps[1][j] for j in (0, 1)]
-    difference = [weights[0] * values[0][c] + weights[1] * values[1][c] for c in range(4)]
-    root = math.sqrt(sum(x * x for x in difference) / 4 + eps)
-    out, lse = plan_and_attend(
-        refattn.differential,
-        *arguments,
-        lambda_full=torch.tensor(lambda_full, dtype=torch.float64),
-        lambda_init=lambda_init,
-        norm_eps=eps,
-        softmax_scale=scale,
-        softcap=cap,
-        alibi_slopes=torch.tensor(slopes, dtype=torch.float64),
-        sinks=torch.tensor(sinks, dtype=torch.float64),
-        return_lse=True,
-    )
-    assert out[0].flatten().tolist() == pytest.approx([(1 - lambda_init) * x / root for x in difference], rel=1e-13)
-    assert lse[0].tolist() == pytest.approx(lses, rel=1e-13)
-
-
 @pytest.mark.covers("C109")
 @each_twin
 @pytest.mark.parametrize("lens", [((23, 23),), ((1, 23),), ((7, 23),)], ids=["prefill", "decode", "chunk"])
@@ -321,20 +286,6 @@ def test_the_norm_comes_after_the_subtraction_and_over_both_halves(twin, device)
         torch.testing.assert_close(pairs, torch.full_like(pairs, 0.7**2), rtol=1e-5, atol=0)
         heads = out.square().mean(-1)
         assert not torch.allclose(heads, torch.full_like(heads, 0.7**2), rtol=1e-2)
-
-
-@each_twin
-def test_what_both_softmaxes_weigh_alike_cancels(twin, device):
-    """With equal halves and a lambda of 1 nothing is left, and the norm of nothing is nothing."""
-    case = Case("same", ((3, 20),), heads=(2, 2))
-    (query, cache, batch), _ = lay_out(case, device=device)
-    query = query[:, :1].repeat(1, 2, 1)
-    cache[1, 0] = cache[0, 0]
-    out, lse = plan_and_attend(
-        twin, query, cache, batch, lambda_full=torch.tensor(1.0, device=device), lambda_init=0.2, return_lse=True
-    )
-    torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-3)
-    assert torch.equal(lse[:, 0], lse[:, 1])
 
 
 @pytest.mark.covers("C106", "C107")
@@ -477,73 +428,6 @@ def test_a_layer_without_keys_of_its_own(kernel, device):
     assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-@each_kernel
-def test_caches_of_any_strides(kernel, device):
-    """Halves innermost, or heads outside tokens: the index order counts, the order in memory does not."""
-    case = Case("strides", ((5, 37), (1, 18), (20, 20)), heads=(8, 4))
-    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
-    halves_inside = cache.permute(1, 2, 3, 4, 0, 5).contiguous().permute(4, 0, 1, 2, 3, 5)
-    heads_outside = cache.transpose(3, 4).contiguous().transpose(3, 4)
-    padded = functional.pad(cache, (0, 8, 0, 1))[..., :-1, :-8]
-    for other in (halves_inside, heads_outside, padded):
-        with kernel.forced():
-            kernel.check(assert_twins_agree, "differential", query, other, batch, **filled({}, case, device))
-
-
-@each_kernel
-def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
-    case = Case("steps", ((1, 40), (1, 20), (3, 47)), heads=(4, 2))
-    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
-    cache = cache.nan_to_num(0.5)
-    with kernel.forced():
-        kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
-        batch.seq_lens.sub_(1)
-        kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
-
-
-@pytest.mark.parametrize(
-    "planned",
-    [{}, dict(window_size=(4, 0)), dict(window_size=(20, 0)), dict(causal=False, window_size=(20, 1))],
-    ids=["causal", "window", "wider-window", "later-keys"],
-)
-def test_layers_of_one_plan(planned, device):
-    """With other options and heads in turn: nothing that one of them keeps is taken for what another asks."""
-    *_, batch = lay_out(Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(4, 4)), device=device)[0]
-    plan = fastattn.differential.plan(batch, block_size=16, **planned)
-    for heads, options in ((4, {}), (12, {}), (4, dict(softcap=2.0)), (12, dict(alibi_slopes=True)), (4, {})):
-        case = Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(heads, 4))
-        query, cache, _ = lay_out(case, device=device)[0]
-        given = filled(options, case, device)
-        fixed = {name: given.pop(name) for name in options}
-        answer = fastattn.differential.attention(
-            query, cache, plan, AttentionOptions(**fixed), **given, return_lse=True
-        )
-        reference = partial(plan_and_attend, refattn.differential)
-        assert_matches_reference(*answer, reference, query, cache, batch, **planned, **fixed, **given)
-
-
-@each_kernel
-@pytest.mark.parametrize("options", ["plain", "window"])
-def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
-    case = Case("mixed", ((4, 6), (1, 70), (10, 17), (1, 64), (0, 9), (5, 2)), heads=(8, 4), padding_rows=2)
-    arguments, _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
-    options = filled(OPTIONS[options], case, device)
-    twins = refattn.differential, fastattn.differential
-
-    def by_reference(*arguments, **options):
-        return plan_and_attend(refattn.differential, *arguments, **options)
-
-    def assert_served():
-        for plans, attends in (twins, twins[::-1]):
-            mixed = ModuleType("mixed")
-            mixed.plan, mixed.attention = plans.plan, attends.attention
-            out, lse = plan_and_attend(mixed, *arguments, **options, return_lse=True)
-            assert_matches_reference(out, lse, by_reference, *arguments, **options)
-
-    with kernel.forced():
-        kernel.check(assert_served)
-
-
 # --- rows: nothing is cached ---
 
 
@@ -591,16 +475,6 @@ def test_twins_agree_over_rows(options, kernel, device):
 
     with kernel.forced():
         kernel.check(hold)
-
-
-@of_batches
-@given(case=ragged_cases(head_sizes=(64,)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
-def test_twins_agree_over_rows_of_drawn_batches(case, options, seed, device):
-    case = in_pairs(case)
-    arguments, _ = lay_out_rows(case, device=device, seed=seed)
-    options = filled(OPTIONS[options], case, device)
-    answer = plan_and_attend(over_rows("fastattn"), *arguments, **options, return_lse=True)
-    assert_matches_reference(*answer, partial(plan_and_attend, over_rows("refattn")), *arguments, **options)
 
 
 @each_twin
@@ -858,14 +732,6 @@ def test_pools_are_views_of_any_cache(twin):
 
 
 # --- bad input ---
-
-
-@each_twin
-def test_a_pool_of_no_pairs_is_named(twin):
-    with pytest.raises(ValueError, match="num_kv_heads: expected pairs, an even number, got 3"):
-        twin.allocate(4, 16, 3, 64)
-    with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
-        twin.allocate(4, 0, 2, 64)
 
 
 @pytest.fixture

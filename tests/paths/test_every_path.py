@@ -1,19 +1,22 @@
 """Five proofs of every path, from what it promises; and that the plans of the twins are the same."""
 
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
 
-from tests.helpers.batches import build, first_keys, plan_and_attend
+from fastattn import dispatch
+from refattn.options import AttentionOptions
+from tests.helpers.batches import build, first_keys
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference
-from tests.table import ODD, SPECS, each_package
+from tests.table import CASE, ODD, PATHS, SPECS, each_package, each_path
 from twinattn.kit import prepare
+from twinattn.kit.tolerance import on_cpu
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+OF_ONE_RANK = [path for path in PATHS if PATHS[path].keys != "ranks"]
 each_odd = pytest.mark.parametrize("case", ODD, ids=str)
 
 
@@ -61,28 +64,58 @@ def test_every_path_has_bad_arguments():
     assert {spec.name for spec in SPECS if spec.bad_arguments} == {spec.name for spec in SPECS}
 
 
-# --- plans ---
+# --- every storage ---
 
 
-@pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
-def test_a_plan_of_one_twin_serves_the_other(spec, case, kernel, device):
+def hold(path, inputs, **options):
+    """Hold the twin to the reference over a batch that is laid out in the storage of a path."""
+    batch = PATHS[path].batch(inputs)
+
+    def reference(*, return_lse, **tensors):
+        return PATHS[path].attend("refattn", on_cpu(batch), tensors, return_lse=return_lse)
+
+    answer = PATHS[path]("fastattn", inputs, return_lse=True, **options)
+    assert_matches_reference(*answer, reference, **PATHS[path].tensors(inputs))
+
+
+@pytest.mark.parametrize(("path", "kernel"), every_pair_on_cpu(PATHS, PRESENT), ids=str)
+def test_twins_agree_in_every_type(path, kernel, device):
+    for dtype in kernel.dtypes:
+        with kernel.forced():
+            kernel.check(hold, path, build(CASE, device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize(("path", "kernel"), every_pair_on_cpu(OF_ONE_RANK, PRESENT), ids=str)
+def test_a_plan_of_one_twin_serves_the_other(path, kernel, device):
     """A server plans once, whatever computes; the answers are those by a plan of one's own."""
-    inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    tensors = inputs.tensors if spec.paged else inputs.rows
-    reference, twin = (spec.module(package) for package in ("refattn", "fastattn"))
-
-    def by_reference(*tensors, **options):
-        return plan_and_attend(reference, *tensors, **options)
+    inputs = build(CASE, device=device, dtype=kernel.dtypes[0])
 
     def assert_served():
-        for plans, attends in ((reference, twin), (twin, reference)):
-            mixed = ModuleType("mixed")
-            mixed.plan, mixed.attention = plans.plan, attends.attention
-            out, lse = plan_and_attend(mixed, *tensors, **spec.arguments, return_lse=True)
-            assert_matches_reference(out, lse, by_reference, *tensors, **spec.arguments)
+        hold(path, inputs, planned_by="refattn")
+        answer, own = (PATHS[path]("refattn", inputs, planned_by=name) for name in ("fastattn", "refattn"))
+        torch.testing.assert_close(answer, own)
 
     with kernel.forced():
         kernel.check(assert_served)
+
+
+@each_path
+def test_a_kernel_is_asked_whether_it_is_invariant(path, device, monkeypatch):
+    """It may be so on this machine without being asked, so look at the question."""
+    asked, compute = [], dispatch.compute
+
+    def listen(*arguments, **more):
+        asked.extend(x.batch_invariant for x in arguments if isinstance(x, AttentionOptions))
+        return compute(*arguments, **more)
+
+    monkeypatch.setattr(dispatch, "compute", listen)
+    for batch_invariant in (True, False):
+        PATHS[path]("fastattn", build(CASE, device=device), batch_invariant=batch_invariant)
+        assert asked and {*asked} == {batch_invariant}
+        asked.clear()
+
+
+# --- plans ---
 
 
 @each_odd

@@ -3,13 +3,11 @@
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional
 
 import fastattn.local
 import refattn.attention
@@ -17,18 +15,15 @@ import refattn.chunked_prefill
 import refattn.local
 import refattn.masks
 import refattn.metadata
-from fastattn import dispatch
 from fastattn.kernels.torch_ops import metadata as torch_metadata
 from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.batch import Batch
 from tests.helpers.batches import (
-    CASES,
     GARBAGE,
     Case,
     Paged,
     assert_same_masks,
     build,
-    each_case,
     first_keys,
     masks_by_hand,
     of_batches,
@@ -246,18 +241,6 @@ def test_virtual_batches_agree_on_drawn_batches(case, blocks):
     assert twin.batch.num_seqs <= most, "more virtual sequences than the queries can touch chunks"
 
 
-@each_case
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_one_launch_makes_the_same_virtual_batches(case, blocks, device):
-    """What `fastattn` launches on CUDA; on the CPU, Triton's interpreter runs it."""
-    batch, p = build(case, device=device).batch, case.block_size
-    num_chunks = (max(batch.max_query_len, 1) + blocks * p - 2) // (blocks * p) + 1
-    sizes = dict(block_size=p, num_chunks=num_chunks, columns=min(blocks, batch.block_table.shape[1]))
-    launched = triton_metadata.cut_chunks(batch, blocks * p, **sizes)
-    by_torch = torch_metadata.cut_chunks(batch, blocks * p, **sizes)
-    assert all(torch.equal(*pair) for pair in zip(launched, by_torch, strict=True))
-
-
 @of_batches
 @given(case=ragged_cases(), blocks=st.integers(1, 5))
 def test_one_launch_makes_the_same_tables_on_drawn_batches(case, blocks, device):
@@ -368,29 +351,6 @@ def test_there_is_a_virtual_batch_for_each_chunk_that_queries_may_touch(longest)
 # --- arithmetic that shares no code with the reference ---
 
 
-@each_chunked
-@each_chunk_size
-def test_reference_equals_torch_sdpa_with_a_mask_and_a_bias(case, chunk_size, device):
-    """With ALiBi as part of the mask, on absolute positions: a virtual sequence must not shift a distance."""
-    inputs = build(case, device=device, dtype=torch.float64)
-    slopes = torch.tensor([0.5 / (head + 1) for head in range(case.heads[0])], dtype=torch.float64, device=device)
-    out = plan_and_attend(refattn.local, *inputs.tensors, chunk_size=chunk_size, alibi_slopes=slopes)
-    row = 0
-    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
-        for position in range(s - q, s):
-            if position < 0:
-                assert not out[row].any()
-            else:
-                keys = torch.arange(s, dtype=torch.float64, device=device)
-                mask = (keys <= position) & (keys >= position - position % chunk_size)
-                bias = (-slopes[:, None, None] * (position - keys)).masked_fill(~mask, -torch.inf)
-                expected = functional.scaled_dot_product_attention(
-                    inputs.query[row, :, None], key.transpose(0, 1), value.transpose(0, 1), bias, enable_gqa=True
-                )
-                torch.testing.assert_close(out[row], expected[:, 0], rtol=1e-12, atol=1e-12)
-            row += 1
-
-
 @pytest.mark.covers("D130")
 @each_twin
 @each_chunked
@@ -431,72 +391,3 @@ def test_twins_agree_with_a_window_in_a_chunk(case, kernel, device):
     options = per_head(dict(sinks=True), case, device)
     with kernel.forced():
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, window_size=(11, 0), **options)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "case"),  # every second one where the kernel is interpreted: `test_chunked_prefill` has all
-    [(kernel, case) for kernel in PRESENT for i, case in enumerate(CASES) if not kernel.is_interpreted or i % 2 == 1],
-    ids=str,
-)
-def test_twins_agree_on_the_shared_list(case, kernel, device):
-    inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.forced():
-        kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=2 * case.block_size)
-
-
-@each_kernel
-def test_twins_agree_in_every_type(kernel, device):
-    case = replace(CHUNKED[2], heads=(6, 3))
-    for dtype in kernel.dtypes:
-        inputs = build(case, device=device, dtype=dtype)
-        options = per_head(LOCAL_OPTIONS["everything"], case, device)
-        with kernel.forced():
-            kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=48, **options)
-
-
-@of_batches
-@given(
-    case=ragged_cases(),
-    blocks=st.integers(1, 4),
-    options=st.sampled_from(list(LOCAL_OPTIONS)),
-    seed=st.integers(0, 2**16),
-)
-def test_twins_agree_on_drawn_batches(case, blocks, options, seed, device):
-    chunk_size = blocks * case.block_size
-    inputs = forget(build(case, device=device, seed=seed), chunk_size, case.block_size)
-    filled = per_head(LOCAL_OPTIONS[options], case, device)
-    assert_twins_agree("local", *inputs.tensors, chunk_size=chunk_size, **filled)
-
-
-@each_twin
-def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
-    """Alone, a sequence may fit into one chunk; beside longer ones it is cut like them."""
-    case = Case("company", ((1, 300), (1, 36), (30, 100), (1, 32), (4, 34), (20, 20)), heads=(4, 2))
-    inputs = build(case, device=device)
-    together = plan_and_attend(twin, *inputs.tensors, chunk_size=32, batch_invariant=True)
-    for i, (first, last) in enumerate(pairwise(inputs.batch.cu_seqlens_q.tolist())):
-        q, s = case.lens[i]
-        blocks = inputs.batch.block_table[i, : -(-s // 16)].tolist()
-        alone = refattn.metadata.make_batch([q], [s], [blocks], device=device)
-        out = plan_and_attend(
-            twin, inputs.query[first:last], *inputs.tensors[1:3], alone, chunk_size=32, batch_invariant=True
-        )
-        assert torch.equal(out, together[first:last]), f"sequence {i} changed"
-
-
-def test_batch_invariance_is_asked_of_the_kernel(monkeypatch, device):
-    """A kernel may be invariant on this machine without being asked, so look at the question."""
-    compute, asked = dispatch.compute, []
-
-    def listen(*arguments):
-        asked.append(arguments[3].batch_invariant)
-        return compute(*arguments)
-
-    monkeypatch.setattr(dispatch, "compute", listen)
-    inputs = build(Case("small", ((2, 5), (1, 40))), device=device)
-    for batch_invariant in (True, False):
-        plan_and_attend(fastattn.local, *inputs.tensors, chunk_size=32, batch_invariant=batch_invariant)
-    assert asked == [True, False]
-
-
-# --- bad input ---

@@ -4,13 +4,9 @@ import importlib
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.nn import functional
 
 import fastattn.kv_cache
 import fastattn.sliding_window
@@ -20,10 +16,8 @@ import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
 import refattn.varlen
-from fastattn import dispatch
 from fastattn.kernels.triton import metadata as triton_metadata
 from tests.helpers.batches import (
-    CASES,
     GARBAGE,
     STALE,
     Case,
@@ -31,13 +25,11 @@ from tests.helpers.batches import (
     assert_same_masks,
     build,
     masks_by_hand,
-    of_batches,
     plan_and_attend,
-    ragged_cases,
     read_masks,
 )
-from tests.helpers.kernels_present import PRESENT, each_kernel
-from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.options import per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_twins_agree
 
@@ -109,15 +101,6 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
     case = Case("mixed", ((4, 6), (1, 70), (10, 57), (20, 20), (5, 2), (1, 49)), heads=(2, 1), padding_rows=2)
     masks = read_masks(partial(plan_and_attend, twin), case, device=device, window_size=window, causal=causal)
     assert_same_masks(masks, masks_by_hand(case, sees(window, causal)))
-
-
-@each_twin
-@each_trimmed
-@pytest.mark.parametrize("left", [0, 16, 17])
-def test_windows_deep_in_the_context(twin, case, left, device):
-    case = replace(case, heads=(2, 1))
-    masks = read_masks(partial(plan_and_attend, twin), case, device=device, window_size=(left, 0))
-    assert_same_masks(masks, masks_by_hand(case, sees((left, 0))))
 
 
 @pytest.mark.covers("A9", "D124")
@@ -329,46 +312,13 @@ def test_the_twin_trims_without_asking_the_device():
 
 
 @each_trimmed
-@pytest.mark.parametrize("window", [(20, 0), (16, 3)], ids=str)
-def test_reference_equals_torch_sdpa_with_a_mask_and_a_bias(case, window, device):
-    """With ALiBi as part of the mask, on absolute positions: trimming must not shift a distance."""
-    inputs = build(case, device=device, dtype=torch.float64)
-    slopes = torch.tensor([0.5 / (head + 1) for head in range(case.heads[0])], dtype=torch.float64, device=device)
-    out = plan_and_attend(
-        refattn.sliding_window, *inputs.tensors, window_size=window, causal=False, alibi_slopes=slopes
-    )
-    row, left_right = 0, sees(window, causal=False)
-    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
-        for query_row in range(q):
-            position = s - q + query_row
-            mask = torch.tensor([left_right(position, j) for j in range(s)], dtype=torch.bool, device=device)
-            if not mask.any():
-                assert not out[row + query_row].any()
-                continue
-            distance = position - torch.arange(s, dtype=torch.float64, device=device)
-            bias = (-slopes[:, None, None] * distance.abs()).masked_fill(~mask, -torch.inf)
-            expected = functional.scaled_dot_product_attention(
-                inputs.query[row + query_row, :, None],
-                key.transpose(0, 1),
-                value.transpose(0, 1),
-                bias,
-                enable_gqa=True,
-            )
-            torch.testing.assert_close(out[row + query_row], expected[:, 0], rtol=1e-12, atol=1e-12)
-        row += q
-
-
-@each_trimmed
 def test_reference_equals_the_same_mask_without_trimming(case, device):
     inputs = build(case, device=device, dtype=torch.float64)
     options = per_head(dict(softcap=3.0, alibi_slopes=True, sinks=True), case, device)
-    for window in ((0, 0), (40, 2)):
-        out, lse = plan_and_attend(
-            refattn.sliding_window, *inputs.tensors, window_size=window, return_lse=True, **options
-        )
-        whole = plan_and_attend(
-            refattn.chunked_prefill, *inputs.tensors, window_size=window, return_lse=True, **options
-        )
+    for window, causal in (((0, 0), True), ((40, 2), True), ((16, 3), False)):
+        masked = dict(window_size=window, causal=causal, return_lse=True, **options)
+        out, lse = plan_and_attend(refattn.sliding_window, *inputs.tensors, **masked)
+        whole = plan_and_attend(refattn.chunked_prefill, *inputs.tensors, **masked)
         torch.testing.assert_close(out, whole[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, whole[1], rtol=1e-12, atol=1e-12)
 
@@ -382,84 +332,6 @@ def test_twins_agree(case, options, kernel, device):
     options = per_head(WINDOW_OPTIONS[options], case, device)
     with kernel.forced():
         kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, **options)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "case"),  # every second one where the kernel is interpreted: `test_chunked_prefill` has all
-    [(kernel, case) for kernel in PRESENT for i, case in enumerate(CASES) if not kernel.is_interpreted or i % 2 == 0],
-    ids=str,
-)
-def test_twins_agree_on_the_shared_list(case, kernel, device):
-    inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.forced():
-        kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, window_size=(20, 0))
-
-
-@each_kernel
-def test_twins_agree_in_every_type(kernel, device):
-    case = replace(TRIMMED[2], heads=(6, 3))
-    for dtype in kernel.dtypes:
-        inputs = build(case, device=device, dtype=dtype)
-        options = per_head(WINDOW_OPTIONS["everything"], case, device)
-        with kernel.forced():
-            kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, **options)
-
-
-@of_batches
-@given(
-    case=ragged_cases(),
-    left=st.integers(-1, 90),
-    right=st.integers(-1, 20),
-    options=st.sampled_from(list(OPTIONS)),
-    seed=st.integers(0, 2**16),
-)
-def test_twins_agree_on_drawn_batches(case, left, right, options, seed, device):
-    inputs = build(case, device=device, seed=seed)
-    if left >= 0:
-        inputs = evict(inputs, left, block_size=case.block_size)
-    drawn = {**per_head(OPTIONS[options], case, device), "window_size": (left, right)}
-    assert_twins_agree("sliding_window", *inputs.tensors, **drawn)
-
-
-@each_twin
-def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
-    """Alone, a sequence that is not longer than its window is not trimmed; beside longer ones it is."""
-    case = Case("company", ((1, 300), (1, 36), (30, 100), (1, 32), (4, 44), (1, 33)), heads=(4, 2))
-    inputs = build(case, device=device)
-    together = plan_and_attend(twin, *inputs.tensors, window_size=(31, 0), batch_invariant=True)
-    rows = [0, *inputs.batch.cu_seqlens_q[1:].tolist()]
-    for i, (first, last) in enumerate(pairwise(rows)):
-        q, s = case.lens[i]
-        batch = refattn.metadata.make_batch([q], [s], [used(inputs.batch, 16)[i]], device=device)
-        alone = plan_and_attend(
-            twin,
-            inputs.query[first:last],
-            inputs.key_cache,
-            inputs.value_cache,
-            batch,
-            window_size=(31, 0),
-            batch_invariant=True,
-        )
-        assert torch.equal(alone, together[first:last]), f"sequence {i} changed"
-
-
-def test_the_kernel_is_asked_for_invariance_and_given_the_trimmed_batch(monkeypatch, device):
-    """A kernel may skip blocks by itself, or be invariant without being asked, so look at the question."""
-    compute, asked = dispatch.compute, []
-
-    def listen(*arguments):
-        plan, options = arguments[2:4]
-        asked.append((options.batch_invariant, plan.batch.seq_lens.tolist(), plan.batch.max_seq_len))
-        return compute(*arguments)
-
-    monkeypatch.setattr(dispatch, "compute", listen)
-    inputs = build(Case("small", ((2, 5), (1, 90))), device=device)
-    for batch_invariant in (True, False):
-        plan_and_attend(fastattn.sliding_window, *inputs.tensors, window_size=(31, 0), batch_invariant=batch_invariant)
-    assert asked == [(True, [5, 42], 48), (False, [5, 42], 48)]
-
-
-# --- bad input ---
 
 
 @each_twin

@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn import functional
 
 import fastattn.varlen
@@ -15,19 +13,16 @@ from fastattn.kernels.cpu import attention as cpu
 from refattn.batch import Batch
 from refattn.metadata import make_batch
 from tests.helpers.batches import (
-    CASES,
     Case,
     assert_same_masks,
     build,
     each_case,
     masks_by_hand,
-    of_batches,
     plan_and_attend,
-    ragged_cases,
     read_masks,
 )
 from tests.helpers.kernels_present import each_kernel
-from tests.helpers.options import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
+from tests.helpers.options import SMALL, WINDOWS, each_kernel_case_and_option, per_head
 from tests.helpers.tolerance import assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.varlen, fastattn.varlen], ids=["ref", "fast"])
@@ -96,15 +91,6 @@ def test_twins_agree(case, options, kernel, device):
         kernel.check(assert_twins_agree, "varlen", *inputs.rows, **per_head(options, case, device))
 
 
-@each_kernel
-def test_twins_agree_in_every_type(kernel, device):
-    case = Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2))
-    for dtype in kernel.dtypes:
-        inputs = build(case, device=device, dtype=dtype)
-        with kernel.forced():
-            kernel.check(assert_twins_agree, "varlen", *inputs.rows, causal=False)
-
-
 @pytest.mark.parametrize("heads", [(4, 2, 64, 64), (3, 3, 32, 48)], ids=str)
 @pytest.mark.parametrize(
     ("lens", "given", "is_one_call"),
@@ -139,13 +125,6 @@ def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call,
     assert (calls == [len(lens)]) == is_one_call
 
 
-@of_batches
-@given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
-def test_twins_agree_on_drawn_batches(case, options, seed, device):
-    inputs = build(case, device=device, seed=seed)
-    assert_twins_agree("varlen", *inputs.rows, **per_head(OPTIONS[options], case, device))
-
-
 @each_kernel
 def test_no_layer_sums_the_lengths_anew(kernel, device, monkeypatch):
     inputs = build(Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2)), device=device)
@@ -157,7 +136,3 @@ def test_no_layer_sums_the_lengths_anew(kernel, device, monkeypatch):
             monkeypatch.setattr(Batch, "cu_seqlens_k", property(lambda batch: pytest.fail("summed in a layer")))
         second = fastattn.varlen.attention(query, key, value, plan)
     assert torch.equal(first, second)
-
-
-def test_the_shared_list_is_used():
-    assert len(SMALL) == len(CASES) - 2
