@@ -1,5 +1,6 @@
 """Batches over latents, for the tests of `mla`: pools with garbage where no query may look, new tokens, projections."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from einops import rearrange
 
 import refattn.mla
+from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from tests.helpers.batches import POISON, Case, build, poisoned
 from tests.helpers.stored import decoded
@@ -136,6 +138,40 @@ def prefill(
 
 def by_reference(function, **fixed):
     return lambda *arguments, **options: function(refattn.mla, *arguments, **fixed, **options)
+
+
+def assert_latents_seen(attend, case: Case, masks: list[torch.Tensor], device, *, number=1.0, dtype=torch.float32):
+    """Read out who sees which latent, of a case without padding.
+
+    With queries of zeros and latents of one-hot rows, the output is the mask over its row count.
+
+    Args:
+        attend: called with queries, the pool, the batch and the rank of latents; returns outputs and log-sum-exps.
+        case: the lengths and the block size.
+        masks: of each sequence, `[t, s]`.
+        device: where it computes.
+        number: the element that is not 0, as it is stored.
+        dtype: of the pool, where every other row is NaN.
+    """
+    lens, p, heads = case.lens, case.block_size, case.heads[0]
+    longest = max(s for _, s in lens)
+    cache = torch.full((sum(-(-s // p) for _, s in lens) + 1, p, longest + 2), math.nan)
+    tables, free = [], iter(range(len(cache) - 1, -1, -1))
+    for _, s in lens:
+        tables.append([next(free) for _ in range(-(-s // p))])
+        for j in range(s):
+            cache[tables[-1][j // p], j % p] = number * torch.eye(longest + 2)[j]
+    batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
+    query = torch.zeros(sum(q for q, _ in lens), heads, longest + 2, device=device)
+    out, lse = attend(query, cache.to(dtype).to(device), batch, latent_rank=longest)
+    row = 0
+    for (q, s), mask in zip(lens, masks, strict=True):
+        counts = mask.sum(-1).float()
+        expected = (mask / counts.clamp(min=1)[:, None])[:, None].expand(-1, heads, -1)
+        torch.testing.assert_close(out[row : row + q, :, :s].cpu(), expected.float(), rtol=1e-6, atol=1e-7)
+        assert not out[row : row + q, :, s:].any()
+        torch.testing.assert_close(lse[row : row + q, 0].cpu(), counts.log(), rtol=1e-6, atol=1e-6)
+        row += q
 
 
 OF_LATENTS = 0.7  # the scale of a pool, which is neither 1 nor a power of two

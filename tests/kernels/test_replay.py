@@ -49,6 +49,7 @@ def nothing_is_checked():
     return mock.patch("refattn.checks_of_calls.check_query", side_effect=AssertionError("a query was checked"))
 
 
+@pytest.mark.covers("C110")
 @pytest.mark.parametrize(
     ("name", "kernel", "given"),
     every_pair(PATHS, ["triton", None], [(), ("sinks", "alibi_slopes", "softcap")]),

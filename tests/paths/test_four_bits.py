@@ -23,7 +23,6 @@ from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, masks_by_hand, plan_and_attend, read_masks
 from tests.helpers.kernels_present import PRESENT
-from tests.helpers.options import OPTIONS, per_head
 from tests.helpers.pairs import every_pair, every_pair_on_cpu
 from tests.helpers.stored import (
     E4M3,
@@ -358,21 +357,6 @@ def test_twins(kernel, case, kind, plan, device):
         kernel.check(assert_twins_agree_over_quantized, stored, plan, again=kernel.name != "triton")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind", "options"),
-    every_pair_on_cpu([x.name for x in PRESENT], FOUR_BITS, [name for name in OPTIONS if name != "plain"]),
-    ids=str,
-)
-def test_twins_with_options(kernel, kind, options, device):
-    kernel = next(x for x in PRESENT if x.name == kernel)
-    options = per_head(OPTIONS[options], MIXED, device)
-    plan = "window" if options.pop("window_size", None) else "causal"
-    options.pop("causal", None)
-    stored = store(MIXED, kind, dtype=kernel.dtypes[0], device=device)
-    with kernel.forced():
-        kernel.check(assert_twins_agree_over_quantized, stored, plan, again=kernel.name != "triton", **options)
-
-
 SIZES = [(16, 16), (32, 96), (80, 32), (66, 10), (128, 64), (2, 2)]
 TYPES = [torch.float16, torch.float32, *(() if PRESENT[0].name == "cpu" else (torch.bfloat16,))]
 
@@ -406,33 +390,6 @@ def test_our_kernel_over_heads_of_any_size(sizes, dtype, lens, device):
     stored = store(case, "int4", dtype=dtype, spread=True, device=device)
     with fastattn.use_kernel("triton"):
         assert_twins_agree_over_quantized(stored, again=False)
-
-
-@each_kernel
-@pytest.mark.parametrize("spread", [False, True], ids=["dense", "gaps"])
-def test_decodes_and_prefills_agree(kernel, spread, device):
-    """The same bytes, read by one query and by many, from 88 to 256 keys."""
-    for s in (88, 129, 256):
-        stored = store(Case("", ((s, s),), heads=(4, 2), head_size=32), "int4", spread=spread, device=device)
-        one = make_batch([1], [s], [stored.batch.block_table[0, : -(-s // 16)].tolist()], device=device)
-        given = dict(scales=stored.scales, return_lse=True)
-        with kernel.forced():
-            many = plan_and_attend(fastattn.quantized, *stored.tensors, **given)
-            alone = plan_and_attend(fastattn.quantized, stored.query[-1:], *stored.tensors[1:3], one, **given)
-        for row, rows in zip(alone, many, strict=True):
-            torch.testing.assert_close(row[0], rows[-1], rtol=1e-5, atol=1e-5)
-
-
-@each_package
-@each_kind
-def test_rows_do_not_depend_on_the_batch(package, kind):
-    """Under `batch_invariant`, no bit of a row."""
-    stored, twin = store(MIXED, kind), path_of(package)[0]
-    given = dict(scales=stored.scales, batch_invariant=True)
-    whole = plan_and_attend(twin, *stored.tensors, **given)
-    one = make_batch([1], [70], [stored.batch.block_table[1, :5].tolist()])
-    alone = plan_and_attend(twin, stored.query[4:5], *stored.tensors[1:3], one, **given)
-    assert torch.equal(alone[0], whole[4])
 
 
 # --- what is refused ---

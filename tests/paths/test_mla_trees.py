@@ -18,15 +18,26 @@ from fastattn import metadata
 from fastattn.kernels import order
 from fastattn.kernels.problem import attention_problem
 from refattn import keys
-from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.trees import Trees
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import PRESENT_FOR_LATENTS
-from tests.helpers.latents import EVEN, OF_LATENTS, OPTIONS, RANK, REAL, SCALE, SMALL, Latents, filled, in_8_bits
+from tests.helpers.latents import (
+    EVEN,
+    OF_LATENTS,
+    OPTIONS,
+    RANK,
+    REAL,
+    SCALE,
+    SMALL,
+    Latents,
+    assert_latents_seen,
+    filled,
+    in_8_bits,
+)
 from tests.helpers.steps import ROOM, record
 from tests.helpers.tolerance import assert_matches_reference
-from tests.helpers.trees import case_of, draw_tree, masks_of_trees, path_to
+from tests.helpers.trees import case_of, draw_tree, masks_of_trees
 from twinattn.kit.tolerance import on_cpu
 
 LEFT = 9  # tokens before a node that a window shows
@@ -45,7 +56,6 @@ READERS = [
 ]
 each_reader = pytest.mark.parametrize(("package", "forced"), READERS)
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
-each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 # NumPy multiplies for the interpreter, by bits that depend on where a row stands; and it would take minutes.
 each_compiled = pytest.mark.parametrize(
     "kernel", [kernel for kernel in KERNELS if not kernel.is_interpreted], ids=lambda kernel: kernel.name
@@ -87,32 +97,12 @@ def lay_out(name: str, kind: torch.dtype | None, *, window: int = -1, poison=POI
 @pytest.mark.covers("D156", "D223")
 @each_reader
 @each_case
-@pytest.mark.parametrize("window", [-1, LEFT], ids=["all", "window"])
+@pytest.mark.parametrize("window", [-1, 1, LEFT])
 def test_a_node_sees_the_latents_of_its_branch(package, forced, name, window, device):
-    """With queries of zeros and latents of one-hot rows, what comes out is the mask over its row count."""
     parents, case = CASES[name]
-    lens, p = case.lens, case.block_size
-    longest = max(s for _, s in lens)
-    cache = torch.full((sum(-(-s // p) for _, s in lens), p, longest + 2), math.nan)
-    tables, free = [], iter(range(len(cache) - 1, -1, -1))
-    for _, s in lens:
-        tables.append([next(free) for _ in range(-(-s // p))])
-        for j in range(s):
-            cache[tables[-1][j // p], j % p] = torch.eye(longest + 2)[j]
-    batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
-    query = torch.zeros(sum(q for q, _ in lens), case.heads[0], longest + 2, device=device)
-    trees = refattn.speculative.make_trees(parents, device=device)
+    fixed = dict(trees=refattn.speculative.make_trees(parents, device=device), window=window, softmax_scale=1.0)
     with forced():
-        call = partial(verify, package, query, cache.to(device), batch, trees=trees, window=window)
-        out, lse = call(latent_rank=longest, softmax_scale=1.0)
-    row = 0
-    for (q, s), mask in zip(lens, masks_of_trees(case, parents, window), strict=True):
-        counts = mask.sum(-1).float()
-        expected = (mask / counts.clamp(min=1)[:, None])[:, None].expand(-1, case.heads[0], -1)
-        torch.testing.assert_close(out[row : row + q, :, :s].cpu(), expected, rtol=1e-6, atol=1e-7)
-        assert not out[row : row + q, :, s:].any()
-        torch.testing.assert_close(lse[row : row + q, 0].cpu(), counts.log(), rtol=1e-6, atol=1e-6)
-        row += q
+        assert_latents_seen(partial(verify, package, **fixed), case, masks_of_trees(case, parents, window), device)
 
 
 # --- memory that no query may see ---
@@ -143,51 +133,6 @@ def test_nan_that_a_node_sees_comes_out(package, forced, device):
         out, lse = verify(package, given.absorbed, given.cache, given.batch, trees=trees, softmax_scale=SCALE)
     assert out[:7].isnan().any(-1).all() and lse[:7].isnan().all()
     assert out[7:].isfinite().all() and lse[7:].isfinite().all()
-
-
-# --- the formula ---
-
-
-@each_package
-@each_store
-@pytest.mark.parametrize("options", ["plain", "everything", "window"])
-def test_formula(package, kind, options):
-    """In float64, one query, one head and one branch at a time, with the latents of the branch brought together."""
-    parents, case = CASES["verification"]
-    options = dict(IN_TREES[options])
-    window = options.pop("window", -1)
-    given, tensors, fixed = lay_out("verification", kind, window=window, dtype=torch.float64)
-    options = filled(options, case.heads[0], "cpu")
-    out, lse = verify(package, *tensors, **fixed, **options)
-    row, query = 0, given.absorbed
-    for (q, s), tree, latents in zip(case.lens, parents, given.keys, strict=True):
-        for node in range(q):
-            branch = [*range(s - q), *(s - q + k for k in path_to(tree, node))]
-            branch = branch[-window - 1 :] if window >= 0 else branch
-            for head in range(case.heads[0]):
-                scores = latents[branch] @ query[row, head] * options["softmax_scale"]
-                if "softcap" in options:
-                    scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-                if "alibi_slopes" in options:
-                    distance = torch.arange(len(branch) - 1, -1, -1, dtype=torch.float64)
-                    scores = scores - options["alibi_slopes"][head].double() * distance
-                weights = scores.exp()
-                total = weights.sum() + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
-                expected = weights @ latents[branch, :RANK] / total
-                torch.testing.assert_close(out[row, head], expected, rtol=1e-10, atol=1e-12)
-                torch.testing.assert_close(lse[row, head], total.log(), rtol=1e-10, atol=1e-12)
-            row += 1
-
-
-def test_a_tree_that_is_a_chain_is_a_causal_chunk_to_the_bit():
-    chains = [tuple(range(-1, n - 1)) for n in (1, 5, 16, 3)]
-    given = Latents(case_of(chains, heads=(4, 1)))
-    trees, options = refattn.speculative.make_trees(chains), AttentionOptions(softmax_scale=SCALE)
-    plan = refattn.mla.plan(given.batch, block_size=16)
-    tensors = given.absorbed, given.cache
-    as_chunk = refattn.mla.attention(*tensors, plan, options, latent_rank=RANK, return_lse=True)
-    as_tree = verify("refattn", *tensors, given.batch, trees=trees, softmax_scale=SCALE)
-    assert all(map(torch.equal, as_tree, as_chunk))
 
 
 # --- the twins ---
@@ -246,39 +191,6 @@ def test_trees_of_deepseeks_size_agree(kernel, nodes, heads, device):
     options = filled(OPTIONS["sinks"], heads, device)
     with kernel.forced():
         kernel.check(hold, (given.absorbed, given.cache, given.batch), fixed, **options)
-
-
-@each_compiled
-def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
-    """Of each tree, alone and among others."""
-    parents, case = CASES["verification"]
-    given, tensors, fixed = lay_out("verification", None, device=device, dtype=kernel.dtypes[0])
-    options = dict(batch_invariant=True, softmax_scale=SCALE)
-    with kernel.forced():
-        whole = verify("fastattn", *tensors, **fixed, **options)
-        for i, (q0, q1) in enumerate(given.batch.query_rows()):
-            (q, s), table = case.lens[i], given.batch.block_table[i]
-            one = make_batch([q], [s], [table[: -(-s // case.block_size)].tolist()], device=device)
-            trees = refattn.speculative.make_trees([parents[i]], device=device)
-            alone = verify("fastattn", tensors[0][q0:q1], tensors[1], one, trees=trees, **options)
-            assert all(torch.equal(x[q0:q1], y) for x, y in zip(whole, alone, strict=True))
-
-
-@each_kernel
-@each_store
-def test_layers_of_a_step_share_a_plan(kernel, kind, device):
-    """What a kernel keeps in the plan serves other tensors and scales, and no plan without trees."""
-    given, tensors, fixed = lay_out("verification", kind, device=device, dtype=kernel.dtypes[0])
-    plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
-    options = AttentionOptions(softmax_scale=SCALE)
-    with kernel.forced():
-        for scale in (1.0, 1.0) if kind is None else (0.7, 0.3, 0.7):
-            of_cache = dict(latent_rank=RANK, cache_scale=scale)
-            answer = fastattn.mla.attention(*tensors[:2], plan, options, **of_cache, return_lse=True)
-            alone = verify("fastattn", *tensors, **fixed | dict(cache_scale=scale), softmax_scale=SCALE)
-            assert all(map(torch.equal, answer, alone))
-            chunk = fastattn.mla.attention(*tensors[:2], plan.whole, options, **of_cache)
-            assert not torch.equal(chunk, answer[0])
 
 
 @each_compiled
@@ -356,13 +268,7 @@ def of_others(plan):
 BAD = {
     "plan: expected a Plan, a CascadePlan or a TreePlan, got None": dict(plan=lambda plan: None),
     "plan: expected a Plan, a CascadePlan or a TreePlan, got refattn.plan.PrefillPlan": dict(plan=of_others),
-    "cache: expected blocks of 16 tokens, as in the plan, got p=8": dict(cache=lambda x: x[:, :8]),
     "query: expected at least 31 rows": dict(query=lambda x: x[:30]),
-    "cache: expected rows of at least r + rope = 40 elements, got c=39": dict(cache=lambda x: x[..., :39]),
-    "latent_rank: expected at most the query's head size of 40, got 41": dict(latent_rank=lambda x: 41),
-    "cache_scale: expected 1 for a cache of float32": dict(cache_scale=lambda x: 0.5),
-    "out: expected float32": dict(out=lambda x: torch.full((33, 4, 40), 7.0)),
-    "softmax_scale: expected a number": dict(options=lambda x: AttentionOptions()),
 }
 
 

@@ -17,25 +17,15 @@ import refattn.quantized
 import refattn.speculative
 from refattn.batch import Prefix
 from refattn.scales import Fp8Scales, Int8Scales
-from refattn.trees import Accepted
-from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, masks_by_hand, plan_and_attend, read_masks
+from tests.helpers.batches import HARMLESS, POISON, Case, masks_by_hand, plan_and_attend
 from tests.helpers.kernels_present import PRESENT, Kernel
-from tests.helpers.options import per_head
 from tests.helpers.shared_prefixes import SHARED
 from tests.helpers.steps import record
-from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_8_bits, over_quantized, store
+from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, over_quantized, store
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 from tests.helpers.trees import case_of, draw_tree, masks_of_trees
 
 LEFT = 29  # tokens before a query that a window shows
-OPTIONS = {
-    "plain": {},
-    "softcap": dict(softcap=1.0),
-    "alibi": dict(alibi_slopes=True),
-    "sinks": dict(sinks=True),
-    "window": dict(window_size=(LEFT, 0)),
-    "everything": dict(softmax_scale=0.2, softcap=5.0, alibi_slopes=True, sinks=True, window_size=(LEFT, 0)),
-}
 
 
 @dataclass(frozen=True)
@@ -137,7 +127,6 @@ FEW = ["cascade-tree", "trees"]
 ON_CPU = PRESENT[0].name == "cpu"
 KERNELS = [kernel for kernel in PRESENT if kernel.name in ("cpu", "triton")]
 WHO = [*([None] if ON_CPU else []), *KERNELS]  # None is the reference
-SOME = ("e4m3", "int8")
 each_who = pytest.mark.parametrize("who", WHO, ids=lambda who: who.name if who else "reference")
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -164,28 +153,6 @@ def forced(who: Kernel | None) -> tuple[str, Any]:
 
 
 # --- who sees whom, and memory that no query may see ---
-
-
-@each_who
-@pytest.mark.parametrize(
-    ("step", "kind"),
-    [(step, ("e4m3", "int8")[i % 2]) for i, step in enumerate(STEPS.values())],
-    ids=STEPS,
-)
-def test_mask(who, step, kind, device):
-    step = replace(step, case=replace(step.case, head_size=64, value_head_size=64))
-    package, context = forced(who)
-
-    def attention(query, key_cache, value_cache, batch, **options):
-        *pools, scales = in_8_bits(key_cache, value_cache, kind)
-        arguments = step.arguments(device)
-        # The first sequence of a prefix has the one-hot values of all.
-        return plan_and_attend(
-            over_quantized(package, step.path), query, *pools, step.share(batch), **arguments, scales=scales, **options
-        )
-
-    with context:
-        assert_same_masks(read_masks(attention, step.case, device=device), step.masks())
 
 
 @each_who
@@ -226,27 +193,6 @@ def test_formula(step, kind, left):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.covers("B83")
-@pytest.mark.parametrize("kind", SOME)
-@each_package
-@pytest.mark.skipif(not ON_CPU, reason="in float64, on a CPU")
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_cascade_answers_as_attention_without_one(package, kind, options):
-    """Over the same bytes, outputs and log-sum-exps: every sink counts once."""
-    step = STEPS["cascade-tree"]
-    stored = step.store(kind, left=LEFT if "window_size" in OPTIONS[options] else -1, dtype=torch.float64)
-    options = per_head(OPTIONS[options], step.case, "cpu")
-    whole = plan_and_attend(
-        over_quantized(package, "chunked_prefill"),
-        *stored.tensors,
-        **options,
-        scales=stored.scales,
-        return_lse=True,
-    )
-    for one, other in zip(call(package, step, stored, **options), whole, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
 # --- the twins ---
 
 
@@ -273,20 +219,6 @@ def test_twins(kernel, name, kind, device):
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("options", "name", "kind"),
-    [
-        ("everything", "cascade-tree", "e4m3"),  # sinks and a window, too, which levels differ in
-        *((options, "trees", "int8") for options in OPTIONS if options != "plain"),
-    ],
-)
-def test_twins_with_options(kernel, name, kind, options, device):
-    step, left = STEPS[name], LEFT if "window_size" in OPTIONS[options] else -1
-    stored = step.store(kind, left=left, dtype=kernel.dtypes[0], device=device, spread=True)
-    hold(kernel, step, stored, **per_head(OPTIONS[options], step.case, device))
-
-
-@each_kernel
-@pytest.mark.parametrize(
     ("name", "per", "round_query"),
     [("cascade-tree", "number", True), ("trees", "head", False)],
     ids=["cascade-tree-number", "trees-query-as-it-is"],
@@ -294,32 +226,6 @@ def test_twins_with_options(kernel, name, kind, options, device):
 def test_scales_of_fp8(kernel, per, round_query, name, device):
     stored = STEPS[name].store("e4m3", per=per, round_query=round_query, dtype=kernel.dtypes[0], device=device)
     hold(kernel, STEPS[name], stored)
-
-
-@each_kernel
-@pytest.mark.parametrize("kind", SOME)
-def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
-    """What a kernel keeps in the plan of a step serves the scales of any layer, and no plan without trees."""
-    trees = [(-1, 0, 0, 1, 2, 2), (), (-1, 0, 1)]
-    step = Step("speculative", case_of(trees, contexts=(17, 40, 33), heads=(4, 2)), trees)
-    stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
-    scales = stored.scales
-    if isinstance(scales, Fp8Scales):
-        layers = [scales, replace(scales, key=scales.key * 1.7, value=scales.value * 0.3), Fp8Scales(0.3, 0.9, 0.2)]
-    else:
-        layers = [scales, Int8Scales(scales.key * 0.7, scales.value * 1.9)]
-    twin = over_quantized("fastattn", step.path)
-    with kernel.forced():
-        plan = twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device))
-        expected = [call("fastattn", step, replace(stored, scales=layer))[0] for layer in layers]
-        for layer, answer in [*zip(layers, expected, strict=True)] * 2:
-            assert torch.equal(twin.attention(*stored.tensors[:3], plan, scales=layer), answer)
-        everything, again = (
-            plan.whole,
-            twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device)),
-        )
-        out, alone = (twin.attention(*stored.tensors[:3], one, scales=scales) for one in (everything, again.whole))
-        assert torch.equal(out, alone)
 
 
 @each_kernel
@@ -371,51 +277,6 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
             stored.batch.seq_lens.add_(1)
             if kernel.name != "cpu":
                 plan.levels[-1].batch.seq_lens.add_(1)
-
-
-# --- what is kept of a tree ---
-
-
-@each_who
-@pytest.mark.parametrize("kind", ["e4m3", "int8", "int8-half"])
-def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(who, kind, device):
-    """Quantized values move, and the scales of int8 keys with them; NaN is in the slots of what was rejected."""
-    package, context = forced(who)
-    speculative = importlib.import_module(f"{package}.speculative")
-    parents, kept, first_node = (-1, 0, 0, 1, 2, 2), [0, 2, 5], 15
-    step = Step("speculative", Case("accepted", ((6, 21),), heads=(4, 2), head_size=32), [parents])
-    after = Step("chunked_prefill", Case("after", ((3, 18),), heads=(4, 2)), [])
-    stored = step.store(kind, dtype=torch.float32 if who is None else who.dtypes[0], device=device)
-    trees, table = step.arguments(device)["trees"], stored.batch.block_table[0].tolist()
-    nodes = torch.tensor([[*kept, -1, -1, -1]], dtype=torch.int32, device=device)
-    accepted = Accepted(nodes, nodes.new_tensor([3]), nodes.new_tensor([1]).long())
-
-    def pools_of(stored: Stored) -> list[torch.Tensor]:
-        scales = stored.scales
-        return [stored.key_cache, stored.value_cache, *([scales.key] if isinstance(scales, Int8Scales) else [])]
-
-    def slot(place: int) -> tuple[int, int]:
-        return table[place // 16], place % 16
-
-    in_order = replace(stored, key_cache=stored.key_cache.clone(), value_cache=stored.value_cache.clone())
-    if isinstance(stored.scales, Int8Scales):
-        in_order.scales = replace(stored.scales, key=stored.scales.key.clone())
-    for written, drafted in zip(pools_of(in_order), pools_of(stored), strict=True):
-        for target, node in enumerate(kept):
-            written[slot(first_node + target)] = drafted[slot(first_node + node)]
-    query = stored.query[kept]
-    speculative.compact(pools_of(stored), stored.batch, trees, accepted, block_size=16)
-    for cache in (stored, in_order):
-        cache.query = query
-        cache.batch = speculative.accepted_batch(step.store(kind, device=device).batch, trees, accepted.lens)
-        spoil(cache, masks_by_hand(after.case, lambda i, j: j <= i))
-    with context:
-        answers = [
-            plan_and_attend(over_quantized(package, after.path), *cache.tensors, scales=cache.scales, return_lse=True)
-            for cache in (stored, in_order)
-        ]
-    for one, other in zip(*answers, strict=True):
-        assert one.isfinite().all() and torch.equal(one, other)
 
 
 # --- bad input ---

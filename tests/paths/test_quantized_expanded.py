@@ -29,7 +29,6 @@ from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import HALVES, PRESENT, Kernel
-from tests.helpers.options import OPTIONS, per_head
 from tests.helpers.steps import record
 from tests.helpers.stored import (
     KINDS,
@@ -207,20 +206,6 @@ def test_twins_of_each_plan(kind, plan, kernel, device):
 def test_scales_over_padded_pools(kind, per, round_query, kernel, device):
     case = replace(MIXED, head_size=32)
     check(kernel, store_for(case, kind, TYPES[0], per=per, round_query=round_query, spread=True, device=device))
-
-
-@each_kernel
-@pytest.mark.parametrize(
-    ("options", "kind"),  # quantized values are expanded before options are looked at
-    [
-        *zip(("scale", "negative-scale", "softcap", "sinks"), 2 * ("e4m3", "int8"), strict=True),
-        *(("everything", kind) for kind in ("e4m3", "int8", "int4")),
-    ],
-)
-def test_twins_with_options(options, kind, kernel, device):
-    options = per_head(OPTIONS[options], MIXED, device)
-    plan = "window" if options.pop("window_size", None) else "causal"
-    check(kernel, store_for(MIXED, kind, TYPES[0], device=device), plan, **options)
 
 
 @each_kernel

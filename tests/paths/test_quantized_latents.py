@@ -30,6 +30,7 @@ from tests.helpers.latents import (
     SMALL,
     Latents,
     Sizes,
+    assert_latents_seen,
     attend,
     by_reference,
     filled,
@@ -70,27 +71,10 @@ def in_reach(dtype, twin, device):
 @each_kind
 def test_every_query_sees_the_quantized_values_up_to_its_position(twin, forced, kind, device):
     """Latents of one-hot rows: a quantized value of 4 under a scale of a quarter."""
-    lens, p = MIXED.lens, 16
-    longest = max(s for _, s in lens)
-    cache = torch.full((sum(-(-s // p) for _, s in lens) + 1, p, longest + 2), math.nan)
-    tables, free = [], iter(range(len(cache) - 1, -1, -1))
-    for _, s in lens:
-        tables.append([next(free) for _ in range(-(-s // p))])
-        for j in range(s):
-            cache[tables[-1][j // p], j % p] = 4 * torch.eye(longest + 2)[j]
-    batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
-    query = torch.zeros(sum(q for q, _ in lens), 4, longest + 2, device=device)
+    masks = masks_by_hand(MIXED, lambda i, j: j <= i)
     with forced():
-        of_cache = dict(latent_rank=longest, cache_scale=0.25)
-        out, lse = attend(twin, query, cache.to(kind).to(device), batch, softmax_scale=1.0, **of_cache)
-    row = 0
-    for (q, s), mask in zip(lens, masks_by_hand(MIXED, lambda i, j: j <= i), strict=True):
-        counts = mask.sum(-1).float()
-        expected = (mask / counts.clamp(min=1)[:, None])[:, None].expand(-1, 4, -1)
-        torch.testing.assert_close(out[row : row + q, :, :s].cpu(), expected.float(), rtol=1e-6, atol=1e-7)
-        assert not out[row : row + q, :, s:].any()
-        torch.testing.assert_close(lse[row : row + q, 0].cpu(), counts.log(), rtol=1e-6, atol=1e-6)
-        row += q
+        call = partial(attend, twin, softmax_scale=1.0, cache_scale=0.25)
+        assert_latents_seen(call, MIXED, masks, device, number=4.0, dtype=kind)
 
 
 @each_reader
@@ -124,26 +108,11 @@ def test_no_bit_of_a_prefill_depends_on_what_no_query_may_see(twin, kind, device
 @each_twin
 @each_kind
 @pytest.mark.parametrize("options", ["plain", "everything"])
-def test_formula(twin, kind, options):
-    """Softmax in float64 over the dequantized values, by hand; and both ways to the same answer."""
+def test_a_prefill_answers_as_absorbed_queries_do(twin, kind, options):
+    """In float64: its context and its new tokens are the dequantized values that the absorbed way reads."""
     given = in_8_bits(MIXED, kind, dtype=torch.float64)
     options = filled(OPTIONS[options], 4, "cpu")
     out, lse = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_LATENTS, **options)
-    row = 0
-    for (q, s), key, mask in zip(MIXED.lens, given.keys, masks_by_hand(MIXED, lambda i, j: j <= i), strict=True):
-        distance = (torch.arange(s - q, s)[:, None] - torch.arange(s)).abs()
-        for head in range(4):
-            scores = given.absorbed[row : row + q, head] @ key.T * options["softmax_scale"]
-            if "softcap" in options:
-                scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-                scores = scores - options["alibi_slopes"][head].double() * distance
-            weights = scores.exp() * mask
-            total = weights.sum(-1) + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
-            expected = weights @ key[:, :RANK] / total[:, None]
-            torch.testing.assert_close(out[row : row + q, head], expected, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(lse[row : row + q, head], total.log(), rtol=1e-10, atol=1e-12)
-        row += q
-    # A prefill rounds its new tokens: to the quantized values that the absorbed way reads.
     new = torch.cat([key[s - q :] for (q, s), key in zip(MIXED.lens, given.keys, strict=True)])
     new = torch.nn.functional.pad(new, (0, 0, 0, MIXED.padding_rows))
     arguments = given.query, new, given.cache, *given.projections.values(), given.batch
@@ -433,24 +402,6 @@ def test_queries_of_any_size(of, kernel, heads, device):
     with kernel.forced():
         out, lse = attend(fastattn.mla, *arguments, **fixed, softmax_scale=0.1 / of)
     assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, softmax_scale=0.1 / of)
-
-
-@each_kernel
-def test_layers_of_a_step_have_scales_of_their_own(kernel, device):
-    """A plan keeps the launches of its first layer: another layer has its own pool, and its own scale."""
-    given = in_8_bits(DECODES, E4M3, device=device, dtype=kernel.dtypes[0])
-    if kernel.is_interpreted:
-        given = in_8_bits(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
-    options = AttentionOptions(softmax_scale=SCALE)
-    plan = fastattn.mla.plan(given.batch, block_size=given.cache.shape[1])
-    pools = given.cache, given.cache.view(torch.uint8).flip(2).contiguous().view(E4M3)
-    with kernel.forced():
-        for _ in range(2):
-            for scale, cache in ((0.7, pools[0]), (0.3, pools[0]), (1.0, pools[1])):
-                call = (fastattn.mla.attention, given.absorbed, cache)
-                out = call[0](*call[1:], plan, options, latent_rank=RANK, cache_scale=scale)
-                alone = attend(fastattn.mla, *call[1:], given.batch, cache_scale=scale, softmax_scale=SCALE)[0]
-                assert torch.equal(out.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
 @each_on_gpu

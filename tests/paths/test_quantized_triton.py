@@ -16,7 +16,6 @@ import fastattn.local
 import fastattn.quantized
 import refattn.quantized
 from fastattn.kernels import Problem, order
-from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton.quantized import in_pairs
 from fastattn.kernels.triton.tuning import are_pairs
 from refattn.metadata import make_batch
@@ -26,13 +25,11 @@ from tests.helpers import (
     kernels_present,  # noqa: F401 (quickens the interpreter)
 )
 from tests.helpers.batches import HARMLESS, POISON, Case
-from tests.helpers.options import OPTIONS, per_head
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.stored import (
     E4M3,
     E5M2,
     KINDS,
-    PLANS,
     apart,
     assert_twins_agree_over_quantized,
     bits,
@@ -73,12 +70,6 @@ hold = partial(assert_twins_agree_over_quantized, again=False)
 @pytest.mark.parametrize("case", ODD[:3], ids=str)
 def test_twins(case, kind, device):
     hold(store(case, kind, dtype=torch.float16, device=device))
-
-
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan not in ("causal", "untrimmed-window")])
-def test_twins_of_each_plan(kind, plan, device):
-    hold(store(MIXED, kind, dtype=torch.float16, device=device), plan)
 
 
 @each_type
@@ -143,15 +134,6 @@ def test_queries_in_fp8(per, kind, dtype, device):
     if not ON_CPU and dtype == torch.bfloat16:
         alone = plan_and_attend(twin, quantized_values, *stored.tensors[1:], scales=stored.scales)
         assert torch.equal(alone, out)
-
-
-@pytest.mark.parametrize("kind", ["e4m3", "int8"])
-@pytest.mark.parametrize("options", ["negative-scale", "softcap", "alibi", "sinks", "everything"])
-def test_twins_with_options(kind, options, device):
-    options = per_head(OPTIONS[options], MIXED, device)
-    plan = "window" if options.pop("window_size", None) else "causal"
-    options.pop("causal", None)
-    hold(store(MIXED, kind, dtype=torch.float16, device=device), plan, **options)
 
 
 @each_kind
@@ -239,27 +221,6 @@ def test_a_query_that_is_nan_comes_out_as_nan_alone(dtype, device):
         assert after[4, 2].isnan().all()
         after[4, 2] = before[4, 2]
         assert torch.equal(after[:-2], before[:-2])
-
-
-@each_kind
-def test_layers_of_a_step_have_scales_of_their_own(kind, device):
-    """A plan keeps the launches of its first layer: what another layer has for itself is what it is answered by."""
-    case = Case("layers", ((2, 20), (1, 40)), heads=(2, 2), head_size=32)
-    stored = store(case, kind, dtype=torch.float16, device=device, per="head")
-    scales = stored.scales
-    layers = [scales]
-    if isinstance(scales, Fp8Scales):
-        layers += [Fp8Scales(0.3, 0.9, 0.2, scales.format), Fp8Scales(0.5, 0.4, 0.6, scales.format)]
-        layers += [replace(scales, key=scales.key * 1.7, value=scales.value * 0.3), replace(scales, query=None)]
-        layers += [Fp8Scales(torch.rand(2, 2).to(device) + 0.5, 0.4, None, scales.format)]
-    else:
-        layers += [Int8Scales(scales.key * 0.7, None if scales.value is None else scales.value * 1.9)]
-        layers += [Int8Scales(apart(scales.key), scales.value)]
-    plan = fastattn.quantized.plan(stored.batch, block_size=stored.key_cache.shape[1])
-    alone = [plan_and_attend(fastattn.quantized, *stored.tensors, scales=scales) for scales in layers]
-    for scales, expected in zip(layers * 2, alone * 2, strict=True):
-        assert torch.equal(fastattn.quantized.attention(*stored.tensors[:3], plan, scales=scales), expected)
-    assert len(memo_of(plan).bound) >= len({type(x.key) for x in layers})
 
 
 @each_kind

@@ -257,11 +257,6 @@ def test_a_draft_that_does_not_fit_is_refused_by_name(twin, message, changes):
 # --- poison ---
 
 
-def seen_by(trees, queries):
-    """List the nodes that some query row sees, tree by tree."""
-    return [{k for node in range(len(t) - min(queries, len(t)), len(t)) for k in path_to(t, node)} for t in trees]
-
-
 @pytest.mark.parametrize(
     ("kernel", "queries", "window"), every_pair_on_cpu([None, *PRESENT], [2, 200], [-1, 0, 4]), ids=str
 )
@@ -330,37 +325,6 @@ def options_of(name: str, heads: int, device: str) -> dict:
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.linspace(0.1, 0.5, heads, device=device)
     return options
-
-
-@pytest.mark.covers("D149")
-@each_option
-def test_the_reference_is_softmax_over_branches(name):
-    """In float64, one query, one head and one branch at a time, with the keys of the branch brought together."""
-    trees = [SMALL[i] for i in range(3, len(SMALL), 11)]
-    case = case_of(trees, heads=(4, 2), padding_rows=0)
-    inputs, options = build(case, dtype=torch.float64), options_of(name, 4, "cpu")
-    made = refattn.speculative.make_trees(trees)
-    out, lse = plan_and_attend(refattn.speculative, *inputs.tensors, **options, trees=made, return_lse=True)
-    left = options.get("window_size", (-1, -1))[0]
-    row = 0
-    for (q, s), parents, keys, values in zip(case.lens, trees, inputs.keys, inputs.values, strict=True):
-        for node in range(q):
-            branch = [*range(s - q), *(s - q + k for k in path_to(parents, node))]
-            branch = branch[-left - 1 :] if left >= 0 else branch
-            for head in range(4):
-                scale = options.get("softmax_scale", case.head_size**-0.5)
-                scores = keys[branch, head // 2] @ inputs.query[row, head] * scale
-                if "softcap" in options:
-                    scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-                if "alibi_slopes" in options:
-                    distance = torch.arange(len(branch) - 1, -1, -1, dtype=torch.float64)
-                    distance = distance.sqrt() if "alibi_sqrt" in options else distance
-                    scores = scores - options["alibi_slopes"][head] * distance
-                weights = scores.exp()
-                total = weights.sum() + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
-                torch.testing.assert_close(out[row, head], weights @ values[branch, head // 2] / total)
-                torch.testing.assert_close(lse[row, head], total.log())
-            row += 1
 
 
 @pytest.mark.covers("D146")
@@ -444,31 +408,6 @@ def test_a_step_of_128_keys_needs_two_words_of_a_mask(kernel, device):
     with kernel.forced():
         made = fastattn.speculative.make_trees(trees, device=device)
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made)
-
-
-@each_kernel
-def test_layers_that_follow_one_another_share_a_plan(kernel, device):
-    """What a kernel keeps in the plan serves other tensors, too."""
-    trees = [draw_tree(20, 1), draw_tree(3, 2)]
-    case = case_of(trees, contexts=(300, 9), heads=(4, 2))
-    made = fastattn.speculative.make_trees(trees, device=device)
-
-    def check():
-        first, second = (build(case, dtype=kernel.dtypes[0], device=device, seed=seed) for seed in (0, 1))
-        plan = fastattn.speculative.plan(first.batch, block_size=16, trees=made)
-        for inputs in (first, second, first):
-            tensors = (inputs.query, inputs.key_cache, inputs.value_cache)
-            pools = [pool.clone() for pool in tensors[1:]]
-            for pool, mine in zip(pools, tensors[1:], strict=True):
-                for i, (_, s) in enumerate(case.lens):  # the blocks of the second stand elsewhere
-                    blocks = -(-s // 16)
-                    pool[first.batch.block_table[i, :blocks]] = mine[inputs.batch.block_table[i, :blocks]]
-            answer = fastattn.speculative.attention(tensors[0], *pools, plan, return_lse=True)
-            expected = (tensors[0], *pools, first.batch)
-            assert_matches_reference(*answer, partial(plan_and_attend, refattn.speculative), *expected, trees=made)
-
-    with kernel.forced():
-        kernel.check(check)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
