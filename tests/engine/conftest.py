@@ -4,6 +4,13 @@ import inspect
 
 import pytest
 
+import twinattn.engine.cuda_graphs
+import twinattn.engine.graph_shapes
+from tests.helpers import state_engines
+from tests.helpers.engines import Watched
+from tests.helpers.tape import tape_recorder
+from twinattn.engine import CudaGraphs
+
 
 @pytest.fixture(autouse=True)
 def no_pass_fails(request, caplog):
@@ -20,3 +27,42 @@ def no_pass_fails(request, caplog):
 @pytest.fixture(autouse=True, scope="module")
 def in_one_thread(one_thread):
     """Models, too, which fixtures of a module make."""
+
+
+@pytest.fixture
+def steps_as_recordings(monkeypatch, device):
+    """Let a recording be the step itself, run again, on a CPU."""
+    if device == "cpu":
+        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
+
+
+@pytest.fixture
+def recorder(steps_as_recordings, monkeypatch):
+    """A runner that records every step, small ones too."""
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
+    runner = CudaGraphs()
+    runner.records = True
+    return runner
+
+
+@pytest.fixture
+def on_tape(monkeypatch, device):
+    """Capture all steps; on a CPU a graph is a tape, over which only what is in buffers changes."""
+    if device == "cpu":
+        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", tape_recorder(monkeypatch))
+    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
+    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 64)
+
+
+@pytest.fixture
+def captured(on_tape, device):
+    """Make engines over layers with states whose steps are captured, all of them, and whose decodes are watched."""
+
+    def make(model, **options):
+        engine = state_engines.make_engine(model, "fastattn", runner=Watched(device), **options)
+        run_model, engine.passes = engine.run_model, []  # launch by launch, or to capture
+        engine.run_model = lambda inputs: engine.passes.append(inputs["step"].states) or run_model(inputs)
+        return engine
+
+    return make

@@ -6,9 +6,7 @@ A graph is a tape here (`tests/helpers/tape.py`): only what is in buffers change
 import pytest
 import torch
 
-import twinattn.engine.cuda_graphs
-import twinattn.engine.graph_shapes
-from tests.helpers.engines import SYSTEM, Watched
+from tests.helpers.engines import SYSTEM
 from tests.helpers.state_engines import (
     GREEDY,
     PROMPTS,
@@ -19,35 +17,17 @@ from tests.helpers.state_engines import (
     outputs,
     run,
 )
-from tests.helpers.tape import tape_recorder
-from twinattn.engine import CudaGraphs, SamplingParams
+from twinattn.engine import SamplingParams
 from twinattn.engine.block_pool import BlockContent
 from twinattn.engine.state_pool import StatePool
 
+LONG = SamplingParams(max_tokens=14, stop_token_ids=())
 LENGTHS = [SamplingParams(max_tokens=count, temperature=0.5 * (count % 2), seed=count) for count in (6, 3, 7, 4, 5)]
 
 
 @pytest.fixture(scope="module")
 def qwen(device):
     return make_hybrid("qwen3_5_text", device)
-
-
-@pytest.fixture
-def captured(monkeypatch, device):
-    """Make engines whose steps are captured, all of them, and whose decodes are watched."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", tape_recorder(monkeypatch))
-    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 64)
-
-    def make(model, **options):
-        engine = make_engine(model, "fastattn", runner=Watched(device), **options)
-        run_model = engine.run_model
-        engine.passes = []  # launch by launch, or to capture
-        engine.run_model = lambda inputs: engine.passes.append(inputs["step"].states) or run_model(inputs)
-        return engine
-
-    return make
 
 
 def captures(engine):
@@ -82,10 +62,12 @@ def test_tokens_are_those_of_steps_launch_by_launch(qwen, captured, schedule):
     assert {len(states) for states in engine.passes} == {1, 2}, "decodes alone, and with prefills"
 
 
-@pytest.mark.covers("R211")
-def test_drafts_in_captured_steps(qwen, captured):
+@pytest.mark.covers("R211", "R219")
+@pytest.mark.parametrize("ring_size", [0, 5])
+def test_drafts_in_captured_steps(qwen, captured, ring_size):
     expected = answers(make_engine(qwen))
-    engine = captured(qwen, speculation=drafts_of(PROMPTS, expected), num_blocks=12, max_num_batched_tokens=19)
+    options = dict(speculation=drafts_of(PROMPTS, expected), state_ring_size=ring_size)
+    engine = captured(qwen, num_blocks=12, max_num_batched_tokens=19, **options)
     assert answers(engine, PROMPTS[1:2]) + answers(engine) == [expected[1], *expected]
     counters = engine.counters
     assert 0 < counters.accepted_tokens < counters.drafted_tokens and counters.preemptions and counters.cached_tokens
@@ -138,21 +120,25 @@ def test_padding_rows_read_and_write_no_slot(qwen, captured, ring_size):
 
 
 @pytest.mark.lets_a_pass_fail
-@pytest.mark.covers("R209")
-def test_a_decode_that_fails_while_the_next_is_under_way_is_computed_again(qwen, captured, monkeypatch):
-    """Its tokens cannot be read: the state before it is still there, though the next decode has run."""
-    plain, engine = answers(make_engine(qwen)), captured(qwen)
+@pytest.mark.covers("R209", "R219")
+@pytest.mark.parametrize("ring_size", [0, 1, 2, 5])
+@pytest.mark.parametrize("failing", [3, 4, 6])
+def test_a_decode_that_fails_while_the_next_is_under_way_is_computed_again(
+    qwen, captured, monkeypatch, ring_size, failing
+):
+    """Its tokens cannot be read: what it began with is still there, though the next decode has run."""
+    plain, engine = answers(make_engine(qwen), sampling=LONG), captured(qwen, state_ring_size=ring_size)
     read, calls = engine._read, []
 
     def fail_once(under_way):
         calls.append(engine._under_way)
-        if len(calls) == 3:
+        if len(calls) == failing:
             raise RuntimeError("planted")
         return read(under_way)
 
     monkeypatch.setattr(engine, "_read", fail_once)
-    assert answers(engine) == plain
-    assert calls[2] is not None, "the next decode was under way"
+    assert answers(engine, sampling=LONG) == plain
+    assert calls[failing - 1] is not None, "the next decode was under way"
 
 
 @pytest.mark.covers("R209")

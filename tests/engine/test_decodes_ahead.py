@@ -37,10 +37,8 @@ def llama(device):
 
 
 @pytest.fixture
-def ahead(monkeypatch, device):
+def ahead(steps_as_recordings, device):
     """Make engines whose decodes are watched."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
     return lambda model, **options: make_engine(model, "fastattn", runner=Watched(device), **options)
 
 

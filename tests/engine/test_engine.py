@@ -287,10 +287,8 @@ def test_padding_rows_change_nothing(llama, expected, twin):
 
 
 @pytest.fixture
-def recording_engine(monkeypatch, device):
-    """Make engines that record their decodes; on a CPU a recording is the step itself, run again."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
+def recording_engine(steps_as_recordings):
+    """Make engines that record their decodes."""
 
     def make(model, **options):
         engine = make_engine(model, "fastattn", runner=CudaGraphs(), **options)

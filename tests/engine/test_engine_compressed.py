@@ -9,13 +9,11 @@ import torch
 from transformers import DynamicCache
 
 import refattn.mla
-import twinattn.engine.cuda_graphs
-import twinattn.engine.graph_shapes
-from tests.helpers.drafts import Wild
+from tests.helpers.drafts import Chains
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, outputs, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import COMPRESSED, make_family
-from twinattn.engine import CudaGraphs, NGram, SamplingParams, calibrate, compressed_modules
+from twinattn.engine import NGram, SamplingParams, calibrate, compressed_modules
 from twinattn.engine.compressed_storage import CompressedStorage, SharedStorage
 from twinattn.engine.layers import Entries, Layer, Window
 
@@ -41,13 +39,6 @@ def test_what_is_selected_decides(expected, device):
     assert outputs(make_engine(model, "fastattn"), PROMPTS, UNSTOPPED) == every
     assert sum(a != b for a, b in zip(expected, every, strict=True)) >= 2
     assert len(set(map(tuple, expected))) == len(PROMPTS)
-
-
-class Chains(Wild):
-    """Drafts at random, of one branch."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        return super().propose(tokens, depth=depth, nodes=nodes, branches=1)
 
 
 SCHEDULES = {
@@ -144,16 +135,6 @@ def test_pools_of_fp8_are_of_keys_and_entries_and_have_a_scale_by_a_calibration(
         assert layer.storage.cache_scale == pytest.approx(float(amax.key.max()) / 448)
 
 
-@pytest.mark.covers("F235")
-@pytest.mark.parametrize("twin", TWINS)
-def test_what_others_left_in_the_pools_is_not_read(model, expected, twin):
-    engine = make_engine(model, twin, num_blocks=15, max_num_batched_tokens=10)
-    for cache in engine.caches:
-        for pool in cache:
-            pool.fill_(torch.nan)
-    assert outputs(engine, PROMPTS, UNSTOPPED) == expected
-
-
 def test_several_samples_share_blocks_and_copy_their_entries(model):
     """The block that several samples go on from holds rows of an open entry, which each needs."""
     sampling = dict(max_tokens=7, temperature=1.0, stop_token_ids=(), seed=3)
@@ -166,17 +147,13 @@ def test_several_samples_share_blocks_and_copy_their_entries(model):
     assert [sample.output_ids for sample in together.samples] == [one.output_ids for one in alone]
 
 
-def test_recorded_steps_complete_entries(model, expected, monkeypatch, device):
+def test_recorded_steps_complete_entries(model, expected, recorder, device):
     """A step that was recorded serves others of its shape, in which other sequences complete entries."""
     if device != "cpu":
         pytest.skip("steps are recorded by a stand-in; a CUDA graph does not capture the experts of transformers")
-    monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
-    engine = make_engine(model, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)
-    engine.runner.records = True
-    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    engine = make_engine(model, "fastattn", runner=recorder, num_blocks=8, max_num_batched_tokens=10)
     assert outputs(engine, PROMPTS, UNSTOPPED) == expected
-    assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
+    assert {shape.queries > 1 for shape in recorder._steps} == {False, True}
 
 
 def test_what_such_layers_do_not_have_is_refused(model, shapes_unchecked):

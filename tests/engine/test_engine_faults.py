@@ -310,9 +310,7 @@ def test_a_model_that_cannot_be_recorded_is_served_all_the_same(llama, alone, mo
 
 
 @pytest.mark.parametrize("token", [NAN, 77], ids=["nan", "raises"])
-def test_recorded_decodes_fail_alone_too(llama, alone, token, monkeypatch, hooks, device):
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
+def test_recorded_decodes_fail_alone_too(llama, alone, token, steps_as_recordings, monkeypatch, hooks, device):
     engine = make_engine(llama, "fastattn", runner=CudaGraphs())
     engine.runner.records = True
     requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]

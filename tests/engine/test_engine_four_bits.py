@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-import twinattn.engine.choice
 from tests.helpers.drafts import Oracle
+from tests.helpers.engines import first_logits
 from tests.helpers.tiny_models import make_family, make_llama
 from twinattn.engine import Engine, NGram, SamplingParams, calibrate
 from twinattn.engine.layers import Window
@@ -17,7 +17,6 @@ SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 5, [*SYSTEM, 50], list(range(60, 85))]
 GREEDY = SamplingParams(max_tokens=4, stop_token_ids=())
 SIZES = dict(num_blocks=14, block_size=4, max_num_batched_tokens=24)  # prompts in chunks, and shared prefixes
-SCARCE = dict(num_blocks=9, max_num_batched_tokens=19)  # and preemptions
 KINDS = ("int4", "nvfp4") if os.environ["TWINATTN_TEST_DEVICE"] == "cpu" else ("int4",)  # a GPU refuses nvfp4
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -47,17 +46,6 @@ def test_twins_answer_alike(models, family, kind):
 
 
 @each_kind
-def test_no_answer_depends_on_the_schedule(models, kind):
-    """A token's bytes are its own: in chunks, after preemptions, by a cached prefix, and one request at a time."""
-    expected, _ = answers(models["llama"], kv_cache_dtype=kind)
-    assert [answers(models["llama"], kv_cache_dtype=kind, prompts=[x])[0][0] for x in PROMPTS] == expected
-    found, engine = answers(models["llama"], kv_cache_dtype=kind, **SCARCE)
-    assert found == expected and engine.counters.preemptions
-    again = [request.output_ids for request in engine.generate(PROMPTS, GREEDY)]
-    assert again == expected and engine.counters.cached_blocks
-
-
-@each_kind
 def test_drafts_change_no_answer(models, kind):
     """Chains and trees: what is accepted moves to its slots, scales and all."""
     expected, _ = answers(models["llama"], kv_cache_dtype=kind)
@@ -82,28 +70,13 @@ def test_a_token_takes_so_many_bytes(models, package, kind):
     assert engine.pool_bytes == SIZES["num_blocks"] * SIZES["block_size"] * of_a_token * len(engine.layers)
 
 
-def logits_of(model, monkeypatch, **options):
-    """Return the logits that the first tokens are chosen from."""
-    rows, choose = {}, twinattn.engine.choice.choose
-
-    def watch(logits, requests, **how):
-        rows.update(zip(requests, logits, strict=True))
-        return choose(logits, requests, **how)
-
-    with monkeypatch.context() as watched:
-        watched.setattr(twinattn.engine.choice, "choose", watch)
-        requests = Engine(model, **SIZES, **options).generate(PROMPTS[1:], SamplingParams(max_tokens=1))
-    return torch.stack([rows[request] for request in requests]).float()
-
-
 def test_logits_are_farther_from_those_of_the_model_than_with_8_bits(models, monkeypatch):
-    exact = logits_of(models["llama"], monkeypatch)
-    calibration = calibrate(models["llama"], PROMPTS)
-    off = {}
-    for kind in (*KINDS, "int8"):
-        options = {} if kind == "int4" else dict(calibration=calibration)
-        found = logits_of(models["llama"], monkeypatch, kv_cache_dtype=kind, **options)
-        off[kind] = ((found - exact).norm() / exact.norm()).item()
+    calibration, found, off = calibrate(models["llama"], PROMPTS), {}, {}
+    for kind in ("auto", *KINDS, "int8"):
+        options = {} if kind in ("auto", "int4") else dict(calibration=calibration)
+        engine = Engine(models["llama"], **SIZES, kv_cache_dtype=kind, **options)
+        found[kind] = first_logits(engine, PROMPTS[1:], monkeypatch)
+        off[kind] = ((found[kind] - found["auto"]).norm() / found["auto"].norm()).item()
     assert off["int8"] > 0 and all(4 * off["int8"] < off[kind] < 1 for kind in KINDS)
 
 

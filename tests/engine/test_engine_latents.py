@@ -21,7 +21,7 @@ from refattn.options import AttentionOptions
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
-from twinattn.engine import CPU, CalibrationStats, CudaGraphs, NGram, calibrate
+from twinattn.engine import CPU, CalibrationStats, NGram, calibrate
 from twinattn.engine.layers import Causal, Layer
 from twinattn.engine.storages import LatentStorage
 from twinattn.engine.twin import Twin
@@ -143,28 +143,15 @@ def test_the_scale_is_the_modules(deepseek, monkeypatch):
     assert set(seen) == {module.scaling} and module.scaling > 1.5 * module.qk_head_dim**-0.5
 
 
-@pytest.mark.parametrize("twin", TWINS)
-def test_what_others_left_in_the_pool_is_not_read(deepseek, expected, twin):
-    engine = make_engine(deepseek, twin, num_blocks=9, max_num_batched_tokens=10)
-    for cache in engine.caches:
-        cache.fill_(torch.nan)
-    assert outputs(engine) == expected
-
-
-def test_recorded_steps_are_absorbed(deepseek, expected, monkeypatch, device, calls):
+def test_recorded_steps_are_absorbed(deepseek, expected, recorder, calls):
     """Decodes and prompts alike: a recording has to serve steps of other lengths."""
-    if device == "cpu":  # a recording is the step itself there, run again
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
-    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=9, max_num_batched_tokens=10)
-    engine.runner.records = True
-    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    engine = make_engine(deepseek, "fastattn", runner=recorder, num_blocks=9, max_num_batched_tokens=10)
     calls.clear()
     for _ in range(2):
         assert outputs(engine) == expected
     assert engine.counters.preemptions > 0
     assert {name for name, _, _ in calls} == {"plan"}
-    assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
+    assert {shape.queries > 1 for shape in recorder._steps} == {False, True}
 
 
 @pytest.mark.covers("E176")
@@ -373,17 +360,12 @@ def test_one_scale_is_that_of_the_largest_number_of_the_first_step(deepseek, kin
         assert outputs(given, PROMPTS[1:4]) == found
 
 
-def test_recorded_steps_over_quantized_values_are_absorbed(deepseek, monkeypatch, device):
+def test_recorded_steps_over_quantized_values_are_absorbed(deepseek, recorder):
     """As an engine that absorbs everything answers, which reads the new tokens of a prompt from the pool, too."""
-    if device == "cpu":  # a recording is the step itself there, run again
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     quantized = dict(kv_cache_dtype="fp8_e4m3", num_blocks=9, max_num_batched_tokens=10)
-    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), **quantized)
-    engine.runner.records = True
-    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    engine = make_engine(deepseek, "fastattn", runner=recorder, **quantized)
     assert outputs(engine) == outputs(make_engine(deepseek, batch_invariant=True, **quantized))
-    assert engine.runner._steps
+    assert recorder._steps
 
 
 @each_fp8

@@ -14,10 +14,10 @@ import twinattn.engine.choice
 import twinattn.engine.cuda_graphs
 import twinattn.engine.graph_shapes
 import twinattn.engine.layers
-from tests.helpers.drafts import Oracle, Wild
-from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine
+from tests.helpers.drafts import Chains, Oracle
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, first_logits, make_engine
 from tests.helpers.tiny_models import INDEX_SIZES, LATENT_SIZES, YARN, make_family, make_llama
-from twinattn.engine import CudaGraphs, NGram, SamplingParams, calibrate
+from twinattn.engine import NGram, calibrate
 from twinattn.engine.layers import Causal, Layer
 from twinattn.engine.storages import LatentStorage, SelectedLatentStorage
 
@@ -78,13 +78,6 @@ def expected(models):
     return found
 
 
-class Chains(Wild):
-    """Drafts at random, of one branch."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        return super().propose(tokens, depth=depth, nodes=nodes, branches=1)
-
-
 SCHEDULES = {
     "short steps": dict(max_num_batched_tokens=9, max_num_seqs=3, batch_invariant=True),
     "scarce, drafts": dict(block_size=7, num_blocks=7, max_num_batched_tokens=20, speculation=Chains(4)),
@@ -120,28 +113,16 @@ def test_drafted_trees_are_read_and_moved(models, expected):
     assert engine.counters.drafted_tokens > engine.counters.accepted_tokens > 0
 
 
-def first_logits(model, monkeypatch, **options):
-    """Take the logits that the first tokens are chosen from."""
-    rows, choose = {}, twinattn.engine.choice.choose
-
-    def watch(logits, requests, **how):
-        rows.update(zip(requests, logits, strict=True))
-        return choose(logits, requests, **how)
-
-    with monkeypatch.context() as watched:
-        watched.setattr(twinattn.engine.choice, "choose", watch)
-        requests = make_engine(model, "fastattn", **options).generate(PROMPTS[1:4], SamplingParams(max_tokens=1))
-    return torch.stack([rows[request] for request in requests]).float()
-
-
 @pytest.mark.covers("F217")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_close_to_those_over_16_bits(name, device, monkeypatch):
     """Off by what fp8 rounds, where one scale for all would lose the smaller half of each latent."""
     model = make_model(name, device).bfloat16()
-    exact = first_logits(model, monkeypatch)
-    packed = first_logits(model, monkeypatch, **PACKED)
-    one_scale = first_logits(model, monkeypatch, kv_cache_dtype="fp8_e4m3", calibration=calibrate(model, PROMPTS))
+    of_one_scale = dict(kv_cache_dtype="fp8_e4m3", calibration=calibrate(model, PROMPTS))
+    exact, packed, one_scale = (
+        first_logits(make_engine(model, "fastattn", **options), PROMPTS[1:4], monkeypatch)
+        for options in ({}, PACKED, of_one_scale)
+    )
     off, lost = ((found - exact).norm() / exact.norm() for found in (packed, one_scale))
     assert 0 < off < 2 / 16 < lost, "two layers, each of which rounds a number by a sixteenth of it at most"
 
@@ -178,17 +159,12 @@ def test_what_others_left_in_the_pools_is_not_read(models, expected, name, twin)
 
 @pytest.mark.covers("F217")
 @pytest.mark.parametrize("name", MODELS)
-def test_recorded_steps_read_and_write_packed_rows(models, expected, name, monkeypatch, device):
-    if device == "cpu":  # a recording is the step itself there, run again
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
+def test_recorded_steps_read_and_write_packed_rows(models, expected, name, recorder):
     sizes = dict(num_blocks=8, max_num_batched_tokens=10)
-    engine = make_engine(models[name], "fastattn", runner=CudaGraphs(), **sizes, **PACKED)
-    engine.runner.records = True
-    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    engine = make_engine(models[name], "fastattn", runner=recorder, **sizes, **PACKED)
     assert outputs(engine) == expected[name]
     assert engine.counters.preemptions > 0
-    assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
+    assert {shape.queries > 1 for shape in recorder._steps} == {False, True}
 
 
 def test_what_packed_rows_do_not_have_is_refused(models, device):

@@ -24,7 +24,7 @@ from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
-from twinattn.engine import CPU, CalibrationStats, CudaGraphs, Engine, NGram, SamplingParams, calibrate
+from twinattn.engine import CPU, CalibrationStats, Engine, NGram, SamplingParams, calibrate
 from twinattn.engine.kv_cache_dtype import KV_CACHE_DTYPES
 from twinattn.engine.layers import Chunk, Window
 from twinattn.engine.storages import QuantizedStorage
@@ -211,31 +211,12 @@ def test_what_a_layer_fixes_reaches_it_over_quantized_values(family, kind, devic
         assert answers(model, kv_cache_dtype=kind, calibration=calibration, twin=twin)[0] == expected
 
 
-@each_way_once
-def test_preemption_and_shared_prefixes_change_nothing(models, calibrations, kind, calibrated, package):
-    """Values that are written twice, or found in another request's blocks, are read under the same scales."""
-    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
-    options |= dict(twin=importlib.import_module(package))
-    expected = [answers(models["llama"], [prompt], num_blocks=30, **options)[0][0] for prompt in PROMPTS]
-    got, engine = answers(models["llama"], **options, **SCARCE)
-    assert got == expected
-    again = [request.output_ids for request in engine.generate(PROMPTS[1:4], GREEDY)]
-    assert again == expected[1:4]
-    assert engine.counters.preemptions and engine.counters.cached_blocks
-
-
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
-def test_recorded_decodes_change_nothing(models, calibrations, kind, device, monkeypatch):
-    """Scales are tensors that a recording reads; on a CPU a recording is the step itself, run again."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    runner = CudaGraphs()
-    runner.records = True
+def test_recorded_decodes_change_nothing(models, calibrations, kind, recorder):
+    """Scales are tensors that a recording reads."""
     options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"], twin=fastattn)
-    expected, _ = answers(models["llama"], **options)
-    got, _ = answers(models["llama"], **options, runner=runner)
-    assert got == expected
-    assert runner.records
+    assert answers(models["llama"], **options, runner=recorder)[0] == answers(models["llama"], **options)[0]
+    assert recorder.records and recorder._steps
 
 
 @each_way_once
@@ -297,18 +278,14 @@ def test_trees_over_quantized_values_are_for_layers_that_take_trees(models):
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
-def test_recorded_verifications_over_quantized_values_change_nothing(models, calibrations, kind, device, monkeypatch):
+def test_recorded_verifications_over_quantized_values_change_nothing(models, calibrations, kind, recorder):
     """As the recorded decodes above, with trees, whose parents are in the buffers of a recording, too."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
-    runner, drafts = CudaGraphs(), Wild(max_drafts=3, max_branches=3)
-    runner.records = True
     options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"], twin=fastattn)
     expected, _ = answers(models["llama"], **options)
-    got, engine = answers(models["llama"], **options, runner=runner, speculation=drafts)
+    drafts = Wild(max_drafts=3, max_branches=3)
+    got, engine = answers(models["llama"], **options, runner=recorder, speculation=drafts)
     assert got == expected and engine.counters.drafted_tokens > 0
-    assert runner.records and any(shape.trees for shape in runner._steps)
+    assert recorder.records and any(shape.trees for shape in recorder._steps)
 
 
 # --- pairs of heads ---
@@ -394,13 +371,10 @@ def test_scales_of_pairs_are_those_of_the_first_step(pairs, package, monkeypatch
     assert [request.output_ids for request in given.generate(PROMPTS, GREEDY)] == found
 
 
-def test_captured_decodes_over_pairs_in_fp8_change_nothing(pairs, device, monkeypatch):
-    if device == "cpu":  # a capture is the step itself there, run again
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    runner, options = CudaGraphs(), dict(kv_cache_dtype="fp8_e4m3", calibration=calibrate(pairs, OTHERS), twin=fastattn)
-    runner.records = True
-    assert answers(pairs, **options, runner=runner)[0] == answers(pairs, **options)[0]
-    assert runner.records and runner._steps
+def test_captured_decodes_over_pairs_in_fp8_change_nothing(pairs, recorder):
+    options = dict(kv_cache_dtype="fp8_e4m3", calibration=calibrate(pairs, OTHERS), twin=fastattn)
+    assert answers(pairs, **options, runner=recorder)[0] == answers(pairs, **options)[0]
+    assert recorder.records and recorder._steps
 
 
 def test_pairs_in_fp8_take_a_quarter_of_the_memory_of_float32(pairs):
@@ -581,17 +555,11 @@ def test_a_request_that_fails_leaves_no_scales_behind(how, package, device):
         torch.testing.assert_close(layer.storage.value_scale, other.storage.value_scale)
 
 
-def test_nothing_is_recorded_before_there_are_scales(models, device, monkeypatch):
-    if device == "cpu":  # a recording is the step itself there, run again
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
+def test_nothing_is_recorded_before_there_are_scales(models, recorder):
     options = dict(kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, twin=fastattn)
     expected, plain = answers(models["llama"], **options)
-    runner = CudaGraphs()
-    runner.records = True
-    monkeypatch.setattr(runner, "_is_worth_recording", lambda engine, shape: True)
-    found, engine = answers(models["llama"], **options, runner=runner)
-    assert found == expected and runner._steps
+    found, engine = answers(models["llama"], **options, runner=recorder)
+    assert found == expected and recorder._steps
     for layer, other in zip(engine.layers, plain.layers, strict=True):
         assert torch.equal(layer.storage.key_scale, other.storage.key_scale)
 

@@ -9,12 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import twinattn.engine.cuda_graphs
-import twinattn.engine.graph_shapes
-from tests.helpers.engines import SYSTEM, TWINS, Watched, transformers_outputs
+from tests.helpers.engines import SYSTEM, TWINS, transformers_outputs
 from tests.helpers.state_engines import GREEDY, PROMPTS, assert_all_free, drafts_of, make_engine, make_hybrid, outputs
-from tests.helpers.tape import tape_recorder
-from twinattn.engine import CudaGraphs, NGram, SamplingParams
+from twinattn.engine import NGram, SamplingParams
 from twinattn.engine.block_pool import BlockContent
 from twinattn.engine.request import Request
 from twinattn.engine.ring_pool import Fold, RingPool, Row, in_groups
@@ -154,21 +151,6 @@ def tokens_of(content):
 
 
 @pytest.mark.covers("R219")
-@pytest.mark.parametrize("twin", TWINS)
-def test_several_requests_begin_with_one_state(qwen, expected, twin, caplog):
-    """In one step, two as decodes and two as prefills: the kept state is there for the next one, too."""
-    (after,) = transformers_outputs(qwen, [SYSTEM], 14, "eager")
-    engine = make_engine(qwen, twin, num_kept_states=1, state_ring_size=4)
-    engine.generate([SYSTEM], SamplingParams(max_tokens=1))
-    (slot,) = engine.scheduler.states.rings.kept.values()
-    kept = [pools.states[slot].clone() for pools in engine.state_caches.values()]
-    prompts = [SYSTEM, PROMPTS[1], SYSTEM, PROMPTS[4]]
-    assert answers(engine, prompts, GREEDY) == [after[:6], expected[1][:6], after[:6], expected[4][:6]]
-    assert engine.counters.cached_tokens == 4 * 12 and not caplog.records, "no pass failed, and was repeated"
-    assert all(torch.equal(pools.states[slot], x) for pools, x in zip(engine.state_caches.values(), kept, strict=True))
-
-
-@pytest.mark.covers("R219")
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_kept_state_is_the_plain_one_at_exactly_its_token(qwen, expected, drafts):
     """Whenever it was folded: before more inputs went into the ring, or out of the first ones of it."""
@@ -219,48 +201,7 @@ def test_a_pass_that_fails_is_computed_again(qwen, expected, twin, ring_size, dr
         assert answers(engine) == expected
 
 
-@pytest.mark.covers("R219")
-def test_an_interrupted_step_is_undone(qwen, expected):
-    """And a request that is aborted gives its slots back."""
-    engine, calls = make_engine(qwen, max_num_batched_tokens=9, speculation=NGram(max_drafts=2), state_ring_size=5), []
-
-    def interrupt(module, arguments):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-
-    requests = [engine.add(prompt, LONG) for prompt in (*PROMPTS, [1, 2, 3] * 5)]
-    with qwen.model.layers[-1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        while True:
-            engine.step()
-    assert_all_free(engine)
-    for _ in range(3):
-        engine.step()
-    engine.abort(requests.pop())
-    while engine.running or engine.waiting:
-        engine.step()
-    assert [request.output_ids for request in requests] == expected
-    assert_all_free(engine)
-
-
 # --- captured steps, and decodes ahead ---
-
-
-@pytest.fixture
-def captured(monkeypatch, device):
-    """Make engines whose steps are captured, all of them, and whose decodes are watched."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", tape_recorder(monkeypatch))
-    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 64)
-
-    def make(model, **options):
-        engine = make_engine(model, "fastattn", runner=Watched(device), **options)
-        run_model, engine.passes = engine.run_model, []
-        engine.run_model = lambda inputs: engine.passes.append(inputs["step"].states) or run_model(inputs)
-        return engine
-
-    return make
 
 
 CAPTURED = {
@@ -285,41 +226,6 @@ def test_one_graph_serves_any_cursor(captured, schedule, few, device):
     assert counters.cached_tokens and bool(counters.preemptions) == (schedule == "preemptions")
     assert any(rows.sources.max() >= 0 for rows in engine.runner.rows), "no decode was launched ahead"
     assert len(engine.passes) == 2 * len(engine.runner._steps) < counters.steps, "a step was not captured"
-
-
-@pytest.mark.covers("R219")
-def test_drafts_in_captured_steps(captured, device):
-    model = make_hybrid("qwen3_5_text", device)
-    expected = answers(make_engine(model))
-    options = dict(speculation=drafts_of(PROMPTS, expected), num_blocks=13, max_num_batched_tokens=19)
-    engine = captured(model, state_ring_size=5, **options)
-    assert answers(engine, PROMPTS[1:2]) + answers(engine) == [expected[1], *expected]
-    counters = engine.counters
-    assert 0 < counters.accepted_tokens < counters.drafted_tokens and counters.preemptions and counters.cached_tokens
-    assert len(engine.passes) == 2 * len(engine.runner._steps), "a step was not captured"
-
-
-@pytest.mark.lets_a_pass_fail
-@pytest.mark.covers("R219")
-@pytest.mark.parametrize("ring_size", [1, 2, 5])
-@pytest.mark.parametrize("failing", [3, 4, 6])
-def test_a_decode_that_fails_while_the_next_is_under_way_is_computed_again(
-    captured, monkeypatch, ring_size, failing, device
-):
-    """Its tokens cannot be read: what it began with is there, though the next decode has run, and has moved, too."""
-    model = make_hybrid("qwen3_5_text", device)
-    plain, engine = answers(make_engine(model)), captured(model, state_ring_size=ring_size)
-    read, calls = engine._read, []
-
-    def fail_once(under_way):
-        calls.append(engine._under_way)
-        if len(calls) == failing:
-            raise RuntimeError("planted")
-        return read(under_way)
-
-    monkeypatch.setattr(engine, "_read", fail_once)
-    assert answers(engine) == plain
-    assert calls[failing - 1] is not None, "the next decode was under way"
 
 
 # --- the pool alone ---

@@ -8,13 +8,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-import twinattn.engine.cuda_graphs
-import twinattn.engine.graph_shapes
-from tests.helpers.drafts import Wild
+from tests.helpers.drafts import Chains
 from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import INDEX_SIZES, make_family
-from twinattn.engine import CudaGraphs, NGram, calibrate, index_modules
+from twinattn.engine import NGram, calibrate, index_modules
 from twinattn.engine.layers import Causal, Layer
 from twinattn.engine.storages import SelectedLatentStorage
 
@@ -59,13 +57,6 @@ def test_what_is_selected_decides(expected, device):
     assert len(set(map(tuple, some))) == len(PROMPTS)
 
 
-class Chains(Wild):
-    """Drafts at random, of one branch."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        return super().propose(tokens, depth=depth, nodes=nodes, branches=1)
-
-
 SCHEDULES = {
     "short steps": dict(max_num_batched_tokens=9, max_num_seqs=3, batch_invariant=True),
     "smallest pool": dict(num_blocks=8, max_num_batched_tokens=13),
@@ -99,16 +90,6 @@ def test_a_layer_keeps_latents_and_index_keys(models):
         [of_latents, of_keys],
     ]
     assert engine.pool_bytes == 20 * 4 * sum(layer.storage.bytes_per_token(torch.float32) for layer in engine.layers)
-
-
-@pytest.mark.covers("F216")
-@pytest.mark.parametrize("twin", TWINS)
-def test_what_others_left_in_the_pools_is_not_read(deepseek, expected, twin):
-    engine = make_engine(deepseek, twin, num_blocks=15, max_num_batched_tokens=10)
-    for cache in engine.caches:
-        for pool in cache:
-            pool.fill_(torch.nan)
-    assert outputs(engine) == expected
 
 
 def stable_topk(scores, k, dim):
@@ -149,17 +130,12 @@ def test_over_quantized_latents_keys_are_selected_as_before(deepseek, monkeypatc
     assert found["refattn", "fp8_e4m3"][0] == found["fastattn", "fp8_e4m3"][0]
 
 
-def test_recorded_steps_select(deepseek, expected, monkeypatch, device):
+def test_recorded_steps_select(deepseek, expected, recorder):
     """Rows of padding select nothing, and a step serves others of its shape."""
-    if device == "cpu":  # a recording is the step itself there, run again
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
-    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)
-    engine.runner.records = True
-    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    engine = make_engine(deepseek, "fastattn", runner=recorder, num_blocks=8, max_num_batched_tokens=10)
     assert outputs(engine) == expected
     assert engine.counters.preemptions > 0
-    assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
+    assert {shape.queries > 1 for shape in recorder._steps} == {False, True}
 
 
 def test_what_selection_does_not_have_is_refused(deepseek):

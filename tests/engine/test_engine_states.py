@@ -132,14 +132,16 @@ def tokens_of(content):
     return [] if content is None else [*tokens_of(content.parent), *content.tokens]
 
 
-@pytest.mark.covers("R210")
+@pytest.mark.covers("R210", "R219")
+@pytest.mark.parametrize("ring_size", [0, 4])
 @pytest.mark.parametrize("twin", TWINS)
-def test_several_requests_begin_with_one_state(qwen, expected, twin, caplog):
+def test_several_requests_begin_with_one_state(qwen, expected, twin, ring_size, caplog):
     """In one step, two as decodes and two as prefills: the kept state is there for the next one, too."""
     (after,) = transformers_outputs(qwen, [SYSTEM], 6, "eager")
-    engine = make_engine(qwen, twin, num_kept_states=1)
+    engine = make_engine(qwen, twin, num_kept_states=1, state_ring_size=ring_size)
     engine.generate([SYSTEM], SamplingParams(max_tokens=1))
-    (slot,) = engine.scheduler.states.kept.values()
+    states = engine.scheduler.states
+    (slot,) = (states.rings or states).kept.values()
     kept = [pools.states[slot].clone() for pools in engine.state_caches.values()]
     prompts = [SYSTEM, PROMPTS[1], SYSTEM, PROMPTS[4]]
     assert outputs(engine, prompts) == [after, expected[1], after, expected[4]]
@@ -242,10 +244,12 @@ def test_a_pass_that_fails_is_computed_again(qwen, expected, twin):
     assert_all_free(engine)
 
 
-@pytest.mark.covers("R209")
-def test_an_interrupted_step_is_undone(qwen, expected):
+@pytest.mark.covers("R209", "R219")
+@pytest.mark.parametrize("ring_size", [0, 5])
+def test_an_interrupted_step_is_undone(qwen, expected, ring_size):
     """And a request that is aborted gives its slots back."""
-    engine, calls = make_engine(qwen, max_num_batched_tokens=9, speculation=NGram(max_drafts=2)), []
+    options = dict(speculation=NGram(max_drafts=2), state_ring_size=ring_size)
+    engine, calls = make_engine(qwen, max_num_batched_tokens=9, **options), []
 
     def interrupt(module, arguments):
         calls.append(1)

@@ -30,7 +30,17 @@ from twinattn.engine.cache_kinds import SLOT
 TAILS = st.lists(st.integers(40, 42), min_size=1, max_size=3)
 HAPPENS = ["step", "step", "step", "add", "preempt", "move", "move back"]
 SOME_LIVES = settings(max_examples=settings.default.max_examples // 4, phases=[Phase.generate])  # none is made smaller
-FAST = ("windows", "selected keys", "compressed keys", "chunks", "differential", "int8")  # no bit depends on a chunk
+FAST = (
+    "windows",
+    "selected keys",
+    "compressed keys",
+    "chunks",
+    "differential",
+    "int8",
+    "fp8",
+    "int4",
+    "nvfp4",
+)  # no bit depends on a chunk
 
 
 @pytest.fixture(scope="module")

@@ -80,10 +80,9 @@ def test_drafts_change_nothing(llama):
         assert_nothing_is_held(engine)
 
 
-def test_steps_launched_ahead_change_nothing(llama, monkeypatch, device):
+@pytest.mark.usefixtures("steps_as_recordings")
+def test_steps_launched_ahead_change_nothing(llama, device):
     """The step in which samples begin is read before the next one; all others are launched ahead as ever."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
     prompts = [*PROMPTS, [7, 3] * 20]  # the last one in chunks, and a step with one of them is under way
     expected = samples_of(make_engine(llama, "fastattn"), prompts, FOUR)
     engine = make_engine(llama, "fastattn", runner=Watched(device), max_num_batched_tokens=16)

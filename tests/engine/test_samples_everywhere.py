@@ -9,16 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
-import twinattn.engine.cuda_graphs
-import twinattn.engine.graph_shapes
 from tests.helpers import engines, faults
 from tests.helpers.engines import MODELS, SYSTEM, TWINS, Watched, make_engine
 from tests.helpers.pairs import every_pair
 from tests.helpers.samples import alone, assert_the_prefix_is_shared, samples_of
 from tests.helpers.state_engines import assert_all_free, drafts_of, make_hybrid
-from tests.helpers.tape import tape_recorder
 from tests.helpers.tiny_models import CHANGES, INDEX_SIZES, LATENT_SIZES, STATES, make_family, make_llama, make_model
-from twinattn.engine import CudaGraphs, NGram, Prompt, SamplingParams
+from twinattn.engine import NGram, Prompt, SamplingParams
 
 pytestmark = pytest.mark.lets_a_pass_fail
 WARM = SamplingParams(max_tokens=6, temperature=1.0, seed=5, stop_token_ids=())
@@ -124,13 +121,10 @@ def test_drafts_of_states_are_accepted(made, twin):
     assert_all_free(engine)
 
 
+@pytest.mark.usefixtures("on_tape")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "window", "latents"])
-def test_captured_steps_change_nothing(made, name, monkeypatch, device):
+def test_captured_steps_change_nothing(made, name, device):
     """A graph is a tape here: only what is in buffers changes from step to step, the copied blocks' tables too."""
-    if device == "cpu":
-        monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", tape_recorder(monkeypatch))
-    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
-    monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 64)
     engine = make_engine(made(name), "fastattn", runner=Watched(device))
     for _ in range(2):
         assert samples_of(engine, PROMPTS, FOUR) == [alone(made(name), "fastattn", p, FOUR) for p in PROMPTS]

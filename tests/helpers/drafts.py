@@ -24,6 +24,13 @@ class Wild(NGram):
         return Draft(tuple(drafted), tuple(parents))
 
 
+class Chains(Wild):
+    """Drafts at random, of one branch."""
+
+    def propose(self, tokens, *, depth, nodes, branches=None):
+        return super().propose(tokens, depth=depth, nodes=nodes, branches=1)
+
+
 class Oracle(NGram):
     """Drafts what will be said, behind wrong tokens that come first: so what is accepted has to move."""
 

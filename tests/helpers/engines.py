@@ -16,6 +16,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+import twinattn.engine.choice
 from tests.helpers.tiny_models import LATENT_SIZES, SIZES, YARN
 from twinattn.engine import CudaGraphs, Engine, SamplingParams
 
@@ -36,6 +37,20 @@ def outputs(engine, prompts, sampling=GREEDY):
     requests = engine.generate(prompts, sampling)
     assert [request.error for request in requests] == [None] * len(prompts)
     return [request.output_ids for request in requests]
+
+
+def first_logits(engine, prompts, monkeypatch):
+    """Return the logits that the first tokens of some prompts are chosen from."""
+    rows, choose = {}, twinattn.engine.choice.choose
+
+    def watch(logits, requests, **how):
+        rows.update(zip(requests, logits, strict=True))
+        return choose(logits, requests, **how)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(twinattn.engine.choice, "choose", watch)
+        requests = engine.generate(prompts, SamplingParams(max_tokens=1))
+    return torch.stack([rows[request] for request in requests]).float()
 
 
 def transformers_outputs(model, prompts, max_tokens=5, attention="sdpa"):
