@@ -35,20 +35,10 @@ from refattn.merge import merge
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from tests.helpers.batches import CASES, STALE, Case, build
-from tests.helpers.gpu_package_doubles import FA3_SCHEDULE, by_name
+from tests.helpers.gpu_package_doubles import FA3_FORWARD, FA3_SCHEDULE, by_name
 from tests.helpers.options import given
 from tests.helpers.tolerance import assert_matches_reference
 
-ARGUMENTS = """
-    Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
-    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q,
-    int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos,
-    Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
-    float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
-    bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
-    Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k
-"""  # arguments of `_vllm_fa3_C::fwd` in the wheel vllm 0.33.0, as the library itself registers them
-NAMES = [argument.split()[-1] for argument in ARGUMENTS.split(",")]
 TILE = 128  # rows, and keys, of the doubles
 
 TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")  # tensors that a call may have
@@ -96,7 +86,7 @@ class Double:
 
     def fwd(self, *arguments):
         """Answer as `torch.ops._vllm_fa3_C.fwd`."""
-        asked = dict(zip(NAMES, arguments, strict=True))
+        asked = by_name(FA3_FORWARD, arguments)
         self.calls.append(asked)
         used = {*TENSORS, "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "softcap", "num_splits"}
         used |= {
@@ -114,7 +104,7 @@ class Double:
             made_of = asked | dict(sizes=sizes, has_softcap=asked["softcap"] > 0)
             assert made.tolist() == described(made_of), "a schedule of another call"
             used.add("scheduler_metadata")
-        assert not [name for name in NAMES if name not in used and asked[name] is not None], "what we have no use for"
+        assert not [name for name, x in asked.items() if name not in used and x is not None], "what we have no use for"
         assert (asked["sm_margin"], asked["cp_world_size"], asked["cp_rank"]) == (0, 1, 0)
         window = asked["window_size_left"], asked["window_size_right"]
         tensors = {name: asked[name] for name in TENSORS}
@@ -239,7 +229,7 @@ def vllm(device):
         return
     double = Double()
     library = torch.library.Library(fa3.LIBRARY, "DEF")
-    library.define(f"fwd({ARGUMENTS}) -> Tensor[]")
+    library.define(f"fwd({FA3_FORWARD}) -> Tensor[]")
     library.impl("fwd", double.fwd, "CPU")
     library.define(f"get_scheduler_metadata({FA3_SCHEDULE}) -> Tensor")
     library.impl("get_scheduler_metadata", double.get_scheduler_metadata, "CPU")
@@ -578,7 +568,7 @@ def test_a_library_without_schedules_makes_them_in_each_call(device):
     if device == "cuda":
         pytest.skip("the library has them")
     double, library = Double(), torch.library.Library(fa3.LIBRARY, "DEF")
-    library.define(f"fwd({ARGUMENTS}) -> Tensor[]")
+    library.define(f"fwd({FA3_FORWARD}) -> Tensor[]")
     library.impl("fwd", double.fwd, "CPU")
     try:
         hold_to_the_reference(build(MIXED, device=device, dtype=torch.float16), "pages")

@@ -192,32 +192,6 @@ def check_mask(twin, rule, case, device):
 # --- the formula ---
 
 
-@pytest.mark.covers("F219")
-def test_the_reference_is_the_formula_in_float64():
-    case = Case("drawn", ((7, 20), (1, 9), (5, 5)), heads=(4, 2), head_size=8, padding_rows=1)
-    inputs = build(case, dtype=torch.float64)
-    intervals = drawn(inputs.batch, 14)
-    sinks = torch.linspace(-1, 1, 4)
-    out, lse = plan_and_attend(refattn.interval, *inputs.tensors, **intervals._asdict(), sinks=sinks, return_lse=True)
-    row = 0
-    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
-        for r in range(row, row + q):
-            for head in range(4):
-                scores = [
-                    float(inputs.query[r, head] @ key[j, head // 2]) * 8**-0.5
-                    for j in range(s)
-                    if intervals.first_visible[r] <= j <= intervals.last_visible[r]
-                ]
-                keys = [j for j in range(s) if intervals.first_visible[r] <= j <= intervals.last_visible[r]]
-                total = sum(math.exp(x) for x in scores) + math.exp(float(sinks[head]))
-                expected = sum((math.exp(x) * value[j, head // 2] for x, j in zip(scores, keys, strict=True)), 0.0)
-                torch.testing.assert_close(
-                    out[r, head], torch.as_tensor(expected).double().expand(8) / total, rtol=1e-10, atol=1e-12
-                )
-                assert float(lse[r, head]) == pytest.approx(math.log(total), rel=1e-10)
-        row += q
-
-
 @each_twin
 def test_a_window_and_a_causal_mask_are_intervals(twin, device):
     inputs = build(SOME[0], device=device)
@@ -392,29 +366,6 @@ def test_an_interval_that_begins_at_the_end_of_int32_in_a_tile_of_many_rows(kern
         kernel.check(hold)
 
 
-@each_kernel
-def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
-    case = Case("three", ((5, 30), (40, 90), (1, 33)), heads=(4, 2))
-    inputs = build(case, dtype=kernel.dtypes[0], device=device)
-    spans = dict(spans=spans_of(case).to(device))
-    if kernel.is_interpreted:
-        return  # the bits of NumPy's products depend on where a row stands
-
-    def hold():
-        batch = inputs.batch
-        intervals = fastattn.interval.image_spans(batch, **spans, num_tokens=46)
-        out = plan_and_attend(fastattn.interval, *inputs.tensors, **intervals._asdict(), batch_invariant=True)
-        alone = refattn.metadata.make_batch([40], [90], [batch.block_table[1].tolist()], device=device)
-        mine = Intervals(*(x[5:45] for x in intervals))
-        row = plan_and_attend(
-            fastattn.interval, inputs.query[5:45], *inputs.tensors[1:3], alone, **mine._asdict(), batch_invariant=True
-        )
-        assert torch.equal(row, out[5:45])
-
-    with kernel.forced():
-        kernel.check(hold)
-
-
 # --- other ways to the same plan, and bad input ---
 
 
@@ -424,15 +375,6 @@ def test_an_operator_for_the_compiler_takes_the_intervals_along(device):
     plan = fastattn.interval.plan(inputs.batch, **intervals._asdict(), block_size=16)
     out = twinattn.integrations.ops.chunked_prefill(*inputs.tensors[:3], plan)
     assert torch.equal(out, fastattn.interval.attention(*inputs.tensors[:3], plan))
-
-
-def test_rows_without_a_cache(device):
-    inputs = build(SOME[1], device=device)
-    for twin, varlen in ((refattn.interval, refattn.varlen), (fastattn.interval, fastattn.varlen)):
-        intervals = intervals_of("spans", twin, SOME[1], inputs.batch)
-        plan = twin.plan(inputs.batch, **intervals._asdict())
-        expected = plan_and_attend(refattn.interval, *inputs.tensors, **intervals._asdict())
-        torch.testing.assert_close(varlen.attention(*inputs.rows[:3], plan), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flash_mla", "torch_flash"])

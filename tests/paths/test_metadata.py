@@ -1,6 +1,7 @@
 """From requests to a batch: positions, slots, parts, the next step."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,84 +213,31 @@ def test_the_table_of_another_group(twin, device):
 
 @each_twin
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_input_is_named(twin):
-    table = torch.zeros(2, 1, dtype=torch.int32)
-    batch = twin.make_batch([1, 1], [1, 9], [[0], [1]])
-    for call, message in (
-        (lambda: twin.make_batch([1], [1, 2]), "query_lens: expected 2 lengths, one per sequence, got 1"),
-        (lambda: twin.make_batch([1, 1], [1, 2], [[0]]), "block_tables: expected 2 rows, one per sequence, got 1"),
-        (lambda: twin.make_batch([1, -1], [1, 2]), "query_lens: expected lengths of at least 0, got [1, -1]"),
-        (lambda: twin.make_batch([1, 1], [1, -2]), "seq_lens: expected lengths of at least 0, got [1, -2]"),
-        (lambda: twin.split_decodes_and_prefills(batch, [1]), "query_lens: expected 2 lengths"),
-        (
-            lambda: twin.split_decodes_and_prefills(twin.make_batch([1, 2, 1], [1, 2, 1]), [1, 2, 1]),
-            "expected all decodes (at most 1 tokens)",
-        ),
-        (lambda: twin.slot_mapping(batch, 2, block_size=4), "block_table: expected at least 3 columns for the 9 keys"),
-        (lambda: twin.slot_mapping(batch, 2, block_size=0), "block_size: expected a positive int, got 0"),
-        (
-            lambda: twin.update_block_table(batch, table.long()),
-            "block_table: expected int32 [b=2, m], got int64 [2, 1]",
-        ),
-        (lambda: twin.update_block_table(batch, table[:1]), "block_table: expected int32 [b=2, m], got int32 [1, 1]"),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens[:1], None, 1, 9),
-            "cu_seqlens_q: expected int32 [b + 1=2]",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, torch.tensor([[1, 7], [9, 7]]).int()[:, 0], None, 1, 9),
-            "seq_lens: expected its entries side by side, got a stride of 2",
-        ),
-        (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, table), "max_seq_len: expected a Python int"),
-        (
-            lambda: type(batch)([0, 1, 2], batch.seq_lens, None, 1, 9),
-            "cu_seqlens_q: expected int32 [b + 1=3], got list",
-        ),
-        (lambda: type(batch)(batch.cu_seqlens_q, None, None, 1, 9), "seq_lens: expected int32 [b], got None"),
-        (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, [[1]], 1, 9), "block_table: expected int32 [b=2, m],"),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q.to("meta"), batch.seq_lens, None, 1, 9),
-            "cu_seqlens_q: expected cpu, where seq_lens is, got meta",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, table.to("meta"), 1, 9),
-            "block_table: expected cpu, where seq_lens is, got meta",
-        ),
-        (
-            lambda: type(batch)(torch.tensor([[0, 9], [1, 9], [2, 9]]).int()[:, 0], batch.seq_lens, None, 1, 9),
-            "cu_seqlens_q: expected its entries side by side, got a stride of 2",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, -1, 9),
-            "max_query_len: expected a Python int of",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, True, 9),
-            "max_query_len: expected a Python int",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9.0),
-            "max_seq_len: expected a Python int of",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 2**31),
-            "max_seq_len: expected at most 2147483647, got 2147483648",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 2.5),
-            "num_keys: expected a Python int of at least 0, got 2.5",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 10, 2.5),
-            "num_tokens: expected a Python int of at least 0, got 2.5",
-        ),
-        (
-            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 10, -1),
-            "num_tokens: expected a Python int of at least 0, got -1",
-        ),
+def test_decodes_behind_a_prefill_are_named(twin):
+    with pytest.raises(ValueError, match=r"expected all decodes \(at most 1 tokens\)"):
+        twin.split_decodes_and_prefills(twin.make_batch([1, 2, 1], [1, 2, 1]), [1, 2, 1])
+
+
+def apart(*numbers):
+    """Return some numbers with others between them in memory."""
+    return torch.tensor([[number, 9] for number in numbers], dtype=torch.int32)[:, 0]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_batch_that_cannot_be_is_named():
+    """What its types cannot say; `test_every_argument` has values of other types."""
+    batch = refattn.metadata.make_batch([1, 1], [1, 9], [[0], [1]])
+    for changes, message in (
+        (dict(seq_lens=batch.seq_lens[:1]), "cu_seqlens_q: expected int32 [b + 1=2]"),
+        (dict(seq_lens=apart(1, 9)), "seq_lens: expected its entries side by side, got a stride of 2"),
+        (dict(cu_seqlens_q=apart(0, 1, 2)), "cu_seqlens_q: expected its entries side by side, got a stride of 2"),
+        (dict(max_query_len=-1), "max_query_len: expected a Python int of at least 0, got -1"),
+        (dict(max_query_len=True), "max_query_len: expected a Python int of at least 0, got True"),
+        (dict(max_seq_len=2**31), "max_seq_len: expected at most 2147483647, got 2147483648"),
+        (dict(num_tokens=-1), "num_tokens: expected a Python int of at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            call()
+            replace(batch, **changes)
 
 
 def test_cases_are_what_their_names_say():

@@ -1,6 +1,5 @@
 """Layers that keep a state: the formula, who influences whom, slots, drafts, checkpoints, and the convolution."""
 
-import inspect
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -264,15 +263,6 @@ def test_a_sequence_without_tokens_leaves_the_slot_of_another_alone(kernel, leng
     assert torch.equal(states, alone)
 
 
-@pytest.mark.covers("R202")
-@each_kernel
-@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
-def test_a_sequence_without_tokens_has_no_chunk(kernel, per_channel):
-    """The chunk of its next token would begin before its first row: in the last chunk of the sequence before it."""
-    step, tables = draw(37, per_channel=per_channel), dict(state_indices=ints([1, 0, 2]))
-    assert_twins_agree(kernel, step, draw_states(3), lengths((17, 0, 20), (1, 1, 0)), **tables)
-
-
 def beside_idle_sequences(kernel, length, entries, per_channel, drafts):
     """Return the outputs and the states of a step in which each sequence without new tokens has an entry everywhere."""
     lens, contexts = (0, length, 0, 1, 0), (9, 3, 0, 15, 40)
@@ -320,18 +310,6 @@ def test_nan_reaches_the_tokens_after_it_and_none_before(kernel, name, per_chann
     getattr(step, name)[12] = torch.nan
     out = attend(kernel, step, states, lengths([20], [0]), state_indices=ints([0]))
     assert out[:12].isfinite().all() and out[12:].isnan().any(-1).all() and states.isnan().any()
-
-
-@each_computer
-def test_slots_may_be_permuted(kernel):
-    batch, step, states = lengths((20, 1, 4), (0, 7, 2)), draw(25, h=1, hv=2), draw_states(5, 2)
-    permuted = states[[4, 2, 0, 1, 3]].clone()  # slot s is now where it stands in the list
-    answers = [
-        attend(kernel, step, pool, batch, state_indices=ints(slots))
-        for pool, slots in ((states, [3, 0, 4]), (permuted, [4, 2, 0]))
-    ]
-    assert torch.equal(*answers)
-    assert torch.equal(states[[4, 2, 0, 1, 3]], permuted)
 
 
 @pytest.mark.covers("R202")
@@ -694,18 +672,6 @@ def test_outputs_may_be_written_over_inputs(kernel, count):
                     out, after = call(changed, memory[first:])
                     assert out.data_ptr() == memory[first:].data_ptr()
                     assert torch.equal(out, expected) and torch.equal(after, states)
-
-
-def test_the_paths_are_called_alike_and_plan_alike():
-    batch, slots = lengths((2, 1, 0), (0, 4, 2)), ints([2, 0, 1])
-    plans = [package.plan(batch, state_indices=slots) for package in (refattn.recurrent, fastattn.recurrent)]
-    for plan in plans:
-        assert plan.has_initial_state.tolist() == [False, True, True] and plan.num_slots == 3 and plan.num_rows == 3
-    for package in (refattn.recurrent, fastattn.recurrent):
-        first, *others = inspect.signature(package.plan).parameters.values()
-        assert first.name == "batch" and all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in others)
-        names = list(inspect.signature(package.attention).parameters)
-        assert names[0] == "query" and names[-3:] == ["plan", "options", "out"]
 
 
 # --- bad input ---

@@ -260,17 +260,6 @@ def test_no_bit_of_a_score_depends_on_the_rest_of_the_batch(kernel, device):
     assert torch.equal(last, whole[11:12, :30])
 
 
-@each_twin
-def test_a_positive_scale_moves_through_the_relu(twin):
-    """So a query of quantized values has its scale in the weights."""
-    query, weights, pool, batch, _ = lay_out()
-    quantized_values = query.to(torch.float8_e4m3fn)
-    scale = torch.rand(len(query), 3) + 0.5
-    ours = twin.scores(quantized_values, weights * scale, pool, plan_of(batch))
-    theirs = twin.scores(quantized_values.float() * scale[..., None], weights, pool, plan_of(batch))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
 def test_scores_and_selection_are_those_of_transformers():
     """`DeepseekV32Indexer`, with its own norms and rotations, in float32."""
     pytest.importorskip("transformers.models.deepseek_v32")
@@ -815,17 +804,6 @@ BAD = {
 def test_bad_input_is_refused(twin, call, message, shapes_unchecked):
     with pytest.raises(ValueError, match=message):
         call(twin)
-
-
-@each_twin
-def test_slopes_are_refused_as_a_list_of_slots_has_no_positions(twin):
-    inputs = build(CASE)
-    plan = twin.plan(inputs.batch, positions=drawn_positions(), block_size=8)
-    options = AttentionOptions(softmax_scale=1.0, alibi_slopes=torch.ones(4))
-    with pytest.raises(ValueError, match="alibi_slopes: expected None"):
-        twin.attention(*inputs.tensors[:3], plan, options)
-    with pytest.raises(ValueError, match="alibi_slopes: expected None"):
-        twin.latent_attention(inputs.query, inputs.key_cache[:, :, 0], plan, options, latent_rank=48)
 
 
 def test_a_bad_write_changes_nothing():
