@@ -3,6 +3,7 @@
 import importlib
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -48,7 +49,6 @@ from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles
 from fastattn.kernels.triton.tuning import SCRATCH_BYTES, LaunchConfig, fit_shared_memory, is_wide
-from refattn.batch import Batch
 from refattn.keys import Pages
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
@@ -59,9 +59,11 @@ from tests.helpers import (
     kernels_present,  # noqa: F401 (quickens the interpreter)
     states,
 )
+from tests.helpers.alone import alone, assert_rows_do_not_change
 from tests.helpers.batches import Case, assert_same_masks, build, masks_by_hand, read_masks
 from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
 from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.positions import answer_by_hand
 from tests.helpers.tolerance import assert_close, assert_matches_reference
 from twinattn.kit.search.tensors import laid
 
@@ -521,28 +523,7 @@ POSITIONS = {
 }
 
 
-def answer_by_hand(inputs, case, dtype, positions, sees, options):
-    """Attend in each sequence from its queries, at `positions`, to the keys that `sees(i, j)` shows them."""
-    outs, lses, row = [], [], 0
-    for (q, s), keys, values in zip(case.lens, inputs.keys, inputs.values, strict=True):
-        i, j = torch.tensor(positions[row : row + q])[:, None], torch.arange(s)[None, :]
-        bias = None
-        if "alibi_slopes" in options:
-            bias = -options["alibi_slopes"].cpu().to(dtype)[:, None, None] * (i - j).abs()
-        out, lse = refattn.attention.attend(
-            *(x.cpu().to(dtype) for x in (inputs.query[row : row + q], keys, values)),
-            sees(i, j).expand(q, s),
-            softcap=options.get("softcap", 0.0),
-            bias=bias,
-            sinks=options["sinks"].cpu().to(dtype) if "sinks" in options else None,
-        )
-        outs.append(out)
-        lses.append(lse)
-        row += q
-    return torch.cat(outs), torch.cat(lses)
-
-
-def assert_right_at(positions, inputs, case, sees, options, first_keys=None):
+def assert_right_at(positions, inputs, case, options, first_keys=None):
     """Hold our kernel to the rule, with the queries at some positions, and padding rows without an answer.
 
     `positions` are counted from the first key of each sequence; what the kernel is told begins at `first_keys`.
@@ -553,13 +534,10 @@ def assert_right_at(positions, inputs, case, sees, options, first_keys=None):
         absolute = [position + first_keys[i] for position, i in zip(positions, owners, strict=True)]
         first_keys = torch.tensor(first_keys, dtype=torch.int32, device=device)
     told = torch.tensor([*absolute, *[-7] * case.padding_rows], dtype=torch.int32, device=device)
-    out, lse = attend(*given(*inputs.tensors, positions=told, first_keys=first_keys, **options))
-    rows = len(positions)
-    assert not out[rows:].any() and (lse[rows:] == -torch.inf).all()
-    ref, ref_lse = answer_by_hand(inputs, case, torch.float64, positions, sees, options)
-    low, low_lse = answer_by_hand(inputs, case, inputs.query.dtype, positions, sees, options)
-    assert_close(out[:rows].cpu(), ref, low, name="out")
-    assert_close(lse[:rows].cpu(), ref_lse, low_lse, name="lse")
+    *tensors, plan, layer = given(*inputs.tensors, positions=told, first_keys=first_keys, **options)
+    by_hand = inputs.query, inputs.keys, inputs.values, inputs.batch
+    where = dict(positions=positions, window=plan.window, options=layer)
+    assert_matches_reference(*attend(*tensors, plan, layer), answer_by_hand, *by_hand, **where)
 
 
 @pytest.mark.parametrize(
@@ -574,14 +552,8 @@ def assert_right_at(positions, inputs, case, sees, options, first_keys=None):
 def test_queries_at_any_positions(first_keys, options, launch, device):
     """Past their keys, before them, in any order; a decode of each sequence would stand at its own."""
     inputs = build(GROUP, device=device)
-    options = per_head(POSITIONS[options], GROUP, device)
-    left, right = Plan(inputs.batch, **{k: v for k, v in options.items() if k in ("causal", "window_size")}).window
-
-    def sees(i, j):
-        return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
-
     with launched_as(**launch):
-        assert_right_at(SOMEWHERE, inputs, GROUP, sees, options, first_keys)
+        assert_right_at(SOMEWHERE, inputs, GROUP, per_head(POSITIONS[options], GROUP, device), first_keys)
 
 
 @pytest.mark.parametrize("first_keys", [None, [5, 48]], ids=str)
@@ -591,10 +563,8 @@ def test_fixed_runs_of_keys_for_queries_at_any_positions(window_size, first_keys
     case = Case("far-apart", ((3, 200), (1, 130)), heads=(1, 1))
     inputs = build(case, device=device)
     options = dict(causal=False, window_size=window_size, batch_invariant=True)
-    left, right = window_size
     with mock.patch.object(triton_tuning, "INVARIANT_RUN", 64):
-        sees = (lambda i, j: (j >= i - left) & (j <= i + right)) if left >= 0 else (lambda i, j: j > -1)
-        assert_right_at([199, 20, 90, 140], inputs, case, sees, options, first_keys)
+        assert_right_at([199, 20, 90, 140], inputs, case, options, first_keys)
 
 
 def test_levels_with_more_splits_than_one_of_average_length(device):
@@ -859,24 +829,6 @@ def on(device, options):
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
-def alone(inputs, rows, seq_len, sequence, device):
-    """Return some query rows as the last tokens of a sequence of `seq_len` tokens, alone in the batch."""
-    first, last = rows
-    batch = Batch(
-        torch.tensor([0, last - first], dtype=torch.int32, device=device),
-        torch.tensor([seq_len], dtype=torch.int32, device=device),
-        inputs.batch.block_table[sequence : sequence + 1],
-        last - first,
-        seq_len,
-    )
-    return inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch
-
-
-def attend_alone(inputs, options, rows, seq_len, sequence, device):
-    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, alone in the batch."""
-    return attend(*given(*alone(inputs, rows, seq_len, sequence, device), **on(device, options)))
-
-
 @pytest.mark.usefixtures("fixed_products")
 @each_invariant
 def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
@@ -884,12 +836,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     case = Case("company", ((1, 150), (1, 260), (20, 70), (4, 44)), heads=(2, 1))
     inputs = build(case, device=device)
     with mock.patch.object(triton_tuning, "INVARIANT_RUN", 128):
-        together, lse_together = attend(*given(*inputs.tensors, **on(device, options)))
-        row = 0
-        for i, (q, s) in enumerate(case.lens):
-            out, lse = attend_alone(inputs, options, (row, row + q), s, i, device)
-            assert torch.equal(out, together[row : row + q]) and torch.equal(lse, lse_together[row : row + q]), i
-            row += q
+        assert_rows_do_not_change(lambda *call: attend(*given(*call, **on(device, options))), *inputs.tensors)
 
 
 @pytest.mark.usefixtures("fixed_products")
@@ -897,14 +844,13 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
 def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
     """The window of the first rows begins in another run of keys than that of the last ones."""
     inputs = build(Case("chunk", ((12, 330), (3, 2)), heads=(2, 1)), device=device)
+    query, *pools, batch = inputs.tensors
     with mock.patch.object(triton_tuning, "INVARIANT_RUN", 128):
-        expected, expected_lse = attend(*given(*inputs.tensors, **on(device, options)))
-        row = 0
-        for size in (5, 1, 3, 1, 2):  # that of 1 at last begins a step of keys after the first ones
-            out, lse = attend_alone(inputs, options, (row, row + size), 318 + row + size, 0, device)
-            assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
-            assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
-            row += size
+        expected = attend(*given(*inputs.tensors, **on(device, options)))
+        for first, end in pairwise((0, 5, 6, 9, 10, 12)):  # the row at 9 begins a step of keys after the first ones
+            chunk = query[first:end], *pools, alone(batch, 0, end - first, 318 + end)
+            for one, whole in zip(attend(*given(*chunk, **on(device, options))), expected, strict=True):
+                assert torch.equal(one, whole[first:end]), f"rows from {first}"
 
 
 TRIMMED = {
@@ -942,7 +888,8 @@ def test_rows_of_a_window_do_not_change_with_the_blocks_that_are_removed(path, o
         expected = answer(*inputs.tensors)
         row = 0
         for size in (5, 1, 3, 1, 2):
-            found = answer(*alone(inputs, (row, row + size), 318 + row + size, 0, device))
+            batch = alone(inputs.batch, 0, size, 318 + row + size)
+            found = answer(inputs.query[row : row + size], inputs.key_cache, inputs.value_cache, batch)
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other[row : row + size]), f"rows from {row}"
             row += size

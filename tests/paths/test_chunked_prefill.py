@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -28,11 +27,11 @@ from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4
 from fastattn.kernels.triton import expand
 from refattn import masks
-from refattn.attention import attend as attend_once
 from refattn.batch import Batch
 from refattn.keys import Pages, Rows
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
+from tests.helpers.alone import alone, assert_rows_do_not_change
 from tests.helpers.batches import (
     Case,
     assert_same_masks,
@@ -47,6 +46,7 @@ from tests.helpers.batches import (
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
 from tests.helpers.pairs import every_pair_on_cpu
+from tests.helpers.positions import answer_by_hand, seen_from
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
@@ -184,26 +184,6 @@ INVARIANT = {
 }
 
 
-def only(batch: Batch, sequence: int, query_len: int, seq_len: int) -> Batch:
-    """Return the first `seq_len` keys of one sequence of a batch, with the last `query_len` of them as queries."""
-    cu_seqlens_q, seq_lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, query_len], [seq_len]))
-    table = batch.block_table[sequence : sequence + 1].clone()
-    return Batch(cu_seqlens_q.to(batch.device), seq_lens.to(batch.device), table, query_len, seq_len)
-
-
-def assert_rows_do_not_change(attention, inputs, case: Case, options: dict, answer) -> None:
-    """Hold the rows of each sequence to those that it has alone, and with its last queries alone."""
-    row = 0
-    for i, (q, s) in enumerate(case.lens):
-        for count in {q, q // 3 + 1} if q else {}:
-            rows = slice(row + q - count, row + q)
-            alone = only(inputs.batch, i, count, s)
-            again = attention(inputs.query[rows], inputs.key_cache, inputs.value_cache, alone, **options)
-            for one, other in zip(again, answer, strict=True):
-                assert torch.equal(one, other[rows]), f"the last {count} of {q} rows of sequence {i} changed"
-        row += q
-
-
 @pytest.mark.covers("B73")
 @pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
 def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
@@ -211,10 +191,9 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     lens = ((1, 300), (1, 290), (30, 100), (1, 7), (0, 40), (5, 2), (4, 44), (19, 531))
     case = Case("company", lens, heads=(9, 3), padding_rows=2)
     inputs = build(case, device=device)
-    filled = per_head(options, case, device) | dict(batch_invariant=True, return_lse=True)
-    answer = plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
-    assert_rows_do_not_change(partial(plan_and_attend, fastattn.chunked_prefill), inputs, case, filled, answer)
-    filled.pop("return_lse")
+    filled = per_head(options, case, device) | dict(batch_invariant=True)
+    attention = partial(plan_and_attend, fastattn.chunked_prefill, **filled, return_lse=True)
+    answer = assert_rows_do_not_change(attention, *inputs.tensors)
     assert_matches_reference(*answer, partial(plan_and_attend, refattn.chunked_prefill), *inputs.tensors, **filled)
 
 
@@ -223,8 +202,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
 def test_rows_of_drawn_batches_do_not_change(case, options, seed):
     inputs = build(case, seed=seed)
     filled = per_head(INVARIANT[options], case, "cpu") | dict(batch_invariant=True, return_lse=True)
-    answer = plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
-    assert_rows_do_not_change(partial(plan_and_attend, fastattn.chunked_prefill), inputs, case, filled, answer)
+    assert_rows_do_not_change(partial(plan_and_attend, fastattn.chunked_prefill, **filled), *inputs.tensors)
 
 
 @pytest.mark.parametrize("options", ["plain", "window", "softcap"])
@@ -235,7 +213,7 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
     filled = per_head(INVARIANT[options], case, device) | dict(batch_invariant=True)
     whole = plan_and_attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
     for begin, end in ((0, 37), (37, 38), (38, 90)):
-        chunk = only(inputs.batch, 0, end - begin, end)
+        chunk = alone(inputs.batch, 0, end - begin, end)
         out = plan_and_attend(
             fastattn.chunked_prefill, inputs.query[begin:end], inputs.key_cache, inputs.value_cache, chunk, **filled
         )
@@ -251,7 +229,7 @@ def test_rows_of_a_window_do_not_change_with_the_blocks_that_are_removed(softcap
     whole = plan_and_attend(fastattn.sliding_window, *tensors, inputs.batch, **given)
     for begin in range(0, 90, 7):
         end = min(begin + 7, 90)
-        chunk = only(inputs.batch, 0, end - begin, end)
+        chunk = alone(inputs.batch, 0, end - begin, end)
         out = plan_and_attend(fastattn.sliding_window, tensors[0][begin:end], *tensors[1:], chunk, **given)
         assert torch.equal(out, whole[begin:end]), begin
 
@@ -332,11 +310,10 @@ def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(head_siz
     """Nor with other queries of their own sequence; of an odd size, rows begin anywhere in memory."""
     case = Case("company", ((1, 130), (5, 71), (3, 2), (7, 7)), heads=(6, 3), head_size=head_size)
     inputs = build(case, device=device)
-    filled = per_head(options, case, device) | dict(batch_invariant=True, return_lse=True)
-    answer = plan_and_attend(refattn.chunked_prefill, *inputs.tensors, **filled)
-    assert_rows_do_not_change(partial(plan_and_attend, refattn.chunked_prefill), inputs, case, filled, answer)
-    filled.pop("batch_invariant")
-    for one, other in zip(plan_and_attend(refattn.chunked_prefill, *inputs.tensors, **filled), answer, strict=True):
+    filled = per_head(options, case, device) | dict(return_lse=True)
+    attention = partial(plan_and_attend, refattn.chunked_prefill, **filled)
+    answer = assert_rows_do_not_change(partial(attention, batch_invariant=True), *inputs.tensors)
+    for one, other in zip(attention(*inputs.tensors), answer, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -350,8 +327,8 @@ def test_rows_of_the_reference_do_not_change_with_the_rows_before_them(head_size
     for i, ((q0, q1), (k0, k1)) in enumerate(zip(batch.query_rows(), batch.key_rows(), strict=True)):
         for first in {q0, (q0 + q1) // 2}:
             tensors = query[first:q1].clone(), key[k0:k1].clone(), value[k0:k1].clone()
-            alone = only(batch, i, q1 - first, k1 - k0)
-            again = plan_and_attend(refattn.varlen, *tensors, alone, batch_invariant=True, return_lse=True)
+            one = alone(batch, i, q1 - first, k1 - k0)
+            again = plan_and_attend(refattn.varlen, *tensors, one, batch_invariant=True, return_lse=True)
             for one, other in zip(again, answer, strict=True):
                 assert torch.equal(one, other[first:q1])
 
@@ -371,34 +348,6 @@ POSITIONS = {
 }
 SOMEWHERE = [25, 40, 2, 33, 16, 15, 90, -3, 16, 100, 41, 0]  # past the keys, before them, twice, in any order
 GROUPS = Case("groups", ((3, 20), (1, 33), (5, 17), (2, 70), (0, 9), (1, 1)), heads=(4, 2), padding_rows=2)
-
-
-def seen_from(positions: list[int], num_keys: int, window: tuple[int, int]) -> torch.Tensor:
-    """Draw which of some keys are seen from some positions, one pair at a time."""
-    left, right = window
-    rows = [[(left < 0 or j >= i - left) and (right < 0 or j <= i + right) for j in range(num_keys)] for i in positions]
-    return torch.tensor(rows, dtype=torch.bool).reshape(len(positions), num_keys)
-
-
-def answer_by_hand(query, keys, values, batch, *, positions, window, options, return_lse):
-    """Attend in each sequence with a picture drawn from positions; the keys of a sequence are an entry of a list."""
-    out = query.new_zeros(*query.shape[:2], values[0].shape[-1])
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-    for (q0, q1), key, value in zip(batch.query_rows(), keys, values, strict=True):
-        distance = torch.tensor(positions[q0:q1])[:, None] - torch.arange(len(key))
-        slopes, sinks = (None if x is None else x.cpu() for x in (options.alibi_slopes, options.sinks))
-        bias = None if slopes is None else -rearrange(slopes.to(lse.dtype), "h -> h 1 1") * distance.abs()
-        out[q0:q1], lse[q0:q1] = attend_once(
-            query[q0:q1],
-            key.to(query.dtype),
-            value.to(query.dtype),
-            seen_from(positions[q0:q1], len(key), window),
-            softmax_scale=options.softmax_scale,
-            softcap=options.softcap,
-            bias=bias,
-            sinks=sinks,
-        )
-    return out, lse
 
 
 @pytest.mark.parametrize(

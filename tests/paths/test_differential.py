@@ -22,10 +22,11 @@ import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
 from fastattn.kernels.cpu import differential as cpu_pairs
-from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
+from tests.helpers import interpreted
+from tests.helpers.alone import assert_rows_do_not_change
 from tests.helpers.batches import (
     CASES,
     HARMLESS,
@@ -334,22 +335,15 @@ def test_twins_agree_in_every_type(options, kernel, device):
 @pytest.mark.parametrize(
     "kernel", [kernel for kernel in PRESENT if kernel.name in ("cpu", "triton")], ids=lambda kernel: kernel.name
 )
-def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
+def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device, monkeypatch):
     """A long sequence is not split, alone or among short ones, and a decode has the tile of a chunk."""
+    if kernel.is_interpreted:  # the interpreter's own products change with a row's place
+        interpreted.add_products_in_order(monkeypatch)
     case = Case("invariant", ((1, 700), (40, 60), (1, 9), (1, 300)), heads=(8, 4))
-    (query, cache, batch), _ = lay_out(case, device=device)
+    arguments, _ = lay_out(case, device=device)
     options = filled(OPTIONS["norm"], case, device) | dict(batch_invariant=True, return_lse=True)
     with kernel.forced():
-        together = plan_and_attend(fastattn.differential, query, cache, batch, **options)
-        for i, (first, last) in enumerate(batch.query_rows()):
-            lens = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, last - first], [case.lens[i][1]])]
-            alone = Batch(*lens, batch.block_table[i : i + 1], last - first, case.lens[i][1])
-            for whole, part in zip(
-                together,
-                plan_and_attend(fastattn.differential, query[first:last], cache, alone, **options),
-                strict=True,
-            ):
-                assert torch.equal(whole[first:last], part)
+        assert_rows_do_not_change(partial(plan_and_attend, fastattn.differential, **options), *arguments)
 
 
 @of_batches

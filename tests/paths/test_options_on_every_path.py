@@ -18,10 +18,10 @@ import torch
 import fastattn
 from fastattn.kernels import order
 from fastattn.kernels.problem import Problem
-from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers import ranks
+from tests.helpers.alone import alone
 from tests.helpers.batches import build
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair
@@ -72,27 +72,16 @@ def test_out_is_written_and_nothing_beside_it(path, package, device):
 def only(inputs, path, sequence):
     """Return one sequence of a batch as a batch of its own."""
     begin, end = inputs.batch.query_rows()[sequence]
-    query_len, seq_len = LENS[sequence]
-    alone = Batch(
-        torch.tensor([0, query_len], dtype=torch.int32, device=inputs.batch.device),
-        inputs.batch.seq_lens[sequence : sequence + 1],
-        inputs.batch.block_table[sequence : sequence + 1],
-        query_len,
-        seq_len,
-        num_tokens=query_len,
-    )
-    one = replace(
+    batch = replace(alone(inputs.batch, sequence, *LENS[sequence]), num_tokens=end - begin)
+    if path == "cascade":
+        batch.block_table[:, :2] = inputs.batch.block_table[0, :2]
+    return replace(
         inputs,
         query=inputs.query[begin:end],
-        batch=alone,
+        batch=batch,
         keys=inputs.keys[sequence : sequence + 1],
         values=inputs.values[sequence : sequence + 1],
     )
-    if path == "cascade":
-        table = alone.block_table.clone()
-        table[:, :2] = inputs.batch.block_table[0, :2]
-        one = replace(one, batch=replace(alone, block_table=table))
-    return one
 
 
 @pytest.mark.covers("B73", "D128", "E176")
