@@ -423,15 +423,6 @@ def test_recorded_decodes_of_layers_that_share_a_cache(recording_engine, device)
     assert engine.runner._steps and engine.owners == [0, 1, 2, 0, 2]
 
 
-@pytest.mark.parametrize("twin", TWINS)
-def test_what_others_left_in_the_pool_is_not_read(llama, expected, twin):
-    engine = make_engine(llama, twin, num_blocks=9, max_num_batched_tokens=10)
-    for key_cache, value_cache in engine.caches:
-        key_cache.fill_(1e4)
-        value_cache.fill_(1e4)
-    assert outputs(engine, PROMPTS) == expected
-
-
 # The prefix cache.
 
 

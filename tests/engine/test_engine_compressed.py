@@ -10,7 +10,15 @@ from transformers import DynamicCache
 
 import refattn.mla
 from tests.helpers.drafts import Chains
-from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, outputs, transformers_outputs
+from tests.helpers.engines import (
+    SYSTEM,
+    TWINS,
+    UNSTOPPED,
+    assert_answers_twice,
+    make_engine,
+    outputs,
+    transformers_outputs,
+)
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import COMPRESSED, make_family
 from twinattn.engine import NGram, SamplingParams, calibrate, compressed_modules
@@ -53,10 +61,8 @@ SCHEDULES = {
 def test_greedy_is_generate(model, expected, twin, schedule):
     """Prompts in chunks, preemptions, rejected drafts, and shared prefixes the second time: nothing is rolled back."""
     engine = make_engine(model, twin, **SCHEDULES[schedule])
-    assert outputs(engine, PROMPTS, UNSTOPPED) == expected
-    cached, counters = engine.counters.cached_blocks, engine.counters
-    assert outputs(engine, PROMPTS[1:4], UNSTOPPED) == expected[1:4]
-    assert counters.cached_blocks > cached
+    assert_answers_twice(engine, PROMPTS, expected, UNSTOPPED)
+    counters = engine.counters
     assert counters.preemptions or schedule != "smallest pool"
     assert counters.drafted_tokens > counters.accepted_tokens or "drafts" not in schedule
 

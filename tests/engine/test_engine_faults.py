@@ -137,7 +137,7 @@ def test_what_a_bad_request_leaves_in_the_pool_is_not_read(kind, twin, device):
 
 
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf, 1e4])
 def test_what_others_left_in_the_pool_is_not_read(llama, alone, twin, rubbish):
     engine = make_engine(llama, twin, num_blocks=12, max_num_batched_tokens=11)
     for key_cache, value_cache in engine.caches:

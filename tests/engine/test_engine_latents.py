@@ -18,7 +18,8 @@ import twinattn.engine.cuda_graphs
 import twinattn.engine.graph_shapes
 import twinattn.engine.layers
 from refattn.options import AttentionOptions
-from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
+from tests.helpers import engines
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, assert_answers_twice, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 from twinattn.engine import CPU, CalibrationStats, NGram, calibrate
@@ -49,7 +50,7 @@ def expected(deepseek):
 
 
 def outputs(engine, prompts=PROMPTS):
-    return [request.output_ids for request in engine.generate(prompts, UNSTOPPED)]
+    return engines.outputs(engine, prompts, UNSTOPPED)
 
 
 @pytest.fixture
@@ -95,10 +96,7 @@ def test_greedy_is_generate(deepseek, expected, twin, schedule, monkeypatch, cal
     workspace = sizes.pop("workspace", twinattn.engine.layers.WORKSPACE)
     monkeypatch.setattr(twinattn.engine.layers, "WORKSPACE", workspace)
     engine = make_engine(deepseek, twin, **sizes)
-    assert outputs(engine) == expected
-    cached = engine.counters.cached_blocks
-    assert outputs(engine, PROMPTS[1:4]) == expected[1:4]
-    assert engine.counters.cached_blocks > cached
+    assert_answers_twice(engine, PROMPTS, expected, UNSTOPPED)
     assert engine.counters.preemptions or not schedule.startswith("smallest pool")
     rooms = {(arguments["workspace"], len(lengths)) for name, lengths, arguments in calls if name == "plan_prefill"}
     assert rooms and all(room == max(workspace, sequences) for room, sequences in rooms)

@@ -14,8 +14,9 @@ import twinattn.engine.choice
 import twinattn.engine.cuda_graphs
 import twinattn.engine.graph_shapes
 import twinattn.engine.layers
+from tests.helpers import engines
 from tests.helpers.drafts import Chains, Oracle
-from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, first_logits, make_engine
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, assert_answers_twice, first_logits, make_engine
 from tests.helpers.tiny_models import INDEX_SIZES, LATENT_SIZES, YARN, make_family, make_llama
 from twinattn.engine import NGram, calibrate
 from twinattn.engine.layers import Causal, Layer
@@ -47,9 +48,7 @@ def models(device):
 
 
 def outputs(engine, prompts=PROMPTS):
-    requests = engine.generate(prompts, UNSTOPPED)
-    assert [request.error for request in requests] == [None] * len(prompts)
-    return [request.output_ids for request in requests]
+    return engines.outputs(engine, prompts, UNSTOPPED)
 
 
 def rounded(latent, rope_key):
@@ -95,10 +94,8 @@ def test_answers_are_those_over_rounded_latents(models, expected, name, schedule
     """Prompts in chunks over their context in chunks, preemptions, rejected drafts, and prefixes the second time."""
     monkeypatch.setattr(twinattn.engine.layers, "WORKSPACE", 5)
     engine = make_engine(models[name], twin, **PACKED, **SCHEDULES[schedule])
-    assert outputs(engine) == expected[name]
-    cached, counters = engine.counters.cached_blocks, engine.counters
-    assert outputs(engine, PROMPTS[1:4]) == expected[name][1:4]
-    assert counters.cached_blocks > cached
+    assert_answers_twice(engine, PROMPTS, expected[name], UNSTOPPED)
+    counters = engine.counters
     if schedule == "scarce, drafts":
         assert counters.preemptions and counters.drafted_tokens > counters.accepted_tokens
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import SYSTEM, TWINS, transformers_outputs
+from tests.helpers.going_on import tokens_of
 from tests.helpers.state_engines import GREEDY, PROMPTS, assert_all_free, drafts_of, make_engine, make_hybrid, outputs
 from twinattn.engine import NGram, SamplingParams
 from twinattn.engine.block_pool import BlockContent
@@ -128,30 +129,6 @@ def test_a_few_decodes_are_plain_steps_and_more_are_not(qwen, expected, twin):
 
 @pytest.mark.covers("R219")
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_conversation_goes_on_after_its_answer(qwen, twin, drafts):
-    """The state at the end of its last block is there, though its drafts went past it."""
-    (expected,) = transformers_outputs(qwen, [PROMPTS[1]], 12, "eager")
-    speculation = drafts_of([PROMPTS[1]], [[*expected, 1, 2, 3]]) if drafts else None
-    engine = make_engine(qwen, twin, num_kept_states=8, state_ring_size=9, speculation=speculation)
-    (answer,) = engine.generate([PROMPTS[1]], SamplingParams(max_tokens=12, stop_token_ids=()))
-    assert answer.output_ids == expected
-    lengths = sorted(len(tokens_of(content)) for content in engine.scheduler.states.rings.kept)
-    assert lengths == [12, 24], "of an answer the latest one stays"
-    longer = [*answer.tokens, 33, 34]
-    engine.drafting = None
-    (again,) = engine.generate([longer], GREEDY)
-    assert engine.counters.cached_tokens == 24
-    assert [again.output_ids] == transformers_outputs(qwen, [longer], 6, "eager")
-    assert_all_free(engine)
-
-
-def tokens_of(content):
-    return [] if content is None else [*tokens_of(content.parent), *content.tokens]
-
-
-@pytest.mark.covers("R219")
-@pytest.mark.parametrize("drafts", [False, True])
 def test_a_kept_state_is_the_plain_one_at_exactly_its_token(qwen, expected, drafts):
     """Whenever it was folded: before more inputs went into the ring, or out of the first ones of it."""
     plain = make_engine(qwen, num_kept_states=8)
@@ -161,8 +138,8 @@ def test_a_kept_state_is_the_plain_one_at_exactly_its_token(qwen, expected, draf
         engine.generate([PROMPTS[2]], LONG)
         engine.generate([[1]], SamplingParams(max_tokens=1))  # a step after it, before which its last state is written
     states, rings = plain.scheduler.states.kept, ring.scheduler.states.rings.kept
-    kept = {tuple(tokens_of(content)): slot for content, slot in states.items()}
-    found = {tuple(tokens_of(content)): slot for content, slot in rings.items()}
+    kept = {tokens_of(content): slot for content, slot in states.items()}
+    found = {tokens_of(content): slot for content, slot in rings.items()}
     assert max(map(len, kept)) == max(map(len, found)) == 32
     for tokens in kept.keys() & found.keys():
         for one, other in zip(plain.state_caches.values(), ring.state_caches.values(), strict=True):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tests.helpers import engines
 from tests.helpers.drafts import Chains
-from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, make_engine, transformers_outputs
+from tests.helpers.engines import SYSTEM, TWINS, UNSTOPPED, assert_answers_twice, make_engine, transformers_outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import INDEX_SIZES, make_family
 from twinattn.engine import NGram, calibrate, index_modules
@@ -43,9 +44,7 @@ def expected(models):
 
 
 def outputs(engine, prompts=PROMPTS):
-    requests = engine.generate(prompts, UNSTOPPED)
-    assert [request.error for request in requests] == [None] * len(prompts)
-    return [request.output_ids for request in requests]
+    return engines.outputs(engine, prompts, UNSTOPPED)
 
 
 def test_what_is_selected_decides(expected, device):
@@ -70,10 +69,8 @@ def test_greedy_is_generate(models, name, twin, schedule):
     """Prompts in chunks, preemptions, rejected drafts, and shared prefixes the second time."""
     model, expected = models[name]
     engine = make_engine(model, twin, **SCHEDULES[schedule])
-    assert outputs(engine) == expected
-    cached, counters = engine.counters.cached_blocks, engine.counters
-    assert outputs(engine, PROMPTS[1:4]) == expected[1:4]
-    assert counters.cached_blocks > cached
+    assert_answers_twice(engine, PROMPTS, expected, UNSTOPPED)
+    counters = engine.counters
     assert counters.preemptions or schedule != "smallest pool"
     assert counters.drafted_tokens > counters.accepted_tokens or "drafts" not in schedule
 

@@ -12,6 +12,7 @@ import torch
 import refattn
 import refattn.state_cache
 from tests.helpers.engines import SYSTEM, TWINS, transformers_outputs
+from tests.helpers.going_on import tokens_of
 from tests.helpers.state_engines import (
     GREEDY,
     PROMPTS,
@@ -116,20 +117,26 @@ def test_a_prefix_is_found_where_a_state_was_kept_and_nowhere_else(qwen, twin):
     assert [cached(without, PROMPTS[1]) for _ in range(2)] == [0, 0]
 
 
-@pytest.mark.covers("R210")
-def test_a_conversation_goes_on_after_its_answer(qwen, device):
-    """Of an answer the latest state stays: those before it are of no use to the next question."""
-    engine = make_engine(qwen, num_kept_states=8)
-    (answer,) = engine.generate([PROMPTS[1]], SamplingParams(max_tokens=10, stop_token_ids=()))
-    assert sorted(len(tokens_of(content)) for content in engine.scheduler.states.kept) == [12, 24]
+@pytest.mark.covers("R210", "R219")
+@pytest.mark.parametrize("ring_size", [0, 9])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_conversation_goes_on_after_its_answer(qwen, twin, ring_size, drafts):
+    """The state at the end of its last block is there, though its drafts went past it."""
+    (expected,) = transformers_outputs(qwen, [PROMPTS[1]], 12, "eager")
+    speculation = drafts_of([PROMPTS[1]], [[*expected, 1, 2, 3]]) if drafts else None
+    engine = make_engine(qwen, twin, num_kept_states=8, state_ring_size=ring_size, speculation=speculation)
+    (answer,) = engine.generate([PROMPTS[1]], SamplingParams(max_tokens=12, stop_token_ids=()))
+    assert answer.output_ids == expected
+    states = engine.scheduler.states
+    lengths = sorted(len(tokens_of(content)) for content in (states.rings or states).kept)
+    assert lengths == [12, 24], "of an answer the latest one stays: others are of no use to the next question"
     longer = [*answer.tokens, 33, 34]
+    engine.drafting = None
     (again,) = engine.generate([longer], GREEDY)
     assert engine.counters.cached_tokens == 24
     assert [again.output_ids] == transformers_outputs(qwen, [longer], 6, "eager")
-
-
-def tokens_of(content):
-    return [] if content is None else [*tokens_of(content.parent), *content.tokens]
+    assert_all_free(engine)
 
 
 @pytest.mark.covers("R210", "R219")

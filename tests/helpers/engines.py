@@ -39,6 +39,14 @@ def outputs(engine, prompts, sampling=GREEDY):
     return [request.output_ids for request in requests]
 
 
+def assert_answers_twice(engine, prompts, expected, sampling=GREEDY):
+    """Hold an engine to its answers, the second time over blocks of the first, which some prompts begin with."""
+    assert outputs(engine, prompts, sampling) == expected
+    cached = engine.counters.cached_blocks
+    assert outputs(engine, prompts[1:4], sampling) == expected[1:4]
+    assert engine.counters.cached_blocks > cached
+
+
 def first_logits(engine, prompts, monkeypatch):
     """Return the logits that the first tokens of some prompts are chosen from."""
     rows, choose = {}, twinattn.engine.choice.choose
