@@ -449,7 +449,7 @@ AT_LARGE: list[Mutation] = [
         "refattn.checks_of_writes:check_block_pairs",
         "if pairs[:, 1].unique().numel() != pairs.shape[0]:",
         "if False:",
-        "tests/paths/test_kv_cache.py",
+        BAD_INPUT,
     ),
     planted(
         "a path takes a plan of another",
