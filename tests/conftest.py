@@ -36,15 +36,16 @@ LONG = (
 # what is bound and replayed, an engine, each integration, the README. `make test-rest` runs all others.
 CORE = {
     "paths": (
-        *("bad_input", "composition", "edges", "every_argument", "every_path", "gradients", "isolation", "kv_cache"),
-        *("masks", "merge", "metadata", "options_on_every_path", "shared_memory", "state_cache", "steps"),
+        *("bad_input", "composition", "context_parallel", "cross_attention", "edges", "every_argument", "every_path"),
+        *("gradients", "isolation", "kv_cache", "masks", "merge", "metadata", "options_on_every_path", "quantized"),
+        *("shared_memory", "state_cache", "steps"),
     ),
     "kernels": ("asked", "kernels_triton", "launch", "memory", "native", "replay"),
     "engine": (
-        *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "going_on", "layers"),
-        *("samples", "sampling", "speculation", "window_pool"),
+        *("arguments", "both_twins", "decodes_ahead", "detokenize", "engine", "engine_faults", "engine_spans"),
+        *("going_on", "layers", "samples", "sampling", "speculation", "window_pool"),
     ),
-    "integrations": ("each", "flash_attn", "vllm_interface"),
+    "integrations": ("each", "flash_attn", "vllm", "vllm_interface", "vllm_ranks"),
     "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),
 }
 CORE_SECONDS = 2.0  # the most CPU time of a core test

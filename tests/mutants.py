@@ -10,7 +10,8 @@ the mutations of these rows, `ARGS=--list` prints the table. What is found:
     idle         a mark on a test that failed after none of the row's mutations
 
 `make mutants ARGS=--core` asks another question: how many of all mutations do the tests of `make test` catch without
-the rest? After each, those tests of the core run that are marked with its rows, and then the others, until one fails.
+the rest? The core runs once with nothing planted, and notes the functions that each case enters. After each mutation,
+those cases run that enter the mutated function, until one fails: all of them, where it is in no function, or in C.
 `--share 2/4` takes every fourth mutation from the second on, `--until 500` begins none after that many seconds, and
 what is in the file of `--output` is not run again, so the whole can be had in pieces.
 
@@ -28,6 +29,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -59,7 +61,9 @@ LARGE = "at large"  # in place of a row
 TIMES = itertools.count(2**31)  # timestamps of planted files, in seconds: no compiled file has them
 LOADED = ("torch", "triton", "transformers.modeling_utils", "hypothesis", "jaxtyping", "beartype", "einops", "pytest")
 HAS_TIME_LIMITS = find_spec("pytest_timeout") is not None
-HITS: Counter[str] = Counter()  # how many mutations each test has caught: those with most come first
+EVERYTHING = "everything"  # in place of a function
+FIRST = 40  # cases whose files are imported before those of others
+HITS: Counter[tuple[str, str]] = Counter()  # how many mutations of a module each test has caught
 
 
 covering_tests = functools.cache(coverage_rows.covering_tests)
@@ -68,11 +72,11 @@ covering_tests = functools.cache(coverage_rows.covering_tests)
 class Recorder:
     """A plugin of pytest: it notes the tests that fail, and skips the other cases of a test that has failed.
 
-    It leaves out tests that fail without a mutation: they prove nothing here.
+    It takes some cases in their order, if they are given.
     """
 
-    def __init__(self, results: Path, left_out: frozenset[str] = frozenset()) -> None:
-        self.results, self.left_out, self.failed = results, left_out, set()
+    def __init__(self, results: Path, cases: list[str] | None = None) -> None:
+        self.results, self.cases, self.failed = results, cases, set()
 
     def pytest_addoption(self, parser: Any) -> None:
         """Accept the time limits of pyproject.toml where pytest-timeout is not installed."""
@@ -91,15 +95,10 @@ class Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Take the first case of each test first, then the second of each."""
-        items[:] = [item for item in items if test_of(item.nodeid) not in self.left_out]
-        seen: dict[str, int] = {}
-
-        def place(item: Any) -> tuple[int, int]:
-            seen[test_of(item.nodeid)] = seen.get(test_of(item.nodeid), 0) + 1
-            return seen[test_of(item.nodeid)], -HITS[test_of(item.nodeid)]
-
-        places = {item: place(item) for item in items}
-        items.sort(key=places.__getitem__)
+        order = turns([item.nodeid for item in items])
+        if self.cases:
+            order = {case: i for i, case in enumerate(self.cases)}
+        items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
 
     def pytest_runtest_protocol(self, item: Any) -> bool | None:
         """Skip what is known."""
@@ -116,14 +115,73 @@ class Recorder:
         if report.failed:
             self._note("broken", str(report.longrepr)[-2000:])
 
-    def _note(self, kind: str, what: str) -> None:
+    def _note(self, kind: str, what: Any) -> None:
         with self.results.open("a") as file:
             file.write(json.dumps([kind, what]) + "\n")
+
+
+class Watcher(Recorder):
+    """A plugin of pytest: it notes, for each case, its seconds and the functions of our packages that it enters.
+
+    What is entered while a file is collected, or by a fixture, is noted for the file: it may be kept for other cases.
+    Of a case that starts a process it notes `EVERYTHING`, as nobody sees what the process enters.
+    """
+
+    def __init__(self, results: Path, tree: Path) -> None:
+        super().__init__(results)
+        self.packages = tuple(str(tree / name) + "/" for name in COPIED[:3])
+        self.root = len(str(tree)) + 1
+        self.entered: dict[int, Any] = {}
+        self.others: dict[int, Any] = {}
+        self.starts_process = False
+        sys.addaudithook(self._see_event)
+        self.pytest_runtest_setup()
+
+    def pytest_runtest_setup(self) -> None:
+        """See each call of a function: a test may have looked elsewhere."""
+        sys.settrace(self._enter)
+        threading.settrace(self._enter)
+
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note what was entered since the last report."""
+        super().pytest_runtest_logreport(report)
+        names = {(code.co_filename[self.root :], code.co_qualname) for code in self.entered.values()}
+        names = {f"{file}:{name.replace('.<locals>', '')}" for file, name in names}
+        names |= {EVERYTHING} if self.starts_process else set()
+        self.entered, self.starts_process = {}, False
+        what = report.nodeid if report.when == "call" else file_of_test(report.nodeid)
+        if names or report.when == "call":
+            self._note("entered", [what, report.duration, sorted(names)])
+
+    def _enter(self, frame: Any, event: str, argument: object) -> None:
+        code = frame.f_code
+        if id(code) not in self.entered and id(code) not in self.others:
+            (self.entered if code.co_filename.startswith(self.packages) else self.others)[id(code)] = code
+
+    def _see_event(self, event: str, arguments: object) -> None:
+        self.starts_process |= event in ("subprocess.Popen", "os.fork", "os.posix_spawn")
 
 
 def test_of(nodeid: str) -> str:
     """Return a test without its case: `tests/paths/test_x.py::test_y`."""
     return nodeid.partition("[")[0]
+
+
+def file_of_test(nodeid: str) -> str:
+    """Return the file of a test."""
+    return nodeid.partition("::")[0]
+
+
+def turns(cases: list[str]) -> dict[str, int]:
+    """Return the number of each case among those of its test."""
+    seen: Counter[str] = Counter()
+    numbers = {}
+    for case in cases:
+        numbers[case] = seen[test_of(case)]
+        seen[test_of(case)] += 1
+    return numbers
 
 
 def plant(mutation: Mutation, tree: Path) -> tuple[Path, str]:
@@ -146,8 +204,9 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name)
 
 
-def run_tests(tree: Path, stages: list[list[str]], results: Path, how: "How", *, until_one_fails: bool) -> None:
+def run_tests(tree: Path, stages: list[tuple[list[str], Recorder]], device: str, *, until_one_fails: bool) -> None:
     """Run tests in a copy of the tree, a stage if all before it pass: in a process of its own, which it ends."""
+    results = stages[0][1].results
     status = -1  # unless pytest comes to its end
     try:
         os.setsid()
@@ -165,12 +224,10 @@ def run_tests(tree: Path, stages: list[list[str]], results: Path, how: "How", *,
         import pytest
 
         jaxtyping.install_import_hook = lambda *arguments, **options: None  # shapes go unchecked: twice as quick
-        options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--device", how.device]
+        options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--device", device]
         options += ["-x"] if until_one_fails else []
-        for tests in stages:
-            status = int(pytest.main([*options, *tests], plugins=[Recorder(results, how.left_out)]))
-            if status == pytest.ExitCode.NO_TESTS_COLLECTED:  # all of them are left out
-                status = 0
+        for tests, recorder in stages:
+            status = int(pytest.main([*options, *tests], plugins=[recorder]))
             if status:
                 break
     except BaseException:  # noqa: BLE001  # whatever it is, the parent must not see two of itself
@@ -190,16 +247,16 @@ class How(NamedTuple):
         seconds: the most that the tests of one take.
         device: where the twins compute.
         until: seconds after which no mutation is begun.
-        then: files of tests that run after those of a mutation, if all of these pass.
-        left_out: tests that fail without a mutation.
+        watches: whether what each case enters is noted.
+        reach: what each case entered: those that enter the function of a mutation run, until one fails.
     """
 
     jobs: int
     seconds: float
     device: str = "cpu"
     until: float = math.inf
-    then: tuple[str, ...] = ()
-    left_out: frozenset[str] = frozenset()
+    watches: bool = False
+    reach: "Reach | None" = None
 
 
 class Run:
@@ -213,9 +270,15 @@ class Run:
         self.start = time.monotonic()
         self.process = os.fork()
         if self.process == 0:
-            is_one_enough = mutation is not None and (not mutation.rows or bool(how.then))
-            stages = [stage for stage in (tests, [*how.then]) if stage]
-            run_tests(tree, stages, self.results, how, until_one_fails=is_one_enough)
+            stages = [(tests, Recorder(self.results))]
+            if how.watches:
+                stages = [(tests, Watcher(self.results, tree))]
+            elif how.reach and mutation:  # the files of later cases need not be imported where an early one fails
+                cases = how.reach.cases(mutation)
+                parts = [part for part in (cases[:FIRST], cases[FIRST:]) if part]
+                stages = [([*dict.fromkeys(map(file_of_test, part))], Recorder(self.results, part)) for part in parts]
+            is_one_enough = mutation is not None and (not mutation.rows or how.reach is not None)
+            run_tests(tree, stages, how.device, until_one_fails=is_one_enough)
 
     def is_over(self, seconds: float) -> bool:
         """Return whether it has ended, and end it after that many seconds."""
@@ -238,6 +301,7 @@ class Run:
             broken.append(self.results.with_suffix(".log").read_text()[-2000:])
         return {
             "failed": sorted({what for kind, what in notes if kind == "failed"}),
+            "entered": [what for kind, what in notes if kind == "entered"],
             "broken": broken,
             "status": status,
             "seconds": round(time.monotonic() - self.start, 1),
@@ -315,28 +379,27 @@ def core_files() -> list[str]:
 def core_alone(mutations: list[Mutation], how: How, share: str, output: Path | None) -> bool:
     """Print which mutations the core tests catch without the rest; return whether they catch at least 95 of 100."""
     found = json.loads(output.read_text()) if output and output.exists() else {"core": {}}
-    HITS.update(entry["by"] for entry in found["core"].values() if "by" in entry)
+    for name, entry in found["core"].items():
+        HITS[name.split(" | ")[1].partition(":")[0], entry.get("by", "")] += 1
     part, parts = map(int, share.split("/"))
     left = [x for x in mutations[part - 1 :: parts] if name_of(x) not in found["core"]]
     start = time.monotonic()
     files = core_files()
-    outcomes = run_all([(None, [file]) for file in files], how)
+    outcomes = run_all([(None, [file]) for file in files], how._replace(watches=True))
     unable = [file for file, outcome in zip(files, outcomes, strict=True) if outcome["status"] not in (0, 1)]
-    failing = {test for outcome in outcomes for test in outcome["failed"]}
-    files = [file for file in files if file not in unable]
-    found |= circumstances(how.device) | {"left_out": sorted({*found.get("left_out", ()), *unable, *failing})}
-    tests = {row: [x for x in marked if x.partition("::")[0] in files] for row, marked in covering_tests().items()}
+    failing = {*unable, *(test for outcome in outcomes for test in outcome["failed"])}
+    reach = Reach([note for outcome in outcomes for note in outcome["entered"]], failing)
+    found |= circumstances(how.device) | {"left_out": sorted({*found.get("left_out", ()), *failing})}
 
     def ended(mutation: Mutation | None, outcome: dict[str, Any]) -> None:
         assert mutation is not None
         caught = outcome["failed"][:1]
-        HITS.update(caught)
-        marked = {test for row in mutation.rows for test in covering_tests().get(row, ())} or {*mutation.tests}
+        HITS.update((mutation.place.partition(":")[0], test) for test in caught)
         verdict = "broken" if outcome["broken"] else "caught" if caught else "undecided"
         if verdict == "undecided" and outcome["status"] is not None:
             verdict = "missed"
         entry = {"verdict": verdict, "seconds": outcome["seconds"]}
-        entry |= {"by": caught[0]} if caught else {"held by": sorted({x.partition("::")[0] for x in marked})}
+        entry |= {"by": caught[0]} if caught else {"held by": sorted({file_of_test(x) for x in marked_for(mutation)})}
         found["core"][name_of(mutation)] = entry
         sys.stdout.write(f"{outcome['seconds']:6.1f} s  {verdict:9}  {name_of(mutation)}  {entry.get('by', '')}\n")
         sys.stdout.write("".join(f"{error}\n" for error in outcome["broken"]))
@@ -344,15 +407,53 @@ def core_alone(mutations: list[Mutation], how: How, share: str, output: Path | N
         if output:
             output.write_text(json.dumps(found, indent=1) + "\n")
 
-    of_rows = {name_of(x): sorted({test for row in x.rows for test in tests.get(row, ())}) for x in left}
-    how = how._replace(then=tuple(files), left_out=frozenset(failing), until=how.until - (time.monotonic() - start))
-    run_all([(mutation, of_rows[name_of(mutation)]) for mutation in left], how, ended)
+    how = how._replace(reach=reach, until=how.until - (time.monotonic() - start))
+    run_all([(mutation, []) for mutation in left], how, ended)
     counts = Counter(entry["verdict"] for entry in found["core"].values())
     sys.stdout.write(f"\n{len(found['core'])} of {len(mutations)} mutations: {dict(counts)}\n")
     for name, entry in found["core"].items():
         if entry["verdict"] != "caught":
             sys.stdout.write(f"{entry['verdict']}: {name}; held by {', '.join(entry['held by'])}\n")
     return counts["caught"] >= 0.95 * (counts.total() - counts["broken"])
+
+
+class Reach:
+    """What each case of the core entered with nothing planted, and its seconds."""
+
+    def __init__(self, notes: list[tuple[str, float, list[str]]], failing: set[str]) -> None:
+        self.seconds = {case: seconds for case, seconds, _ in notes if "::" in case and test_of(case) not in failing}
+        self.turns = turns([*self.seconds])
+        self.by_function: dict[str, set[str]] = {}  # cases, and files of which each case may have entered it
+        for what, _, names in notes:
+            for name in names:
+                self.by_function.setdefault(name, set()).add(what)
+
+    def cases(self, mutation: Mutation) -> list[str]:
+        """List the cases that could catch a mutation: marked ones first, then quick ones that caught its neighbours."""
+        module, _, function = mutation.place.partition(":")
+        file = str(file_of(mutation.place).relative_to(ROOT).with_suffix(".py"))  # what calls C stands beside it
+        near = self._entering("", f"{file}:")
+        inside = self._entering(f"{file}:{function}", f"{file}:{function}.") | self._entering(EVERYTHING, EVERYTHING)
+        marked = marked_for(mutation)
+
+        def key(case: str) -> tuple[bool, bool, int, float]:
+            hits = HITS[module, test_of(case)]
+            is_marked = bool({test_of(case), file_of_test(case)} & marked)
+            return not is_marked, case not in near, self.turns[case], self.seconds[case] / (1 + hits)
+
+        return sorted((case for case in self.seconds if not function or case in inside), key=key)
+
+    def _entering(self, name: str, beginning: str) -> set[str]:
+        found: set[str] = set()
+        for one, cases in self.by_function.items():
+            if one == name or one.startswith(beginning):
+                found |= cases
+        return {case for case in self.seconds if case in found or file_of_test(case) in found}
+
+
+def marked_for(mutation: Mutation) -> set[str]:
+    """Return the tests that are marked with rows of a mutation; for a mutation of no row, the files that catch it."""
+    return {test for row in mutation.rows for test in covering_tests().get(row, ())} or {*mutation.tests}
 
 
 def name_of(mutation: Mutation) -> str:

@@ -19,6 +19,18 @@ from refattn.scales import Int8Scales
 from twinattn.kit import Case, build
 from twinattn.kit.call import OPTIONS
 
+CASES = [  # sequences shorter than the ranks are many, without a context, without new tokens
+    Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (1, 1), (1, 2)), heads=(4, 1), padding_rows=2),
+    Case("odd-blocks", ((7, 50), (1, 49), (33, 33)), (8, 4), head_size=96, value_head_size=64, block_size=24),
+    Case("heads-first", ((0, 0), (2, 97), (1, 130)), (4, 4), value_head_size=128, layout="HND", padding_rows=1),
+]
+CUTS = {  # where the part of each rank ends, in each sequence
+    1: [[20], [0], [9]],
+    2: [[13, 20], [0, 0], [0, 9]],
+    3: [[0, 17, 20], [0, 0, 0], [9, 9, 9]],
+    4: [[2, 2, 19, 20], [0, 0, 0, 0], [3, 4, 8, 9]],
+}
+
 
 def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tensor, Tensor]:
     """Lay a rank's share of every context into a pool of its own; all other memory holds what unowned blocks held.
@@ -124,6 +136,14 @@ class Channels(NamedTuple):
     """The tokens of a step before the layer, as a convolution has them."""
 
     inputs: Tensor
+
+
+def draw_channels(num_tokens, width=4, dtype=torch.float32):
+    """Draw the inputs of a convolution, its weights, its bias, and the last inputs of four slots."""
+    numbers = torch.Generator().manual_seed(7)
+    inputs, last, weight = (torch.randn(shape, generator=numbers) for shape in ((num_tokens, 5), (4, 3, 5), (5, 4)))
+    weights = weight[:, :width].to(dtype), torch.randn(5, generator=numbers).to(dtype), True
+    return Channels(inputs.to(dtype)), weights, last[:, : width - 1].to(dtype)
 
 
 def convolve_part(package: str, group: Group, step: Channels, states: Tensor, batch: Batch, cuts, weights, **tables):

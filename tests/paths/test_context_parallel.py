@@ -1,6 +1,5 @@
 """Keys of a sequence on several ranks: the answer is that of one machine, however they are dealt out."""
 
-import multiprocessing
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,14 +19,7 @@ from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build, masks_by_hand
 from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair, every_pair_on_cpu
-from tests.helpers.ranks import (
-    Channels,
-    attend_on_all,
-    convolve_part,
-    fold_on_all,
-    fold_part,
-    run_process,
-)
+from tests.helpers.ranks import CASES, CUTS, attend_on_all, convolve_part, draw_channels, fold_on_all
 from tests.helpers.states import draw, draw_states, ints, lengths
 from tests.helpers.stored import KINDS, Stored, rounded_by_hand, store
 from tests.helpers.tolerance import assert_matches_reference
@@ -59,11 +51,6 @@ SPECS = [
         (2, dict(interleave=2, causal=False)),
         (2, dict(interleave=3, window_size=(LEFT, RIGHT), causal=False)),
     )
-]
-CASES = [  # sequences shorter than the ranks are many, without a context, without new tokens
-    Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (1, 1), (1, 2)), heads=(4, 1), padding_rows=2),
-    Case("odd-blocks", ((7, 50), (1, 49), (33, 33)), (8, 4), head_size=96, value_head_size=64, block_size=24),
-    Case("heads-first", ((0, 0), (2, 97), (1, 130)), (4, 4), value_head_size=128, layout="HND", padding_rows=1),
 ]
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -515,57 +502,7 @@ def test_a_group_needs_torch_distributed():
         DistributedGroup()
 
 
-CALLS = [
-    (CASES[0], torch.float32, dict(interleave=1)),
-    (CASES[1], torch.bfloat16, dict(interleave=24, softcap=5.0)),
-    (CASES[2], torch.float16, dict(interleave=2, window_size=(LEFT, 0))),
-]
-
-
-def check_processes(num_ranks, backend, calls, folder, folded=()):
-    """Run a process per rank, and hold what they answer to the reference of one machine.
-
-    They are forks of a process that is not this one, so PyTorch is imported once, and no thread is lost on the way.
-    """
-    multiprocessing.set_forkserver_preload([run_process.__module__])
-    asked = dict(nprocs=num_ranks, start_method="forkserver")
-    torch.multiprocessing.start_processes(run_process, (num_ranks, str(folder), backend, calls, folded), **asked)
-    answers = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
-    for i, (case, dtype, options) in enumerate(calls):
-        out, lse = (torch.cat([answer[i][part] for answer in answers], 1) for part in (0, 1))
-
-        def reference(*tensors, **options):
-            return attend_on_all("refattn", num_ranks, *tensors, **options)
-
-        assert_matches_reference(out, lse, reference, *build(case, dtype=dtype).tensors, **options)
-
-
-@pytest.mark.covers("B88", "R213")
-def test_processes_of_torch_distributed(tmp_path):
-    """Of keys on several ranks, and of the last two calls tokens, which are folded into states, or convolved."""
-    num_ranks = 4
-    batch, cuts, tables = lengths((20, 0, 9), (3, 5, 0)), CUTS[num_ranks], dict(state_indices=ints([2, 1, 0]))
-    channels, weights, inputs = draw_channels(29)
-    calls = (
-        (fold_part, (draw(29), draw_states(4), batch, cuts, RecurrentOptions()), tables),
-        (convolve_part, (channels, inputs, batch, cuts, weights), tables),
-    )
-    check_processes(num_ranks, "gloo", CALLS, tmp_path, calls)
-    answers = [torch.load(tmp_path / f"{rank}.pt")[-len(calls) :] for rank in range(num_ranks)]
-    for (of_part, arguments, _), parts in zip(calls, zip(*answers, strict=True), strict=True):
-        out, pools = fold_on_all("fastattn", num_ranks, *arguments, of_part=of_part, **tables)
-        for rows, part, pool in parts:
-            assert torch.equal(part, out[rows]) and torch.equal(pool, pools[0])
-
-
 # --- states ---
-
-CUTS = {  # where the part of each rank ends, in each sequence
-    1: [[20], [0], [9]],
-    2: [[13, 20], [0, 0], [0, 9]],
-    3: [[0, 17, 20], [0, 0, 0], [9, 9, 9]],
-    4: [[2, 2, 19, 20], [0, 0, 0, 0], [3, 4, 8, 9]],
-}
 
 
 @pytest.mark.covers("R213")
@@ -594,14 +531,6 @@ def test_any_cut_into_ranks_is_the_whole(num_ranks, package, options, per_channe
     kept = torch.stack([pool[3:6] for pool in pools])  # by the rank with the last token of the block
     assert (kept.isfinite().flatten(2).all(-1).sum(0) == 1).all()
     torch.testing.assert_close(kept.nan_to_num().sum(0), whole[3:6], rtol=1e-10, atol=1e-11)
-
-
-def draw_channels(num_tokens, width=4, dtype=torch.float32):
-    """Draw the inputs of a convolution, its weights, its bias, and the last inputs of four slots."""
-    numbers = torch.Generator().manual_seed(7)
-    inputs, last, weight = (torch.randn(shape, generator=numbers) for shape in ((num_tokens, 5), (4, 3, 5), (5, 4)))
-    weights = weight[:, :width].to(dtype), torch.randn(5, generator=numbers).to(dtype), True
-    return Channels(inputs.to(dtype)), weights, last[:, : width - 1].to(dtype)
 
 
 @pytest.mark.covers("R213")
@@ -722,11 +651,3 @@ def test_parts_of_a_step_that_cannot_be_are_named(package):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
     assert torch.equal(states, before) and torch.equal(last, last_before)
-
-
-@pytest.mark.covers("B88")
-def test_two_gpus(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs and NCCL; this machine has {torch.cuda.device_count()}")
-    halves = [(case, torch.bfloat16, options) for case, _, options in CALLS]
-    check_processes(2, "nccl", halves, tmp_path)
