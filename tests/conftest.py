@@ -33,7 +33,8 @@ LONG = (
     "test_notebooks.py",
 )  # files with tests of 10 seconds and more
 # The files of `make test`, the core: each path, storage, plan and kernel against float64, poison, bad input, gradients,
-# what is bound and replayed, an engine, each integration, the README. `make test-rest` runs all others.
+# what is bound and replayed, an engine, each integration, the README. Of other files it runs quick tests that prove a
+# feature: those with `@pytest.mark.core`. `make test-rest` runs all others.
 CORE = {
     "paths": (
         *("bad_input", "composition", "context_parallel", "cross_attention", "edges", "every_argument", "every_path"),
@@ -48,6 +49,7 @@ CORE = {
     "integrations": ("each", "flash_attn", "vllm", "vllm_interface", "vllm_ranks"),
     "tools": ("cli", "readme", "table", "twins", "way_of_a_call"),
 }
+CORE_MARK = "pytest.mark.core"
 CORE_SECONDS = 2.0  # the most CPU time of a core test
 LONGER = {  # core tests with a limit of their own, and why
     "test_the_blocks_of_the_readme_print_what_it_shows": 12.0,  # the README checks a kernel, and finds its bug
@@ -124,17 +126,28 @@ def where_shapes_are(jaxtyped):
 
 
 def is_core(file: Path) -> bool:
-    """Return whether a file of tests is of the core."""
+    """Return whether all tests of a file are of the core."""
     return file.stem.removeprefix("test_") in CORE.get(file.parent.name, ())
 
 
+def has_core(file: Path) -> bool:
+    """Return whether some tests of a file are of the core."""
+    return is_core(file) or f"@{CORE_MARK}\n" in file.read_text()
+
+
+def is_tier_asked(config) -> bool:
+    """Return whether a tier decides what runs, and not the files that the command line names."""
+    given = config.invocation_params.args
+    named = [x for x in given if not x.startswith("-") and Path(x.partition("::")[0]).exists()]
+    return config.getoption("--tier") != "all" and not named
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Leave out the files of the other tier, unless files are named."""
-    tier = config.getoption("--tier")
-    named = [x for x in config.invocation_params.args if not x.startswith("-") and Path(x.partition("::")[0]).exists()]
-    if tier == "all" or named or not collection_path.name.startswith("test_"):
+    """Leave out files without a test of the tier, unless files are named."""
+    if not is_tier_asked(config) or not collection_path.name.startswith("test_"):
         return None
-    return True if is_core(collection_path) != (tier == "core") else None
+    has_any = has_core(collection_path) if config.getoption("--tier") == "core" else not is_core(collection_path)
+    return None if has_any else True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,6 +169,12 @@ def pytest_runtest_call(item):
 
 def pytest_collection_modifyitems(config, items):
     """Begin with what takes longest where pytest-xdist gives the tests out one by one, or one worker ends after all."""
+    if is_tier_asked(config):
+        wants_core = config.getoption("--tier") == "core"
+        of_core = [is_core(item.path) or item.get_closest_marker("core") is not None for item in items]
+        others = [item for item, is_it in zip(items, of_core, strict=True) if is_it != wants_core]
+        items[:] = [item for item, is_it in zip(items, of_core, strict=True) if is_it == wants_core]
+        config.hook.pytest_deselected(items=others)
     on_gpu = config.getoption("--device") != "cpu"
     is_limit_asked_for = config.getoption("timeout", None) is not None  # a mark would take its place
     cases = Counter()

@@ -137,6 +137,12 @@ class Watcher(Recorder):
         sys.addaudithook(self._see_event)
         self.pytest_runtest_setup()
 
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Take what is of the core."""
+        from tests.conftest import is_core
+
+        items[:] = [item for item in items if is_core(item.path) or item.get_closest_marker("core")]
+
     def pytest_runtest_setup(self) -> None:
         """See each call of a function: a test may have looked elsewhere."""
         sys.settrace(self._enter)
@@ -370,10 +376,10 @@ def run_all(
 
 
 def core_files() -> list[str]:
-    """List the files of tests that `make test` runs."""
-    from tests.conftest import is_core
+    """List the files with tests that `make test` runs."""
+    from tests.conftest import has_core
 
-    return sorted(str(x.relative_to(ROOT)) for x in (ROOT / "tests").rglob("test_*.py") if is_core(x))
+    return sorted(str(x.relative_to(ROOT)) for x in (ROOT / "tests").rglob("test_*.py") if has_core(x))
 
 
 def core_alone(mutations: list[Mutation], how: How, share: str, output: Path | None) -> bool:

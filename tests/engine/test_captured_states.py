@@ -62,6 +62,7 @@ def test_tokens_are_those_of_steps_launch_by_launch(qwen, captured, schedule):
     assert {len(states) for states in engine.passes} == {1, 2}, "decodes alone, and with prefills"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R211", "R219")
 @pytest.mark.parametrize("ring_size", [0, 5])
 def test_drafts_in_captured_steps(qwen, captured, ring_size):
@@ -75,6 +76,7 @@ def test_drafts_in_captured_steps(qwen, captured, ring_size):
     assert any(len(states) == 1 and shape.queries == 4 for states, shape in captures(engine)), "a step of decodes alone"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R210")
 def test_several_requests_begin_with_one_state_in_a_captured_decode(qwen, captured):
     """It is copied before the graph is launched; and what a graph computes when it is captured changes no state."""
@@ -89,6 +91,7 @@ def test_several_requests_begin_with_one_state_in_a_captured_decode(qwen, captur
     assert all(map(torch.equal, now, kept)), "a kept state was written"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R202")
 @pytest.mark.parametrize("ring_size", [0, 4], ids=["states", "rings"])
 def test_padding_rows_read_and_write_no_slot(qwen, captured, ring_size):
@@ -119,6 +122,7 @@ def test_padding_rows_read_and_write_no_slot(qwen, captured, ring_size):
         assert all(ring[of_states].isnan().all() for ring in pools.ring or ())
 
 
+@pytest.mark.core
 @pytest.mark.lets_a_pass_fail
 @pytest.mark.covers("R209", "R219")
 @pytest.mark.parametrize("ring_size", [0, 1, 2, 5])
@@ -141,6 +145,7 @@ def test_a_decode_that_fails_while_the_next_is_under_way_is_computed_again(
     assert calls[failing - 1] is not None, "the next decode was under way"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R209")
 def test_a_request_that_ends_leaves_the_slots_of_its_next_decode(qwen, captured):
     """By a stop token, and aborted: its row is under way, and its slots go to others at once."""
@@ -159,6 +164,7 @@ def test_a_request_that_ends_leaves_the_slots_of_its_next_decode(qwen, captured)
     assert_all_free(engine)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R209")
 def test_slots_of_a_decode_ahead():
     """The pool alone: three slots in turns, a state at the end of a block, and a decode that is not read."""

@@ -125,6 +125,7 @@ def test_pools_of_fp8_answer_as_plain_pools_of_rounded_numbers(model, expected, 
     assert outputs(make_engine(model, "refattn", batch_invariant=True), PROMPTS, UNSTOPPED) == answers[0]
 
 
+@pytest.mark.core
 @pytest.mark.covers("F240")
 def test_pools_of_fp8_are_of_keys_and_entries_and_have_a_scale_by_a_calibration(model):
     calibration = calibrate(model, PROMPTS)

@@ -47,6 +47,7 @@ def outputs(engine, prompts=PROMPTS):
     return engines.outputs(engine, prompts, UNSTOPPED)
 
 
+@pytest.mark.core
 def test_what_is_selected_decides(expected, device):
     """Else nothing here would show that it is right. With a topk past every length, attention is dense."""
     model = make_family("deepseek_v32", device, **NO_EXPERTS | dict(index_topk=100))
@@ -94,6 +95,7 @@ def stable_topk(scores, k, dim):
     return torch.return_types.topk([best.values[..., :k], best.indices[..., :k]])
 
 
+@pytest.mark.core
 def test_of_equal_scores_those_at_lower_positions_are_read(device, monkeypatch):
     """All scores are 0 here, and transformers selects by the same rule if its top-k is a stable sort."""
     model = make_family("deepseek_v32", device, **NO_EXPERTS)
@@ -127,6 +129,7 @@ def test_over_quantized_latents_keys_are_selected_as_before(deepseek, monkeypatc
     assert found["refattn", "fp8_e4m3"][0] == found["fastattn", "fp8_e4m3"][0]
 
 
+@pytest.mark.core
 def test_recorded_steps_select(deepseek, expected, recorder):
     """Rows of padding select nothing, and a step serves others of its shape."""
     engine = make_engine(deepseek, "fastattn", runner=recorder, num_blocks=8, max_num_batched_tokens=10)

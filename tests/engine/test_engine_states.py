@@ -100,6 +100,7 @@ def cached(engine, prompt):
     return engine.counters.cached_tokens - before
 
 
+@pytest.mark.core
 @pytest.mark.covers("R210")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_prefix_is_found_where_a_state_was_kept_and_nowhere_else(qwen, twin):
@@ -117,6 +118,7 @@ def test_a_prefix_is_found_where_a_state_was_kept_and_nowhere_else(qwen, twin):
     assert [cached(without, PROMPTS[1]) for _ in range(2)] == [0, 0]
 
 
+@pytest.mark.core
 @pytest.mark.covers("R210", "R219")
 @pytest.mark.parametrize("ring_size", [0, 9])
 @pytest.mark.parametrize("drafts", [False, True])
@@ -139,6 +141,7 @@ def test_a_conversation_goes_on_after_its_answer(qwen, twin, ring_size, drafts):
     assert_all_free(engine)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R210", "R219")
 @pytest.mark.parametrize("ring_size", [0, 4])
 @pytest.mark.parametrize("twin", TWINS)
@@ -159,6 +162,7 @@ def test_several_requests_begin_with_one_state(qwen, expected, twin, ring_size, 
 # The pool alone.
 
 
+@pytest.mark.core
 @pytest.mark.covers("R210")
 def test_the_least_recently_used_state_goes_first():
     pool = StatePool(1, 2, block_size=4)
@@ -172,6 +176,7 @@ def test_the_least_recently_used_state_goes_first():
     assert not pool.usable(new) and pool.free == [0, 1, 2, 3]
 
 
+@pytest.mark.core
 @pytest.mark.covers("R209", "R211")
 def test_a_step_that_did_not_succeed_leaves_the_state_where_it_was():
     pool = StatePool(2, 2, block_size=4, decode_len=3)
@@ -212,6 +217,7 @@ def test_bad_pools(name):
 # Drafts.
 
 
+@pytest.mark.core
 @pytest.mark.covers("R211")
 @pytest.mark.parametrize("twin", TWINS)
 def test_rejected_drafts_are_rolled_back(qwen, expected, twin):
@@ -225,6 +231,7 @@ def test_rejected_drafts_are_rolled_back(qwen, expected, twin):
 # Failures.
 
 
+@pytest.mark.core
 @pytest.mark.lets_a_pass_fail
 @pytest.mark.covers("R209")
 @pytest.mark.parametrize("twin", TWINS)
@@ -251,6 +258,7 @@ def test_a_pass_that_fails_is_computed_again(qwen, expected, twin):
     assert_all_free(engine)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R209", "R219")
 @pytest.mark.parametrize("ring_size", [0, 5])
 def test_an_interrupted_step_is_undone(qwen, expected, ring_size):

@@ -128,6 +128,7 @@ def captured(monkeypatch):
     return names
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("change", [shake, assign], ids=["in place", "elsewhere"])
 def test_captured_steps_are_captured_anew_where_weights_have_moved(change, captured):
     """A graph reads weights where they were: those that were written to are there, and others are not."""
@@ -140,6 +141,7 @@ def test_captured_steps_are_captured_anew_where_weights_have_moved(change, captu
     assert len(captured) == count * (1 + (change is assign)) > 0
 
 
+@pytest.mark.core
 def test_a_weight_that_moves_while_others_are_written_to_is_seen(captured):
     model = make_llama()
     engine = make_engine(model, "fastattn", runner=Watched("cpu"))
@@ -155,6 +157,7 @@ def test_a_weight_that_moves_while_others_are_written_to_is_seen(captured):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.core
 def test_what_leaves_no_trace_is_forgotten_by_hand():
     model = make_llama()
     engine = make_engine(model)

@@ -216,6 +216,7 @@ def test_a_prompt_in_chunks_through_a_cache(family, twin, cache, device):
     torch.testing.assert_close(through_a_cache(), expected, rtol=0, atol=2e-5 * float(expected.std()))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
@@ -313,6 +314,7 @@ MASKS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_as_rows_is_the_mask(name, padding, device):
@@ -353,6 +355,7 @@ def test_a_mask_as_rows_is_the_mask(name, padding, device):
         assert seen.layout_of_rows[-1].plan.positions is None, "FlashAttention would not compute this"
 
 
+@pytest.mark.core
 def test_padding_of_plain_masks_is_neither_read_nor_computed():
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0, :4], mask[1, 7:] = False, False
@@ -416,6 +419,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_no_twin_computes_is_refused_by_name(message):
     pattern = message.replace("[", r"\[").replace("]", r"\]")
@@ -433,6 +437,7 @@ def test_a_mask_of_other_sizes_is_an_error():
             attention(mask)
 
 
+@pytest.mark.core
 def test_a_model_is_refused_what_the_twins_do_not_do():
     model = make_family("llama", attention_dropout=0.5)
     model.set_attn_implementation("fastattn")
@@ -512,6 +517,7 @@ def test_autocast_casts_what_rotary_positions_leave_in_float32(twin):
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("twin", TWINS)
 @torch.no_grad()
@@ -610,6 +616,7 @@ OF_A_LAYER = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("asked", OF_A_LAYER)
 @pytest.mark.parametrize("twin", TWINS)
 def test_what_a_layer_of_generate_batch_fixes_reaches_it(twin, asked, device):

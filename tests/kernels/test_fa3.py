@@ -543,6 +543,7 @@ def test_lengths_that_do_not_count_their_versions_keep_no_schedule(vllm, device)
     assert vllm.schedules == 2
 
 
+@pytest.mark.core
 @pytest.mark.covers("B71")
 def test_each_capture_has_a_schedule_of_its_own(vllm, device, monkeypatch):
     """Streams, too: a call counts in it which tiles are done."""
@@ -598,6 +599,7 @@ def test_it_computes_what_it_says(hopper):
                     assert fa3.unsupported_reason(problem) is None
 
 
+@pytest.mark.core
 @pytest.mark.covers("A14")
 def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     """And ours before FlashAttention-2; what short queries ask goes to ours, too, which has split its keys."""
@@ -711,6 +713,7 @@ def has_it(folder: str) -> bool:
     return any(Path(folder, name).exists() for name in names)
 
 
+@pytest.mark.core
 @pytest.mark.covers("E178")
 def test_without_it_both_ways_are_named(folder, monkeypatch):
     monkeypatch.setattr(fa3, "capability", lambda device: (9, 0))

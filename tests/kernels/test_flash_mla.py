@@ -457,6 +457,7 @@ def test_a_plan_keeps_the_schedule_of_its_step(flash_mla_package):
     assert flash_mla_package.schedules == 4
 
 
+@pytest.mark.core
 @pytest.mark.covers("B71")
 def test_each_capture_has_a_schedule_of_its_own(flash_mla_package, monkeypatch):
     """One that a graph has made is made anew when that graph is replayed, and then only."""

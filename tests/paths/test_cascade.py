@@ -99,6 +99,7 @@ def filled(options: dict, step: Step, device: str) -> dict:
 # --- the mask, read out ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("B76", "B77", "B78")
 @each_twin
 @each_sharing
@@ -233,6 +234,7 @@ def test_shared_keys_go_through_a_buffer_of_any_size(size, monkeypatch):
     assert_twins_agree("chunked_prefill", *inputs.tensors, causal=False)
 
 
+@pytest.mark.core
 @pytest.mark.covers("B82")
 @pytest.mark.parametrize("splits", [(1, 4), (2, 7), (3, 3)], ids=str)
 @pytest.mark.parametrize("options", ["sinks", "everything-in-a-window"])
@@ -257,6 +259,7 @@ def test_caches_and_queries_with_padded_strides(kernel, device):
         kernel.check(assert_twins_agree, "cascade", query, key_cache, value_cache, batch, prefixes=step.prefixes)
 
 
+@pytest.mark.core
 @pytest.mark.covers("B80")
 @each_twin
 @pytest.mark.parametrize("sink", [40.0, -40.0], ids=["far-above-every-score", "far-below"])
@@ -496,6 +499,7 @@ def test_find_prefixes_by_definition(drawn):
         assert twin.find_prefixes(query_lens, seq_lens, tables, block_size=p) == expected
 
 
+@pytest.mark.core
 @pytest.mark.covers("B75")
 @of_batches
 @given(sharing=steps(), window=st.sampled_from([(-1, -1), (20, 0), (5, 3)]))

@@ -55,6 +55,7 @@ each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.c
 # --- the mask, read out ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("A28", "D121")
 @each_twin
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -79,6 +80,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
     assert_same_masks(masks, masks_by_hand(case, sees))
 
 
+@pytest.mark.core
 @pytest.mark.covers("A10")
 @each_twin
 def test_a_softcap_does_not_unmask(twin, device):
@@ -90,6 +92,7 @@ def test_a_softcap_does_not_unmask(twin, device):
 # --- arithmetic that shares no code with the reference ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("A12", "A26")
 @each_case
 def test_reference_equals_torch_sdpa_with_a_mask(case, device):
@@ -405,6 +408,7 @@ def test_queries_at_any_positions(over, options, kernel, device):
 # --- scales, and what is kept of a batch ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("A11")
 @each_kernel
 @pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["no-cap", "cap"])

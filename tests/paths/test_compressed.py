@@ -79,6 +79,7 @@ def test_entries_are_the_formula_in_float64(kernel, overlap, ratio):
     torch.testing.assert_close(new.cpu()[is_entry].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F230")
 @each_twin
 @each_overlap
@@ -93,6 +94,7 @@ def test_entries_in_float64_are_exact_and_without_bias_too(package, overlap):
         torch.testing.assert_close(new[:3], layer.entries_by_hand(0), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F230")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -106,6 +108,7 @@ def test_entries_of_16_bits_are_within_the_tolerance(kernel, dtype):
     assert_close(new.cpu()[: len(expected)], expected.to(new.dtype), low[: len(expected)])
 
 
+@pytest.mark.core
 @pytest.mark.covers("F230")
 @each_computer
 def test_gates_of_any_size_saturate_and_hide_as_in_a_softmax(kernel):
@@ -122,6 +125,7 @@ def test_gates_of_any_size_saturate_and_hide_as_in_a_softmax(kernel):
     assert new[0].cpu().isnan().tolist() == [False, True, True, True, False, False] and not new[1].isnan().any()
 
 
+@pytest.mark.core
 @pytest.mark.covers("F231")
 @each_computer
 @each_overlap
@@ -245,6 +249,7 @@ def test_a_sequence_that_is_cropped_goes_on_as_if_the_rest_had_never_been(packag
         torch.testing.assert_close(whole, c, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F233")
 @each_twin
 def test_blocks_of_the_last_rows_are_all_that_has_to_be_kept(package):
@@ -337,6 +342,7 @@ def test_pools_of_fp8_are_those_of_their_dequantized_values(kernel, stored, chos
 # --- selected entries ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F234")
 @each_attender
 def test_a_query_sees_its_window_and_the_entries_that_were_selected_for_it(kernel):
@@ -389,6 +395,7 @@ def test_an_indexer_selects_only_complete_entries_and_all_of_them_if_there_are_f
 # --- what layers share ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F232", "F234")
 @each_attender
 @pytest.mark.parametrize("selects", [False, True], ids=["all", "selected"])
@@ -422,6 +429,7 @@ def test_a_layer_without_a_compressor_attends_to_the_entries_of_an_earlier_one(k
             row += 1
 
 
+@pytest.mark.core
 @pytest.mark.covers("F241")
 @each_twin
 @pytest.mark.parametrize("size", [1, 3, 8, 40, 2**31 - 1])
@@ -443,6 +451,7 @@ def test_candidates_are_the_blocks_with_the_highest_scores_and_the_newest(packag
         assert found[row].cpu().tolist() == [j // size in best for j in range(29)]
 
 
+@pytest.mark.core
 @pytest.mark.covers("F241")
 @each_twin
 def test_a_later_indexer_selects_inside_the_candidates(package):
@@ -509,6 +518,7 @@ def make_layer(kind):
     return layer, model.DeepseekV4RotaryEmbedding(config), config, model.apply_rotary_pos_emb
 
 
+@pytest.mark.core
 @pytest.mark.covers("F230", "F231", "F232", "F234")
 @each_twin
 @pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
@@ -575,6 +585,7 @@ def test_a_layer_of_deepseek_v4_is_that_of_transformers(package, kind, ends, sha
 # --- the plan ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F231")
 @each_twin
 def test_the_plan_of_a_step(package):

@@ -210,6 +210,7 @@ def of_formula(case: Case, device) -> dict:
     return dict(lambda_full=lambda_full, lambda_init=0.2, norm_weight=weight, norm_eps=1e-3)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C104", "C110")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_reference_equals_torch_sdpa_and_a_formula(case, device):
@@ -219,6 +220,7 @@ def test_reference_equals_torch_sdpa_and_a_formula(case, device):
     assert_is_by_formula(out, inputs.query, inputs.keys, inputs.values, case)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C109")
 @each_twin
 @pytest.mark.parametrize("lens", [((23, 23),), ((1, 23),), ((7, 23),)], ids=["prefill", "decode", "chunk"])
@@ -274,6 +276,7 @@ def test_equals_the_eager_attention_of_diffllama(twin, lens, device):
     torch.testing.assert_close(mine, expected[0, -query_len:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C109")
 @each_twin
 def test_the_norm_comes_after_the_subtraction_and_over_both_halves(twin, device):
@@ -289,6 +292,7 @@ def test_the_norm_comes_after_the_subtraction_and_over_both_halves(twin, device)
         assert not torch.allclose(heads, torch.full_like(heads, 0.7**2), rtol=1e-2)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C106", "C107")
 @each_twin
 def test_lambda_is_a_difference_of_exponentials(twin):
@@ -407,6 +411,7 @@ def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
             assert_twins_agree("differential", *arguments, again=False, **filled(OPTIONS[options], case, device))
 
 
+@pytest.mark.core
 @pytest.mark.covers("A5", "C112")
 @each_kernel
 def test_a_layer_without_keys_of_its_own(kernel, device):
@@ -438,6 +443,7 @@ def lay_out_rows(case: Case, **options):
     return (query, refattn.differential.split_halves(key, value), batch), inputs
 
 
+@pytest.mark.core
 @pytest.mark.covers("A7", "C104")
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -564,6 +570,7 @@ each_format = pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 each_per = pytest.mark.parametrize("per", ["number", "head", "sequence"])
 
 
+@pytest.mark.core
 @pytest.mark.covers("C118")
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 @each_format
@@ -594,6 +601,7 @@ def test_twins_agree_over_quantized_values(options, round_query, kind, kernel, d
         kernel.check(assert_twins_agree, "differential", *arguments, **options)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C118")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_twins_agree_over_quantized_values_by_default(dtype, device):
@@ -614,6 +622,7 @@ def test_no_bit_depends_on_quantized_values_that_no_query_may_see(twin, device):
         assert torch.equal(poisoned, harmless)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C118")
 @each_twin
 @each_format
@@ -673,6 +682,7 @@ def test_bad_scales_are_named(twin, message, change):
 # --- the cache: moving data is bit-exact ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("C102", "C105")
 @each_twin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -691,6 +701,7 @@ def test_write_puts_each_head_into_its_half(twin, dtype, device):
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.core
 @pytest.mark.covers("C103")
 @pytest.mark.parametrize("moves", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
 @each_twin
@@ -758,6 +769,7 @@ def test_sinks_have_the_same_bits_in_any_batch(threads, with_threads):
         assert all(torch.equal(x[3:], y) for x, y in zip(many, few, strict=True))
 
 
+@pytest.mark.core
 @pytest.mark.covers("C227")
 @pytest.mark.parametrize("kernel", [None, "triton"])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm(48), torch.tanh], ids=["module", "function"])

@@ -91,6 +91,7 @@ def test_a_hadamard_matrix_turns_rows_and_turns_them_back():
         torch.testing.assert_close((turned * rounding.hadamard(k)).sum(-1), (q * k).sum(-1))
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228")
 def test_a_row_of_int4_by_example():
     """Turned, the row is 3.5, 1, -4, -0.25: from -4 to 3.5 are 15 steps of 0.5, and 0 is the eighth of them."""
@@ -102,6 +103,7 @@ def test_a_row_of_int4_by_example():
     torch.testing.assert_close(rounding.hadamard(back), torch.tensor([[3.5, 1.0, -4.0, 0.0]]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F229")
 def test_a_row_of_nvfp4_by_example():
     """The largest element of 16 becomes 6; the scale is rounded to e4m3 first, and the elements by what it became."""
@@ -114,6 +116,7 @@ def test_a_row_of_nvfp4_by_example():
     assert back.tolist() == [[12, -6, 2, 4, -0.0, 0, 1, 8, 8, 8, 6, -12, 0, -0.0, 3, 2]]
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228")
 def test_a_large_element_spoils_its_row_unless_it_is_turned():
     """Of 128 elements one is 40 times the others: int4 without a turn has steps as large as most elements."""
@@ -165,6 +168,7 @@ def nvfp4_by_hand(x, number):
     return [low + 16 * high for low, high in zip(codes[::2], codes[1::2], strict=True)], scales
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228", "F229")
 @each_kind
 @pytest.mark.parametrize("writer", WRITERS)
@@ -198,6 +202,7 @@ def test_write_by_hand(kind, writer, layout, size, device):
                     assert (found[0], bits(found[1]).tolist()) == by_hand
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228", "F229")
 @each_kind
 @pytest.mark.parametrize("writer", WRITERS)
@@ -219,6 +224,7 @@ def test_every_writer_writes_the_bytes_of_the_reference(kind, writer, dtype, dev
         assert torch.equal(bits(one.cpu()[finite]), bits(other.cpu()[finite]))
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228")
 @each_kind
 @each_kernel
@@ -262,6 +268,7 @@ def test_blocks_are_copied_with_their_scales(kind, device):
 # --- who sees whom, and memory that no query may see ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228", "F229")
 @pytest.mark.parametrize(
     ("package", "case", "kind", "plan"), every_pair(["refattn", "fastattn"], ODD, FOUR_BITS, SEES), ids=str
@@ -313,6 +320,7 @@ def test_poison(reader, case, plan, device):
 # --- the formula, and the twins ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228", "F229")
 @pytest.mark.parametrize(("case", "kind", "plan"), every_pair(ODD, FOUR_BITS, SEES), ids=str)
 def test_formula(case, kind, plan):
@@ -346,6 +354,7 @@ def test_every_byte_is_read(package, kind):
     torch.testing.assert_close(lse[:, 0], (query[:, 0] * keys).sum(-1), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F228", "F229")
 @pytest.mark.parametrize(
     ("kernel", "case", "kind", "plan"), every_pair_on_cpu([x.name for x in PRESENT], ODD, FOUR_BITS, SEES), ids=str

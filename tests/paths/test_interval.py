@@ -128,6 +128,7 @@ def drawn(batch, t, seed=0):
 # --- the masks ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F218")
 @each_rule
 def test_intervals_are_the_mask_and_the_same_in_both_packages(rule):
@@ -162,6 +163,7 @@ def test_spans_are_those_of_the_masks_of_transformers():
         assert seen == [int(first[i]) <= j <= int(last[i]) for j in range(12)]
 
 
+@pytest.mark.core
 @pytest.mark.covers("F219")
 @each_twin
 @pytest.mark.parametrize("rule", ["spans-in-a-window", "prefix"])
@@ -171,6 +173,7 @@ def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
         check_mask(twin, rule, case, device)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F219")
 @each_kernel
 @each_rule
@@ -210,6 +213,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("F219")
 @each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -241,6 +245,7 @@ def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
         assert_twins_agree("interval", *inputs.tensors, again=False, **intervals._asdict())
 
 
+@pytest.mark.core
 @pytest.mark.covers("F219")
 def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_right():
     """Runs of one interval, of growing ones, of empty ones, and of windows: one call each, where the CPU can."""
@@ -263,6 +268,7 @@ def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_
 # --- what no query sees, and nothing to see ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F193")
 @each_kernel
 def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
@@ -399,6 +405,7 @@ def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
     assert "no interval" not in (kernel.unsupported_reason(problem._replace(intervals=False)) or "")
 
 
+@pytest.mark.core
 @pytest.mark.covers("F194")
 @each_twin
 def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
@@ -415,6 +422,7 @@ def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
 # --- intervals that extend a causal mask ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F219")
 @each_twin
 @pytest.mark.parametrize("rule", ["spans", "prefix", "causal"])
@@ -530,6 +538,7 @@ BAD = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("F194")
 @each_twin
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)

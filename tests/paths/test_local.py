@@ -85,6 +85,7 @@ def forget(inputs: Paged, chunk_size: int, block_size: int) -> Paged:
 # --- the mask, read out ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("D136", "D137")
 @each_twin
 @each_chunked
@@ -113,6 +114,7 @@ def test_a_sequence_one_longer_than_the_chunk(twin, device):
     assert lse[:, 0].exp().tolist() == pytest.approx([8192, 1, 8192, 8192, 1, 2], rel=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D131")
 @each_twin
 @pytest.mark.parametrize("chunk_size", [4096, 1_000_000_000 // 16 * 16])
@@ -127,6 +129,7 @@ def test_a_chunk_larger_than_every_sequence_is_causal_attention(twin, chunk_size
     torch.testing.assert_close(out, plan_and_attend(refattn.chunked_prefill, *inputs.tensors), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D132")
 @each_twin
 @each_chunked
@@ -145,6 +148,7 @@ def test_chunks_that_are_over_are_never_read(twin, case, device):
 # --- virtual batches ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("D130")
 @each_twin
 def test_the_worked_example(twin, device):
@@ -310,6 +314,7 @@ def test_as_many_keys_as_an_int32_counts(kernel, chunk_size, device):
     assert real(plan.batch, p) == [*expected, (2, 0, [])]
 
 
+@pytest.mark.core
 @pytest.mark.covers("D138")
 def test_captured_with_a_short_sequence_replayed_past_a_chunk(device):
     """Sizes depend on the stated maxima only, so what was captured for 5 tokens serves 500 (S#6162)."""
@@ -325,6 +330,7 @@ def test_captured_with_a_short_sequence_replayed_past_a_chunk(device):
     assert real(replayed, 16) == [(1, 52, [28, 29, 30, 31]), (1, 1, [40])]
 
 
+@pytest.mark.core
 @pytest.mark.covers("D137")
 def test_the_twin_makes_virtual_batches_without_asking_the_device():
     """Tensors without contents are enough, so nothing waits for them."""
@@ -337,6 +343,7 @@ def test_the_twin_makes_virtual_batches_without_asking_the_device():
     assert (shapes.max_query_len, shapes.max_seq_len) == (known.max_query_len, known.max_seq_len)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D137")
 @pytest.mark.parametrize("longest", [1, 2, 31, 32, 33, 34, 64, 65])
 def test_there_is_a_virtual_batch_for_each_chunk_that_queries_may_touch(longest):
@@ -382,6 +389,7 @@ def test_twins_agree(case, options, kernel, device):
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, **filled)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D135")
 @each_kernel
 @pytest.mark.parametrize("case", CHUNKED[1:3], ids=str)

@@ -82,6 +82,7 @@ each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["r
 # --- the mask, read out ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("D154")
 @each_twin
 @pytest.mark.parametrize("case", [case for case in CASES if max(s for _, s in case.lens) <= 128], ids=str)
@@ -147,6 +148,7 @@ def test_chunks_are_planned_for_the_longest_context(twin):
     assert twin.plan_prefill(make_batch([3], [3], [[0]]), **sizes).chunks == ()
 
 
+@pytest.mark.core
 @pytest.mark.covers("D157")
 @each_twin
 def test_chunks_are_read_from_the_slots_of_their_tokens(twin):
@@ -155,6 +157,7 @@ def test_chunks_are_read_from_the_slots_of_their_tokens(twin):
     assert [chunk.slots[:2].tolist() for chunk in plan.chunks] == [[20, 21], [22, 23], [8, 9]]
 
 
+@pytest.mark.core
 @pytest.mark.covers("D158")
 def test_a_prefill_is_attention_over_the_keys_and_values_that_it_makes():
     case = Case("c", ((3, 9), (1, 17), (5, 5)), heads=(3, 1), block_size=4)
@@ -205,6 +208,7 @@ DEEPSEEK = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("D155")
 @each_twin
 @pytest.mark.parametrize("config", DEEPSEEK.values(), ids=DEEPSEEK)
@@ -302,6 +306,7 @@ def over_chunks(package: str, chunks: dict) -> SimpleNamespace:
     return SimpleNamespace(plan=partial(local.plan, **chunks), attention=path.attention)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D190")
 @each_local
 @pytest.mark.parametrize("quantized", [None, torch.float8_e4m3fn], ids=["numbers", "e4m3"])
@@ -474,6 +479,7 @@ def test_a_hundred_chunks_lose_no_digits(kernel, device):
     torch.testing.assert_close(many, one, rtol=0, atol=8 * torch.finfo(dtype).eps * float(one.abs().max()))
 
 
+@pytest.mark.core
 @pytest.mark.covers("E171")
 @pytest.mark.parametrize("kernel", [kernel for kernel in PRESENT if not kernel.is_interpreted], ids=lambda x: x.name)
 def test_prefills_of_deepseeks_size_agree(kernel, device):
@@ -517,6 +523,7 @@ def test_a_batch_invariant_prefill_may_have_no_sequences():
     assert out.tolist() == [[[0.0] * 3]] * 2 and lse.tolist() == [[-torch.inf]] * 2
 
 
+@pytest.mark.core
 @pytest.mark.covers("E172")
 @of_batches
 @given(case=ragged_cases(), workspace=st.integers(1, 300))
@@ -550,6 +557,7 @@ def test_both_twins_make_the_same_chunks(case, workspace):
 # --- writing ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("D153")
 @each_twin
 def test_latents_and_rotary_keys_lie_side_by_side(twin, device):

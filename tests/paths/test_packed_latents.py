@@ -89,6 +89,7 @@ def attend(twin, query, cache, batch, *, plan=None, latent_rank=RANK, return_lse
 # --- the bytes ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F214")
 @each_twin
 def test_a_row_has_quantized_values_then_scales_then_the_rotary_key(twin):
@@ -116,6 +117,7 @@ def test_a_row_has_quantized_values_then_scales_then_the_rotary_key(twin):
     assert not pool.any()
 
 
+@pytest.mark.core
 @pytest.mark.covers("F214")
 @pytest.mark.parametrize("kernel", WRITERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -164,6 +166,7 @@ def test_blocks_are_copied_as_bytes(kernel, device):
 # --- the formula, and memory that no query may see ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F214")
 @each_reader
 def test_formula(package, forced, device):
@@ -197,6 +200,7 @@ def positions_of(case, k=12, device="cpu"):
     return rows.to(device)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F214")
 @each_reader
 def test_no_bit_depends_on_what_no_query_may_see(package, forced, device):
@@ -257,6 +261,7 @@ def under(package, batch, name):
     return package.mla.plan(batch, **pages)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F214")
 @each_kernel
 @pytest.mark.parametrize("name", ["window", "tree", "intervals"])

@@ -56,6 +56,7 @@ def maps_by_hand(step, head, rows, scale):
 # --- the formula ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("R203", "R208")
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
 def test_tokens_are_affine_maps_of_the_state_and_neighbours_compose(per_channel):
@@ -132,6 +133,7 @@ def test_equals_mamba2_of_transformers():
     torch.testing.assert_close(states[1:], state, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R204")
 @each_computer
 def test_the_convolution_is_that_of_transformers(kernel):
@@ -231,6 +233,7 @@ def poisoned(kernel, poison):
     return out, mixed, states, last
 
 
+@pytest.mark.core
 @pytest.mark.covers("R201", "R202")
 @each_computer
 def test_memory_that_no_query_may_see_changes_no_bit(kernel):
@@ -298,6 +301,7 @@ def test_entries_of_a_sequence_without_tokens_may_be_anything(kernel, length, dr
         assert all(map(torch.equal, answers, expected))
 
 
+@pytest.mark.core
 @pytest.mark.covers("R203")
 @each_computer
 @pytest.mark.parametrize(
@@ -326,6 +330,7 @@ def test_slot_0_is_a_slot_and_a_negative_one_is_padding_alone(kernel):
 # --- cut, roll back, begin again ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("R201")
 def test_a_sequence_that_is_cut_anywhere_has_the_same_bits():
     """See transformers 46190 and FLA 285: a forward pass over all, and prefill and decode, gave other answers."""
@@ -359,6 +364,7 @@ def test_other_requests_change_no_bit(kernel, lens):
         first += length
 
 
+@pytest.mark.core
 @pytest.mark.covers("R201", "R203")
 @each_kernel
 def test_prefill_and_decode_agree_with_the_whole(kernel):
@@ -417,6 +423,7 @@ def test_rejected_drafts_are_rolled_back(kernel):
             torch.testing.assert_close(pool[[3, 6]], other[[2, 0]])
 
 
+@pytest.mark.core
 @pytest.mark.covers("R206")
 @each_computer
 def test_a_checkpoint_at_a_blocks_end_is_where_another_request_begins(kernel):
@@ -477,6 +484,7 @@ STEPS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("R203", "R208")
 @each_kernel
 @pytest.mark.parametrize("options", [RecurrentOptions(), RecurrentOptions(-0.7, delta=False)], ids=["delta", "plain"])
@@ -505,6 +513,7 @@ STRONG = {  # logarithms of decays, by token and channel
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("R203", "R208")
 @each_kernel
 @pytest.mark.parametrize("gates", STRONG.values(), ids=STRONG)

@@ -82,6 +82,7 @@ def test_with_room_for_one_input_it_is_the_plain_step_bit_for_bit(kernel, per_ch
         assert slots.cursors.tolist() == [77, 0, 77, 0] and all(field.isnan().all() for field in slots.ring)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R214")
 @each_rebuild
 @each_layer
@@ -173,6 +174,7 @@ def test_whole_chunked_and_stepped_agree_for_any_flush_times(kernel, ends, flush
 # --- when the checkpoint moves ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("R215")
 @each_computer
 def test_a_snapshot_holds_exactly_the_tokens_up_to_its_step(kernel):
@@ -194,6 +196,7 @@ def test_a_snapshot_holds_exactly_the_tokens_up_to_its_step(kernel):
     assert all(map(torch.equal, map(bits, slots.ring), map(bits, snapshot.ring))), "a flush only reads the ring"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R215")
 @each_computer
 def test_a_full_ring_moves_the_checkpoint_and_a_step_before_writes_the_ring_alone(kernel):
@@ -213,6 +216,7 @@ def test_a_full_ring_moves_the_checkpoint_and_a_step_before_writes_the_ring_alon
     assert cursors == [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
+@pytest.mark.core
 @pytest.mark.covers("R215")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
@@ -265,6 +269,7 @@ def test_a_checkpoint_moves_to_another_slot_and_what_was_read_is_left(kernel, pe
     assert moves >= 4
 
 
+@pytest.mark.core
 @pytest.mark.covers("R218")
 @each_computer
 def test_a_flush_to_another_slot_is_a_state_after_as_many_inputs_as_asked(kernel):
@@ -317,6 +322,7 @@ def test_drafts_push_all_and_accept_by_moving_the_cursor(kernel, per_channel, op
     assert torch.equal(slots.states[[3, 1]], states[[3, 1]]), "a rejected draft has left a trace"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R216")
 @each_computer
 def test_a_rejected_draft_is_never_read_again(kernel):
@@ -360,6 +366,7 @@ def poisoned(kernel, poison, drafts):
     return out, slots
 
 
+@pytest.mark.core
 @pytest.mark.covers("R217")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])
@@ -400,6 +407,7 @@ def test_entries_of_a_sequence_without_tokens_may_be_anything(kernel, drafts):
         assert all(map(torch.equal, found[0], answers))
 
 
+@pytest.mark.core
 @pytest.mark.covers("R217")
 @each_computer
 def test_slot_0_is_a_slot_and_a_negative_one_is_padding_alone(kernel):
@@ -486,6 +494,7 @@ def test_layers_share_a_plan_and_what_it_has_launched(drafts):
         assert len(memo_of(plan).launches) == 1
 
 
+@pytest.mark.core
 @pytest.mark.covers("R214")
 @each_kernel
 @each_layer
@@ -512,6 +521,7 @@ def test_twins_agree(kernel, per_channel, options, drafts, dtype):
     assert_close(states, expected_states, low_states, name="states")
 
 
+@pytest.mark.core
 @pytest.mark.covers("R215")
 @each_computer
 def test_rings_of_16_bits_are_folded_in_float32(kernel):

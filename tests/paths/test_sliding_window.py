@@ -136,6 +136,7 @@ def test_a_right_window_larger_than_a_sequence_with_more_queries_than_keys(twin,
     assert_same_masks(masks, masks_by_hand(case, sees(window, causal=False)))
 
 
+@pytest.mark.core
 @pytest.mark.covers("B56")
 @each_varlen
 @pytest.mark.parametrize("reach", [0, 1, 5, 16, 100])
@@ -160,6 +161,7 @@ def test_the_example_of_the_docstring(twin, device):
     assert trimmed.query_lens.tolist() == [1]
 
 
+@pytest.mark.core
 @pytest.mark.covers("A39")
 @each_twin
 @each_trimmed
@@ -268,6 +270,7 @@ def test_a_batch_without_sequences_has_nothing_to_trim(twin, device):
     assert twin.plan(empty, window_size=(7, 0), block_size=16).batch.num_seqs == 0
 
 
+@pytest.mark.core
 @pytest.mark.covers("B68", "D139")
 @each_twin
 def test_layers_with_different_windows_share_one_batch(twin, device):

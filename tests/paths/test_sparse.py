@@ -76,6 +76,7 @@ def plan_of(batch, case=CASE, **more):
 # --- the pool of index keys ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F195")
 @each_twin
 def test_the_quantized_values_of_a_block_come_first_and_then_its_scales(twin):
@@ -99,6 +100,7 @@ def test_the_quantized_values_of_a_block_come_first_and_then_its_scales(twin):
     assert not untouched.any()
 
 
+@pytest.mark.core
 @pytest.mark.covers("F195")
 @each_selector
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float16], ids=str)
@@ -127,6 +129,7 @@ def test_both_packages_write_the_same_bytes(kernel, dtype, device):
 # --- scores ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("F196")
 @each_twin
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
@@ -207,6 +210,7 @@ MASKS = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("F196")
 @each_scorer
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -217,6 +221,7 @@ def test_scores_under_other_masks(kernel, mask, device):
     torch.testing.assert_close(scores, refattn.sparse.scores(query, weights, pool, mask(batch)), rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F196")
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 @pytest.mark.parametrize(
@@ -343,6 +348,7 @@ def plateaus():
     return rows
 
 
+@pytest.mark.core
 @pytest.mark.covers("F197")
 @each_twin
 @pytest.mark.parametrize("topk", [1, 6, 33, 120])
@@ -365,6 +371,7 @@ def test_drawn_scores_are_selected_as_by_hand(kernel, data, device):
     assert selected.tolist() == [by_hand(row, topk) for row in scores.tolist()]
 
 
+@pytest.mark.core
 @pytest.mark.covers("F197")
 @each_selector
 def test_a_long_row_more_ties_than_a_step_holds_and_any_strides(kernel, device):
@@ -412,6 +419,7 @@ def short_splits(monkeypatch):
     return triton_sparse
 
 
+@pytest.mark.core
 @pytest.mark.covers("F197")
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 @pytest.mark.parametrize(
@@ -427,6 +435,7 @@ def test_long_rows_are_selected_from_by_their_candidates(length, topk, bits, mos
     assert torch.equal(selected, refattn.sparse.select(rows, topk))
 
 
+@pytest.mark.core
 @pytest.mark.covers("F197")
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, device):
@@ -486,6 +495,7 @@ def drawn_positions(case=CASE, k=12, seed=0):
     return torch.stack([*rows, *[torch.full((k,), 99, dtype=torch.int32)] * case.padding_rows])
 
 
+@pytest.mark.core
 @pytest.mark.covers("F198")
 @each_twin
 def test_slots_and_the_plan_that_they_are(twin, device):
@@ -510,6 +520,7 @@ def test_slots_and_the_plan_that_they_are(twin, device):
     assert plan.sequences.tolist()[:row] == sequences
 
 
+@pytest.mark.core
 @pytest.mark.covers("F198")
 @each_selector
 @pytest.mark.parametrize("lens", [CASE.lens, ((0, 0), (0, 6), *[(1, 9)] * 3, (0, 0), (2, 19), (1, 0))])
@@ -592,6 +603,7 @@ def attended_by_hand(query, keys, values, positions, *, scale, sinks=None):
     return out, lse
 
 
+@pytest.mark.core
 @pytest.mark.covers("F199")
 @each_twin
 def test_attention_over_pages_is_the_formula(twin):
@@ -654,6 +666,7 @@ def test_each_kernel_attends_to_selected_pages_and_to_nothing_else(kernel, batch
         kernel.check(hold, kernel, device, False, batch_invariant)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F199")
 @pytest.mark.parametrize("kernel", PRESENT_FOR_LATENTS, ids=lambda kernel: kernel.name)
 def test_each_kernel_attends_to_selected_latents_and_to_nothing_else(kernel, device):
@@ -661,6 +674,7 @@ def test_each_kernel_attends_to_selected_latents_and_to_nothing_else(kernel, dev
         kernel.check(hold, kernel, device, True)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F199")
 @each_twin
 def test_with_fewer_visible_keys_than_topk_it_is_dense_attention(twin, device):
@@ -683,6 +697,7 @@ def test_with_fewer_visible_keys_than_topk_it_is_dense_attention(twin, device):
         assert_close(ours, theirs, theirs)
 
 
+@pytest.mark.core
 @pytest.mark.covers("F199")
 @each_twin
 def test_the_plan_reads_quantized_values_under_the_scales_of_each_sequence(twin, device):
@@ -798,6 +813,7 @@ BAD = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("F198")
 @each_twin
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)

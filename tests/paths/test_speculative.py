@@ -68,11 +68,13 @@ def check_masks(twin, trees, device, *, window=-1, queries=None, contexts=CONTEX
     assert_same_masks(read, masks_of_trees(case, trees, window))
 
 
+@pytest.mark.core
 @pytest.mark.covers("D147", "D148")
 def test_every_small_tree_by_the_reference(device):
     check_masks(refattn.speculative, SMALL, device)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D147", "D148")
 @each_kernel
 def test_every_small_tree(kernel, device):
@@ -101,6 +103,7 @@ def test_large_trees(kernel, heads, device):
         kernel.check(check)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D146")
 @each_twin
 def test_every_node_of_a_chain_sees_what_a_causal_chunk_shows(twin, device):
@@ -111,6 +114,7 @@ def test_every_node_of_a_chain_sees_what_a_causal_chunk_shows(twin, device):
         assert torch.equal(mask, torch.ones(q, s, dtype=torch.bool).tril(s - q))
 
 
+@pytest.mark.core
 @pytest.mark.covers("D143")
 @each_twin
 def test_blocks_before_every_window_are_not_in_the_table(twin, device):
@@ -127,6 +131,7 @@ def test_blocks_before_every_window_are_not_in_the_table(twin, device):
         ]
 
 
+@pytest.mark.core
 @pytest.mark.covers("D142")
 @each_twin
 @pytest.mark.parametrize("window", [0, 3, 20])
@@ -137,6 +142,7 @@ def test_a_window_counts_along_the_branch(twin, window, device):
     check_masks(twin, trees, device, window=window, queries=2)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D148")
 @each_twin
 def test_siblings_do_not_see_each_other(twin, device):
@@ -151,6 +157,7 @@ def test_siblings_do_not_see_each_other(twin, device):
     assert not torch.equal(before[1], after[1])
 
 
+@pytest.mark.core
 @pytest.mark.covers("D145")
 @each_twin
 @pytest.mark.parametrize("queries", [1, 2, 3])
@@ -215,6 +222,7 @@ def test_all_steps_of_a_draft_are_planned_before_the_first(twin, triton, num_ste
             torch.testing.assert_close(out[:, 0].double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D191")
 @pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [-1, 9])
@@ -327,6 +335,7 @@ def options_of(name: str, heads: int, device: str) -> dict:
     return options
 
 
+@pytest.mark.core
 @pytest.mark.covers("D146")
 @each_option
 def test_a_tree_that_is_a_chain_is_a_causal_chunk_to_the_bit(name):
@@ -338,6 +347,7 @@ def test_a_tree_that_is_a_chain_is_a_causal_chunk_to_the_bit(name):
     assert all(map(torch.equal, as_tree, as_chunk))
 
 
+@pytest.mark.core
 @pytest.mark.covers("D144")
 @each_twin
 def test_without_trees_a_draft_is_a_chain_or_a_block(twin, device):
@@ -351,6 +361,7 @@ def test_without_trees_a_draft_is_a_chain_or_a_block(twin, device):
         torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D145")
 @pytest.mark.parametrize("window", [-1, 6])
 def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
@@ -399,6 +410,7 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made, **options)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D148")
 @each_kernel
 def test_a_step_of_128_keys_needs_two_words_of_a_mask(kernel, device):
@@ -491,6 +503,7 @@ def test_the_example_of_the_docstring():
     assert cache.flatten()[:5].tolist() == [0, 1, 2, 4, 6]  # two keys of context, then nodes 0, 2 and 4
 
 
+@pytest.mark.core
 @pytest.mark.covers("D148")
 @each_twin
 def test_a_mask_of_other_servers_has_parents(twin):
@@ -727,6 +740,7 @@ def test_blocks_between_which_nothing_moves_are_not_read(twin, triton, path, tre
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.core
 @pytest.mark.covers("D150")
 @each_twin
 def test_a_draft_model_goes_on_from_what_was_accepted(twin):
