@@ -137,9 +137,10 @@ def has_core(file: Path) -> bool:
 
 def is_tier_asked(config) -> bool:
     """Return whether a tier decides what runs, and not the files that the command line names."""
-    given = config.invocation_params.args
-    named = [x for x in given if not x.startswith("-") and Path(x.partition("::")[0]).exists()]
-    return config.getoption("--tier") != "all" and not named
+    if config.getoption("--tier") == "all":
+        return False
+    given = [x for x in config.invocation_params.args if not x.startswith("-")]
+    return not any(Path(x.partition("::")[0]).exists() for x in given)
 
 
 def pytest_ignore_collect(collection_path, config):

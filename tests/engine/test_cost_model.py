@@ -77,6 +77,7 @@ WORTH_IT = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("B81")
 @pytest.mark.parametrize("machine", ["H200", "CPU"])
 @pytest.mark.parametrize(("requests", "worth_it"), WORTH_IT.values(), ids=WORTH_IT)
@@ -199,6 +200,7 @@ def test_the_good_arguments_are_good(function):
     assert set(inspect.signature(function).parameters) == set(GOOD)
 
 
+@pytest.mark.core
 @pytest.mark.covers("B81")
 def test_a_cascade_may_pay_for_short_prefixes_and_for_few_requests():
     for count, shared, expected in ((512, 192, True), (4, 65536, True), (64, 8192, True), (4, 16, False)):

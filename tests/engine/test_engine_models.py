@@ -154,6 +154,7 @@ def test_llama_4_decodes_at_the_temperature_of_its_positions(twin, device):
     assert eager_answers(model, 9) == expected, "its own code is given back"
 
 
+@pytest.mark.core
 @pytest.mark.covers("B55", "C115")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monkeypatch):
@@ -171,6 +172,7 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
     assert len({*written}) == 3 and len(written) == 3 * engine.counters.steps
 
 
+@pytest.mark.core
 @pytest.mark.covers("C115", "C113")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_differential_layer_may_share_a_cache_too(twin):

@@ -124,6 +124,7 @@ def test_logits_are_close_to_those_over_16_bits(name, device, monkeypatch):
     assert 0 < off < 2 / 16 < lost, "two layers, each of which rounds a number by a sixteenth of it at most"
 
 
+@pytest.mark.core
 @pytest.mark.covers("F217")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_token_has_a_row_of_bytes(models, twin):

@@ -231,6 +231,7 @@ def make_pool(ring_size, num_kept=2, decode_len=1, block_size=64, num_requests=2
     return StatePool(num_requests, num_kept, rings=rings, **sizes)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R219")
 def test_a_decode_moves_its_checkpoint_when_the_ring_is_full():
     pool, request = make_pool(3), request_of(9)
@@ -252,6 +253,7 @@ def test_a_decode_moves_its_checkpoint_when_the_ring_is_full():
     assert len(pool.rings.free) == pool.rings.num_slots
 
 
+@pytest.mark.core
 @pytest.mark.covers("R219")
 def test_drafts_move_the_checkpoint_before_their_step_and_the_cursor_by_what_is_accepted():
     pool, request = make_pool(4, decode_len=3), request_of(9)
@@ -264,6 +266,7 @@ def test_drafts_move_the_checkpoint_before_their_step_and_the_cursor_by_what_is_
     assert found == [(0, False, 1), (1, False, 3), (3, True, 3), (3, True, 3)]
 
 
+@pytest.mark.core
 @pytest.mark.covers("R219")
 def test_the_end_of_a_block_is_folded_out_of_the_first_inputs_of_a_ring():
     pool, request = make_pool(8, decode_len=3, block_size=4), request_of(9)
@@ -279,6 +282,7 @@ def test_the_end_of_a_block_is_folded_out_of_the_first_inputs_of_a_ring():
     assert len(pool.rings.free) == pool.rings.num_slots
 
 
+@pytest.mark.core
 @pytest.mark.covers("R219")
 def test_a_ring_is_folded_after_its_request_has_ended_while_another_begins():
     """It takes a slot that is kept, one to write to and one for the end of a block, and the ring has a slot, too."""

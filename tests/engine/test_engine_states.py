@@ -78,6 +78,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.core
 @pytest.mark.covers("R212")
 @pytest.mark.parametrize(("family", "twin"), FAMILIES)
 def test_greedy_is_generate_for_every_family(family, twin, device):

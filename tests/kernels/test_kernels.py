@@ -669,6 +669,7 @@ ASKED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("E174")
 @pytest.mark.usefixtures("hopper")
 def test_values_of_another_size_are_computed_or_refused_by_name():
@@ -1157,6 +1158,7 @@ def test_what_an_adapter_asks_and_what_it_answers(name, over, options, monkeypat
     assert (again is memory) == (name == "fa4"), "which alone writes where it is told to"
 
 
+@pytest.mark.core
 @pytest.mark.covers("E173")
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
 @pytest.mark.parametrize("options", [{}, dict(window_size=(9, 0)), dict(sinks=True)], ids=["plain", "window", "sinks"])
@@ -1208,6 +1210,7 @@ def test_strides_of_a_single_sequence_and_of_a_single_block(name, over, monkeypa
         assert_matches_reference(out, lse, reference, *arguments)
 
 
+@pytest.mark.core
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
 def test_memory_for_an_answer_that_begins_anywhere(monkeypatch):
     """A kernel that writes into the memory given cannot do so where its stores would not be aligned."""

@@ -49,6 +49,7 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("taken", "changed"), PROMPTS.values(), ids=PROMPTS)
 def test_which_prompts_are_for_warps_with_roles(taken, changed, monkeypatch):
     """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""

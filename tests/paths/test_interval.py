@@ -453,6 +453,7 @@ EXTENDED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.covers("F219")
 @pytest.mark.parametrize(
     ("rule", "over_rows", "options"), every_pair_on_cpu(["spans", "prefix"], [False, True], EXTENDED)

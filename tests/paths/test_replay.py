@@ -235,7 +235,7 @@ def test_a_slot_that_is_taken_over_begins_with_zeros_and_an_empty_ring(kernel, d
 @pytest.mark.covers("R218")
 @each_computer
 @each_layer
-@pytest.mark.parametrize("drafts", [0, 1, 3], ids=["tokens", "a draft", "drafts"])
+@pytest.mark.parametrize("drafts", [0, 1, pytest.param(3, marks=pytest.mark.core)], ids=["tokens", "a draft", "drafts"])
 def test_a_checkpoint_moves_to_another_slot_and_what_was_read_is_left(kernel, per_channel, options, drafts):
     """The step can be computed again from the slot that it has read, though it was computed to its end.
 
@@ -299,7 +299,7 @@ def test_a_flush_to_another_slot_is_a_state_after_as_many_inputs_as_asked(kernel
 @pytest.mark.covers("R216")
 @each_computer
 @each_layer
-@pytest.mark.parametrize("ring_size", [3, 4, 7])
+@pytest.mark.parametrize("ring_size", [3, pytest.param(4, marks=pytest.mark.core), 7])
 def test_drafts_push_all_and_accept_by_moving_the_cursor(kernel, per_channel, options, ring_size):
     """As if the rejected drafts had never been: outputs of the next step, and the checkpoint, bit for bit.
 
@@ -389,6 +389,7 @@ def test_memory_that_nobody_owns_changes_no_bit(kernel, drafts):
         assert all(field[slot, held:].isnan().all() for field in slots.ring if held), "past the cursor was written"
 
 
+@pytest.mark.core
 @pytest.mark.covers("R217")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])

@@ -714,6 +714,7 @@ def test_the_doctor_says_a_reason_once_per_table(columns):
         assert len({reason for _, reason in notes}) == len(notes)
 
 
+@pytest.mark.core
 @pytest.mark.covers("B52")
 def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
