@@ -132,7 +132,7 @@ def is_core(file: Path) -> bool:
 
 def has_core(file: Path) -> bool:
     """Return whether some tests of a file are of the core."""
-    return is_core(file) or f"@{CORE_MARK}\n" in file.read_text()
+    return is_core(file) or CORE_MARK in file.read_text()
 
 
 def is_tier_asked(config) -> bool:

@@ -499,6 +499,7 @@ def test_diffllama_is_refused_in_generate_batch():
         integration.use_in_generate_batch(make_family("diffllama"), "fastattn")
 
 
+@pytest.mark.core
 def test_an_option_that_is_a_tensor_is_not_printed_whole():
     with pytest.raises(NotImplementedError, match=r"relative_bias: .*, got float32 \[1, 4, 5, 5\]; attn_impl"):
         attention(relative_bias=torch.zeros(1, 4, 5, 5))
@@ -592,6 +593,7 @@ def test_images_past_a_window(padding):
         assert copied <= mask_layout.COPIES * 2 * kv
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_an_image_alone_under_a_window():
     """Every query is of an image: nothing is left for the window."""

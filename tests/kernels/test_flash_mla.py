@@ -346,6 +346,7 @@ def test_selected_latents_agree_with_the_reference(rope, padding_rows, topk, opt
     assert asked["kv"].data_ptr() == cache.data_ptr(), "the pool was copied"
 
 
+@pytest.mark.core
 @pytest.mark.covers("F214")
 @pytest.mark.parametrize(
     ("heads", "padding_rows", "options"), [(64, 2, {}), (64, 0, OPTIONS["negative-scale"]), (128, 2, OPTIONS["sinks"])]

@@ -160,7 +160,9 @@ def planned(batch, module=fastattn.recurrent, **tables):
 
 
 @pytest.mark.covers("R201", "R202", "R208")
-@pytest.mark.parametrize("pool", [torch.float32, torch.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    "pool", [pytest.param(torch.float32, marks=pytest.mark.core), torch.float16], ids=["float32", "float16"]
+)
 @pytest.mark.parametrize("scale", [None, 0.0, -0.3], ids=["usual", "zero", "negative"])
 def test_it_agrees_with_the_reference(package, scale, pool):
     """With ragged lengths, padding, idle sequences, decays of exactly 0, and NaN in all memory that nobody may see."""

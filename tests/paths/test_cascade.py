@@ -295,6 +295,7 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
         plan.levels[-1].batch.seq_lens.add_(1)
 
 
+@pytest.mark.core
 @pytest.mark.covers("B79")
 @each_kernel
 @pytest.mark.parametrize("window", [(3, 0), (40, -1), (88, 0), (89, 0), (5000, -1), (-1, 7)], ids=str)

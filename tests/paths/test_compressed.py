@@ -300,6 +300,7 @@ def test_attention_in_16_bits_is_within_the_tolerance(kernel):
     assert_close(lse, expected_lse.float().cpu(), low_lse.float().cpu(), name="lse")
 
 
+@pytest.mark.core
 @pytest.mark.covers("F240")
 @each_attender
 @pytest.mark.parametrize("stored", [("e4m3fn", "e4m3fn"), ("e5m2", ""), ("", "e4m3fn")], ids="-".join)

@@ -318,6 +318,7 @@ def test_halves_are_interleaved(twin):
 # --- the twin against the reference ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("C104", "C108", "C110", "C117")
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -649,6 +649,7 @@ def test_outputs_go_where_they_are_asked_for(kernel):
     assert again is out and torch.equal(out.cpu(), expected)
 
 
+@pytest.mark.core
 @each_computer
 @pytest.mark.parametrize("count", [3, 40])
 def test_outputs_may_be_written_over_inputs(kernel, count):

@@ -359,6 +359,7 @@ def test_equal_scores_go_to_the_lower_position(twin, topk):
     assert expected[1] == (list(range(topk)) if topk <= 90 else [*range(90), *[-1] * 30])  # a plateau is a prefix
 
 
+@pytest.mark.core
 @pytest.mark.covers("F197")
 @each_selector
 @given(data=st.data())
