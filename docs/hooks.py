@@ -459,11 +459,13 @@ def outcomes(results: dict[str, Any]) -> str:
     if "core" in results:
         found = results["core"]
         left = {name: entry for name, entry in found.items() if entry["verdict"] != "caught"}
-        lines = ["| row, place and what is broken | | tests that hold it |", "|---|---|---|"]
-        lines += [
-            f"| {name.replace(' | ', ', ')} | {entry['verdict']} | {', '.join(entry['held by'])} |"
-            for name, entry in left.items()
+        lines = [
+            "| row, place and what is broken | | tests that hold it | why no others |",
+            "|---|---|---|---|",
         ]
+        for name, entry in left.items():
+            cells = name.replace(" | ", ", "), entry["verdict"], ", ".join(entry["held by"]), entry.get("judgement", "")
+            lines.append(f"| {' | '.join(cells)} |")
         caught = f"The tests of `make test` alone catch {len(found) - len(left)} of {len(found)} bugs; the others:"
         return (
             f"### Features broken on purpose, and the core of the tests\n\n{ran}; {versions}. {caught}\n\n"

@@ -478,12 +478,16 @@ def test_what_the_core_does_not_catch_is_a_table(monkeypatch):
         machine=dict(name="A Processor"),
         core={
             "A1 | refattn.a:copy | nothing is copied": {"verdict": "caught", "by": "tests/a.py::test_a"},
-            "at large | fastattn.b | no b": {"verdict": "missed", "held by": ["tests/engine/test_b.py"]},
+            "at large | fastattn.b | no b": {
+                "verdict": "missed",
+                "held by": ["tests/engine/test_b.py"],
+                "judgement": "slow",
+            },
         },
     )
     shown = importlib.import_module("hooks").outcomes(results)
     assert "The tests of `make test` alone catch 1 of 2 bugs; the others:" in shown
-    assert shown.endswith("\n| at large, fastattn.b, no b | missed | tests/engine/test_b.py |")
+    assert shown.endswith("\n| at large, fastattn.b, no b | missed | tests/engine/test_b.py | slow |")
 
 
 @pytest.mark.parametrize(("collected", "says"), [(5, "; 2 of 5 had not finished"), (3, "1 failed."), (2, "1 failed.")])
