@@ -142,6 +142,16 @@ def name_of(source, at):
     return name
 
 
+def forgotten(source):
+    """Name the constants that Triton 3.6 forgets behind an `if`, as no tuple around theirs has one of its own."""
+    paths = list(source.constants)
+
+    def has_own(tuple_at):
+        return any(at[:-1] == tuple_at for at in paths)
+
+    return [name_of(source, at) for at in paths if not all(has_own(at[:end]) for end in range(1, len(at) - 1))]
+
+
 class Launcher:
     """What Triton makes of a compiled kernel, and calls to launch it."""
 
@@ -155,6 +165,7 @@ class Launcher:
         }
         self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
         self.about |= {"shared": metadata.shared, "room": Driver.gpu.shared_memory}
+        self.about["forgotten"] = forgotten(source)
         self.about["columns"] = getattr(metadata, "tmem_size", None) or 0
         Utils.launcher = self
 
@@ -447,6 +458,7 @@ def launch_all(gpu, largest):
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         fix_up(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         fix_up(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
+        fix_up(torch.zeros(128, 8, 512, dtype=half), torch.zeros(128, 8).T, plan(64), options)
     for by_lengths in (False, True):  # many tokens, of which a program looks at several hundred
         fix_up(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), plain, by_lengths=by_lengths)
     merge.merge([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)

@@ -12,12 +12,13 @@ from twinattn.kit.adapters import kernel_of
 from twinattn.kit.check import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FEWEST = {"vllm-fastattn": 45, "vllm-fastattn-fp8": 45}  # properties that each claims
+FEWEST = {"vllm-fastattn": 48, "vllm-fastattn-fp8": 48}  # properties that are asked of each
 # A layer of vLLM has one scale for all keys and one for all values, so batches with others cannot be handed to it.
 SCALES = {
     *("scales per head", "scales per sequence", "scales mixed", "strides of options", "query scale"),
     "many sequences",
 }
+NOT_CLAIMED = {"lse", "autocast", "nan without weight"}  # of any call through vLLM, as it says while it is checked
 REFUSED = {"vllm-fastattn": set(), "vllm-fastattn-fp8": SCALES}
 SHARES = 6  # of the properties, so that a GPU can be given several at a time
 
@@ -29,8 +30,8 @@ def test_the_kit_finds_nothing(name, share):
     claimed = _claimed(name)[share::SHARES]
     found = {x.property: (x.outcome, x.detail) for x in check(name, device=DEVICE, only=claimed).findings}
     assert list(found) == claimed
-    assert {what: why for what, why in found.items() if why[0] not in ("honoured", "refused")} == {}
-    assert {what for what, why in found.items() if why[0] == "refused"} <= REFUSED[name]
+    allowed = {"honoured": set(claimed), "refused": REFUSED[name], "not claimed": NOT_CLAIMED}
+    assert {what: why for what, why in found.items() if what not in allowed.get(why[0], ())} == {}
 
 
 @pytest.mark.parametrize("name", FEWEST)

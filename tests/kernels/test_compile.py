@@ -17,6 +17,13 @@ from fastattn.kernels import device as devices
 from tests.helpers.launched import LAUNCHED
 
 ROOT = Path(__file__).parent.parent.parent
+# Kernels that read strides in a tuple of a NamedTuple before any `if` alone: Triton 3.6 forgets constants there.
+STRIDES_AT_ONCE = {
+    *("triton.cache._write_kernel", "triton.chunks._chunks_kernel", "triton.recurrent._tokens_kernel"),
+    *("triton.convolution._convolve_kernel", "triton.convolution._keep_inputs_kernel"),
+    *("flash.states._gather_kernel", "flash.states._scatter_kernel", "triton.replay._flush_kernel"),
+    *("triton.replay._step_kernel", "triton.replay._decode_kernel", "fused_layers._qk_norm_rope_kernel"),
+}
 
 
 def our_kernels() -> set[str]:
@@ -70,6 +77,8 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
     assert {launch["kernel"] for launch in launched} == our_kernels() - (set() if gpu == "sm_90" else of_hopper)
     assert not [launch for launch in launched if launch["shared"] > launch["room"]], "more shared memory than there is"
     assert not [launch for launch in launched if launch["columns"] > 512], "more tensor memory than there is"
+    forgotten = {launch["kernel"].partition(".kernels.")[2] for launch in launched if launch["forgotten"]}
+    assert forgotten == STRIDES_AT_ONCE, "a NamedTuple with strides in a tuple has no other constant"
     decodes = [
         launch
         for launch in launched

@@ -129,21 +129,25 @@ def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeyp
 
 
 @pytest.mark.parametrize("rows", [2, 40], ids=["turned", "many-rows"])
-def test_nothing_is_read_between_the_windows_of_rows_that_stand_apart(rows):
+def test_nothing_is_read_between_the_windows_of_rows_that_stand_apart(rows, device):
     """NaN lies there in keys and values, and no row sees it."""
     generator = torch.Generator().manual_seed(0)
     query, (keys, values) = (
-        torch.randn(rows, 1, 16, generator=generator),
-        torch.randn(2, 16, 16, 1, 16, generator=generator),
+        torch.randn(rows, 1, 16, generator=generator).to(device),
+        torch.randn(2, 16, 16, 1, 16, generator=generator).to(device),
     )
     keys[7], values[7] = torch.nan, torch.nan
     positions = torch.cat([torch.arange(20, 20 + rows // 2), torch.arange(250 - rows // 2, 250)]).int()
-    batch = make_batch([rows], [256], [list(range(16))])
-    plan = Plan(batch, block_size=16, window_size=(9, -1), positions=positions)
-    out, lse = refattn.attention.attend_plan(query, Pages(keys, values), plan, AttentionOptions())
-    twin, twin_lse = triton_attention.attend_to_keys(query, Pages(keys, values), plan, AttentionOptions(), None)
-    torch.testing.assert_close(twin, out)
-    torch.testing.assert_close(twin_lse, lse)
+
+    def plan(device):
+        batch = make_batch([rows], [256], [list(range(16))], device=device)
+        return Plan(batch, block_size=16, window_size=(9, -1), positions=positions.to(device))
+
+    def reference(query, keys, values, *, return_lse):
+        return refattn.attention.attend_plan(query, Pages(keys, values), plan(query.device), AttentionOptions())
+
+    out, lse = triton_attention.attend_to_keys(query, Pages(keys, values), plan(device), AttentionOptions(), None)
+    assert_matches_reference(out, lse, reference, query, keys, values)
 
 
 by_reference = partial(twinattn.kit.plan_and_attend, refattn.chunked_prefill)

@@ -62,7 +62,7 @@ def fix_up(
             (-(-num_tokens // (steps * BLOCK_TOKENS)), num_heads),
             {"output.out": out, "output.lse": lse, "sinks": sinks},
             dict(
-                output=Output(out, lse, out.stride(), lse.stride(0), lse.stride(1)),
+                output=Output(out, lse, lse.stride(0), lse.stride(1)),
                 cu_seqlens_q=batch.cu_seqlens_q,
                 seq_lens=batch.seq_lens,
                 num_tokens=num_tokens,
@@ -96,11 +96,10 @@ def empty_output(
 
 
 class Output(NamedTuple):
-    """The output of a package [t, h, dv], its log-sum-exps [h, t], and the strides of both."""
+    """The output of a package [t, h, dv], contiguous, its log-sum-exps [h, t], and their strides."""
 
     out: Any
     lse: Any
-    strides: Any
     lse_head_stride: Any
     lse_token_stride: Any
 
@@ -165,7 +164,7 @@ def _adapt_kernel(
 
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
         at_dv = tl.arange(0, VALUE_PAD)
-        places = (tokens * output.strides[0] + head * output.strides[1])[:, None] + (at_dv * output.strides[2])[None, :]
+        places = (tokens * tl.num_programs(1) + head)[:, None] * VALUE_HEAD_SIZE + at_dv[None, :]
         in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
         if tl.max(is_nan_or_inf.to(tl.int32), 0) > 0:
             rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)

@@ -289,6 +289,9 @@ def compiled_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, 
                 signature[parameter.name], constants[(place,)] = "constexpr", x
             else:
                 signature[parameter.name] = _kind_of(x, parameter.name, (place,), changing, constants, aligned)
+        # Deepest first: Triton 3.6 forgets a constant in a tuple within a NamedTuple, behind an `if`, unless a field of
+        # the NamedTuple itself is set to a constant after it.
+        constants = dict(sorted(constants.items(), key=lambda one: -len(one[0])))
         source = GluonASTSource if kernel.is_gluon() else ASTSource
         attributes = {path: [["tt.divisibility", 16]] for path in aligned}
         _compiled[key] = triton.compile(source(kernel, signature, constants, attributes), options=dict(options))
