@@ -91,7 +91,6 @@ def test_several_requests_begin_with_one_state_in_a_captured_decode(qwen, captur
     assert all(map(torch.equal, now, kept)), "a kept state was written"
 
 
-@pytest.mark.core
 @pytest.mark.covers("R202")
 @pytest.mark.parametrize("ring_size", [0, 4], ids=["states", "rings"])
 def test_padding_rows_read_and_write_no_slot(qwen, captured, ring_size):
@@ -145,7 +144,6 @@ def test_a_decode_that_fails_while_the_next_is_under_way_is_computed_again(
     assert calls[failing - 1] is not None, "the next decode was under way"
 
 
-@pytest.mark.core
 @pytest.mark.covers("R209")
 def test_a_request_that_ends_leaves_the_slots_of_its_next_decode(qwen, captured):
     """By a stop token, and aborted: its row is under way, and its slots go to others at once."""

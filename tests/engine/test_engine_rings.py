@@ -127,6 +127,7 @@ def test_a_few_decodes_are_plain_steps_and_more_are_not(qwen, expected, twin):
 # --- prefix caching ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("R219")
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_kept_state_is_the_plain_one_at_exactly_its_token(qwen, expected, drafts):

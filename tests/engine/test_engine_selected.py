@@ -47,7 +47,6 @@ def outputs(engine, prompts=PROMPTS):
     return engines.outputs(engine, prompts, UNSTOPPED)
 
 
-@pytest.mark.core
 def test_what_is_selected_decides(expected, device):
     """Else nothing here would show that it is right. With a topk past every length, attention is dense."""
     model = make_family("deepseek_v32", device, **NO_EXPERTS | dict(index_topk=100))

@@ -218,7 +218,6 @@ def test_bad_pools(name):
 # Drafts.
 
 
-@pytest.mark.core
 @pytest.mark.covers("R211")
 @pytest.mark.parametrize("twin", TWINS)
 def test_rejected_drafts_are_rolled_back(qwen, expected, twin):
@@ -232,7 +231,6 @@ def test_rejected_drafts_are_rolled_back(qwen, expected, twin):
 # Failures.
 
 
-@pytest.mark.core
 @pytest.mark.lets_a_pass_fail
 @pytest.mark.covers("R209")
 @pytest.mark.parametrize("twin", TWINS)
@@ -259,7 +257,6 @@ def test_a_pass_that_fails_is_computed_again(qwen, expected, twin):
     assert_all_free(engine)
 
 
-@pytest.mark.core
 @pytest.mark.covers("R209", "R219")
 @pytest.mark.parametrize("ring_size", [0, 5])
 def test_an_interrupted_step_is_undone(qwen, expected, ring_size):

@@ -157,7 +157,6 @@ def test_a_weight_that_moves_while_others_are_written_to_is_seen(captured):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.core
 def test_what_leaves_no_trace_is_forgotten_by_hand():
     model = make_llama()
     engine = make_engine(model)

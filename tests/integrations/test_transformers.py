@@ -216,7 +216,6 @@ def test_a_prompt_in_chunks_through_a_cache(family, twin, cache, device):
     torch.testing.assert_close(through_a_cache(), expected, rtol=0, atol=2e-5 * float(expected.std()))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
@@ -314,7 +313,6 @@ MASKS = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_as_rows_is_the_mask(name, padding, device):

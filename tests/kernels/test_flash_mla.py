@@ -346,7 +346,6 @@ def test_selected_latents_agree_with_the_reference(rope, padding_rows, topk, opt
     assert asked["kv"].data_ptr() == cache.data_ptr(), "the pool was copied"
 
 
-@pytest.mark.core
 @pytest.mark.covers("F214")
 @pytest.mark.parametrize(
     ("heads", "padding_rows", "options"), [(64, 2, {}), (64, 0, OPTIONS["negative-scale"]), (128, 2, OPTIONS["sinks"])]
@@ -458,7 +457,6 @@ def test_a_plan_keeps_the_schedule_of_its_step(flash_mla_package):
     assert flash_mla_package.schedules == 4
 
 
-@pytest.mark.core
 @pytest.mark.covers("B71")
 def test_each_capture_has_a_schedule_of_its_own(flash_mla_package, monkeypatch):
     """One that a graph has made is made anew when that graph is replayed, and then only."""

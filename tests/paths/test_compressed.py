@@ -343,7 +343,6 @@ def test_pools_of_fp8_are_those_of_their_dequantized_values(kernel, stored, chos
 # --- selected entries ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("F234")
 @each_attender
 def test_a_query_sees_its_window_and_the_entries_that_were_selected_for_it(kernel):
@@ -396,7 +395,6 @@ def test_an_indexer_selects_only_complete_entries_and_all_of_them_if_there_are_f
 # --- what layers share ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("F232", "F234")
 @each_attender
 @pytest.mark.parametrize("selects", [False, True], ids=["all", "selected"])

@@ -136,7 +136,6 @@ def softmaxes_read_out(twin, weight_of_second: float):
     return attention
 
 
-@pytest.mark.core
 @pytest.mark.covers("C111")
 @each_twin
 @pytest.mark.parametrize("weight_of_second", [0.0, 1.0], ids=["first", "both"])
@@ -147,7 +146,6 @@ def test_every_query_sees_the_keys_up_to_its_position(twin, weight_of_second, ca
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i))
 
 
-@pytest.mark.core
 @pytest.mark.covers("C117")
 @each_twin
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

@@ -268,7 +268,6 @@ def test_blocks_are_copied_with_their_scales(kind, device):
 # --- who sees whom, and memory that no query may see ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("F228", "F229")
 @pytest.mark.parametrize(
     ("package", "case", "kind", "plan"), every_pair(["refattn", "fastattn"], ODD, FOUR_BITS, SEES), ids=str

@@ -163,7 +163,6 @@ def test_spans_are_those_of_the_masks_of_transformers():
         assert seen == [int(first[i]) <= j <= int(last[i]) for j in range(12)]
 
 
-@pytest.mark.core
 @pytest.mark.covers("F219")
 @each_twin
 @pytest.mark.parametrize("rule", ["spans-in-a-window", "prefix"])

@@ -85,7 +85,6 @@ def forget(inputs: Paged, chunk_size: int, block_size: int) -> Paged:
 # --- the mask, read out ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("D136", "D137")
 @each_twin
 @each_chunked

@@ -94,7 +94,6 @@ def lay_out(name: str, kind: torch.dtype | None, *, window: int = -1, poison=POI
 # --- the mask, read out ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("D156", "D223")
 @each_reader
 @each_case

@@ -200,7 +200,6 @@ def positions_of(case, k=12, device="cpu"):
     return rows.to(device)
 
 
-@pytest.mark.core
 @pytest.mark.covers("F214")
 @each_reader
 def test_no_bit_depends_on_what_no_query_may_see(package, forced, device):

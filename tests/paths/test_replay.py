@@ -216,7 +216,6 @@ def test_a_full_ring_moves_the_checkpoint_and_a_step_before_writes_the_ring_alon
     assert cursors == [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.core
 @pytest.mark.covers("R215")
 @each_computer
 @pytest.mark.parametrize("drafts", [False, True], ids=["tokens", "drafts"])

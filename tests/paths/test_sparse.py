@@ -129,7 +129,6 @@ def test_both_packages_write_the_same_bytes(kernel, dtype, device):
 # --- scores ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("F196")
 @each_twin
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)

@@ -386,7 +386,6 @@ def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
 # --- the twin against the reference ---
 
 
-@pytest.mark.core
 @pytest.mark.covers("D149")
 @pytest.mark.parametrize(
     ("name", "shape", "kernel"), every_pair_on_cpu(OPTIONS, ["small", "wide", "odd"], PRESENT), ids=str
