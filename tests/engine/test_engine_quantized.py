@@ -389,6 +389,7 @@ def test_pairs_in_fp8_take_a_quarter_of_the_memory_of_float32(pairs):
 # --- calibration ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("B96")
 @pytest.mark.parametrize("family", ["llama", "gemma3n_text"])
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
@@ -631,6 +632,7 @@ def test_pairs_of_int8_are_refused_at_once(pairs):
         Engine(pairs, **SIZES, kv_cache_dtype="int8")
 
 
+@pytest.mark.core
 @pytest.mark.covers("A17", "B186")
 def test_a_type_that_is_not_there_is_named(models):
     with pytest.raises(

@@ -85,6 +85,7 @@ def hopper(monkeypatch):
 # --- the choice ---
 
 
+@pytest.mark.core
 @pytest.mark.covers("B58")
 @pytest.mark.usefixtures("hopper")
 def test_no_package_is_given_the_root_of_the_distance():

@@ -380,6 +380,7 @@ def test_prefill_and_decode_agree_with_the_whole(kernel):
     assert_close(states[1], ref[1], low[1], name="states")
 
 
+@pytest.mark.core
 @pytest.mark.covers("R205")
 @each_computer
 def test_rejected_drafts_are_rolled_back(kernel):
