@@ -257,6 +257,7 @@ def test_a_pass_that_fails_is_computed_again(qwen, expected, twin):
     assert_all_free(engine)
 
 
+@pytest.mark.core
 @pytest.mark.covers("R209", "R219")
 @pytest.mark.parametrize("ring_size", [0, 5])
 def test_an_interrupted_step_is_undone(qwen, expected, ring_size):

@@ -103,6 +103,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
     assert_same_masks(masks, masks_by_hand(case, sees(window, causal)))
 
 
+@pytest.mark.core
 @pytest.mark.covers("A9", "D124")
 @each_twin
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 64, 99, 100, 101, 5000], ids=lambda w: f"W={w}")

@@ -335,7 +335,6 @@ def options_of(name: str, heads: int, device: str) -> dict:
     return options
 
 
-@pytest.mark.core
 @pytest.mark.covers("D146")
 @each_option
 def test_a_tree_that_is_a_chain_is_a_causal_chunk_to_the_bit(name):
