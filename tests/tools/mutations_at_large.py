@@ -1056,8 +1056,15 @@ AT_LARGE: list[Mutation] = [
     planted(
         "layers that no rank computes are taken over ranks",
         "twinattn.integrations.vllm_ranks:refuse_over_ranks",
-        'if value and getattr(layer, "dcp_world_size", 1) > 1:',
+        "if value:",
         "if False:",
+        VLLM_RANKS,
+    ),
+    planted(
+        "ranks whose sums vLLM leaves uninitialised are taken",
+        "twinattn.integrations.vllm_ranks:check_reduce_scatter",
+        "nccl.disabled",
+        "False",
         VLLM_RANKS,
     ),
     planted(

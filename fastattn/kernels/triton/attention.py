@@ -252,10 +252,8 @@ def launch_attend(
         quantization: how the pools are quantized, if they are; see `attend_levels`.
         tree: the trees at the end of the sequences, if `plan` is theirs.
     """
-    batch = plan.batch
-    num_tokens, num_heads, _ = query.shape
-    num_kv_heads = value.shape[-2]
-    group = num_heads // num_kv_heads
+    batch, (num_tokens, num_heads, _) = plan.batch, query.shape
+    num_kv_heads, group = value.shape[-2], num_heads // value.shape[-2]
     after = isinstance(split, After)
     query, scale = with_positive_scale(query, options.softmax_scale)
     uses, one_tile = uses_positions(plan, options), is_one_tile(batch, group, tuning.block_m)
@@ -293,7 +291,6 @@ def launch_attend(
     aligned = not (after or by_position)
     keys = keys_of(query, key, value, plan, tuning.block_m, shared=shared, quantization=quantization, aligned=aligned)
     early = (isinstance(split, Repair) and split.OVERLAP.value) or (isinstance(split, Part) and split.AFTER_LEVEL.value)
-    is_capped = tuning.registers and not (INTERPRETED or is_rocm())
     return Launch(
         attend,
         (tiles * num_kv_heads, tuning.most_splits),
@@ -304,7 +301,7 @@ def launch_attend(
         | dict(TILE=Sizes(*map(tl.constexpr, sizes))),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if early else {})
-        | ({"maxnreg": tuning.registers} if is_capped else {}),
+        | ({"maxnreg": tuning.registers} if tuning.registers and not (INTERPRETED or is_rocm()) else {}),
     )
 
 
