@@ -68,7 +68,7 @@ def test_the_limit_of_the_command_line_is_that_of_long_tests_too(asked, marked, 
         for plugin in request.config.pluginmanager.get_plugins()
         if getattr(plugin, "__file__", None) == str(ROOT / "tests/conftest.py")
     )
-    marks, options = [], {"--device": "cpu", "timeout": asked}
+    marks, options = [], {"--device": "cpu", "--tier": "all", "timeout": asked}
     item = SimpleNamespace(
         nodeid="long", stash={}, path=Path("test_compile.py"), function=None, add_marker=marks.append
     )
