@@ -17,8 +17,8 @@ from fastattn.kernels import device as devices
 from tests.helpers.launched import LAUNCHED
 
 ROOT = Path(__file__).parent.parent.parent
-# Kernels with strides in a tuple of a NamedTuple that has no other constant: behind an `if` Triton 3.6 forgets those that
-# are 1. These have run on a GPU with it.
+# Kernels with strides in a tuple of a NamedTuple that has no other constant: behind an `if` Triton 3.6 forgets those
+# that are 1. These have run on a GPU with it.
 STRIDES_ALONE = {
     *("flash.states._gather_kernel", "flash.states._scatter_kernel", "fused_layers._qk_norm_rope_kernel"),
     *("sampling._bisect_kernel", "sampling._cut_kernel", "sampling._draw_kernel", "sampling._sum_kernel"),
