@@ -460,7 +460,7 @@ def outcomes(results: dict[str, Any]) -> str:
         found = results["core"]
         left = {name: entry for name, entry in found.items() if entry["verdict"] != "caught"}
         lines = [
-            "| row, place and what is broken | | tests that hold it | why no others |",
+            "| row, place and what is broken | | tests that hold it | why it is not in the core |",
             "|---|---|---|---|",
         ]
         for name, entry in left.items():

@@ -124,7 +124,7 @@ class Watcher(Recorder):
     """A plugin of pytest: it notes, for each case, its seconds and the functions of our packages that it enters.
 
     What is entered while a file is collected, or by a fixture, is noted for the file: it may be kept for other cases.
-    Of a case that starts a process it notes `EVERYTHING`, as nobody sees what the process enters.
+    For a case that starts a process it notes `EVERYTHING`, as it does not see the functions that the process enters.
     """
 
     def __init__(self, results: Path, tree: Path) -> None:

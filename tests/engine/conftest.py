@@ -31,7 +31,7 @@ def in_one_thread(one_thread):
 
 @pytest.fixture
 def steps_as_recordings(monkeypatch, device):
-    """Let a recording be the step itself, run again, on a CPU."""
+    """On a CPU, capture a step by running it, and replay it by running it again."""
     if device == "cpu":
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
 

@@ -108,6 +108,7 @@ class Bits:
         def noted_logits(tokens):
             with RowByRow():
                 logits = logits_of(tokens)
+            assert logits.isfinite().all(), "NaN of the pools was read"
             rows = iter(logits)
             for request in tokens.due:
                 for prefix in prefixes_of(request):

@@ -12,15 +12,15 @@ from twinattn.kit.adapters import kernel_of
 from twinattn.kit.check import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FEWEST = {"vllm-fastattn": 48, "vllm-fastattn-fp8": 48}  # properties that are asked of each
+FEWEST = {"vllm-fastattn": 48, "vllm-fastattn-fp8": 49}  # properties that the kit checks of each
 # A layer of vLLM has one scale for all keys and one for all values, so batches with others cannot be handed to it.
 SCALES = {
     *("scales per head", "scales per sequence", "scales mixed", "strides of options", "query scale"),
     "many sequences",
 }
-NOT_CLAIMED = {"lse", "autocast", "nan without weight"}  # of any call through vLLM, as it says while it is checked
+NOT_CLAIMED = {"lse", "autocast", "nan without weight"}  # the adapter turns these down when it is called
 REFUSED = {"vllm-fastattn": set(), "vllm-fastattn-fp8": SCALES}
-SHARES = 6  # of the properties, so that a GPU can be given several at a time
+SHARES = 6  # tests per backend, each with a sixth of the properties: several run on one GPU at a time
 
 
 @pytest.mark.timeout(600)

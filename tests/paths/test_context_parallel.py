@@ -101,6 +101,18 @@ def test_twins_with_options(options, dtype, device):
     SPECS[0].check_twins(CASES[0], device=device, dtype=dtype, **options)
 
 
+@pytest.mark.covers("B220")
+@pytest.mark.parametrize("planned_by", PACKAGES)
+def test_a_plan_of_either_twin_serves_both(planned_by, monkeypatch, device):
+    """The window of the context is in it, which the reference reads as positions and the twin as a window."""
+    tensors = build(CASES[0], device=device).tensors
+    for path in PACKAGES.values():
+        monkeypatch.setattr(path, "plan", PACKAGES[planned_by].plan)
+    options = dict(interleave=2, window_size=(LEFT, 0))
+    answer = attend_on_all("fastattn", 2, *tensors, **options, return_lse=True)
+    assert_matches_reference(*answer, partial(attend_on_all, "refattn", 2), *tensors, **options)
+
+
 @each_package
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(

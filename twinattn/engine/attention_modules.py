@@ -10,7 +10,7 @@ modules is replaced while an engine runs the model; projections, norms and rotar
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,12 @@ def _split_heads(x: Float[Tensor, "1 t width"], head_size: int) -> Float[Tensor,
     return rearrange(x, "1 t (h d) -> 1 h t d", d=head_size)
 
 
+def _project(module: Any, hidden_states: Float[Tensor, "1 t width"]) -> Iterator[Float[Tensor, "1 _ t d"]]:
+    """Yield the queries, keys and values of a module whose projections have the names of Llama's."""
+    for project in (module.q_proj, module.k_proj, module.v_proj):
+        yield _split_heads(project(hidden_states), module.head_dim)
+
+
 def _merge_heads(x: Float[Tensor, "1 t h d"]) -> Float[Tensor, "1 t width"]:
     return rearrange(x, "1 t h d -> 1 t (h d)")
 
@@ -78,8 +84,7 @@ def _differential_attention(
     **options: Any,
 ) -> Float[Tensor, "1 t width"]:
     """Take DiffLlama between its projections: it subtracts and norms around two calls of the interface."""
-    projections = (module.q_proj, module.k_proj, module.v_proj)
-    query, key, value = (_split_heads(project(hidden_states), module.head_dim) for project in projections)
+    query, key, value = _project(module, hidden_states)
     query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
     out: Tensor = module.o_proj(_merge_heads(attend(query, key, value, **options)))
     return out
@@ -102,8 +107,7 @@ def _llama4_attention(
     Source: Meta 2025, Llama 4 (`attn_temperature_tuning`); Nakanishi 2025, "Scalable-Softmax Is Superior for
         Attention".
     """
-    projections = (module.q_proj, module.k_proj, module.v_proj)
-    query, key, value = (_split_heads(project(hidden_states), module.head_dim) for project in projections)
+    query, key, value = _project(module, hidden_states)
     if module.use_rope:
         rows = (rearrange(x, "1 h t d -> 1 t h d") for x in (query, key))
         turned = _code(module).apply_rotary_emb(*rows, position_embeddings)

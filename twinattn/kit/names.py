@@ -44,7 +44,9 @@ def _our_name(name: str, words: Sequence[str]) -> str:
 
 
 def wrong_names(kernel: str, path: str, parameters: Mapping[str, inspect.Parameter], words: Sequence[str]) -> str:
-    """Say which required parameters of a kernel a path has no argument for, and how to call it; "" if there are none.
+    """Name the required parameters of a kernel that a path has no argument for, and say how to call the kernel.
+
+    The message is empty if there are none.
 
     Args:
         kernel: the name of the kernel, `file.py:function` for example.
@@ -89,5 +91,7 @@ def caller_of(function: str, parameters: Mapping[str, inspect.Parameter], words:
         else:
             continue
         passed.append(ours if one.kind is inspect.Parameter.POSITIONAL_ONLY else f"{name}={ours}")
+    if not function.isidentifier():
+        return ""
     signature = ", ".join((*required.values(), *optional.values()))
-    return f"def {function}_by_name({signature}):\n    return {function}({', '.join(passed)})" * function.isidentifier()
+    return f"def {function}_by_name({signature}):\n    return {function}({', '.join(passed)})"
