@@ -141,7 +141,8 @@ def inside() -> str:
         groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
         for row in found["rows"]:
             more = [row["cache"]] * (row["cache"] != "auto") + [row["dtype"]] * (row["dtype"] != "bfloat16")
-            more += [f"{row['ranks']} GPUs"] * (row["ranks"] > 1)
+            where = "ranks on one GPU" if row.get("one_card") else "GPUs"
+            more += [f"{row['ranks']} {where}"] * (row["ranks"] > 1)
             more += [f"keys over {row['context_ranks']}, by {row['interleave']}"] * (row["context_ranks"] > 1)
             groups.setdefault((row["model"], *more), {})[row["mode"]] = row
         head = f"{found['machine']['name']}, {found['date'][:10]}, vLLM {found['versions']['vllm']}"

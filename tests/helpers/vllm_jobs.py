@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tests.helpers import vllm_models
+from tests.helpers import vllm_models, vllm_one_card
 
 ROOT = Path(__file__).parents[2]
 GROUP = "vllm.general_plugins"
@@ -69,9 +70,10 @@ class Job:
         mode: how steps are launched, a name of `MODES`.
         cache: the type of the cache.
         dtype: that of the model.
-        ranks: GPUs, by tensor parallelism.
+        ranks: processes, by tensor parallelism, each on a GPU.
         context_ranks: of these, how many share the keys of a sequence.
         interleave: tokens that lie together on a rank.
+        one_card: whether all ranks are on one GPU, and talk by gloo.
     """
 
     model: str
@@ -82,6 +84,12 @@ class Job:
     ranks: int = 1
     context_ranks: int = 1
     interleave: int = 1
+    one_card: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs it needs."""
+        return 1 if self.one_card else self.ranks
 
 
 class Engines:
@@ -104,10 +112,11 @@ class Engines:
         self._answers: dict[Job, Future[dict[str, Any]]] = {}
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._plugins = _plugin_folder(folder)
+        self._one_card = _write_plugins(folder / "one_card", dict(one_card=vllm_one_card.PLUGIN))
 
     def start(self, jobs: Iterable[Job]) -> None:
         """Start jobs, those over several GPUs last."""
-        for job in sorted(set(jobs), key=lambda job: job.ranks):
+        for job in sorted(set(jobs), key=lambda job: job.gpus):
             self.model(job.model)
             if job not in self._answers:
                 self._answers[job] = self._pool.submit(self._run, job)
@@ -136,11 +145,12 @@ class Engines:
     def _run(self, job: Job) -> dict[str, Any]:
         device = self._slots.get()
         try:
-            seen = self.devices[: job.ranks] if job.ranks > 1 else [device]
+            seen = self.devices[: job.gpus] if job.gpus > 1 else [device]
             name = "-".join(str(value) for value in dataclasses.astuple(job))
             path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
             path.write_text(json.dumps(dataclasses.asdict(job) | dict(path=str(self._models[job.model]))))
             places = [self._plugins, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            places += [self._one_card] * job.one_card
             own = OWN | dict(PYTHONPATH=os.pathsep.join(map(str, filter(None, places))))
             own |= dict(CUDA_VISIBLE_DEVICES=",".join(map(str, seen)), VLLM_CACHE_ROOT=str(self.folder / "cache"))
             if job.mode == "piecewise":
@@ -174,23 +184,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _telling(log: str) -> str:
-    """Return the lines of a log that name an error, and its end."""
-    errors = [line for line in log.splitlines() if "Error" in line]
-    return "\n".join([*errors[:5], "...", log[-4000:]])
+    """Return the first lines of a log that name different errors, each with those before it, and the log's end."""
+    lines = log.splitlines()
+    named = {found.group(): i for i, line in reversed([*enumerate(lines)]) if (found := re.search(r"\w*Error.*", line))}
+    told = sorted({j for i in sorted(named.values())[:8] for j in range(max(0, i - 12), i + 1)})
+    return "\n".join([*(lines[j] for j in told), "...", log[-4000:]])
 
 
 def _plugin_folder(folder: Path) -> Path:
     """Return a folder with the entry points of this package for vLLM, for where the package is not installed."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
     found = {point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    made = folder / "plugins"
-    info = made / "twinattn-0.dist-info"
+    return _write_plugins(folder / "twinattn", {} if found.issuperset(declared.values()) else declared)
+
+
+def _write_plugins(folder: Path, points: dict[str, str]) -> Path:
+    """Make a folder that declares entry points for vLLM to whom it is on the path, and return it."""
+    info = folder / f"{folder.name}-0.dist-info"
     info.mkdir(parents=True)
-    if not found.issuperset(declared.values()):
-        lines = [f"{name} = {value}" for name, value in declared.items()]
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: twinattn\nVersion: 0\n")
+    if points:
+        lines = [f"{name} = {value}" for name, value in points.items()]
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {folder.name}\nVersion: 0\n")
         (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
-    return made
+    return folder
 
 
 # In the process of an engine
@@ -219,7 +235,7 @@ def main(path: Path) -> None:
         disable_log_stats=True,
     )
     if job.ranks > 1:
-        arguments |= dict(disable_custom_all_reduce=True)
+        arguments |= dict(disable_custom_all_reduce=True, distributed_executor_backend="mp")
     if job.context_ranks > 1:
         arguments |= dict(decode_context_parallel_size=job.context_ranks, cp_kv_cache_interleave_size=job.interleave)
     engine = LLM(**arguments | MODES[job.mode])

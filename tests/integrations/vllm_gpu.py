@@ -61,6 +61,10 @@ OVER_TWO += [
         ("deepseek_v2", "full", 1, "auto"),
     )
 ]
+ON_ONE_CARD = [dataclasses.replace(job, mode="eager", one_card=True) for job in OVER_TWO if job.context_ranks > 1]
+ON_ONE_CARD += [
+    dataclasses.replace(job, one_card=True) for job in OVER_TWO if (job.mode, job.context_ranks) == ("eager", 1)
+]
 
 pytestmark = pytest.mark.timeout(900)  # a test waits for its engines, and for those before them
 
@@ -80,7 +84,7 @@ def engines(request, tmp_path_factory):
     made = Engines(tmp_path_factory.mktemp("vllm"), devices, AT_ONCE)
     given = [getattr(item, "callspec", None) for item in request.session.items]
     selected = [cell.params["job"] for cell in given if cell is not None and "job" in cell.params]
-    made.start(job for job in selected if job.ranks <= len(devices))
+    made.start(job for job in selected if job.gpus <= len(devices))
     made.start(beside(job) for job in selected)
     yield made
     made.close()
@@ -191,6 +195,12 @@ def test_a_real_model_answers_questions_as_with_vllms(engines, truth, compared, 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="runs over two GPUs")
 @pytest.mark.parametrize("job", OVER_TWO, ids=name_of)
 def test_answers_over_two_gpus_are_as_near_to_float32(engines, truth, compared, job):
+    check_steps(check(engines, truth, compared, job), job)
+
+
+@pytest.mark.parametrize("job", ON_ONE_CARD, ids=name_of)
+def test_answers_of_two_ranks_on_one_card_are_as_near_to_float32(engines, truth, compared, job):
+    """Two processes of vLLM, each a rank with its share of the keys, as over two GPUs, but for what connects them."""
     check_steps(check(engines, truth, compared, job), job)
 
 
