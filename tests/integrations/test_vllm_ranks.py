@@ -3,6 +3,7 @@
 `make vllm-gpu-test` runs the same inside vLLM over two GPUs (`vllm_gpu.py`).
 """
 
+import multiprocessing
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from tests.helpers.vllm_layers import (
     vllm_layer,
     vllm_pool,
 )
+from tests.helpers.vllm_one_card import OverGloo
 from twinattn.kit import HARMLESS, Case, build, plan_and_attend
 
 CASE = Case("mixed", ((1, 20), (4, 33), (10, 17), (7, 7), (1, 1), (0, 0)), heads=(4, 1), head_size=32, padding_rows=3)
@@ -263,6 +265,44 @@ def test_ranks_that_cannot_add_are_refused(backend, over_latents, monkeypatch, d
                 assert layer()
 
     on_ranks(2, make)
+
+
+def drawn_of_rank(rank):
+    """Draw what ranks on one GPU exchange: numbers of several types, one with strides, one without an element."""
+    numbers = torch.Generator().manual_seed(rank)
+    x = torch.randn(2, 6, 4, generator=numbers)
+    whole = torch.randint(-9, 9, (4, 2), generator=numbers)
+    return [x, x.bfloat16(), x.to(torch.float8_e4m3fn), x.transpose(0, 2), whole, x[:0]]
+
+
+def exchange(rank, folder):
+    """Be one of two processes that gather and add up as those of `vllm_gpu.py` do, and leave what they get."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    group = OverGloo()
+    group.device_group, group.world_size, group.rank_in_group = torch.distributed.group.WORLD, 2, rank
+    names = ("all_gather", "all_reduce", "reduce_scatter")
+    given = drawn_of_rank(rank)
+    found = [[getattr(group, name)(x, *[1] * (name != "all_reduce")) for name in names] for x in given]
+    assert all(torch.equal(x.double(), y.double()) for x, y in zip(given, drawn_of_rank(rank), strict=True))
+    torch.save(found, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_on_one_gpu_gather_and_add_over_gloo(tmp_path):
+    """What `make vllm-gpu-test ARGS="-k one_card"` puts in the place of NCCL, between two processes."""
+    multiprocessing.set_forkserver_preload([OverGloo.__module__])
+    torch.multiprocessing.start_processes(exchange, (str(tmp_path),), nprocs=2, start_method="forkserver")
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for i, parts in enumerate(zip(*map(drawn_of_rank, range(2)), strict=True)):
+        kind, (one, other) = parts[0].dtype, (x.double() for x in parts)
+        total = (one + other).to(kind)
+        for rank in range(2):
+            gathered, reduced, scattered = found[rank][i]
+            assert {x.dtype for x in found[rank][i]} == {kind}
+            assert torch.equal(gathered.double(), torch.cat([one, other], 1))
+            torch.testing.assert_close(reduced.double(), total.double(), rtol=1e-6, atol=1e-6)
+            assert torch.equal(scattered.double(), reduced.double().chunk(2, 1)[rank]) and scattered.is_contiguous()
 
 
 def test_prompts_over_ranks_are_refused(backend, monkeypatch):
