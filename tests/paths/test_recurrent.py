@@ -316,6 +316,40 @@ def test_nan_reaches_the_tokens_after_it_and_none_before(kernel, name, per_chann
     assert out[:12].isfinite().all() and out[12:].isnan().any(-1).all() and states.isnan().any()
 
 
+@pytest.mark.core
+@pytest.mark.covers("R203")
+@each_computer
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("log_decay", torch.nan)]
+    + [(name, number) for name in ("query", "key", "value", "beta", "states") for number in (torch.nan, torch.inf)],
+)
+def test_what_is_not_finite_is_where_the_reference_has_it(kernel, name, number):
+    """It is in the first, a middle and the last token of a chunk of 16, and of a sequence; chunks beside it are finite.
+
+    Triton takes chunks to be finite at first. The last row of what it solved tells which ones are not.
+    """
+    batch = lengths((0, 40, 20, 3), (5, 13, 0, 0))  # chunks begin at rows 0, 3, 19 and 35 of the second, at 40 and 56
+    tables = dict(state_indices=ints([0, 1, 2, -1]), block_size=16, checkpoint_indices=ints([[-1] * 4] * 4))
+    clean, before = draw(63, h=1, hv=2), draw_states(4, 2)
+    for token in (1,) if name == "states" else (2, 3, 10, 18, 39, 40, 59):
+        step, pool = type(clean)(*(x.clone() for x in clean)), before.clone()
+        if name == "states":
+            pool[token, 1, 0, 3] = number
+        else:
+            row = getattr(step, name)[token]
+            (row[0] if name in ("query", "key") else row[1:]).view(-1)[-1] = number
+        ours, wide, low = pool.clone(), pool.double(), pool.clone()
+        found = ours, attend(kernel, step, ours, batch, **tables)
+        expected = wide, attend("reference", step.to(torch.float64), wide, batch, **tables)
+        rounded = low, attend("reference", step, low, batch, **tables)
+        assert not expected[1].isfinite().all() and expected[1][:, 0].isfinite().any()
+        for where, answer, ref, of_low in zip(("states", "out"), found, expected, rounded, strict=True):
+            is_finite = ref.isfinite()
+            assert torch.equal(answer.isfinite(), is_finite), f"{where}, token {token}"
+            assert_close(answer[is_finite], ref[is_finite], of_low[is_finite], name=where)
+
+
 @pytest.mark.covers("R202")
 @each_computer
 def test_slot_0_is_a_slot_and_a_negative_one_is_padding_alone(kernel):

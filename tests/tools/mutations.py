@@ -2747,7 +2747,12 @@ MUTATIONS: list[Mutation] = [
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
         (
-            "fastattn.kernels.triton.chunks:_within_kernel",
+            "fastattn.kernels.triton.chunks:_solve_finite",
+            "        part = (part * (rates * from_start)[:, None]).to(OPERAND)",
+            "        part = (part * rates[:, None]).to(OPERAND)",
+        ),
+        (
+            "fastattn.kernels.triton.chunks:_solve_carefully",
             "            part *= rates[:, None] * since",
             "            part *= rates[:, None]",
         ),
@@ -2755,7 +2760,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R203",
         "with a decay per channel, a key fades by the decays of the next block, too",
-        ("fastattn.kernels.triton.chunks:_read_logs", " & (at % BLOCK != BLOCK - 1)", ""),
+        ("fastattn.kernels.triton.channels:_read_logs", " & (at % BLOCK != BLOCK - 1)", ""),
     ),
     *breaks(
         "R203",
@@ -2772,9 +2777,14 @@ MUTATIONS: list[Mutation] = [
             "    rows = rows.to(OPERAND)\n",
         ),
         (
-            "fastattn.kernels.triton.chunks:_within_kernel",
+            "fastattn.kernels.triton.chunks:_solve_carefully",
             "                part = tl.where(is_good[:, None], part, 0.0).to(OPERAND)\n",
             "                part = part.to(OPERAND)\n",
+        ),
+        (
+            "fastattn.kernels.triton.chunks:_repair_kernel",
+            "    place = tl.max(places, 0)\n    while",
+            "    place = tl.max(places, 0) * 0 - 1\n    while",
         ),
     ),
     *breaks(

@@ -1,24 +1,12 @@
 """Prompts of layers with a state, chunk by chunk, in Triton: the intra-chunk terms, and then the states.
 
+    _within_kernel    the intra-chunk terms of each chunk; by the delta rule with decays per head, as if all were finite
+    _repair_kernel    those of chunks that are not finite once more, so that NaN reaches later tokens and no others
+    _chunks_kernel    the states, from chunk to chunk
+
 As in `fastattn.kernels.torch_ops.recurrent`, rounded sums of logarithms are never subtracted, so a decay of 0 or a very
 small one costs later tokens no digits. With a decay per head, each logarithm has two parts here, of which one has exact
-sums; see `_between`.
-
-With a decay per channel, the weight of two tokens is a sum over channels, each with a product of decays of its own. The
-usual way divides: `(q[i] exp(g[i])) . (k[j] exp(-g[j]))`, with g the sum of logarithms since some token, and `exp(-g)`
-overflows after a few strong gates. Here a pair of tokens is split at a token between them, the middle of the smallest
-block of 2, 4, 8 .. tokens that holds both: the decays up to the middle belong to the key, those after it to the query.
-
-    a chunk of 8, the pairs of each product of matrices      j  0 1 2 3 4 5 6 7
-                                                          i  1  a
-    a   halves of 1 token                                    2  b b
-    b   halves of 2                                          3  b b a
-    c   halves of 4                                          4  c c c c
-                                                             5  c c c c a
-                                                             6  c c c c b b
-                                                             7  c c c c b b a
-
-So every exponent is a sum of logarithms of decays, and no factor is larger than 1, however strong the gates are.
+sums; see `_between`. Decays per channel are in `fastattn.kernels.triton.channels`.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
@@ -28,25 +16,31 @@ from typing import Any, NamedTuple, no_type_check
 import triton
 import triton.language as tl
 
+from fastattn.kernels.triton.channels import channels_of, decays_of, weights_of
+from fastattn.kernels.triton.instructions import exp, round_finite
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 # Triton's interpreter finds a function only if it is defined above its caller.
 
 
 class ChunkSizes(NamedTuple):
-    """The constants of both launches.
+    """The constants of all launches.
 
     Attributes:
         CHUNK: tokens of a chunk.
         LEVELS: sizes of blocks of tokens, 2, 4, 8 .. up to a chunk; 0 without decays per channel.
         COLUMNS: keys or values that `_within_kernel` holds at a time.
         PRECISION: the precision of matrix products.
+        HEADS: value heads.
+        PTX: whether instructions of NVIDIA GPUs are written as they are.
     """
 
     CHUNK: Any
     LEVELS: Any
     COLUMNS: Any
     PRECISION: Any
+    HEADS: Any
+    PTX: Any
 
 
 class Solved(NamedTuple):
@@ -80,17 +74,17 @@ class Chunk(NamedTuple):
     Attributes:
         first: the first token, counted in the sequence; negative where that begins inside the chunk.
         length: tokens of the sequence.
-        row: [CHUNK], the query row of each token.
         is_token: [CHUNK], whether there is such a token.
-        own_row: [CHUNK], the row of each in the tensors of `Solved`, [t, hv].
+        first_row: the query row of the first one.
+        own_first: its row in the tensors of `Solved`, [t, hv].
         own_last: the row of the last token there.
     """
 
     first: Any
     length: Any
-    row: Any
     is_token: Any
-    own_row: Any
+    first_row: Any
+    own_first: Any
     own_last: Any
 
 
@@ -114,14 +108,6 @@ class Offsets(NamedTuple):
     out: Any
 
 
-class Channels(NamedTuple):
-    """Logarithms of decays of some channels of a head: pointers to those of row 0, and the row stride."""
-
-    log_decay: Any
-    stride: Any
-    is_channel: Any
-
-
 @triton.jit
 @no_type_check
 def _first_place(tables, number, TILE):
@@ -130,32 +116,44 @@ def _first_place(tables, number, TILE):
 
 @triton.jit
 @no_type_check
+def _any(of):
+    """Return whether one of some conditions holds; a scalar is one."""
+    return tl.max(of.to(tl.int32), 0) > 0 if len(of.shape) > 0 else of
+
+
+@triton.jit
+@no_type_check
 def _find_chunk(tables, place, TILE):
-    """Return the sequence of a chunk, given its place among all chunks, and its number there, by binary search.
+    """Return the sequences of some chunks, given their places among all, and the first token of each, by binary search.
 
     Chunks end where positions are multiples of their size, so a sequence has at most two more than it fills.
     """
-    number = place * 0
-    high = tables.num_seqs - 1
-    while number < high:
+    number, high = place * 0, place * 0 + tables.num_seqs - 1
+    while _any(number < high):
         middle = (number + high + 1) // 2
-        if _first_place(tables, middle, TILE) <= place:
-            number = middle
-        else:
-            high = middle - 1
-    return number, place - _first_place(tables, number, TILE)
+        is_before = _first_place(tables, middle, TILE) <= place
+        number, high = tl.where(is_before, middle, number), tl.where(is_before, high, middle - 1)
+    sequence = find_sequence(tables, number)
+    return sequence, (place - _first_place(tables, number, TILE)) * TILE.CHUNK - sequence.position % TILE.CHUNK
 
 
 @triton.jit
 @no_type_check
 def _chunk_from(sequence, first, head, TILE):
     """Return the chunk that begins at a token of a sequence."""
-    at = tl.arange(0, TILE.CHUNK)
-    row = sequence.first_row + first + at
-    is_token = (first + at >= 0) & (first + at < sequence.length)
+    at = first + tl.arange(0, TILE.CHUNK)
+    is_token = tl.cast(at, tl.uint32) < tl.cast(sequence.length, tl.uint32)  # negative numbers are large ones here
+    first_row = (sequence.first_row + first).to(tl.int64)
     last_row = sequence.first_row + tl.minimum(first + TILE.CHUNK, sequence.length) - 1
-    heads = tl.num_programs(1)
-    return Chunk(first, sequence.length, row, is_token, row * heads + head, last_row * heads + head)
+    own_first, own_last = first_row * TILE.HEADS + head, last_row * TILE.HEADS + head
+    return Chunk(first, sequence.length, is_token, first_row, own_first, own_last)
+
+
+@triton.jit
+@no_type_check
+def _is_in(columns, SIZE: tl.constexpr):
+    """Return which columns are there: True where their number divides the size, so that the compiler drops the mask."""
+    return (columns < SIZE) | (SIZE % columns.shape[0] == 0)
 
 
 @triton.jit
@@ -163,7 +161,7 @@ def _chunk_from(sequence, first, head, TILE):
 def _offsets(tokens, solved, out_strides, at_k, at_v, TILE):
     """Return where the tokens of any chunk are, from its first one on."""
     at = tl.arange(0, TILE.CHUNK)
-    own = at[:, None] * tl.num_programs(1)
+    own = at[:, None] * TILE.HEADS
     keys = at[:, None].to(tl.int64) * tokens.key_strides[0] + at_k[None, :] * tokens.key_strides[2]
     queries = at[:, None].to(tl.int64) * tokens.query_strides[0] + at_k[None, :] * tokens.query_strides[2]
     return Offsets(
@@ -178,20 +176,48 @@ def _offsets(tokens, solved, out_strides, at_k, at_v, TILE):
 
 @triton.jit
 @no_type_check
-def _decays_at(solved, chunk):
-    """Load the decay of a chunk, and those of its tokens since its start and up to its end."""
-    of_tokens = solved.decays + chunk.own_row * 2
-    total = tl.load(solved.decays + chunk.own_last * 2, chunk.first < chunk.length, 1.0)
+def _own_rows(rows, chunk, columns, ROW: tl.constexpr, TILE):
+    """Return where some columns of the tokens of a chunk are in a tensor of `Solved`."""
+    at = tl.arange(0, TILE.CHUNK)[:, None] * (TILE.HEADS * ROW)
+    return rows + chunk.own_first * ROW + (at + columns[None, :].to(tl.int32))
+
+
+@triton.jit
+@no_type_check
+def _decays_at(solved, chunk, TILE):
+    """Load the decays of the tokens of a chunk since its start, and up to its end.
+
+    Triton loads only that ahead which an operand of a product depends on, so the second ones depend on the first.
+    """
+    of_tokens = solved.decays + chunk.own_first * 2 + tl.arange(0, TILE.CHUNK) * (2 * TILE.HEADS)
     since = tl.load(of_tokens, chunk.is_token, 0.0)
-    return total, since, tl.load(of_tokens + 1, chunk.is_token, 0.0)
+    return since, since * 0.0 + tl.load(of_tokens + 1, chunk.is_token, 0.0)
+
+
+@triton.jit
+@no_type_check
+def _total_at(solved, chunk):
+    """Load the decay of a chunk."""
+    return tl.load(solved.decays + chunk.own_last * 2, chunk.first < chunk.length, 1.0)
 
 
 @triton.jit
 @no_type_check
 def _load_rows(rows, strides, chunk, head, columns, is_column):
     """Load some columns of one head, [CHUNK, columns], of the tokens of a chunk."""
-    of_rows = rows + head * strides[1] + chunk.row[:, None] * strides[0]
-    return tl.load(of_rows + columns[None, :] * strides[2], chunk.is_token[:, None] & is_column[None, :], 0.0)
+    at = tl.arange(0, chunk.is_token.shape[0]).to(tl.int64)
+    of_rows = rows + (head * strides[1] + chunk.first_row * strides[0])
+    of_rows += at[:, None] * strides[0] + columns[None, :].to(tl.int64) * strides[2]
+    return tl.load(of_rows, chunk.is_token[:, None] & is_column[None, :], 0.0)
+
+
+@triton.jit
+@no_type_check
+def _load_rates(gates, chunk, head):
+    """Load how much of itself each token of a chunk writes."""
+    at = chunk.first_row + tl.arange(0, chunk.is_token.shape[0])
+    of_rates = gates.beta + at * gates.beta_strides[0] + head * gates.beta_strides[1]
+    return tl.load(of_rates, chunk.is_token, 0.0).to(tl.float32)
 
 
 LEAST_LOG = tl.constexpr(-128.0)  # what smaller logarithms count as; exp(-104) is already 0 in float32
@@ -200,7 +226,7 @@ STEPS = tl.constexpr(1024.0)  # the exact part of a logarithm is a multiple of 1
 
 @triton.jit
 @no_type_check
-def _between(log_decay, stride, chunk, TILE):
+def _between(gates, chunk, head, TILE):
     """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end.
 
     A sum over the tokens between two is a difference of sums from the start of the chunk. A difference of rounded sums
@@ -209,72 +235,16 @@ def _between(log_decay, stride, chunk, TILE):
     may round. NaN is in the sums of its own token and all later ones, which all are NaN then.
     """
     at = tl.arange(0, TILE.CHUNK)
-    logs = tl.load(log_decay + chunk.row * stride, chunk.is_token, 0.0).to(tl.float32)
+    of_logs = gates.log_decay + (chunk.first_row + at) * gates.log_decay_strides[0] + head * gates.log_decay_strides[1]
+    logs = tl.load(of_logs, chunk.is_token, 0.0).to(tl.float32)
     logs = tl.where(logs < LEAST_LOG, LEAST_LOG, logs)  # a maximum might drop NaN
     exact = tl.floor(logs * STEPS) / STEPS
     rest = logs - exact
     all_exact, all_rest = tl.sum(exact, 0), tl.sum(rest, 0)
     exact, rest = tl.cumsum(exact, 0), tl.cumsum(rest, 0)
     sums = (exact[:, None] - exact[None, :]) + (rest[:, None] - rest[None, :])
-    between = tl.exp(tl.where(at[:, None] >= at[None, :], sums, float("-inf")))
-    return between, tl.exp(exact + rest), tl.exp((all_exact - exact) + (all_rest - rest))
-
-
-@triton.jit
-@no_type_check
-def _channels_of(gates, head, columns, is_column):
-    """Return some channels of a head."""
-    strides = gates.log_decay_strides
-    return Channels(gates.log_decay + head * strides[1] + columns[None, :] * strides[2], strides[0], is_column)
-
-
-@triton.jit
-@no_type_check
-def _read_logs(channels, chunk, BLOCK: tl.constexpr, TILE):
-    """Return the logarithms of each token, and those of the token after it, 0 after the last one of a block."""
-    at = tl.arange(0, TILE.CHUNK)
-    of_tokens = channels.log_decay + chunk.row[:, None] * channels.stride
-    is_channel = channels.is_channel[None, :]
-    logs = tl.load(of_tokens, chunk.is_token[:, None] & is_channel, 0.0).to(tl.float32)
-    following = chunk.first + at + 1
-    has_next = (following >= 0) & (following < chunk.length) & (at % BLOCK != BLOCK - 1)
-    later = tl.load(of_tokens + channels.stride, has_next[:, None] & is_channel, 0.0).to(tl.float32)
-    return logs, later
-
-
-@triton.jit
-@no_type_check
-def _decays_of(channels, chunk, TILE):
-    """Return the decays of channels since the start of a chunk, after each token up to its end, and of all tokens."""
-    logs, later = _read_logs(channels, chunk, TILE.CHUNK, TILE)
-    return tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(logs, 0))
-
-
-@triton.jit
-@no_type_check
-def _pairs(left, right, channels, chunk, HALF: tl.constexpr, TILE):
-    """Return the weight of tokens i and j, for i in the second half of a block, and j in the first."""
-    PAD_K: tl.constexpr = left.shape[1]
-    logs, later = _read_logs(channels, chunk, HALF, TILE)
-    since = tl.cumsum(tl.reshape(logs, [TILE.CHUNK // HALF, HALF, PAD_K]), 1)
-    until = tl.cumsum(tl.reshape(later, [TILE.CHUNK // HALF, HALF, PAD_K]), 1, reverse=True)
-    left *= tl.exp(tl.reshape(since, [TILE.CHUNK, PAD_K]))
-    right *= tl.exp(tl.reshape(until, [TILE.CHUNK, PAD_K]))
-    return tl.dot(left, tl.trans(right), input_precision=TILE.PRECISION)
-
-
-@triton.jit
-@no_type_check
-def _weights(left, right, channels, chunk, TILE):
-    """Return `sum over d of left[i, d] right[j, d] D[i, j, d]` for j <= i, and 0 for others."""
-    at = tl.arange(0, TILE.CHUNK)
-    left, right = left.to(tl.float32), right.to(tl.float32)
-    weights = tl.where(at[:, None] == at[None, :], tl.sum(left * right, 1)[:, None], 0.0)
-    for level in tl.static_range(TILE.LEVELS):
-        products = _pairs(left, right, channels, chunk, 1 << level, TILE)
-        half_i, half_j = at[:, None] >> level, at[None, :] >> level
-        weights = tl.where((half_i > half_j) & (half_i // 2 == half_j // 2), products, weights)
-    return weights
+    between = exp(tl.where(at[:, None] >= at[None, :], sums, float("-inf")), TILE.PTX)
+    return between, exp(exact + rest, TILE.PTX), exp((all_exact - exact) + (all_rest - rest), TILE.PTX)
 
 
 @triton.jit
@@ -365,41 +335,82 @@ def invert_triangular(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
     return inverse
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit
 @no_type_check
-def _within_kernel(tokens, gates, tables, solved, TILE):
-    """Compute the intra-chunk terms of one chunk, in one head; all chunks are independent here."""
-    number, place = _find_chunk(tables, tl.program_id(0), TILE)
-    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
-    sequence = find_sequence(tables, number)
-    first = place * TILE.CHUNK - sequence.position % TILE.CHUNK
-    if (sequence.slot < 0) | (first >= sequence.length):
-        return
-    chunk = _chunk_from(sequence, first, head, TILE)
+def _store_decays(solved, chunk, from_start, to_end, TILE):
+    """Store the decays of the tokens of a chunk since its start, and up to its end."""
+    of_tokens = solved.decays + chunk.own_first * 2 + tl.arange(0, TILE.CHUNK) * (2 * TILE.HEADS)
+    tl.store(of_tokens, from_start, chunk.is_token)
+    tl.store(of_tokens + 1, to_end, chunk.is_token)
+
+
+@triton.jit
+@no_type_check
+def _store_weights(solved, chunk, weights, TILE):
+    """Store the weights of tokens in the outputs of later ones, and of their own."""
     at = tl.arange(0, TILE.CHUNK)
-    at_k = tl.arange(0, tokens.PAD_K).to(tl.int64)
+    weights = tl.where(at[:, None] >= at[None, :], weights, 0.0)  # a product of 0 and NaN would be NaN
+    tl.store(_own_rows(solved.weights, chunk, at, TILE.CHUNK, TILE), weights, chunk.is_token[:, None])
+
+
+@triton.jit
+@no_type_check
+def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
+    """Compute the intra-chunk terms of a chunk by the delta rule, with decays per head, if all of it is finite.
+
+    Otherwise each row of a product with the inverse, or of the inverse, has NaN, as 0 times NaN is NaN.
+    """
+    at, at_k = tl.arange(0, TILE.CHUNK), tl.arange(0, tokens.PAD_K)
+    OPERAND: tl.constexpr = solved.written.dtype.element_ty
+    keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, at_k < tokens.DK)
+    queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, at_k < tokens.DK)
+    between, from_start, to_end = _between(gates, chunk, head, TILE)
+    _store_decays(solved, chunk, from_start, to_end, TILE)
+    weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
+    _store_weights(solved, chunk, weights, TILE)
+    rates = _load_rates(gates, chunk, head)
+    system = tl.dot(keys, tl.trans(keys), input_precision=TILE.PRECISION) * between * -rates[:, None]
+    system = tl.where(at[:, None] > at[None, :], system, 0.0)
+    inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK).to(OPERAND)
+    for first_column in tl.static_range(0, tokens.DK, TILE.COLUMNS):
+        columns = first_column + tl.arange(0, TILE.COLUMNS)
+        is_column = _is_in(columns, tokens.DK)
+        part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
+        part = (part * (rates * from_start)[:, None]).to(OPERAND)
+        part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+        of_answered = _own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE)
+        tl.store(of_answered, part, chunk.is_token[:, None] & is_column[None, :])
+    for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):
+        columns = first_column + tl.arange(0, TILE.COLUMNS)
+        is_column = _is_in(columns, tokens.DV)
+        part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
+        part = (part * rates[:, None]).to(OPERAND)
+        part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+        of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
+        tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
+
+
+@triton.jit
+@no_type_check
+def _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE):
+    """Compute the intra-chunk terms of a chunk, so that NaN in a token reaches later ones, and none before."""
+    at, at_k = tl.arange(0, TILE.CHUNK), tl.arange(0, tokens.PAD_K)
     in_k = at_k < tokens.DK
     keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, in_k)
     queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, in_k)
     if gates.PER_CHANNEL:
-        channels = _channels_of(gates, head, at_k, in_k)
-        products = _weights(queries, keys, channels, chunk, TILE)
+        channels = channels_of(gates, head, at_k, in_k)
+        weights = weights_of(queries, keys, channels, chunk, TILE)
     else:
-        of_decays = gates.log_decay + head * gates.log_decay_strides[1]
-        between, from_start, to_end = _between(of_decays, gates.log_decay_strides[0], chunk, TILE)
-        tl.store(solved.decays + chunk.own_row * 2, from_start, chunk.is_token)
-        tl.store(solved.decays + chunk.own_row * 2 + 1, to_end, chunk.is_token)
-        products = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
-    products = tl.where(at[:, None] >= at[None, :], products, 0.0)  # a product of 0 and NaN would be NaN
-    own_weights = solved.weights + chunk.own_row[:, None] * TILE.CHUNK + at[None, :]
-    tl.store(own_weights, products, chunk.is_token[:, None])
-
-    of_rates = gates.beta + chunk.row * gates.beta_strides[0] + head * gates.beta_strides[1]
-    rates = tl.load(of_rates, chunk.is_token, 0.0).to(tl.float32)
+        between, from_start, to_end = _between(gates, chunk, head, TILE)
+        _store_decays(solved, chunk, from_start, to_end, TILE)
+        weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
+    _store_weights(solved, chunk, weights, TILE)
+    rates = _load_rates(gates, chunk, head)
     OPERAND: tl.constexpr = solved.written.dtype.element_ty
     if gates.DELTA:
         if gates.PER_CHANNEL:
-            system = _weights(keys, keys, channels, chunk, TILE)
+            system = weights_of(keys, keys, channels, chunk, TILE)
         else:
             system = tl.dot(keys, tl.trans(keys), input_precision=TILE.PRECISION) * between
         system *= -rates[:, None]
@@ -409,17 +420,16 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK).to(OPERAND)
         rates = tl.where(is_good, rates, float("nan"))
     for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
-        columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
+        columns = first_column + tl.arange(0, TILE.COLUMNS)
         is_column = columns < tokens.DK
         in_part = chunk.is_token[:, None] & is_column[None, :]
         part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
-        at_part = chunk.own_row[:, None] * solved.ROW_K + columns[None, :]
         if gates.PER_CHANNEL:
-            since, until, total = _decays_of(_channels_of(gates, head, columns, is_column), chunk, TILE)
+            since, until, total = decays_of(channels_of(gates, head, columns, is_column), chunk, TILE)
             tl.store(solved.decays + chunk.own_last * tokens.DK + columns, total, is_column)
-            tl.store(solved.keys_until + at_part, part * until, in_part)
+            tl.store(_own_rows(solved.keys_until, chunk, columns, solved.ROW_K, TILE), part * until, in_part)
             asked = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, columns, is_column).to(tl.float32)
-            tl.store(solved.queries_since + at_part, asked * since, in_part)
+            tl.store(_own_rows(solved.queries_since, chunk, columns, solved.ROW_K, TILE), asked * since, in_part)
         else:
             since = from_start[:, None]
         if gates.DELTA:
@@ -430,9 +440,9 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
                 part = tl.where(is_good[:, None], part, 0.0).to(OPERAND)
                 part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
                 part = tl.where(is_good[:, None], part, float("nan"))
-            tl.store(solved.answered + at_part, part, in_part)
+            tl.store(_own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE), part, in_part)
     for first_column in range(0, tokens.DV, TILE.COLUMNS):
-        columns = (first_column + tl.arange(0, TILE.COLUMNS)).to(tl.int64)
+        columns = first_column + tl.arange(0, TILE.COLUMNS)
         is_column = columns < tokens.DV
         part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
         part *= rates[:, None]
@@ -441,8 +451,70 @@ def _within_kernel(tokens, gates, tables, solved, TILE):
         else:
             is_finite = tl.abs(part) < float("inf")
             part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), TILE.CHUNK), float("nan"), part)
-        of_written = solved.written + chunk.own_row[:, None] * solved.ROW_V + columns[None, :]
+        of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
         tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _within_kernel(tokens, gates, tables, solved, TILE):
+    """Compute the intra-chunk terms of one chunk, in one head; all chunks are independent here."""
+    sequence, first = _find_chunk(tables, tl.program_id(0), TILE)
+    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
+    if (sequence.slot < 0) | (first >= sequence.length):
+        return
+    chunk = _chunk_from(sequence, first, head, TILE)
+    if gates.DELTA and not gates.PER_CHANNEL:
+        _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE)
+    else:
+        _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE)
+
+
+REPAIRED = tl.constexpr(16)  # chunks that a program of `_repair_kernel` looks at
+
+
+@triton.jit
+@no_type_check
+def _is_finite(rows, row, columns, SIZE: tl.constexpr, ROW: tl.constexpr):
+    """Return which of some rows of a tensor of `Solved` are finite; a negative one is."""
+    in_rows = (row >= 0)[:, None] & (columns < SIZE)[None, :]
+    found = tl.load(rows + row[:, None] * ROW + columns[None, :], in_rows, 0.0).to(tl.float32)
+    return tl.max(tl.where(tl.abs(found) < float("inf"), 0, 1), 1) == 0
+
+
+@triton.jit
+@no_type_check
+def _places_to_repair(tokens, tables, solved, place, head, TILE, PAD_V: tl.constexpr):
+    """Return the places of those chunks that are not finite, and -1 for others.
+
+    The row of the last token tells it, as each row does.
+    """
+    sequence, first = _find_chunk(tables, place, TILE)
+    is_chunk = (sequence.slot >= 0) & (first < sequence.length)
+    last_row = sequence.first_row + tl.minimum(first + TILE.CHUNK, sequence.length) - 1
+    own_last = tl.where(is_chunk, last_row * TILE.HEADS + head, -1)
+    is_good = _is_finite(solved.answered, own_last, tl.arange(0, tokens.PAD_K), tokens.DK, solved.ROW_K)
+    is_good &= _is_finite(solved.written, own_last, tl.arange(0, PAD_V), tokens.DV, solved.ROW_V)
+    return tl.where(is_good, -1, place)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _repair_kernel(tokens, gates, tables, solved, TILE, PAD_V: tl.constexpr):
+    """Compute the terms of chunks once more, with care, where `_solve_finite` met something that is not finite.
+
+    Nearly always there are none, so a program looks at several chunks.
+    """
+    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
+    places = tl.program_id(0) * REPAIRED + tl.arange(0, REPAIRED)
+    places = _places_to_repair(tokens, tables, solved, places, head, TILE, PAD_V)
+    place = tl.max(places, 0)
+    while place >= 0:
+        sequence, first = _find_chunk(tables, place, TILE)
+        chunk = _chunk_from(sequence, first, head, TILE)
+        _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE)
+        places = tl.where(places == place, -1, places)
+        place = tl.max(places, 0)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -453,7 +525,7 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
     head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
     at_v = (tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     at_k, at = tl.arange(0, tokens.PAD_K).to(tl.int64), tl.arange(0, TILE.CHUNK)
-    in_v, in_k = at_v < tokens.DV, at_k < tokens.DK
+    in_v, in_k = _is_in(at_v, tokens.DV), at_k < tokens.DK
     of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
     if sequence.slot < 0:
         for first in range(0, sequence.length, TILE.CHUNK):
@@ -474,11 +546,10 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
     of_queries = tokens.query + key_head * tokens.query_strides[1]
     start = -(sequence.position % TILE.CHUNK)
     if solved.keys_until is None:
-        decays = _decays_at(solved, _chunk_from(sequence, start, head, TILE))
+        total = _total_at(solved, _chunk_from(sequence, start, head, TILE))
     for first in range(start, sequence.length, TILE.CHUNK):
         chunk = _chunk_from(sequence, first, head, TILE)
-        first_row = (sequence.first_row + first).to(tl.int64)
-        own = first_row * tl.num_programs(1) + head  # the row of the first token in the tensors of `Solved`
+        first_row, own = chunk.first_row, chunk.own_first
         in_keys, in_values = chunk.is_token[:, None] & in_k[None, :], chunk.is_token[:, None] & in_v[None, :]
         values = tl.load(solved.written + own * solved.ROW_V + offsets.written, in_values, 0.0).to(tl.float32)
         before = state.to(OPERAND)
@@ -495,15 +566,17 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
             keys = tl.load(of_keys + first_row * tokens.key_strides[0] + offsets.keys, in_keys, 0.0).to(OPERAND)
             at_queries = first_row * tokens.query_strides[0] + offsets.queries
             queries = tl.load(of_queries + at_queries, in_keys, 0.0).to(OPERAND)
-            total, since, until = decays
-            decays = _decays_at(solved, _chunk_from(sequence, first + TILE.CHUNK, head, TILE))  # for the next chunk
+            since, until = _decays_at(solved, chunk, TILE)
+            next_total = _total_at(solved, _chunk_from(sequence, first + TILE.CHUNK, head, TILE))
             kept = values * until[:, None]
             result = tl.dot(queries, before, input_precision=TILE.PRECISION) * since[:, None]
         state = state * total + tl.dot(tl.trans(keys), kept.to(OPERAND), input_precision=TILE.PRECISION)
+        if solved.keys_until is None:
+            total = next_total
         of_weights = solved.weights + own * TILE.CHUNK + offsets.weights
         own_weights = tl.load(of_weights, chunk.is_token[:, None], 0.0)
-        is_finite = tl.abs(values) < float("inf")  # NaN in a row is in all later ones: see `_dot_with_earlier`
-        result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=TILE.PRECISION)
+        written = round_finite(values, OPERAND, TILE.PTX)  # NaN is in all later rows: see `_dot_with_earlier`
+        result += tl.dot(own_weights, written, input_precision=TILE.PRECISION)
         result = result * scale + values * 0.0  # a product of 0 with NaN or infinity is NaN
         at_out = first_row * out_strides[0] + offsets.out
         tl.store(out + head * out_strides[1] + at_out, result.to(out.dtype.element_ty), in_values)

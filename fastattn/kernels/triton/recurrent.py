@@ -3,8 +3,9 @@
     decode, drafts    one program per sequence, head and part of the values; its state stays in registers from the first
                       token to the last: it is read once, and written once per slot that keeps it; the last sequence's
                       programs also write zeros to the rows after it
-    prompts           first the intra-chunk terms, for all chunks at once (the triangular system of each); then one
-                      program per sequence, head and part of the values goes from chunk to chunk with its state
+    prompts           first the intra-chunk terms, for all chunks at once (the triangular system of each), and once more
+                      with care where they are not finite; then one program per sequence, head and part of the values
+                      goes from chunk to chunk with its state
 
 A program reads the lengths and the slots itself, so nothing depends on the host, and a captured graph replays with
 other lengths, slots and padding. For prompts, one more program than there are sequences writes the zeros.
@@ -12,10 +13,10 @@ other lengths, slots and padding. For prompts, one more program than there are s
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.replay import key_of_launch, launch_once
-from fastattn.kernels.triton.chunks import ChunkSizes, Solved, _chunks_kernel, _within_kernel
+from fastattn.kernels.triton.chunks import REPAIRED, ChunkSizes, Solved, _chunks_kernel, _repair_kernel, _within_kernel
 from fastattn.kernels.triton.launch import INTERPRETED, Launch
 from fastattn.kernels.triton.states import (
     CHANGING,
@@ -55,7 +56,8 @@ CHUNKS_BLOCK_V = 32  # values of a state in a program of the chunk kernel; twice
 CHUNKS_WARPS = 4
 COLUMNS = 64  # keys or values that `_within_kernel` holds at a time
 WITHIN_WARPS = 4
-WITHIN_REGISTERS = 168  # per thread on an NVIDIA GPU: three such programs on an SM, and few spills
+WITHIN_REGISTERS = 128  # per thread on an NVIDIA GPU: four such programs on an SM, and few spills
+CAREFUL_REGISTERS = 168  # the same of those that care for NaN: three on an SM
 MOST_STAGES = 3  # chunks in shared memory at once
 
 
@@ -117,34 +119,44 @@ def _launch_tokens(tensors: Tensors, plan: StatePlan, scale: float, delta: bool)
 
 
 def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool, *, chunk: int) -> Callable[..., None]:
-    """Launch the chunk kernels: one launch for the intra-chunk terms, and one for the states."""
+    """Launch the chunk kernels: one launch for the intra-chunk terms, one that repairs them, and one for the states."""
     query, key, value, log_decay, beta, states, out = tensors
     (num_tokens, num_heads, size), per_channel = value.shape, log_decay.ndim == 3
     solve = partial(_solved, per_channel=per_channel, delta=delta, chunk=chunk)
     solved = solve(query, value)
     made = {f"solved.{name}": x for name, x in solved._asdict().items() if not name.isupper()}
-    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
-    levels = chunk.bit_length() - 1 if per_channel else 0
     shared = dict(
-        tokens=_tokens_of(query, key, value),
+        tokens=_with_fixed_strides(_tokens_of(query, key, value)),
         tables=tables_of(plan, num_tokens),
         solved=solved,
-        TILE=ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision))),
+        TILE=_chunk_sizes(query, chunk, num_heads, per_channel),
     )
     of_tokens = {"tokens.query": query, "tokens.key": key, "tokens.value": value}
+    of_gates = {"gates.log_decay": log_decay, "gates.beta": beta}
+    within_arguments = shared | dict(gates=_gates_of(log_decay, beta, delta))
+    places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
+    is_lean = delta and not per_channel  # the first launch takes all to be finite
     within = Launch(
         _within_kernel,
-        (num_tokens // chunk + 2 * plan.batch.num_seqs, num_heads),  # most chunks: a sequence may begin inside one
-        of_tokens | {"gates.log_decay": log_decay, "gates.beta": beta} | made,
-        shared | dict(gates=_gates_of(log_decay, beta, delta)),
-        dict(num_warps=WITHIN_WARPS) | ({} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}),
+        (places, num_heads),
+        of_tokens | of_gates | made,
+        within_arguments,
+        _within_options(WITHIN_REGISTERS if is_lean else CAREFUL_REGISTERS),
+    )
+    repair = is_lean and Launch(
+        _repair_kernel,
+        (triton.cdiv(places, REPAIRED.value), num_heads),
+        of_tokens | of_gates | made,
+        within_arguments | dict(PAD_V=_pad(size)),
+        _within_options(CAREFUL_REGISTERS),
     )
     block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, value), _pad(size))
+    of_states = dict(states=States(states, states.stride()), out_strides=_fixed(out.stride()))
     over_chunks = Launch(
         _chunks_kernel,
         (plan.batch.num_seqs + 1, num_heads, triton.cdiv(size, block_v)),
         of_tokens | {"states.pool": states, "out": out} | made,
-        shared | dict(states=States(states, states.stride()), out_strides=out.stride(), scale=scale, BLOCK_V=block_v),
+        shared | of_states | dict(scale=scale, BLOCK_V=block_v),
         dict(num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk)),
     )
 
@@ -153,9 +165,42 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
     ) -> None:
         made = solve(query, value)[: len(Solved._fields) - 2]
         within.replay(query, key, value, log_decay, beta, *made)
+        if repair:
+            repair.replay(query, key, value, log_decay, beta, *made)
         over_chunks.replay(query, key, value, states, out, *made)
 
     return replay
+
+
+def _within_options(registers: int) -> dict[str, int]:
+    """Return the options of the launches before that of the states."""
+    return dict(num_warps=WITHIN_WARPS) | ({} if INTERPRETED or devices.is_rocm() else {"maxnreg": registers})
+
+
+def _chunk_sizes(query: Tensor, chunk: int, num_heads: int, per_channel: bool) -> ChunkSizes:
+    """Return the constants of the launches."""
+    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
+    levels = chunk.bit_length() - 1 if per_channel else 0
+    has_ptx = not INTERPRETED and devices.capability(query.device) >= (8, 0)
+    return ChunkSizes(*map(tl.constexpr, (chunk, levels, COLUMNS, precision, num_heads, has_ptx)))
+
+
+def _with_fixed_strides(tokens: Tokens) -> Tokens:
+    """Return tokens with strides as constants."""
+    return tokens._replace(
+        query_strides=_fixed(tokens.query_strides),
+        key_strides=_fixed(tokens.key_strides),
+        value_strides=_fixed(tokens.value_strides),
+    )
+
+
+def _fixed(strides: Sequence[int]) -> tuple[Any, ...]:
+    """Return the strides of tokens, heads and elements; that of heads is no constant: it may depend on how many tokens.
+
+    By constants, the addresses of a tile are one address and offsets within the instructions.
+    """
+    of_tokens, of_heads, of_elements = strides
+    return tl.constexpr(of_tokens), of_heads, tl.constexpr(of_elements)
 
 
 def _tokens_of(query: Tensor, key: Tensor, value: Tensor) -> Tokens:
