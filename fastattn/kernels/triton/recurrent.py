@@ -57,7 +57,7 @@ CHUNKS_WARPS = 4
 COLUMNS = 64  # keys or values that `_within_kernel` holds at a time
 WITHIN_WARPS = 4
 WITHIN_REGISTERS = 128  # per thread on an NVIDIA GPU: four such programs on an SM, and few spills
-CAREFUL_REGISTERS = 168  # the same of those that care for NaN: three on an SM
+CAREFUL_REGISTERS = 168  # the same of those that care for NaN or compute in float32: three on an SM
 MOST_STAGES = 3  # chunks in shared memory at once
 
 
@@ -141,7 +141,7 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
         (places, num_heads),
         of_tokens | of_gates | made,
         within_arguments,
-        _within_options(WITHIN_REGISTERS if is_lean else CAREFUL_REGISTERS),
+        _within_options(WITHIN_REGISTERS if is_lean and query.dtype != torch.float32 else CAREFUL_REGISTERS),
     )
     repair = is_lean and Launch(
         _repair_kernel,
