@@ -300,11 +300,12 @@ def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) 
 
 
 def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET, ring: int | None = None) -> Engine:
-    """Make the engine that serves a model fastest: fused layers, captured decodes."""
+    """Make the engine that serves a model fastest: fused layers, where they can be, and captured decodes."""
     on_gpu = model.device.type == "cuda"
     runner = CudaGraphs() if on_gpu else None
+    can_fuse = on_gpu and ring is None  # layers that keep a state are of no family that is fused
     return Engine(
-        fuse(model) if on_gpu else model,
+        fuse(model) if can_fuse else model,
         num_blocks=num_seqs * 2 * MOST // 16,
         block_size=16,
         max_num_batched_tokens=budget,
