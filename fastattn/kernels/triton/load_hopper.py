@@ -1,8 +1,8 @@
 """What `fastattn.kernels.triton.prompts_hopper` loads: the tiles of a persistent program, and their producer.
 
-A producer warpgroup copies the queries of a tile, and step by step its keys and values, into slots of shared memory; a
-slot holds the keys of a step and the values of the step before. It waits until a slot is empty, and a barrier tells the
-consumers that it is full. There are two producers:
+A producer warpgroup copies the queries of a tile, and step by step its keys and values, into slots of shared memory. It
+waits until a slot is empty, and a barrier tells the consumers that it is full; keys and values have slots of their own.
+Steps go from the last keys of a tile to the first. Keys and values come in two ways:
 
     bring_tiles    one thread starts a copy of a whole tile (TMA); the barrier counts its bytes
     bring_rows     each thread copies 16 bytes at a time (`cp.async`); the barrier counts threads
@@ -10,6 +10,10 @@ consumers that it is full. There are two producers:
 The first takes rows, and blocks that hold whole steps; the second takes the rest: smaller pages, windows over pages,
 which may begin within a block, and tensors that have no map. Queries come by `cp.async` in both. A tile of TMA may end
 past the keys of its sequence, where memory may be NaN: `clear_rows` is for the values of the last step.
+
+A program begins with the tile of its own number, and draws each further one from a counter in memory (`draw`): who is
+done first takes the next. The producer draws, and leaves the number beside the queries for the consumers. The last
+program to end sets the counter to 0 again, for the next launch.
 
 Source: Shah et al. 2024, "FlashAttention-3" (3.1); the PTX manual, "cp.async.bulk.tensor" and "cp.async".
 """
@@ -25,7 +29,7 @@ from fastattn.kernels.triton.masks import Run, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
 PANEL = tl.constexpr(64)  # elements of a row that are contiguous in shared memory
-SLOTS = tl.constexpr(2)  # for tiles of queries, and for steps of keys and values
+SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
 CLEARED = tl.constexpr(16)  # rows that are cleared at once
 
 
@@ -64,20 +68,26 @@ class Room(NamedTuple):
         query: [slots * 2, rows / 2, d], a half for each consumer warpgroup.
         key: [slots, keys, d].
         value: [slots, keys, dv].
+        number: [slots, 1], the number of each tile of queries.
         has_queries: barriers of query tiles that are loaded.
         no_queries: barriers of query tiles that are consumed.
-        full: barriers of slots of keys and values that are loaded.
-        empty: barriers of slots that are consumed.
+        has_keys: barriers of slots of keys that are loaded.
+        no_keys: barriers of slots of keys that are consumed.
+        has_values: barriers of slots of values that are loaded.
+        no_values: barriers of slots of values that are consumed.
         IN_BULK: whether keys and values come by whole tiles; else consumers need a fence to see them.
     """
 
     query: Any
     key: Any
     value: Any
+    number: Any
     has_queries: Any
     no_queries: Any
-    full: Any
-    empty: Any
+    has_keys: Any
+    no_keys: Any
+    has_values: Any
+    no_values: Any
     IN_BULK: Any
 
 
@@ -172,99 +182,153 @@ def _offsets(where, blocks, j, strides, TILE):
 
 @gluon.jit
 @no_type_check
-def bring_rows(queries, keys, mask, room, programs, TILE):
-    """Load the queries of each tile, and with the keys of a step the values of the step before."""
+def draw(counter):
+    """Start to add 1 to a counter; `drawn` waits for the number that was there."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    nothing = gl.zeros([128], gl.int32, LINE)
+    is_first = gl.arange(0, 128, layout=LINE) == 0  # one of the 128 threads draws
+    return gl.atomic_add(counter + nothing, nothing + 1, mask=is_first, sem="relaxed")
+
+
+@gluon.jit
+@no_type_check
+def drawn(ticket):
+    """Return, to all threads, the number that one of them has drawn."""
+    return gl.sum(gl.where(gl.arange(0, 128, layout=ticket.type.layout) == 0, ticket, 0), 0)
+
+
+@gluon.jit
+@no_type_check
+def _next_tile(number, programs, queries, mask, counter, TILE):
+    """Return the first number from this one on whose tile has rows, and the tile; any tile if there is none."""
+    tile = find_tile(gl.minimum(number, programs - 1), programs, queries, mask, TILE)
+    while (number < programs) & (tile.first_row >= tile.num_rows):
+        number = gl.num_programs(0) + drawn(draw(counter))
+        tile = find_tile(gl.minimum(number, programs - 1), programs, queries, mask, TILE)
+    return number, tile
+
+
+@gluon.jit
+@no_type_check
+def _bring_queries(queries, tile, number, programs, room, tiles, LAYOUT: gl.constexpr):
+    """Start to copy the queries of a tile, and tell the consumers its number; with no tile left the number alone."""
+    slot = tiles % SLOTS
+    mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
+    if number < programs:
+        _copy_queries(queries, tile, room, slot, LAYOUT)
+    else:
+        async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
+    room.number.index(slot).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + number)
+    tl.debug_barrier()
+    mbarrier.arrive(room.has_queries.index(slot))
+
+
+@gluon.jit
+@no_type_check
+def read_number(room, tiles):
+    """Wait for the queries of a tile, and return its number: how a consumer learns what the producer has drawn."""
+    slot = tiles % SLOTS
+    mbarrier.wait(room.has_queries.index(slot), parity(tiles))
+    return gl.sum(room.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+@no_type_check
+def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
+    """Return the row of a tensor map with which a step begins; steps are counted from the last."""
+    j = tile.run.begin + (tile.steps - 1 - step) * TILE.KEYS
+    at = _read_table(where, tile, j, TILE.PAGES)
+    return at * ROWS_OF_BLOCK + j % where.BLOCK_SIZE if TILE.PAGES else at + j
+
+
+@gluon.jit
+@no_type_check
+def _bring_tile(tiles, at, column, places, item, full, empty):
+    """Start to copy a tile of keys, or of values, into the slot of an item."""
+    BYTES: gl.constexpr = places.shape[1] * places.shape[2] * 2  # an element has two bytes
+    slot = item % SLOTS
+    mbarrier.wait(empty.index(slot), parity(item) ^ 1)
+    mbarrier.expect(full.index(slot), BYTES)
+    # The call is made by one thread, which the compiler elects.
+    tma.async_copy_global_to_shared(tiles, [at, column], full.index(slot), places.index(slot))
+
+
+@gluon.jit
+@no_type_check
+def bring_tiles(first, end, items, keys, tile, room, key_tiles, value_tiles, TILE):
+    """Load by whole tiles: the keys of some steps, each before the values of the step before it."""
+    key_column = tile.kv_head * keys.key_strides[-2]  # see `heads_as_columns`
+    value_column = tile.kv_head * keys.value_strides[-2]
+    for step in range(first, end):
+        item = items + step
+        if step < tile.steps:
+            at = _row_of_map(keys.where, tile, step, TILE.KEY_ROWS, TILE)
+            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys)
+        if step > 0:
+            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE)
+            _bring_tile(value_tiles, at, value_column, room.value, item - 1, room.has_values, room.no_values)
+
+
+@gluon.jit
+@no_type_check
+def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
+    """Load by rows: the keys of all steps, each before the values of the step before it."""
+    key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
+    value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
+    j = tile.run.begin + (tile.steps - 1) * TILE.KEYS + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    blocks = _read_table(keys.where, tile, j, TILE.PAGES)
+    value_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
+    is_value = j < 0  # none: the first step has no step before it
+    for step in range(tile.steps + 1):
+        is_key = j < tile.run.end
+        key_at = _offsets(keys.where, blocks, j, keys.key_strides, TILE)
+        next_at = key_at
+        if not TILE.SAME_OFFSETS:
+            next_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
+        if step < tile.steps:
+            j -= TILE.KEYS
+            blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
+            slot = (items + step) % SLOTS
+            mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
+            _copy(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
+            async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
+        if step > 0:
+            slot = (items + step - 1) % SLOTS
+            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1) ^ 1)
+            _copy(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
+            async_copy.mbarrier_arrive(room.has_values.index(slot), increment_count=False)
+        value_at = next_at
+        is_value = is_key
+
+
+@gluon.jit
+@no_type_check
+def bring(queries, keys, mask, room, programs, key_tiles, value_tiles, counters, TILE):
+    """Draw tiles, and load for the consumers; the queries of the next tile come amid the steps of this one."""
     # A thread has 8 elements, 16 bytes; 8 threads have a row of 64 elements.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
-    items = gl.program_id(0) * 0  # slots of keys and values filled before, of all tiles
-    for program in range(gl.program_id(0), programs, gl.num_programs(0)):
-        tile = find_tile(program, programs, queries, mask, TILE)
-        if tile.first_row < tile.num_rows:
-            slot = tiles % SLOTS
-            mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
-            _copy_queries(queries, tile, room, slot, LAYOUT)
-            tiles += 1
-            key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
-            value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
-            j = tile.run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
-            blocks = _read_table(keys.where, tile, j, TILE.PAGES)
-            value_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
-            is_value = j < 0  # none: the first step has no step before it
-            for step in range(tile.steps + 1):
-                slot = items % SLOTS
-                is_key = j < tile.run.end
-                key_at = _offsets(keys.where, blocks, j, keys.key_strides, TILE)
-                next_at = key_at
-                if not TILE.SAME_OFFSETS:
-                    next_at = _offsets(keys.where, blocks, j, keys.value_strides, TILE)
-                j += TILE.KEYS
-                blocks = _read_table(keys.where, tile, j, TILE.PAGES)
-                mbarrier.wait(room.empty.index(slot), parity(items) ^ 1)
-                if step < tile.steps:
-                    _copy(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
-                if step > 0:
-                    _copy(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
-                async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
-                items += 1
-                value_at = next_at
-                is_value = is_key
+    items = gl.program_id(0) * 0  # steps loaded before, of all tiles
+    number, tile = _next_tile(gl.program_id(0), programs, queries, mask, counters, TILE)
+    _bring_queries(queries, tile, number, programs, room, tiles, LAYOUT)
+    while number < programs:
+        ticket = draw(counters)  # its number is needed only after some steps
+        if TILE.IN_BULK:
+            some = gl.minimum(tile.steps + 1, 2)
+            bring_tiles(0, some, items, keys, tile, room, key_tiles, value_tiles, TILE)
+        else:
+            bring_rows(items, keys, tile, room, TILE, LAYOUT)
+        number, next_tile = _next_tile(gl.num_programs(0) + drawn(ticket), programs, queries, mask, counters, TILE)
+        tiles += 1
+        _bring_queries(queries, next_tile, number, programs, room, tiles, LAYOUT)
+        if TILE.IN_BULK:
+            bring_tiles(some, tile.steps + 1, items, keys, tile, room, key_tiles, value_tiles, TILE)
+        items += tile.steps
+        tile = next_tile
+    if drawn(draw(counters + 1)) == gl.num_programs(0) - 1:  # the last program: no other draws any more
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
     async_copy.wait_group(0)  # a warp may not end while its copies are under way
-
-
-@gluon.jit
-@no_type_check
-def bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TILE):
-    """Load as `bring_rows` does, keys and values by whole tiles."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    KEY_BYTES: gl.constexpr = TILE.KEYS * room.key.shape[2] * 2  # an element has two bytes
-    VALUE_BYTES: gl.constexpr = TILE.KEYS * room.value.shape[2] * 2
-    tiles = gl.program_id(0) * 0
-    items = gl.program_id(0) * 0
-    for program in range(gl.program_id(0), programs, gl.num_programs(0)):
-        tile = find_tile(program, programs, queries, mask, TILE)
-        if tile.first_row < tile.num_rows:
-            slot = tiles % SLOTS
-            mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
-            _copy_queries(queries, tile, room, slot, LAYOUT)
-            tiles += 1
-            key_column = tile.kv_head * keys.key_strides[-2]  # see `heads_as_columns`
-            value_column = tile.kv_head * keys.value_strides[-2]
-            values_at = tile.run.begin * 0  # rows of the values of the step before
-            for step in range(tile.steps + 1):
-                slot = items % SLOTS
-                j = tile.run.begin + step * TILE.KEYS
-                block = _read_table(keys.where, tile, j, TILE.PAGES)
-                keys_at = block + j
-                next_at = keys_at
-                if TILE.PAGES:
-                    keys_at = block * TILE.KEY_ROWS + j % keys.where.BLOCK_SIZE
-                    next_at = block * TILE.VALUE_ROWS + j % keys.where.BLOCK_SIZE
-                mbarrier.wait(room.empty.index(slot), parity(items) ^ 1)
-                full = room.full.index(slot)
-                has_keys = step < tile.steps
-                has_values = step > 0
-                mbarrier.expect(full, KEY_BYTES + VALUE_BYTES, has_keys & has_values)
-                mbarrier.expect(full, KEY_BYTES, step == 0)
-                mbarrier.expect(full, VALUE_BYTES, step == tile.steps)
-                # Each call is made by one thread, which the compiler elects.
-                tma.async_copy_global_to_shared(key_tiles, [keys_at, key_column], full, room.key.index(slot), has_keys)
-                tma.async_copy_global_to_shared(
-                    value_tiles, [values_at, value_column], full, room.value.index(slot), has_values
-                )
-                items += 1
-                values_at = next_at
-    async_copy.wait_group(0)
-
-
-@gluon.jit
-@no_type_check
-def bring(queries, keys, mask, room, programs, key_tiles, value_tiles, TILE):
-    """Load for the consumers, by whole tiles or by rows."""
-    if TILE.IN_BULK:
-        bring_tiles(queries, keys, mask, room, programs, key_tiles, value_tiles, TILE)
-    else:
-        bring_rows(queries, keys, mask, room, programs, TILE)
 
 
 @gluon.jit

@@ -1,32 +1,37 @@
-"""Prompts on Hopper, warp-specialized: two warpgroups multiply, a third loads keys, with barriers between them.
+"""Prompts on Hopper, warp-specialized: two warpgroups multiply in turns, a third loads, with barriers between them.
 
 Prompts are compute-bound: tensor cores should always have products under way. In
 `fastattn.kernels.triton.attention` all warps of a program wait for the same products, and then take exponentials
-together. Here each of two consumer warpgroups has 64 of the 128 query rows of a tile; while one computes its softmax,
-the products of the other may go on. A producer warpgroup copies keys and values into two slots of shared memory, ahead
-of both:
+together. Here each of two consumer warpgroups has 64 of the 128 query rows of a tile, and they take turns (ping-pong):
+while one computes its softmax, the products of the other go on. A producer warpgroup copies keys and values into slots
+of shared memory, ahead of both:
 
-    load         | keys 2, values 1 -> slot 0         | keys 3, values 2 -> slot 1         |
-    group 0      | scores 1 | values 0 and softmax 1  | scores 2 | values 1 and softmax 2  |
-    group 1            | scores 1 | values 0 and softmax 1  | scores 2 | values 1 and softmax 2  |
+    load         | keys 2 | values 1 | keys 3 | values 2 | ..
+    group 0      | issue scores 1, values 0 |         softmax 1        | issue scores 2, values 1 |
+    group 1      |         softmax 0        | issue scores 1, values 0 |         softmax 1        |
 
-A slot holds the keys of a step and the values of the step before, whose products are issued together: so the product
-with the values overlaps with a softmax, too. Programs are persistent: each takes tile after tile, from the end of the
-last sequence on (the last rows of a sequence see most keys), and loads the keys of the next tile while the last rows of
-this one are stored. The two consumers are not forced to alternate: barriers for that (ping-pong) gained nothing here.
+A group issues the products of a step with its keys, and those of the step before with its values, in one turn: so the
+product with the values overlaps with a softmax of its own group, too. It waits for that product after half of the
+exponentials; the output is rescaled and the weights are rounded among the other half.
 
-How keys come is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from blocks that hold
-whole steps; else by 16 bytes per thread.
+Steps go from the last keys to the first, so that the masked ones of a causal prompt come first, and a mask is one
+comparison (two in a window). A row lies in four threads, whose sums are added at its end. Programs are persistent: each
+draws tile after tile from a counter, from the end of the last sequence on (the last rows of a sequence see most keys),
+and has the queries of the next tile loaded amid the steps of this one.
+
+How keys come, and the counter, is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from
+blocks that hold whole steps; else by 16 bytes per thread.
 
 Triton does not let a kernel assign work to warps, so this one is written in Gluon, Triton's lower-level language, with
 explicit layouts and barriers. Gluon has no interpreter.
 
-Source: Shah et al. 2024, "FlashAttention-3": roles for warps (3.1), and the product with the values beside the next
-    softmax (3.2). Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier".
+Source: Shah et al. 2024, "FlashAttention-3": roles for warps and turns (3.1), and the product with the values beside
+    the next softmax (3.2). Hopper's asynchronous products and barriers: the PTX manual, "wgmma", "mbarrier", "bar".
 """
 
 from typing import Any, NamedTuple, no_type_check
 
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -45,9 +50,9 @@ from fastattn.kernels.problem import asked_of, uses_positions, with_positive_sca
 from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.load_hopper import SLOTS, Room, bring, clear_rows, find_tile, parity
+from fastattn.kernels.triton.load_hopper import SLOTS, Room, bring, clear_rows, find_tile, parity, read_number
 from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
-from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize, update_softmax
+from fastattn.kernels.triton.merge import Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles, layer_args, options_of, queries_of
 from fastattn.kernels.triton.tensor_map import heads_as_columns, rows_of_block
@@ -61,6 +66,7 @@ KNOWS = BATCH | fields_of(
 KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
 ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
 KEYS = 128  # keys of a step
+LOG2E = tl.constexpr(1.4426950408889634)
 # Registers per consumer and per producer thread, whose 2 * consumer + producer is at most 65536 / 128: where keys come
 # by whole tiles; from rows, which have three dimensions; from pages, which have four.
 REGISTERS = {"tiles": (232, 40), 3: (216, 72), 4: (208, 88)}
@@ -93,17 +99,22 @@ class Sizes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The keys that each row of a consumer warpgroup sees, from the first step on.
+    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
 
     Attributes:
-        begin: the first key of the first step.
-        first: [rows], the first key that each row sees.
-        last: [rows], the last one.
+        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
+            the last keys to the first, below 0 for keys of other steps.
+        last: [rows], the last one, counted likewise.
+        plain_from: the first step of those that all rows of the tile see.
+        plain_to: the step after the last of those.
+        LEFT: whether a row may see no keys before its first one.
     """
 
-    begin: Any
     first: Any
     last: Any
+    plain_from: Any
+    plain_to: Any
+    LEFT: Any
 
 
 def takes(
@@ -130,6 +141,34 @@ def takes(
         and query.dtype == key.dtype == value.dtype
         and all(is_aligned(x, *x.stride()[:-1]) for x in tensors)
     )
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters_of(device: torch.device) -> Tensor:
+    """Return two counters that are 0, [2] in int32: of tiles that are drawn, and of programs that have ended.
+
+    Launches on one stream run one after the other, and each leaves zeros, so all share the counters of their stream. A
+    launch that is captured into a CUDA graph may run on any, beside others: it has its own, which the graph sets to 0.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    place = device, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _counters.get(place)
+    if found is None:
+        found = _counters.setdefault(place, torch.zeros(2, dtype=torch.int32, device=device))
+    return found
+
+
+class CountedLaunch(Launch):
+    """A launch whose last changing argument is `counters_of` the stream; `replay` takes the others."""
+
+    def replay(self, *tensors: Tensor | float | None) -> None:
+        """Launch on the current stream with other tensors; the first one says on which device."""
+        query = tensors[0]
+        assert isinstance(query, Tensor)
+        super().replay(*tensors, counters_of(query.device))
 
 
 def _reach(pool: Tensor) -> int:
@@ -178,10 +217,11 @@ def launch(
     if in_bulk:
         keys = keys._replace(key=None, value=None)
         of_keys = {"key_tiles": maps[0], "value_tiles": maps[1]}
-    return Launch(
+    of_layer = {"queries.query": query, **of_keys, "out.out": out.out, "out.lse": out.lse}
+    return CountedLaunch(
         _attend_kernel,
         (min(programs, devices.num_sms(query.device)),),
-        {"queries.query": query, **of_keys, "out.out": out.out, "out.lse": out.lse} | layer_args(query, options),
+        of_layer | layer_args(query, options) | {"counters": counters_of(query.device)},
         dict(
             queries=queries_of(query, batch, num_heads, group),
             keys=keys,
@@ -216,39 +256,132 @@ def _in_16_bits(x, dtype: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _softmax(products, first_key, seen, row_max, row_sum, options, MASKED: gl.constexpr):
-    """Update the online softmax by a step of products."""
-    KEYS: gl.constexpr = products.shape[1]
-    if MASKED:
-        j = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))
-        visible = (j[None, :] >= seen.first[:, None]) & (j[None, :] <= seen.last[:, None])
-        products = gl.where(visible, products, float("-inf"))
-    return update_softmax(products, row_max, row_sum, options.scale, False)
+def _take_turn(WHO: gl.constexpr):
+    """Wait until the other consumer has issued its products; named barriers 8 and 9 are of nobody else."""
+    WAIT: gl.constexpr = "bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;"
+    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(WAIT, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
-def _attend_steps(state, first, end, q, room, seen, options, MASKED: gl.constexpr):
+def _give_turn(WHO: gl.constexpr):
+    """Let the other consumer issue its products."""
+    GIVE: gl.constexpr = "bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;"
+    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(GIVE, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _never():
+    """Do what the compiler cannot move: a branch that is never taken keeps what is above it there."""
+    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise("nanosleep.u32 1; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def _own_sums(weights):
+    """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
+    HALF: gl.constexpr = weights.shape[0]
+    KEYS: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([HALF, KEYS // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+@no_type_check
+def _mask(products, step, seen):
+    """Set the products with keys that a row does not see to -inf."""
+    KEYS: gl.constexpr = products.shape[1]
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))[None, :]
+    visible = column <= (seen.last + step * KEYS)[:, None]
+    if seen.LEFT:
+        visible &= column >= (seen.first + step * KEYS)[:, None]
+    return gl.where(visible, products, float("-inf"))
+
+
+@gluon.jit
+@no_type_check
+def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
+    """Return what the rows of a half of a tile see, from its row `first` on; steps are counted from the last."""
+    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
+    positions = tile.context + rows // queries.GROUP
+    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
+    if mask.LEFT:
+        first_seen = positions - gl.minimum(mask.left, positions)
+    if mask.RIGHT:
+        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
+    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
+    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
+    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
+    plain_from = gl.minimum(plain_from, tile.steps)
+    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
+    plain_to = gl.maximum(plain_to, plain_from)
+    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
+    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
+
+
+@gluon.jit
+@no_type_check
+def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
+    """Return the weights of the first step, its maxima, and the sums of each thread."""
+    slot = items % SLOTS
+    mbarrier.wait(room.has_keys.index(slot), parity(items))
+    fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
+    products = _multiply_keys(q, room, slot, SCORES)
+    products = warpgroup_mma_wait(0, deps=[products])
+    mbarrier.arrive(room.no_keys.index(slot))
+    unit = options.scale * LOG2E
+    products = _mask(products, 0, seen)
+    row_max = gl.max(products, 1) * unit
+    start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
+    x = gl.exp2(products * unit - start[:, None])
+    return x, row_max, _own_sums(x)
+
+
+@gluon.jit
+@no_type_check
+def _attend_steps(state, first, end, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
     weights, acc, row_max, row_sum, items = state
     SCORES: gl.constexpr = row_max.type.layout.parent
     OUTPUT: gl.constexpr = acc.type.layout
+    HALF: gl.constexpr = acc.shape[0]
+    unit = options.scale * LOG2E
     for step in range(first, end):
         slot = items % SLOTS
-        mbarrier.wait(room.full.index(slot), parity(items))
+        value_slot = (items - 1) % SLOTS
+        mbarrier.wait(room.has_keys.index(slot), parity(items))
         if not room.IN_BULK:
             fence_async_shared()
+        _take_turn(WHO)
         products = _multiply_keys(q, room, slot, SCORES)
-        sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
+        mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
+        if not room.IN_BULK:
+            fence_async_shared()
+        sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
+        _give_turn(WHO)
         products = warpgroup_mma_wait(1, deps=[products])
-        first_key = seen.begin + step * KEYS
-        x, rescale, row_max, row_sum = _softmax(products, first_key, seen, row_max, row_sum, options, MASKED)
-        # This wait is over at once; without its branch the compiler moves the softmax past the wait for the values.
-        mbarrier.wait(room.full.index(slot), parity(items))
+        mbarrier.arrive(room.no_keys.index(slot))  # products are of the whole group, so all its warps are done with it
+        if MASKED:
+            products = _mask(products, step, seen)
+        old_max = row_max
+        row_max = gl.maximum(row_max, gl.max(products, 1) * unit)
+        start = gl.where(row_max == float("-inf"), 0.0, row_max)
+        now, later = gl.split(products.reshape([HALF, 2, KEYS // 2]).permute((0, 2, 1)))
+        starts = gl.convert_layout(start, gl.SliceLayout(1, now.type.layout))[:, None]
+        x = gl.exp2(now * unit - starts)
+        # Without this branch the compiler moves the exponentials past the wait for the values.
+        if options.scale < 0:
+            _never()
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
-        tl.debug_barrier()  # all four warps have read the slot, before one thread says so for the group
-        mbarrier.arrive(room.empty.index(slot))
+        mbarrier.arrive(room.no_values.index(value_slot))
+        x = gl.join(x, gl.exp2(later * unit - starts)).permute((0, 2, 1)).reshape([HALF, KEYS])
+        x = gl.convert_layout(x, SCORES, assert_trivial=True)
+        rescale = gl.exp2(old_max - start)
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _own_sums(x)
         weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
@@ -269,78 +402,62 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * HEADS + gl.program_id(0)
         end = queries.num_tokens.to(gl.int64) * HEADS
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), DV)
+    else:
+        _give_turn(WHO)  # the first consumer begins
     tiles = gl.program_id(0) * 0  # tiles done before this one: 0, in a form that a loop may change
-    items = gl.program_id(0) * 0  # slots of keys and values consumed before, of all tiles
-    for program in range(gl.program_id(0), programs, gl.num_programs(0)):
-        tile = find_tile(program, programs, queries, mask, TILE)
-        if tile.first_row < tile.num_rows:
-            # Each row sees an interval of keys; all rows of the tile see the steps from `plain_from` to `plain_to`.
-            rows = tile.first_row + WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
-            positions = tile.context + rows // queries.GROUP
-            first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
-            if mask.LEFT:
-                first_seen = positions - gl.minimum(mask.left, positions)
-            if mask.RIGHT:
-                last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
-            all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
-            # that is, ceil((all_from - begin) / KEYS), but at least 1, as the first step is always masked
-            plain_from = gl.minimum(1 + gl.maximum(all_from - tile.run.begin - 1, 0) // TILE.KEYS, tile.steps)
-            plain_to = gl.maximum(gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, plain_from)
-
-            query_slot = tiles % SLOTS
-            q = room.query.index(query_slot * 2 + WHO)
-            mbarrier.wait(room.has_queries.index(query_slot), parity(tiles))
-            slot = items % SLOTS
-            mbarrier.wait(room.full.index(slot), parity(items))
-            fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
-            products = _multiply_keys(q, room, slot, SCORES)
-            products = warpgroup_mma_wait(0, deps=[products])
-            tl.debug_barrier()
-            mbarrier.arrive(room.empty.index(slot))
-            row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            row_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
-            seen = Seen(tile.run.begin, first_seen, last_seen)
-            x, _, row_max, row_sum = _softmax(products, tile.run.begin, seen, row_max, row_sum, options, True)
-            weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-            # The first step is always masked; then come masked steps, steps that all rows see, and masked steps again.
-            state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
-            if mask.LEFT:
-                state = _attend_steps(state, 1, plain_from, q, room, seen, options, True)
-            state = _attend_steps(state, plain_from, plain_to, q, room, seen, options, False)
-            state = _attend_steps(state, plain_to, tile.steps, q, room, seen, options, True)
-            weights, acc, row_max, row_sum, items = state
-            mbarrier.arrive(room.no_queries.index(query_slot))  # its reads ended before the last `debug_barrier`
-            tiles += 1
-            slot = items % SLOTS
-            mbarrier.wait(room.full.index(slot), parity(items))
-            fence_async_shared()
-            behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
-            if TILE.IN_BULK and behind < TILE.KEYS:
-                clear_rows(room.value.index(slot), behind)
-            sums = warpgroup_mma(weights, room.value.index(slot), acc, is_async=True)
-            acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
-            tl.debug_barrier()
-            mbarrier.arrive(room.empty.index(slot))
-            items += 1
-            _store(queries, tile, options, out, Softmax(row_max, row_sum, acc), WHO * HALF)
+    items = gl.program_id(0) * 0  # steps done before, of all tiles
+    number = read_number(room, tiles)
+    while number < programs:
+        tile = find_tile(number, programs, queries, mask, TILE)
+        seen = _find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
+        query_slot = tiles % SLOTS
+        q = room.query.index(query_slot * 2 + WHO)
+        x, row_max, row_sum = _first_step(q, room, items, seen, options, SCORES)
+        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
+        if TILE.IN_BULK and behind < TILE.KEYS:
+            mbarrier.wait(room.has_values.index(items % SLOTS), parity(items))
+            clear_rows(room.value.index(items % SLOTS), behind)
+        # After it come masked steps, steps that all rows see, and in a window masked steps again.
+        state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
+        state = _attend_steps(state, 1, seen.plain_from, q, room, seen, options, WHO, True)
+        state = _attend_steps(state, seen.plain_from, seen.plain_to, q, room, seen, options, WHO, False)
+        if mask.LEFT:
+            state = _attend_steps(state, seen.plain_to, tile.steps, q, room, seen, options, WHO, True)
+        weights, acc, row_max, row_sum, items = state
+        tl.debug_barrier()  # all four warps have read queries and their number
+        mbarrier.arrive(room.no_queries.index(query_slot))
+        tiles += 1
+        value_slot = (items - 1) % SLOTS
+        mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
+        fence_async_shared()
+        sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
+        acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
+        tl.debug_barrier()
+        mbarrier.arrive(room.no_values.index(value_slot))
+        _store(queries, tile, options, out, row_max, gl.sum(row_sum, 1), acc, WHO * HALF)
+        number = read_number(room, tiles)
 
 
 @gluon.jit
 @no_type_check
-def _store(queries, tile, options, out, softmax, first):
+def _store(queries, tile, options, out, row_max, row_sum, acc, first):
     """Store the outputs of a half of a tile, from its row `first` on, and their log-sum-exps."""
-    HALF: gl.constexpr = softmax.acc.shape[0]
-    DV: gl.constexpr = softmax.acc.shape[1]
-    OUTPUT: gl.constexpr = softmax.acc.type.layout
-    row_max = gl.convert_layout(softmax.row_max, gl.SliceLayout(1, OUTPUT))
-    row_sum = gl.convert_layout(softmax.row_sum, gl.SliceLayout(1, OUTPUT))
+    HALF: gl.constexpr = acc.shape[0]
+    DV: gl.constexpr = acc.shape[1]
+    OUTPUT: gl.constexpr = acc.type.layout
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
     is_row = rows < tile.num_rows
     heads = tile.kv_head * queries.GROUP + rows % queries.GROUP
-    sink = None
     if options.sinks is not None:
         sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
-    values, logs = normalize(row_max, row_sum, softmax.acc, sink)
+        values, logs = normalize(row_max, row_sum, acc, sink)
+    else:  # one division for a row, where `normalize` has one for each number
+        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
+        values = acc * (1.0 / row_sum)[:, None]
+        logs = (row_max + gl.log2(row_sum)) / LOG2E
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
     at = gl.arange(0, DV, layout=gl.SliceLayout(0, OUTPUT))
     gl.store(out.out + (places[:, None] * DV + at[None, :]), values.to(out.out.dtype.element_ty), mask=is_row[:, None])
@@ -349,7 +466,7 @@ def _store(queries, tile, options, out, softmax, first):
 
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value_tiles, TILE):
+def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value_tiles, counters, TILE):
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
     HALF: gl.constexpr = TILE.ROWS // 2
@@ -359,6 +476,9 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
         gl.allocate_shared_memory(TYPE, [2 * SLOTS, HALF, keys.HEAD_SIZE], SHARED),
         gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.HEAD_SIZE], SHARED),
         gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.VALUE_HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
@@ -366,18 +486,19 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
         TILE.IN_BULK,
     )
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(room.has_queries.index(slot), count=128)  # every producer thread
+        mbarrier.init(room.has_queries.index(slot), count=128 + 1)  # every producer thread, and one for the number
         mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(room.full.index(slot), count=1 if TILE.IN_BULK else 128)
-        mbarrier.init(room.empty.index(slot), count=2)
+        mbarrier.init(room.has_keys.index(slot), count=1 if TILE.IN_BULK else 128)
+        mbarrier.init(room.no_keys.index(slot), count=2)
+        mbarrier.init(room.has_values.index(slot), count=1 if TILE.IN_BULK else 128)
+        mbarrier.init(room.no_values.index(slot), count=2)
     fence_async_shared()
     tl.debug_barrier()
     gl.warp_specialize(
         [
             (_multiply, (queries, mask, options, out, room, programs, TILE, 0)),
             (_multiply, (queries, mask, options, out, room, programs, TILE, 1)),
-            (bring, (queries, keys, mask, room, programs, key_tiles, value_tiles, TILE)),
+            (bring, (queries, keys, mask, room, programs, key_tiles, value_tiles, counters, TILE)),
         ],
         [4, 4],  # warps of the second and the third; the first has those of the launch, and the registers that are left
         [TILE.REGISTERS[0], TILE.REGISTERS[1]],

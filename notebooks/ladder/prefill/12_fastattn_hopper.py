@@ -2,10 +2,10 @@
 
 Until here the warps of a program load, multiply and take exponentials in step. On Hopper products are asynchronous
 (`wgmma`), so three groups of four warps get roles (warp specialisation): one copies keys and values into shared
-memory, two multiply, each 64 of the 128 rows. While one group is at its softmax, the products of the other go on.
+memory, two multiply, each 64 of the 128 rows, in turns: while one is at its softmax, the products of the other go on.
 Barriers in shared memory say what has come and what is done with, registers go from the group that copies to those
-that multiply, and a program takes tile after tile (a persistent program), so that the keys of the next come while the
-last one is stored.
+that multiply, and a program draws tile after tile from a counter (a persistent program), so that the keys of the next
+come while the last one is stored.
 
 Gain: tensor cores that hardly wait. Out of pages of 16 tokens each thread copies 16 bytes; from rows, and from blocks
 that hold whole steps, one instruction copies a tile (TMA), as in FlashAttention-3.
