@@ -4,7 +4,7 @@ var machines = [
  {
   "name": "NVIDIA H200",
   "dtype": "bfloat16",
-  "read": 4702000000000.0,
+  "read": 4704000000000.0,
   "product": 712600000000000.0,
   "points": [
    [
