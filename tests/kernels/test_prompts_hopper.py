@@ -140,3 +140,49 @@ def test_other_layers_of_a_plan(case, device, monkeypatch):
             )
     has_roles = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert not has_roles or (len(packed) >= 2 and None not in packed), "Triton's launcher takes longer on the CPU"
+
+
+@pytest.mark.core
+def test_counters_are_of_a_stream_and_of_a_captured_launch(monkeypatch):
+    """Launches on two streams, or of two graphs, may run at once: none may draw tiles of the other."""
+    now = dict(stream=7, captures=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(prompts_hopper, "_counters", {})
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now["stream"], raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **more: zeros(*size, **more))
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    first = prompts_hopper.counters_of(gpus[0])
+    assert first.tolist() == [0, 0] and first.dtype == torch.int32
+    assert prompts_hopper.counters_of(gpus[0]) is first
+    assert prompts_hopper.counters_of(gpus[1]) is not first
+    now["stream"] = 8
+    assert prompts_hopper.counters_of(gpus[0]) is not first
+    now.update(stream=7, captures=True)
+    captured = [prompts_hopper.counters_of(gpus[0]) for _ in range(2)]
+    assert captured[0] is not captured[1] and not any(x is first for x in captured)
+
+
+def test_streams_and_a_graph_draw_tiles_of_their_own(device, monkeypatch):
+    """One plan, launched on two streams at once and in a graph beside them, gives the same numbers each time."""
+    if device != "cuda":
+        pytest.skip("streams and graphs are of a GPU")
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
+    case = Case("many-tiles", ((3000, 3000), (700, 4000)), heads=(16, 4), head_size=128)
+    inputs = build(case, dtype=torch.bfloat16, device=device)
+    given = inputs.rows[:3]
+    plan = fastattn.varlen.plan(inputs.batch)
+    with fastattn.use_kernel("triton"):
+        expected = fastattn.varlen.attention(*given, plan).clone()
+        torch.cuda.synchronize()
+        streams, graph, found = [torch.cuda.Stream() for _ in range(2)], torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            captured = fastattn.varlen.attention(*given, plan)
+        for _ in range(8):
+            graph.replay()
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    found.append(fastattn.varlen.attention(*given, plan))
+        torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
+    assert len(found) == 16 and all(torch.equal(out, expected) for out in found)

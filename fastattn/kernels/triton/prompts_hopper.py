@@ -257,7 +257,7 @@ def _in_16_bits(x, dtype: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _take_turn(WHO: gl.constexpr):
-    """Wait until the other consumer has issued its products; named barriers 8 and 9 are of nobody else."""
+    """Wait until the other consumer has issued its products; Triton takes other named barriers than 8 and 9."""
     WAIT: gl.constexpr = "bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;"
     x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(WAIT, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
