@@ -255,8 +255,9 @@ def _bring_tile(tiles, at, column, places, item, full, empty):
 
 @gluon.jit
 @no_type_check
-def bring_tiles(first, end, items, keys, tile, room, key_tiles, value_tiles, TILE):
+def bring_tiles(first, end, items, keys, tile, room, maps, TILE):
     """Load by whole tiles: the keys of some steps, each before the values of the step before it."""
+    key_tiles, value_tiles = maps
     key_column = tile.kv_head * keys.key_strides[-2]  # see `heads_as_columns`
     value_column = tile.kv_head * keys.value_strides[-2]
     for step in range(first, end):
@@ -303,7 +304,7 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def bring(queries, keys, mask, room, programs, key_tiles, value_tiles, counters, TILE):
+def bring(queries, keys, mask, room, programs, maps, counters, TILE):
     """Draw tiles, and load for the consumers; the queries of the next tile come amid the steps of this one."""
     # A thread has 8 elements, 16 bytes; 8 threads have a row of 64 elements.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -315,14 +316,14 @@ def bring(queries, keys, mask, room, programs, key_tiles, value_tiles, counters,
         ticket = draw(counters)  # its number is needed only after some steps
         if TILE.IN_BULK:
             some = gl.minimum(tile.steps + 1, 2)
-            bring_tiles(0, some, items, keys, tile, room, key_tiles, value_tiles, TILE)
+            bring_tiles(0, some, items, keys, tile, room, maps, TILE)
         else:
             bring_rows(items, keys, tile, room, TILE, LAYOUT)
         number, next_tile = _next_tile(gl.num_programs(0) + drawn(ticket), programs, queries, mask, counters, TILE)
         tiles += 1
         _bring_queries(queries, next_tile, number, programs, room, tiles, LAYOUT)
         if TILE.IN_BULK:
-            bring_tiles(some, tile.steps + 1, items, keys, tile, room, key_tiles, value_tiles, TILE)
+            bring_tiles(some, tile.steps + 1, items, keys, tile, room, maps, TILE)
         items += tile.steps
         tile = next_tile
     if drawn(draw(counters + 1)) == gl.num_programs(0) - 1:  # the last program: no other draws any more

@@ -342,7 +342,7 @@ def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _attend_steps(state, first, end, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
+def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
     weights, acc, row_max, row_sum, items = state
@@ -350,7 +350,7 @@ def _attend_steps(state, first, end, q, room, seen, options, WHO: gl.constexpr, 
     OUTPUT: gl.constexpr = acc.type.layout
     HALF: gl.constexpr = acc.shape[0]
     unit = options.scale * LOG2E
-    for step in range(first, end):
+    for step in range(steps[0], steps[1]):
         slot = items % SLOTS
         value_slot = (items - 1) % SLOTS
         mbarrier.wait(room.has_keys.index(slot), parity(items))
@@ -420,10 +420,10 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             clear_rows(room.value.index(items % SLOTS), behind)
         # After it come masked steps, steps that all rows see, and in a window masked steps again.
         state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
-        state = _attend_steps(state, 1, seen.plain_from, q, room, seen, options, WHO, True)
-        state = _attend_steps(state, seen.plain_from, seen.plain_to, q, room, seen, options, WHO, False)
+        state = _attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
+        state = _attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
         if mask.LEFT:
-            state = _attend_steps(state, seen.plain_to, tile.steps, q, room, seen, options, WHO, True)
+            state = _attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         mbarrier.arrive(room.no_queries.index(query_slot))
@@ -498,7 +498,7 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
         [
             (_multiply, (queries, mask, options, out, room, programs, TILE, 0)),
             (_multiply, (queries, mask, options, out, room, programs, TILE, 1)),
-            (bring, (queries, keys, mask, room, programs, key_tiles, value_tiles, counters, TILE)),
+            (bring, (queries, keys, mask, room, programs, (key_tiles, value_tiles), counters, TILE)),
         ],
         [4, 4],  # warps of the second and the third; the first has those of the launch, and the registers that are left
         [TILE.REGISTERS[0], TILE.REGISTERS[1]],
