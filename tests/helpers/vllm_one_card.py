@@ -21,7 +21,7 @@ class OverGloo:
     Each collective sends bytes alone, and adds in the order of the ranks, in float32: all ranks have the same sums.
     """
 
-    device_group: Any  # of gloo
+    device_group: Any  # a process group of the backend gloo
     world_size: int
     rank_in_group: int
 
@@ -59,7 +59,7 @@ def make_communicator(**given: Any) -> Any:
 
 
 def register() -> None:
-    """Let vLLM put all ranks on the one visible GPU, connect them by gloo, and make its communicators here."""
+    """Make vLLM put all ranks on the one visible GPU, connect them by gloo, and call `make_communicator`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 

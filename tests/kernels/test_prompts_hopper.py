@@ -166,7 +166,7 @@ def test_counters_are_of_a_stream_and_of_a_captured_launch(monkeypatch):
 def test_streams_and_a_graph_draw_tiles_of_their_own(device, monkeypatch):
     """One plan, launched on two streams at once and in a graph beside them, gives the same numbers each time."""
     if device != "cuda":
-        pytest.skip("streams and graphs are of a GPU")
+        pytest.skip("needs a GPU: the kernel runs on two CUDA streams and in a CUDA graph")
     monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
     case = Case("many-tiles", ((3000, 3000), (700, 4000)), heads=(16, 4), head_size=128)
     inputs = build(case, dtype=torch.bfloat16, device=device)

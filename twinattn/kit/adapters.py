@@ -106,7 +106,7 @@ class Adapter:
         """Return the kernel to check."""
         if self.path in OPERATIONS and self.function is not None:
             called = OperationKernel(self.name, OPERATIONS[self.path], self.function)
-            return called  # type: ignore[return-value]  # it is checked by its own properties
+            return called  # type: ignore[return-value]  # the kit checks it by its operation, not by a path
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
         path = PATHS[self.path]

@@ -104,7 +104,7 @@ class Seen(NamedTuple):
     Attributes:
         first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
             the last keys to the first, below 0 for keys of other steps.
-        last: [rows], the last one, counted likewise.
+        last: [rows], the last key that each row sees, also counted from the first key of the first step.
         plain_from: the first step of those that all rows of the tile see.
         plain_to: the step after the last of those.
         LEFT: whether a row may see no keys before its first one.
@@ -256,28 +256,31 @@ def _in_16_bits(x, dtype: gl.constexpr):
 
 @gluon.jit
 @no_type_check
+def _execute(INSTRUCTION: gl.constexpr):
+    """Execute an instruction once in each thread of a warpgroup; it must also copy operand 1 to operand 0."""
+    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(INSTRUCTION, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
 def _take_turn(WHO: gl.constexpr):
     """Wait until the other consumer has issued its products; Triton takes other named barriers than 8 and 9."""
-    WAIT: gl.constexpr = "bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;"
-    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(WAIT, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    _execute("bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
 def _give_turn(WHO: gl.constexpr):
-    """Let the other consumer issue its products."""
-    GIVE: gl.constexpr = "bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;"
-    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(GIVE, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    """Signal the other consumer, which waits in `_take_turn`, that it may issue its products."""
+    _execute("bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
 def _never():
     """Do what the compiler cannot move: a branch that is never taken keeps what is above it there."""
-    x = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise("nanosleep.u32 1; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    _execute("nanosleep.u32 1; mov.b32 $0, $1;")
 
 
 @gluon.jit
@@ -304,7 +307,7 @@ def _mask(products, step, seen):
 @gluon.jit
 @no_type_check
 def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
-    """Return what the rows of a half of a tile see, from its row `first` on; steps are counted from the last."""
+    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
     rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
     positions = tile.context + rows // queries.GROUP
     first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
