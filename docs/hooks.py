@@ -11,6 +11,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- rules -->                                      which kernel goes first, and what that rests on
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- parts -->                                      the launches of calls, and how long each takes
+    ... <!-- profiled chunked_prefill -->                   what a profiler counted in launches of a path, side by side
     ... <!-- tested -->                                     the results of the tests on other machines and processors
     ... <!-- reports -->                                    what `make gpu-report` wrote on machines of others
     ... <!-- contract -->                                   the properties that a kernel is checked for
@@ -46,6 +47,7 @@ from typing import Any
 import address
 import folds
 import ladders
+import profiles
 import pyodide
 from latex2mathml.converter import convert as latex_to_mathml
 from mkdocs.config.defaults import MkDocsConfig
@@ -240,6 +242,11 @@ def tried(page: Page, instead: str, path: str) -> str:
     return "\n\n".join(shown)
 
 
+def profiled(page: Page, instead: str, path: str) -> str:
+    """Show what Nsight Compute counted in launches of a path."""
+    return profiles.tables(path)
+
+
 def parts(page: Page, instead: str) -> str:
     """Show the launches of calls, folded, a table for each machine."""
     shown = ["What each launch of some of these calls takes, by torch's profiler:"]
@@ -333,6 +340,7 @@ INSERTS = {
         measured,
         parts,
         picture,
+        profiled,
         progress,
         reports,
         says,

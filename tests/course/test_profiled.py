@@ -1,7 +1,9 @@
-"""What the profiler says of a rung: a stand-in for `ncu` prints what that of NVIDIA prints; no GPU is needed."""
+"""What the profiler says of a rung, and of kernels side by side: `ncu` is a stand-in, and no GPU is needed."""
 
 import importlib
+import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
+from tests.helpers import ncu_results
 from twinattn.course import ladder, profiled
 from twinattn.course.batches import BATCHES
 
@@ -150,3 +153,72 @@ def test_a_page_says_what_the_profiler_found(monkeypatch):
     said = pages.profile_of("decode", row, "64 x 8192")
     assert "reads 2189 MB from memory, 102% of the least; memory is at 85% of its peak, the SMs are at 30%." in said
     assert pages.profile_of("decode", {}, "64 x 8192") == ""
+
+
+# --- profiles of kernels beside others, docs/results/profiled ---
+
+DESIGNS = [{"head": "ours", "design": "as it is"}, {"head": "FA3", "design": "FA3"}]
+
+
+def detailed(launches=2, without=None, text="7.50"):
+    """Return the output of `ncu --set full --page details --csv`, in which each metric is the same number."""
+    said = {
+        "HighPipeUtilization": "Shared is the highest-utilized pipeline (75.7%) based on elapsed cycles. It's "
+        "dominated by its Tensor (FP) sub-pipeline. By instructions, the highest utilized pipeline (39.1%) is XU. ",
+        "MemoryCacheAccessPattern": "The pattern for global stores to L1TEX: only 16.0 of the 32 bytes per sector.",
+        "FPInstructions": "This kernel executes 71 fused and 139 non-fused FP32 instructions.",
+        "UncoalescedGlobalAccess": "resulting in a total of 42 excessive sectors (30% of the total 139 sectors).",
+        "SOLBottleneck": "Look at the 3 sections.",
+    }
+    lines = ["==PROF== Connected to process 4242 (/usr/bin/python3.12)", f'{HEAD},"Rule Name","Rule Description"']
+    for i in range(launches):
+        begin = f'"{i}","4242","python3.12","127.0.0.1","attend_{i}","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0"'
+        for section, names in ncu_results.KEPT.items():
+            kept = [name for name in names if (section, name) != without]
+            lines += [f'{begin},"{section}","{name}","unit","{text}","",""' for name in [*kept, "Another"]]
+        lines += [f'{begin},"Rules","","","","{rule}","{sentence}"' for rule, sentence in said.items()]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_run_has_the_numbers_of_ncu_and_no_others():
+    run = ncu_results.run_of(detailed(text="1,234,567"), {"path": "varlen", "designs": DESIGNS})
+    assert run["path"] == "varlen" and "designs" not in run
+    assert [(x["head"], x["design"], x["kernel"]) for x in run["kernels"]] == [
+        ("ours", "as it is", "attend_0"),
+        ("FA3", "FA3", "attend_1"),
+    ]
+    for kernel in run["kernels"]:
+        assert {section: tuple(found) for section, found in kernel["metrics"].items()} == ncu_results.KEPT
+        assert {value for found in kernel["metrics"].values() for value in found.values()} == {1234567}
+        assert kernel["said"] == {
+            **{"pipeline": "Shared", "pipeline_percent": 75.7, "dominated_by": "Tensor (FP)"},
+            **{"by_instructions": "XU", "by_instructions_percent": 39.1, "stored_bytes_per_sector": 16.0},
+            **{"fp32_fused": 71, "fp32_not_fused": 139, "excessive_sectors": 42, "sectors": 139},
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "0 launches, and 2 designs"),
+        (detailed(3), "3 launches, and 2 designs"),
+        (detailed(without=("Occupancy", "Achieved Occupancy")), "launch 0 has no Achieved Occupancy in Occupancy"),
+    ],
+)
+def test_a_run_that_is_not_whole_is_an_error(text, message):
+    with pytest.raises(ValueError, match=message):
+        ncu_results.run_of(text, {"designs": DESIGNS})
+
+
+def test_a_page_has_a_column_for_each_profiled_launch(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    profiles = importlib.import_module("profiles")
+    shown = profiles.tables("chunked_prefill").splitlines()
+    assert "| | the product of d3f8ca40 | trial, shared slots | trial, own slots | FlashAttention-3 |" in shown
+    (cycles,) = [line for line in shown if line.startswith("| cycles |")]
+    found = json.loads((ROOT / "docs/results/profiled/cuda-nvidia-h200.json").read_text())["runs"][0]["kernels"]
+    counted = [x["metrics"]["GPU Speed Of Light Throughput"]["Elapsed Cycles"] for x in found]
+    assert [1000 * int(x.replace(",", "")) for x in re.findall(r"([\d,]+) thousand", cycles)] == [
+        round(x, -3) for x in counted
+    ]
+    assert profiles.tables("merge") == ""

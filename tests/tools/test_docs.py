@@ -32,8 +32,8 @@ MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), 
 PLAYED = ("index", "engine", "state", "one_sm")  # pages of the explorer whose settings are in the address
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|compiled|contract|exercise|gain|kernels|ladder|measured|picture|reports|says|"
-    r"tested)\b"
+    r"<!-- (?P<name>api|code|compiled|contract|exercise|gain|kernels|ladder|measured|picture|profiled|"
+    r"reports|says|tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -65,6 +66,39 @@ HELD = [  # a sentence with # for its times, their unit, and the row and the con
         [(f"{MLA}-fp8", "fastattn, triton, plain cache"), (f"{MLA}-fp8", "fastattn, plain cache")],
     ),
 ]
+LAST_RUNG = "docs/ladder/prefill.md"
+CYCLES, INSTRUCTIONS, BUSY = "Elapsed Cycles", "Executed Instructions", "Compute (SM) Throughput"
+
+
+class Profile(NamedTuple):
+    """The metrics of the kernels on that page by their names, in the order of its columns."""
+
+    then: dict[str, float]
+    first: dict[str, float]
+    second: dict[str, float]
+    fa3: dict[str, float]
+
+
+PROFILED = {  # a sentence of that page with # for its numbers, and each of these: of one kernel, or the same of several
+    "busy for # % of the cycles, those of FlashAttention-3 for # %, with # % fewer instructions": lambda found: (
+        [found.then[BUSY]],
+        [found.fa3[BUSY]],
+        [100 - 100 * found.fa3[INSTRUCTIONS] / found.then[INSTRUCTIONS]],
+    ),
+    "no kernel takes more than # % of the peak rate of memory": lambda found: (
+        [max(x["DRAM Throughput"] for x in found)],
+    ),
+    "For # % of the cycles an SM of d3f8ca40 had no program": lambda found: ([idle(found.then)],),
+    "draw tiles from a counter, for # %": lambda found: ([idle(found.first), idle(found.second)],),
+    "These take # times the cycles of FlashAttention-3 in place of #": lambda found: (
+        [x[CYCLES] / found.fa3[CYCLES] for x in (found.first, found.second)],
+        [found.then[CYCLES] / found.fa3[CYCLES]],
+    ),
+    "by themselves: # % fewer cycles, with # % more instructions": lambda found: (
+        [100 - 100 * found.second[CYCLES] / found.first[CYCLES]],
+        [100 * found.second[INSTRUCTIONS] / found.first[INSTRUCTIONS] - 100],
+    ),
+}
 MODELLED = {  # times that a model of a machine gives, which a test of their own computes
     "docs/explorer/engine.md": "tests/tools/test_engine_played.py",
 }
@@ -113,6 +147,34 @@ def test_a_sentence_has_the_times_of_the_committed_results(file, unit, sentence,
         (entry,) = [entry for entry in rows[row]["contenders"] if entry["name"] == contender]
         digits = len(said.partition(".")[2])
         assert f"{entry['median'] / UNITS[unit]:.{digits}f}" == said, f"{row}, {contender}: {entry['median']}"
+
+
+def idle(kernel: dict[str, float]) -> float:
+    """Return in how many of a hundred cycles an SM has no program, on average."""
+    return 100 - 100 * kernel["SM Active Cycles"] * kernel["# SMs"] / kernel["Total SM Elapsed Cycles"]
+
+
+def profile() -> Profile:
+    """Read the committed profile of prompts; what sections a metric is in is left out."""
+    (run,) = json.loads((ROOT / f"docs/results/profiled/{CUDA}.json").read_text())["runs"]
+    sections = [kernel["metrics"].values() for kernel in run["kernels"]]
+    return Profile(*({name: value for section in each for name, value in section.items()} for each in sections))
+
+
+@pytest.mark.parametrize("sentence", PROFILED)
+def test_a_sentence_has_the_numbers_of_the_committed_profile(sentence):
+    """To the digits that it shows."""
+    said = pattern(sentence).search(one_line((ROOT / LAST_RUNG).read_text()))
+    assert said, f"{LAST_RUNG} has no such sentence; change it here, too"
+    for shown, values in zip(said.groups(), PROFILED[sentence](profile()), strict=True):
+        digits = len(shown.partition(".")[2])
+        assert {f"{value:.{digits}f}" for value in values} == {shown}
+
+
+def test_all_profiled_kernels_give_tensor_cores_the_same_work():
+    """As the page says: their busy share times all cycles, as exactly as two digits of a percent can say."""
+    work = [kernel[BUSY] * kernel["Total SM Elapsed Cycles"] for kernel in profile()]
+    assert len(work) == 4 and max(work) / min(work) - 1 < 0.01 / 69.66
 
 
 @pytest.mark.parametrize("file", [*PAGES, *MODULES], ids=lambda file: str(file.relative_to(ROOT)))

@@ -1,0 +1,69 @@
+"""The tables of profiles: what Nsight Compute counted in some launches, side by side.
+
+The numbers are in docs/results/profiled, in the sections and units of `ncu`, where `tests.helpers.ncu_results` writes
+them. Two rows are computed here: bytes are a rate times a duration, and the share of time in which an SM has a program
+is its active cycles over all cycles. That tensor cores are busy is the share of the busiest pipeline: `ncu` names it
+"Tensor", or "Shared" and says that tensor operations dominate it.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROFILED = Path(__file__).parent.parent / "docs/results/profiled"
+SPEED, LAUNCH, MEMORY = "GPU Speed Of Light Throughput", "Launch Statistics", "Memory Workload Analysis"
+SMS = "GPU and Memory Workload Distribution"
+
+
+def value(section: str, name: str, write: str, scale: float = 1) -> Callable[[dict[str, Any]], str]:
+    """Return what writes a metric of a kernel: times `scale`, in a format."""
+    return lambda kernel: write.format(kernel["metrics"][section][name] * scale)
+
+
+def bytes_moved(kernel: dict[str, Any]) -> float:
+    """Return the bytes between the memory of the GPU and its L2 cache: their rate times the duration in nanoseconds."""
+    return float(kernel["metrics"][MEMORY]["Memory Throughput"] * kernel["metrics"][SPEED]["Duration"] * 1e-9)
+
+
+def share_with_a_program(kernel: dict[str, Any]) -> float:
+    """Return in which share of its cycles an SM has a program, on average."""
+    active, of_all = kernel["metrics"][SPEED]["SM Active Cycles"], kernel["metrics"][SMS]["Total SM Elapsed Cycles"]
+    return float(active * kernel["metrics"][LAUNCH]["# SMs"] / of_all)
+
+
+ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "duration": value(SPEED, "Duration", "{:.3f} ms", 1e-6),
+    "clock of the SMs": value(SPEED, "SM Frequency", "{:.2f} GHz", 1e-9),
+    "cycles": value(SPEED, "Elapsed Cycles", "{:,.0f} thousand", 1e-3),
+    "an SM has a program": lambda kernel: f"{share_with_a_program(kernel):.1%}",
+    "tensor cores busy": value(SPEED, "Compute (SM) Throughput", "{:.1f}%"),
+    "unit of exponentials (XU) busy": lambda kernel: f"{kernel['said']['by_instructions_percent']:.1f}%",
+    "issue slots busy": value("Compute Workload Analysis", "Issue Slots Busy", "{:.1f}%"),
+    "no warp of a scheduler can issue": value("Scheduler Statistics", "No Eligible", "{:.1f}%"),
+    "instructions of warps": value("Instruction Statistics", "Executed Instructions", "{:.1f} million", 1e-6),
+    "registers per thread, at the launch": value(LAUNCH, "Registers Per Thread", "{}"),
+    "shared memory of a program": value(LAUNCH, "Dynamic Shared Memory Per Block", "{:,} bytes"),
+    "active warps per SM": value("Occupancy", "Achieved Active Warps Per SM", "{:.0f}"),
+    "requests to spilled registers": value(MEMORY, "Local Memory Spilling Requests", "{:,}"),
+    "bytes from and to memory": lambda kernel: f"{bytes_moved(kernel) / 1e6:.0f} MB",
+    "rate of memory": value(MEMORY, "Memory Throughput", "{:.0f} GB/s", 1e-9),
+    "of its peak": value(SPEED, "DRAM Throughput", "{:.1f}%"),
+    "found in L2": value(MEMORY, "L2 Hit Rate", "{:.1f}%"),
+}
+
+
+def tables(path: str) -> str:
+    """Make a table for each profile of a path's kernels: a column per launch, below what each of them is."""
+    shown = []
+    for file in sorted(PROFILED.glob("*.json")):
+        for run in (run for run in json.loads(file.read_text())["runs"] if run["path"] == path):
+            versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+            machine = f"{run['machine']['name']}, {run['date']}, commit {run['commit']}; {versions}"
+            about = f"*{run['workload']}*, {machine}. `{run['command']}`:"
+            kernels = run["kernels"]
+            designs = [f"- {x['head']}: {x['design']}" for x in kernels if x["head"] != x["design"]]
+            lines = [f"| | {' | '.join(x['head'] for x in kernels)} |", "|---|" + "--:|" * len(kernels)]
+            lines += [f"| {name} | {' | '.join(map(write, kernels))} |" for name, write in ROWS.items()]
+            shown += [about, "\n".join(designs), "\n".join(lines)]
+    return "\n\n".join(shown)
