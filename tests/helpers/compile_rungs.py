@@ -42,7 +42,8 @@ def compiled(rung, batch, inputs, gpu):
     launched = (json.loads(line) for line in said.getvalue().splitlines())
     about = min(launched, key=lambda one: one["kernel"].rpartition(".")[2])
     registers, shared, warps = about["registers"], about["shared"], about["threads"] // 32
-    found = {"registers": registers, "spills": about["spilled"], "shared_bytes": shared, "warps": warps}
+    spills = about["spilled"] // 4  # in words, as Triton's driver counts them
+    found = {"registers": registers, "spills": spills, "shared_bytes": shared, "warps": warps}
     return found | {"programs_per_sm": ladder.programs_that_fit(registers, warps, shared, *SM[gpu])}
 
 
