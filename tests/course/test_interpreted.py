@@ -43,6 +43,13 @@ def run(name, file=None):
     return is_right, lines[1:]
 
 
+def test_the_sizes_of_the_batches_are_said():
+    """So that a reader can predict the programs of a launch."""
+    lines = []
+    interpreted.run("prefill", lines.append, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert "   new tokens of all: 5 of 20, 1 of 5; heads 2, kv_heads 1, size 16, block_size 16" in lines[0]
+
+
 @pytest.mark.parametrize("name", ladder.LADDERS)
 def test_each_rung_is_held_to_the_formula(name):
     is_right, lines = run(name)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
     """
     reference, *above = rungs(name)
     how = ", in Triton's interpreter; at the end each kernel and its programs" if is_on() else ""
-    tell(f"\nHeld to rung 0 on small batches of float32{how}:")
+    tell("\n".join([f"\nHeld to rung 0 on small batches of float32{how}:", *map(_sizes, SMALL[name])]))
     all_right = True
     for rung in above if file is None else [Rung(len(above) + 1, file.stem, file.name, file)]:
         needed = rung.missing(device)
@@ -83,6 +84,13 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
         programs = f"   {'; '.join(launched)}" if launched else ""
         tell(f"{rung.number:2} {rung.title:65} right, {time.monotonic() - began:4.1f} s{programs}")
     return all_right
+
+
+def _sizes(batch: Batch) -> str:
+    """Write the sizes of a batch: a reader predicts the programs of a launch from them."""
+    others = (f"{name} {size}" for name, size in asdict(batch).items() if name not in ("lens", "rows"))
+    lens = ", ".join(f"{queries} of {keys}" for queries, keys in batch.lens)
+    return f"   new tokens of all: {lens}; {', '.join(others)}"
 
 
 def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> list[str]:
