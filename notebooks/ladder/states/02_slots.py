@@ -3,8 +3,8 @@
 A program reads the slot of its sequence, loads the state from there, and stores it there. A sequence that begins takes
 zeros, whatever its slot holds; one without tokens touches nothing.
 
-Gain: two copies of all states. A decode reads a state and writes it, and that is all it has to do to memory; the copies
-did both again, twice. For a prompt it is nothing: its state is read once, and its tokens are many.
+Gain: two copies of all states go. A decode reads a state and writes it, and that is all it has to do to memory; the
+copies did both again, twice. For a prompt it is nothing: its state is read once, and its tokens are many.
 
 Source: `MambaSpec` of vLLM; refattn/state_cache.py; docs/paths/recurrent.md.
 """

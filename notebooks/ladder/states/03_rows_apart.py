@@ -4,8 +4,8 @@ A row of the state belongs to one element of the value. It fades, is read and wr
 rows share is the key, the query and the gates of a token. So a program of one warp takes eight rows.
 
 Gain: sixteen times as many programs, each with little to wait for. A sum along a row stays within a warp, without a
-barrier, and an SM has the loads of dozens of programs on their way. A decode is at its floor with this: each state is
-read once and written once.
+barrier, and an SM has the loads of dozens of programs on their way. A decode is near its floor with this: each state
+is read once and written once.
 
 Source: fastattn/kernels/triton/recurrent.py, `_tokens_kernel`.
 """

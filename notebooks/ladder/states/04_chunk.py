@@ -3,7 +3,8 @@
 What token i writes depends on what earlier tokens wrote: its key is compared with their keys. Inside a chunk of 32
 these are 32 equations, `written + system written = beta (value - state key)`, whose matrix is 0 on and above its
 diagonal. So they are solved from the first row down. All else is products of tiles: of keys with the state before the
-chunk, queries with keys, weights with what was written, and keys with it for the state after.
+chunk, queries with keys, weights with what was written, and keys with it for the state after. A program has 16 elements
+of the values, the columns of these products, and two warps.
 
 Gain: the chain has a step per 32 tokens, and tensor cores multiply. But the equations are solved one row after the
 other, 31 dependent steps again, if short ones. A decode pays for a chunk of 32 with one token in it.

@@ -1,7 +1,7 @@
 """8 · The shape of the launches: chunks, values, registers, stages.
 
 A chunk has 64 tokens, and a program four warps. Each program of the chain reads all keys of its head, so those with 64
-values read them half as often as those with 32; these are for where there would be an SM without a program. Loads of
+values read them half as often as those with 32, which are for where there would be an SM without a program. Loads of
 the next two chunks come ahead. A thread of the first launch gets at most 168 registers, so that three programs fit on
 an SM.
 
@@ -9,7 +9,7 @@ Gain: half as many steps in the chain, with products of 64 rows, which Hopper's 
 Where there are many sequences, also the reads of keys. Of one sequence with 32 heads the chain has a program for each
 SM, and what it takes is the latency of its products.
 
-Source: fastattn/kernels/triton/recurrent.py, `_values_at_once` and `WITHIN_REGISTERS`.
+Source: fastattn/kernels/triton/recurrent.py, `_values_at_once` and `CAREFUL_REGISTERS`.
 """
 
 import torch

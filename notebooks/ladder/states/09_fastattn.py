@@ -2,13 +2,15 @@
 
 Two kernels for two kinds of steps. Where no sequence has more than 16 new tokens, the loop of rung 3, token by token;
 otherwise the launches of rung 8 for decays per head and per key channel, with and without the delta rule, with
-checkpoints at the ends of blocks, and one between them: it computes chunks again that are not finite, so that NaN
-reaches later tokens and no others. Rounded sums of logarithms are never subtracted there, so a decay of 0 clears a
-state and leaves no NaN behind.
+checkpoints at the ends of blocks. By the delta rule with decays per head, the first takes all to be finite, in at most
+128 registers per thread, and one more between both computes chunks again that are not, so that NaN reaches later tokens
+and no others. Rounded sums of logarithms are never subtracted there, so a decay of 0 clears a state and leaves no NaN
+behind.
 
 Gain: for a decode, what the rungs since 4 had lost, and half as many rows in a program where there are few sequences.
 One long prompt takes a little less time than by rung 8, and several shorter ones a tenth more: decays are loaded ahead
-and addresses are constants, while logarithms are summed in two parts, and a launch looks for NaN.
+and addresses are constants, four programs of the first launch fit on an SM, while logarithms are summed in two parts,
+and a launch looks for NaN.
 
 Source: fastattn/kernels/triton/recurrent.py, `recurrent`; fastattn/kernels/triton/chunks.py.
 """
