@@ -421,7 +421,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         if TILE.IN_BULK and behind < TILE.KEYS:
             mbarrier.wait(room.has_values.index(items % SLOTS), parity(items))
             clear_rows(room.value.index(items % SLOTS), behind)
-        # After it come masked steps, steps that all rows see, and in a window masked steps again.
+        # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
         state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
         state = _attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
         state = _attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)

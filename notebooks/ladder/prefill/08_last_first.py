@@ -4,8 +4,9 @@ Under a causal mask the last tile of a prompt sees all its keys, the first one h
 order of their numbers, so the numbers are turned around: the tile with the most work begins first.
 
 Gain: at the end of a launch, SMs that are done wait for those that are not. With short programs at the end the wait is
-short. The fewer programs there are per SM, the more it matters. Only the order within a sequence is known to be right:
-where a long sequence stands in the batch decides for the rest.
+short. The fewer programs there are per SM, the more it matters: of two long prompts each SM has dozens, and the end is
+a small part of the launch. Only the order within a sequence is known to be right: where a long sequence stands in the
+batch decides for the rest.
 
 Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first);
 fastattn/kernels/triton/load_hopper.py, `find_tile`.

@@ -1,17 +1,20 @@
 """12 · What `fastattn` launches on Hopper: roles for warps.
 
 Until here the warps of a program load, multiply and take exponentials in step. On Hopper products are asynchronous
-(`wgmma`), so three groups of four warps get roles (warp specialisation): one copies keys and values into shared
-memory, two multiply, each 64 of the 128 rows, in turns: while one is at its softmax, the products of the other go on.
-Barriers in shared memory say what has come and what is done with, registers go from the group that copies to those
-that multiply, and a program draws tile after tile from a counter (a persistent program), so that the keys of the next
-come while the last one is stored.
+(`wgmma`), so three groups of four warps (warpgroups) get roles (warp specialisation): one copies keys and values into
+slots of shared memory, two multiply, each 64 of the 128 rows. For each slot a barrier says that it is full, and one
+that it is empty; keys and values have slots of their own. The two groups that multiply take turns (ping-pong), by named
+barriers: while one is at its softmax, the products of the other go on. Its own product with the values of the step
+before goes on, too: a group waits for that after half of the exponentials. Steps go from the last keys to the first, so
+those with a mask come first. Registers go from the group that copies to those that multiply. A program draws tile after
+tile from a counter (a persistent program), so that the keys of the next one come while this one is stored.
 
-Gain: tensor cores that hardly wait. Out of pages of 16 tokens each thread copies 16 bytes; from rows, and from blocks
-that hold whole steps, one instruction copies a tile (TMA), as in FlashAttention-3.
+Gain: tensor cores wait less, as exponentials, loads and stores run beside their products. Out of pages of 16 tokens
+each thread copies 16 bytes; from rows, and from blocks that hold whole steps, one instruction copies a tile (TMA), as
+in FlashAttention-3.
 
-Source: Shah et al. 2024, "FlashAttention-3" (3.1 and 3.2); fastattn/kernels/triton/prompts_hopper.py; NVIDIA, PTX ISA,
-`wgmma`, `mbarrier`, `setmaxnreg`.
+Source: Shah et al. 2024, "FlashAttention-3" (3.1 and 3.2); fastattn/kernels/triton/prompts_hopper.py and
+load_hopper.py; NVIDIA, PTX ISA, `wgmma`, `mbarrier`, `bar`, `setmaxnreg`.
 """
 
 import torch
