@@ -83,11 +83,11 @@ def is_rocm() -> bool:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, (9, 0) for Hopper; (0, 0) for an AMD GPU, which has none.
+    """Return the compute capability of a CUDA device, (9, 0) for Hopper; (0, 0) for AMD GPUs and CPUs, without one.
 
     PyTorch returns the number of the architecture there, (9, 4) for gfx942, which says nothing about instructions.
     """
-    return (0, 0) if is_rocm() else torch.cuda.get_device_capability(device)
+    return (0, 0) if is_rocm() or device.type != "cuda" else torch.cuda.get_device_capability(device)
 
 
 @cache

@@ -55,13 +55,13 @@ of_batches = settings(max_examples=settings.default.max_examples // 2)
 
 
 @st.composite
-def ragged_cases(draw: st.DrawFn, *, head_sizes: tuple[int, ...] = (64, 96, 128)) -> Case:
+def ragged_cases(draw: st.DrawFn, *, head_sizes: tuple[int, ...] = (64, 96, 128), longest: int = 90) -> Case:
     """Draw a whole ragged batch, with the lengths that the search tries."""
     random = draw(st.randoms(use_true_random=False))  # Hypothesis chooses each of its numbers
     hk = random.randint(1, 3)
     return Case(
         "drawn",
-        draw_lens(random, longest=90),
+        draw_lens(random, longest=longest),
         heads=(hk * random.randint(1, 4), hk),
         head_size=random.choice(head_sizes),
         block_size=random.choice((1, 16, 24, 64)),

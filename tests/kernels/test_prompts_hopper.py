@@ -1,7 +1,12 @@
-"""Prompts by warps with roles: which they are, and that they are right on a card that has them."""
+"""Prompts by warps with roles: which they are, and that they are right, on a card that has them and interpreted."""
+
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 import fastattn
 import fastattn.chunked_prefill
@@ -16,9 +21,10 @@ from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
-from tests.helpers.batches import Case, build
+from tests.helpers.batches import Case, build, of_batches, ragged_cases
 from tests.helpers.options import per_head
 from tests.helpers.tolerance import assert_matches_reference
+from twinattn.course.gluon.interpret import hopper_on_a_cpu
 from twinattn.kit import plan_and_attend
 
 ROWS = torch.zeros(66, dtype=torch.int32)
@@ -86,6 +92,14 @@ ASKED = {
 }
 
 
+@pytest.fixture
+def has_roles(device):
+    """Whether warps have roles there: on Hopper, and on a CPU, which interprets the same kernel."""
+    on_hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    with hopper_on_a_cpu() if device == "cpu" else nullcontext():
+        yield on_hopper or device == "cpu"
+
+
 @pytest.mark.parametrize(
     ("case", "asked"),
     [
@@ -94,8 +108,8 @@ ASKED = {
     ],
     ids=[*(case.name for case in CASES), *list(ASKED)[1:], *(f"{name}-whole-steps" for name in list(ASKED)[1:])],
 )
-def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, device, monkeypatch):
-    """Tiles of 128 rows whose keys are not split; on Hopper they are for warps with roles, on other devices not."""
+def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, has_roles, device, monkeypatch):
+    """Tiles of 128 rows whose keys are not split; on Hopper they are for warps with roles, on other GPUs not."""
     monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
     launched, of_prompts = [], prompts_hopper.launch
     monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: launched.append(1) or of_prompts(*args, **more))
@@ -111,12 +125,11 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, device, m
         assert_matches_reference(
             out, lse, lambda *x, path=reference, **more: plan_and_attend(path, *x, **more), *given, **asked
         )
-    has_roles = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     assert len(launched) == (2 if has_roles else 0)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=lambda case: case.name)
-def test_other_layers_of_a_plan(case, device, monkeypatch):
+def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     """Each has its own tensors, and NaN behind the keys of a sequence, where tiles that are copied as a whole end."""
     monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
@@ -138,8 +151,34 @@ def test_other_layers_of_a_plan(case, device, monkeypatch):
             assert_matches_reference(
                 out, lse, lambda *x, path=reference, **more: plan_and_attend(path, *x, **more), *given
             )
-    has_roles = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    assert not has_roles or (len(packed) >= 2 and None not in packed), "Triton's launcher takes longer on the CPU"
+    assert not (has_roles and device == "cuda") or (len(packed) >= 2 and None not in packed), (
+        "Triton's launcher takes longer on the CPU"
+    )
+
+
+@pytest.mark.skipif(not launch.INTERPRETED, reason="for a drawn order; a GPU compiles each of the shapes")
+@of_batches
+@drawn(
+    case=ragged_cases(head_sizes=(64, 128), longest=400),
+    asked=st.sampled_from(list(ASKED.values())),
+    over_rows=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_any_prompts_in_any_order(case, asked, over_rows, seed):
+    """Whoever is first, warpgroups and what is asynchronous, and with NaN behind the keys of each sequence."""
+    path, reference = (
+        (fastattn.varlen, refattn.varlen) if over_rows else (fastattn.chunked_prefill, refattn.chunked_prefill)
+    )
+    inputs = build(case, dtype=torch.float16, poison=(torch.nan,))
+    given = inputs.rows if over_rows else inputs.tensors
+    asked = per_head(asked, case, "cpu")
+    with (
+        mock.patch.object(triton_tuning, "sms_of", lambda device: 1),
+        hopper_on_a_cpu(seed),
+        fastattn.use_kernel("triton"),
+    ):
+        out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
+    assert_matches_reference(out, lse, lambda *x, **more: plan_and_attend(reference, *x, **more), *given, **asked)
 
 
 @pytest.mark.core

@@ -3,6 +3,8 @@
 The interpreter runs the programs of a launch one after the other, in NumPy. It shows what a kernel computes and how
 many programs it has, and nothing about time. Batches are small, and of float32, as it multiplies matrices of bfloat16
 wrongly. A file of the reader's own is held to the formula in the same way.
+
+Warps with roles are written in Gluon, which `twinattn.course.gluon` runs in some drawn orders, on a batch of float16.
 """
 
 import os
@@ -31,6 +33,9 @@ SMALL: dict[str, tuple[Batch, ...]] = {  # by ladder; a rung takes the first tha
     ),
 }
 
+ON_HOPPER = {"prefill": Pages(((130, 300), (1, 5), (70, 140)), rows=True, heads=4, kv_heads=2, size=64)}  # in float16
+ORDERS = 3  # in which warps with roles run on a CPU
+
 
 def is_on() -> bool:
     """Return whether Triton is there and interprets; it does if it is imported here for the first time."""
@@ -43,11 +48,11 @@ def is_on() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def inputs_of(batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Return the inputs of a batch in float32; a pool of fp8 stays as it is."""
+def inputs_of(batch: Batch, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return the inputs of a batch in float32 or another type; a pool of fp8 stays as it is."""
     torch.manual_seed(0)
     made = batch.make_inputs(device)
-    return {x: y.float() if torch.is_tensor(y) and y.dtype == torch.bfloat16 else y for x, y in made.items()}
+    return {x: y.to(dtype) if torch.is_tensor(y) and y.dtype == torch.bfloat16 else y for x, y in made.items()}
 
 
 def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path | None = None) -> bool:
@@ -65,8 +70,12 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
     all_right = True
     for rung in above if file is None else [Rung(len(above) + 1, file.stem, file.name, file)]:
         needed = rung.missing(device)
-        for batch in SMALL[name] if needed is None else ():
-            inputs = inputs_of(batch, device)
+        batches = SMALL[name] if needed is None else ()
+        is_interpreted = needed is not None and name in ON_HOPPER and is_on() and device.type == "cpu" and file is None
+        if is_interpreted:
+            batches = (ON_HOPPER[name],)
+        for batch in batches:
+            inputs = inputs_of(batch, device, torch.float16 if is_interpreted else torch.float32)
             needed = lacking(rung, inputs)
             if needed is None:
                 break
@@ -76,7 +85,7 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
             continue
         began = time.monotonic()
         try:
-            launched = check(reference, rung, batch, inputs)
+            launched = (check_orders if is_interpreted else check)(reference, rung, batch, inputs)
         except AssertionError as error:
             all_right = False
             tell(f"{rung.number:2} {rung.title:65} WRONG: {error}")
@@ -105,17 +114,29 @@ def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> 
     Raises:
         AssertionError: if its output is wrong, or no tensor.
     """
-    wide = {x: y.double() if torch.is_tensor(y) and y.dtype == torch.float32 else y for x, y in inputs.items()}
+    dtype = inputs["query"].dtype
+    wide = {x: y.double() if torch.is_tensor(y) and y.dtype == dtype else y for x, y in inputs.items()}
     wider, same, call = (call_of(one, batch, x) for one, x in ((reference, wide), (reference, inputs), (rung, inputs)))
     goes_on = batch.changes and "cursors" not in inputs  # a second step reads the states that the first one left
     for _ in range(2 if goes_on else 1):
-        with computing_in(torch.float32):
+        with computing_in(dtype):
             low = same()
         with _launches() as launched:
             out = call()
         assert isinstance(out, torch.Tensor), f"out: expected a tensor, got {type(out).__name__}"
         tolerance.assert_close(out, wider(), low)
     return launched
+
+
+def check_orders(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> list[str]:
+    """Hold a rung with roles for warps to the formula in some orders, as `check`; its launches are in Gluon."""
+    from twinattn.course.gluon.interpret import hopper_on_a_cpu
+
+    for seed in range(ORDERS):
+        with hopper_on_a_cpu(seed) as kernels:
+            check(reference, rung, batch, inputs)
+        assert any(kernel.launched for kernel in kernels), "no kernel for Hopper was launched"
+    return [f"{one} in Gluon, in {ORDERS} orders" for kernel in kernels for one in kernel.launched]
 
 
 def check_own(own: Path, results: Path | None, can_run: bool) -> None:

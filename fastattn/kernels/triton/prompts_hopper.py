@@ -23,7 +23,7 @@ How keys come, and the counter, is in `fastattn.kernels.triton.load_hopper`: by 
 blocks that hold whole steps; else by 16 bytes per thread.
 
 Triton does not let a kernel assign work to warps, so this one is written in Gluon, Triton's lower-level language, with
-explicit layouts and barriers. Gluon has no interpreter.
+explicit layouts and barriers. Triton's interpreter does not run it; `twinattn.course.gluon` does.
 
 Source: Shah et al. 2024, "FlashAttention-3": roles for warps and turns (3.1), and the product with the values beside
     the next softmax (3.2). Hopper's asynchronous products and barriers: the PTX manual, "wgmma", "mbarrier", "bar".

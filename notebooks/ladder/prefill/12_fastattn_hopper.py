@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fastattn
 from fastattn import chunked_prefill
-from fastattn.kernels.triton.hopper import is_there
+from fastattn.kernels.triton import hopper
 from refattn.batch import Batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -32,7 +32,7 @@ from twinattn.course.ladder import check_pages
 
 def missing(device: torch.device) -> str | None:
     """Return the GPU that this rung needs, or None if the device is one."""
-    has_it = device.type == "cuda" and is_there(device)
+    has_it = hopper.is_there(device)
     return None if has_it else "a Hopper GPU (compute capability 9.0)"
 
 

@@ -1,0 +1,196 @@
+"""The warpgroups of a launch, and the order in which they run.
+
+Each is a thread, and exactly one runs at a time, until it waits, arrives or issues something: then the next is drawn
+among those that can go on. Some are drawn hardly ever as long as another can go on, so that others run ahead of them.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from twinattn.course.gluon.values import KernelError, require
+
+RESIDENT = 6  # programs that run at once
+SLOW = 0.01  # how often a slow warpgroup is drawn, where another is drawn once
+
+
+@dataclass(eq=False)
+class Event:
+    """Something asynchronous, "copy" or "product": it is done once, after others."""
+
+    kind: str
+    do: Callable[[], None]
+    after: "Sequence[Event]" = ()
+    done: bool = False
+
+    def finish(self) -> None:
+        """Do it, and before it what it comes after."""
+        if not self.done:
+            self.done = True
+            for event in self.after:
+                event.finish()
+            self.do()
+
+
+@dataclass(eq=False)
+class Program:
+    """A program of the grid.
+
+    Attributes:
+        place: its place in the grid.
+        grid: the number of programs in each dimension.
+        named: by named barrier, the threads that have arrived in this round, and the rounds that are over.
+    """
+
+    place: tuple[int, ...]
+    grid: tuple[int, ...]
+    named: dict[int, list[int]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Group:
+    """A warpgroup, or all warps of a program that has no roles yet.
+
+    Attributes:
+        name: its role.
+        program: the program that it is of.
+        num_warps: its warps.
+        speed: how often it is drawn.
+        copies: what its threads copy, in the order of issue.
+        products: its products, in the order of issue.
+        fenced_at: when it executed a fence the last time.
+        result: what its function has returned.
+        ended: whether it has.
+    """
+
+    name: str
+    program: Program
+    num_warps: int
+    speed: float
+    copies: list[Event] = field(default_factory=list)
+    products: list[Event] = field(default_factory=list)
+    fenced_at: int = 0
+    result: Any = None
+    ended: bool = False
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] = lambda: True
+    waits_for: str = "its turn"
+
+
+class _Stop(BaseException):
+    """Ends the threads of a machine after an error."""
+
+
+class Machine:
+    """What runs a launch.
+
+    Args:
+        seed: of the order.
+    """
+
+    now: "Machine"  # the one that runs
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        # How often copies, and products, are done as soon as they are issued.
+        self._at_once = {kind: self._random.choice((0.0, 0.5, 1.0)) for kind in ("copy", "product")}
+        self._under_way: list[Event] = []
+        self._groups: list[Group] = []
+        self._turn = threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self.clock = 1
+        self.current: Group
+
+    def tick(self) -> int:
+        """Return a time later than all before."""
+        self.clock += 1
+        return self.clock
+
+    def start(self, name: str, program: Program, num_warps: int, function: Callable[[], Any]) -> Group:
+        """Begin a warpgroup, which runs when it is drawn."""
+        group = Group(name, program, num_warps, self._random.choice((1.0, 1.0, SLOW)))
+        self._groups.append(group)
+        threading.Thread(target=self._live, args=(group, function), daemon=True).start()
+        return group
+
+    def _live(self, group: Group, function: Callable[[], Any]) -> None:
+        group.turn.acquire()
+        try:
+            if self._error is None:
+                group.result = function()
+                unfinished = [one.kind for one in (*group.copies, *group.products) if not one.done]
+                require(not unfinished, f"{group.name} ends with a {''.join(unfinished[:1])} under way")
+        except _Stop:
+            pass
+        except BaseException as error:  # noqa: BLE001  # the thread that launches raises it
+            error.add_note(f"in {group.name} of program {group.program.place}")
+            self._error = self._error or error
+        group.ended = True
+        self._turn.release()
+
+    def wait(self, ready: Callable[[], bool] = lambda: True, what: str = "its turn") -> None:
+        """Let others run until something is so; a deadlock names what it is that one waits for."""
+        group = self.current
+        group.ready, group.waits_for = ready, what
+        self._turn.release()
+        group.turn.acquire()
+        if self._error is not None:
+            raise _Stop
+
+    def issue(self, event: Event) -> Event:
+        """Begin something asynchronous."""
+        self._under_way.append(event)
+        if self._random.random() < self._at_once[event.kind]:
+            event.finish()
+        return event
+
+    def run(self, programs: Sequence[Callable[[], Any]]) -> None:
+        """Run programs until all have ended; each begins by a call.
+
+        Raises:
+            KernelError: for a deadlock, or another mistake in the kernel.
+        """
+        waiting = list(programs)[::-1]
+        while True:
+            self._groups = [one for one in self._groups if not one.ended]
+            while waiting and len({id(one.program) for one in self._groups}) < RESIDENT and self._error is None:
+                waiting.pop()()
+            if not self._groups:
+                break
+            if (group := self._draw()) is not None:
+                self.current = group
+                group.turn.release()
+                self._turn.acquire()
+        if self._error is not None:
+            raise self._error
+        require(all(one.done for one in self._under_way), "a copy is under way when the kernel ends")
+
+    def _draw(self) -> Group | None:
+        """Return who goes on; None if something asynchronous was done first, or there is a deadlock."""
+        if self._error is not None:
+            return self._groups[0]  # to end it
+        self._under_way = [one for one in self._under_way if not one.done]
+        able = [one for one in self._groups if one.ready()]
+        if self._under_way and (not able or self._random.random() < 0.1):
+            self._random.choice(self._under_way).finish()
+            return None
+        if not able:
+            each = (f"{one.name} of program {one.program.place} waits for {one.waits_for}" for one in self._groups)
+            self._error = KernelError(f"deadlock: {'; '.join(each)}")
+            return None
+        return self._random.choices(able, [one.speed for one in able])[0]
+
+
+def specialize(parts: Sequence[tuple[Any, tuple[Any, ...]]], warps: Sequence[int], registers: Sequence[int]) -> Any:
+    """Run functions by warpgroups of their own, as `gl.warp_specialize`; return the result of the first."""
+    machine = Machine.now
+    caller = machine.current
+    groups: list[Group] = []
+    for (function, arguments), num_warps in zip(parts, (caller.num_warps, *warps), strict=True):
+        name = f"{function.__name__} ({len(groups)})"
+        groups.append(machine.start(name, caller.program, num_warps, partial(function, *arguments)))
+    machine.wait(lambda: all(one.ended for one in groups), "its warpgroups")
+    return groups[0].result
