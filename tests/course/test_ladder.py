@@ -379,10 +379,11 @@ def pages(monkeypatch):
 
 
 def test_the_page_takes_each_measured_number_from_the_results(run, pages, monkeypatch):
-    """What is written by hand has none."""
+    """What is written by hand has none, but for a section whose numbers `test_numbers` holds to another file."""
     found, _ = run
     name, found_rungs = found["ladder"], ladder.rungs(found["ladder"])
     by_hand = [(ROOT / f"docs/ladder/{name}.md").read_text(), *(rung.file.read_text() for rung in found_rungs)]
+    by_hand[0] = re.sub(r"(?s)\n## What the profiler says of it\n.*?(?=\n## )", "", by_hand[0])
     assert not [found[0] for text in by_hand for found in MEASURED.finditer(text)]
     monkeypatch.setattr(pages, "results", lambda _: [])
     monkeypatch.setattr(pages, "known", lambda _: "")

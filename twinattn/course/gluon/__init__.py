@@ -3,7 +3,7 @@
 Triton's interpreter does not run Gluon. This one runs what the kernels for Hopper use of it: warpgroups with roles,
 shared memory, barriers in it (`mbarrier`) and named ones, copies of whole tiles (TMA) and by thread (`cp.async`), and
 asynchronous products. A warpgroup is a thread here, and one runs at a time. What is asynchronous is done at a drawn
-time: at once, some time later, or when somebody waits for it. So a wait too few is a wrong number in some order, and a
+time: at once, some time later, or when a warpgroup waits for it. So a wait too few is a wrong number in some order, and a
 barrier of a wrong count is a deadlock, which is an error that says who waits where. Further errors:
 
     an address outside of the memory of its tensor
@@ -12,7 +12,7 @@ barrier of a wrong count is a deadlock, which is an error that says who waits wh
     an arrival at a barrier that expects no more
     a copy or product under way when its warpgroup ends
 
-Memory that nobody has written is NaN. Layouts are not checked, which the compiler does, and the warps of a warpgroup
+Memory is NaN until it is written. Layouts are not checked, which the compiler does, and the warps of a warpgroup
 are always in step: an arrival that one warp makes before the others have read is not found.
 
     interpret    kernels and what they call, as Python functions; launches; our kernels for Hopper on a CPU

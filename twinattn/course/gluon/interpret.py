@@ -141,7 +141,7 @@ _ASYNC_COPY = SimpleNamespace(
     commit_group=lambda: None,
     wait_group=transfers.wait_for_copies,
 )
-_INSTEAD = [  # of what a module imports, what a kernel in it sees
+_INSTEAD = [  # the objects that a module imports, and those that a kernel in it sees instead
     (gl, _LANGUAGE),
     (tl, _LANGUAGE),
     (gluon_hopper.mbarrier, _MBARRIER),
@@ -165,7 +165,7 @@ def _here(x: Any) -> Any:
     if isinstance(x, tl.dtype):
         return FUNCTIONS[_SHORT.get(x.name, x.name)]
     function = getattr(x, "fn", None)
-    if isinstance(function, FunctionType):  # of `gluon.jit`, or of `triton.jit`, which its interpreter may have wrapped
+    if isinstance(function, FunctionType):  # a function of `gluon.jit` or `triton.jit`, also if it is interpreted
         defaults = tuple(map(_here, function.__defaults__ or ()))
         return FunctionType(function.__code__, _names_here(function.__globals__), function.__name__, defaults)
     return x

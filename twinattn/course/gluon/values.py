@@ -194,7 +194,7 @@ def _places(address: Value, mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def poison(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return what memory holds that nobody has written: NaN, or a large integer."""
+    """Return what memory holds before it is written: NaN, or a large integer."""
     if dtype.is_floating_point:
         return torch.full(tuple(shape), torch.nan, dtype=torch.float32).to(dtype)
     return torch.full(tuple(shape), 85).to(dtype)
