@@ -3,8 +3,8 @@
 Triton's interpreter does not run Gluon. This one runs what the kernels for Hopper use of it: warpgroups with roles,
 shared memory, barriers in it (`mbarrier`) and named ones, copies of whole tiles (TMA) and by thread (`cp.async`), and
 asynchronous products. A warpgroup is a thread here, and one runs at a time. What is asynchronous is done at a drawn
-time: at once, some time later, or when a warpgroup waits for it. So a wait too few is a wrong number in some order, and a
-barrier of a wrong count is a deadlock, which is an error that says who waits where. Further errors:
+time: at once, some time later, or when a warpgroup waits for it. So a wait too few is a wrong number in some order,
+and a barrier of a wrong count is a deadlock, which is an error that says who waits where. Further errors:
 
     an address outside of the memory of its tensor
     a product whose numbers are read before it is waited for
