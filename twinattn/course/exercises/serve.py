@@ -46,7 +46,8 @@ ELSEWHERE = (
     "triton_fold",
     "go_on",
     "int4_decode",
-)  # for images, an indexer, a state, training, several answers, compressed keys, ladders, hybrids, four bits
+    "gluon_pipeline",
+)  # for images, an indexer, a state, training, several answers, compressed keys, ladders, hybrids, four bits, barriers
 SERVED = tuple(exercise for exercise in EXERCISES if exercise.name not in ELSEWHERE)
 
 

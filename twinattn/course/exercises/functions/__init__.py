@@ -5,6 +5,7 @@ from twinattn.course.exercises.functions import (
     cache,
     entries,
     four_bits,
+    gluon,
     gradients,
     kernels,
     merging,
@@ -54,4 +55,5 @@ EXERCISES = (
     kernels.TRITON_FOLD,
     cache.GO_ON,
     four_bits.INT4_DECODE,
+    gluon.GLUON_PIPELINE,
 )
