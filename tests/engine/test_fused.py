@@ -433,7 +433,7 @@ def test_a_device_or_a_type_without_kernels(llama, monkeypatch):
 
 
 def test_a_model_without_such_layers(device):
-    for family in ("gemma", "gpt2"):
+    for family in ("gemma", "gpt2", "qwen3_next"):
         with pytest.raises(ValueError, match="model: expected one with layers of Cwm, .*: it has no such layer"):
             fuse(make_family(family, device))
 

@@ -67,6 +67,19 @@ def test_the_engine_serves_it(small):
     assert f"{done.tokens_per_second:.0f}" in text.export_text()
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("ring", [None, 0, 16])
+def test_on_a_gpu_layers_are_fused_where_none_keeps_a_state(ring, monkeypatch):
+    """With doubles of what needs a GPU; the real `fuse` refuses a model of Qwen3-Next (`test_fused.py`)."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(load, "fuse", lambda model: ("fused", model))
+    monkeypatch.setattr(load, "CudaGraphs", lambda: "graphs")
+    monkeypatch.setattr(load, "Engine", lambda model, **options: (model, options))
+    model, options = make_engine(on_gpu, ring=ring)
+    assert model == (("fused", on_gpu) if ring is None else on_gpu)
+    assert (options["runner"], options["state_ring_size"]) == ("graphs", ring)
+
+
 def test_a_failure_is_no_figure(small):
     engine = make_engine(make_model(TINY, torch.device("cpu"), torch.float32), num_seqs=4, budget=64)
     with torch.no_grad():
@@ -259,7 +272,7 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
 
 
 def test_a_model_with_states_is_served_once_for_each_ring(small, tmp_path, monkeypatch, device):
-    """In one run, one engine after the other; the sizes are those of Qwen3-Next but for its experts."""
+    """By the command, one engine after the other; the sizes are those of Qwen3-Next but for its experts."""
     configured = load.transformers.Qwen3NextConfig(**load.NEXT_SIZES)
     usual = load.transformers.Qwen3NextConfig().to_dict()
     changed = {name for name, value in configured.to_dict().items() if value != usual[name]}
@@ -276,8 +289,10 @@ def test_a_model_with_states_is_served_once_for_each_ring(small, tmp_path, monke
         "make_engine",
         lambda model, ring: engines.append(make_engine(model, num_seqs=4, ring=ring)) or engines[-1],
     )
-    load.run(Console(quiet=True), temperatures=(0.0,), model="qwen3-next", results=tmp_path / "load.json")
+    given = ["--model", "qwen3-next", "--temperature", "0", "--results", str(tmp_path / "load.json")]
+    done = CliRunner().invoke(main, ["load", *given])
     gc.unfreeze()
+    assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "load.json").read_text())
     assert found["model"] == "qwen3-next"
     assert [one["server"] for one in found["rounds"]] == ["this engine, no ring"] * 2 + ["this engine, ring of 16"] * 2
