@@ -151,6 +151,25 @@ def get_dcp_world_size_and_rank(enabled=True):
 REGISTERED: dict[str, str] = {}
 
 
+class AttentionBackendEnum:
+    """An enumeration of names: one is pickled by its value, which nothing but a member has."""
+
+    CPU_ATTN = "CPU_ATTN"
+    __members__ = REGISTERED
+
+    def __init__(self, value):
+        self.name = next((name for name, path in REGISTERED.items() if path == value), None)
+        if self.name is None:
+            raise ValueError(f"{value!r} is not a valid AttentionBackendEnum")
+        self.value = value
+
+    def __class_getitem__(cls, name):
+        return name
+
+    def __reduce__(self):
+        return type(self), (self.value,)
+
+
 def register_backend(backend, class_path=None, is_mamba=False):
     REGISTERED[backend] = class_path
 
@@ -176,13 +195,6 @@ def call(receiver: Any, to: str, **values: Any) -> Any:
 def modules(on_cpu: bool) -> dict[str, ModuleType]:
     """Make the modules of vLLM that the backend imports."""
     REGISTERED.clear()
-
-    class AttentionBackendEnum:
-        CPU_ATTN = "CPU_ATTN"
-        __members__ = REGISTERED
-
-        def __class_getitem__(cls, name):
-            return name
 
     registry = ModuleType("vllm.v1.attention.backends.registry")
     registry.AttentionBackendEnum = AttentionBackendEnum

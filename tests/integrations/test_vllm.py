@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -211,6 +212,18 @@ def test_it_registers_under_a_name_of_its_own(monkeypatch, on_cpu, asked):
     )
     assert backend.FastAttentionBackend.get_name() == "FASTATTN"
     assert path == f"{backend.FastAttentionBackend.__module__}.{backend.FastAttentionBackend.__qualname__}"
+
+
+@pytest.mark.parametrize("name", ["FASTATTN", "FASTATTN_MLA"])
+def test_a_spawned_process_reads_a_name_before_it_loads_plugins(backend, name):
+    """`vllm serve` spawns its engine, and pickles the configuration for it, with the name in it."""
+    backend.register()
+    sent = pickle.dumps(backend.AttentionBackendEnum(vllm_doubles.REGISTERED[name]))
+    vllm_doubles.REGISTERED.clear()  # as in a process that begins
+    assert pickle.loads(sent) == name and name in vllm_doubles.REGISTERED
+    vllm_doubles.REGISTERED["OTHER"] = "a.path"
+    other = pickle.loads(pickle.dumps(backend.AttentionBackendEnum("a.path")))
+    assert (other.name, other.value) == ("OTHER", "a.path")
 
 
 @pytest.mark.covers("B101")

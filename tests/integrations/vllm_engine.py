@@ -157,19 +157,24 @@ def weigh_part(out, lses, rank, context, is_lse_base_on_e=True):
 
 
 def begin_rank():
-    """Prepare a process that vLLM has spawned, before it reads what it is to do: plugins, and what needs Triton."""
-    from vllm.plugins import load_general_plugins
+    """Prepare a process that vLLM has spawned for a rank, before it reads what it is to do: what needs Triton."""
     from vllm.v1.attention.ops import dcp
     from vllm.v1.worker.block_table import BlockTable
 
-    load_general_plugins()
     BlockTable.compute_slot_mapping, dcp.correct_attn_out = slots_of_rank, weigh_part
+
+
+def kinds_of_layers(worker):
+    """Return the kinds of attention in the layers of a worker of vLLM, which may be another process."""
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    return sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
 
 
 def serve(path, prompts, name, interleave=None):
     """Answer the prompts twice in this process, and print the tokens, or embeddings, and what the backend saw.
 
-    With `interleave`, two more processes do, which share the keys: what the backend sees there is not known here.
+    With `interleave`, two more processes do, which share the keys, and with vLLM's `VLLM_ENABLE_V1_MULTIPROCESSING`
+    another one does: of what the backend sees there only the kinds of its layers are known here.
     """
     from vllm import LLM, SamplingParams
     from vllm.plugins import load_general_plugins
@@ -236,6 +241,7 @@ def serve(path, prompts, name, interleave=None):
     report |= dict(calls=seen["calls"], apart=seen.get("apart"))
     cache = engine.llm_engine.vllm_config.cache_config
     report |= dict(block_size=cache.block_size, caches=cache.enable_prefix_caching)
+    report |= dict(layers=engine.collective_rpc(kinds_of_layers))
     sys.stdout.write("REPORT " + json.dumps(report) + "\n")
 
 
@@ -244,6 +250,7 @@ def run(path, prompts, name, *, interleave=None, **environment):
     own = dict(
         PYTHONPATH=os.pathsep.join(sys.path),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # or `kinds_of_layers` is not sent to another process
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_LOGGING_LEVEL="ERROR",
     )
@@ -317,8 +324,21 @@ def test_two_ranks_that_share_keys_give_the_same_tokens(name, tmp_path):
     for interleave in (1, block_size_of(name)):
         ours = run(tmp_path, PROMPTS, name, interleave=interleave, FASTATTN_REPLACES_CPU_ATTN="1")
         assert ours["backend"].startswith("Fast") and ours["words"] == words
+        assert ours["layers"] == [["FastMLAImpl" if name in OVER_LATENTS else "FastAttentionImpl"]] * 2
         assert ours["block_size"] == block_size_of(name), "or the second run is not that of a block"
     assert len({tuple(tokens) for tokens in words[0]}) == len(PROMPTS)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_an_engine_in_a_process_of_its_own_gives_the_same_tokens(name, tmp_path):
+    """As `vllm serve` has it: that process is spawned, and reads its configuration before it loads a plugin."""
+    save(MODELS[name], tmp_path)
+    spawned = dict(VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    ours = run(tmp_path, PROMPTS, name, FASTATTN_REPLACES_CPU_ATTN="1", **spawned)
+    assert ours["layers"] == [["FastMLAImpl" if name in OVER_LATENTS else "FastAttentionImpl"]]
+    assert not ours["steps"], "they are those of another process"
+    assert ours["words"] == run(tmp_path, PROMPTS, name)["words"]
 
 
 @pytest.mark.timeout(600)
@@ -356,7 +376,7 @@ def test_vllm_says_whether_its_nccl_is_disabled():
         assert line in (folder / file).read_text(), file
 
 
-if __name__ == "__mp_main__":
+if __name__ == "__mp_main__" and len(sys.argv) > 4:
     begin_rank()
 if __name__ == "__main__":
     serve(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

@@ -27,7 +27,9 @@ filled anew, with 0 new tokens for padding. Of a step with prompts, vLLM capture
 Written against vLLM 0.32 (its CPU wheel) and 0.33.
 """
 
+import copyreg
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -94,16 +96,38 @@ FP8_FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8
 def register() -> None:
     """Make the backend known to vLLM, which calls this in every process; to do so again changes nothing.
 
-    On a CPU vLLM has one backend, CPU_ATTN, and goes on with it whatever is asked for. Where the environment variable
-    `FASTATTN_REPLACES_CPU_ATTN` is 1, this one stands in its place.
+    On a CPU vLLM has backends of its own, and goes on with them whatever is asked for. Where the environment variable
+    `FASTATTN_REPLACES_CPU_ATTN` is 1, these stand in their place.
     """
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, BACKEND)
         register_backend(NAME_OVER_LATENTS, BACKEND_OVER_LATENTS)
+        copyreg.pickle(AttentionBackendEnum, _reduce)
     if current_platform.is_cpu() and os.environ.get(ON_CPU) == "1":
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
         for name in ("CPU_MLA", "AMX_MLA"):  # whichever this processor has
             register_backend(AttentionBackendEnum[name], BACKEND_OVER_LATENTS)
+
+
+def _reduce(backend: AttentionBackendEnum) -> tuple[Callable[[str], AttentionBackendEnum], tuple[str]]:
+    """Return how to pickle a name of vLLM's: one of this package registers itself where it is read.
+
+    `vllm serve` spawns its engine, and pickles the configuration for it. A spawned process reads that before it loads
+    a plugin, and an enumeration reads a member by its value, which vLLM's own does not have until then.
+    """
+    if backend.name in (NAME, NAME_OVER_LATENTS):
+        return _registered, (backend.name,)
+    return AttentionBackendEnum, (backend.value,)
+
+
+def _registered(name: str) -> AttentionBackendEnum:
+    """Return the member of vLLM's enumeration for a backend of this package, and register it first if need be.
+
+    Args:
+        name: "FASTATTN" or "FASTATTN_MLA".
+    """
+    register()
+    return AttentionBackendEnum[name]
 
 
 def check_step(common: Any, shard: Shard | None = None, *, is_causal: bool = True) -> None:
