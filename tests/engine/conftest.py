@@ -1,15 +1,12 @@
-"""What all tests of the engine have in common."""
+"""What all tests of the engine have in common.
+
+Where a command names one of their files, this one is imported before pytest is configured. So fixtures import what they
+need themselves: Triton, which models import, has to know by then whether it interprets.
+"""
 
 import inspect
 
 import pytest
-
-import twinattn.engine.cuda_graphs
-import twinattn.engine.graph_shapes
-from tests.helpers import state_engines
-from tests.helpers.engines import Watched
-from tests.helpers.tape import tape_recorder
-from twinattn.engine import CudaGraphs
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +29,8 @@ def in_one_thread(one_thread):
 @pytest.fixture
 def steps_as_recordings(monkeypatch, device):
     """On a CPU, capture a step by running it, and replay it by running it again."""
+    import twinattn.engine.cuda_graphs
+
     if device == "cpu":
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", lambda step, memory, name: step)
 
@@ -39,6 +38,9 @@ def steps_as_recordings(monkeypatch, device):
 @pytest.fixture
 def recorder(steps_as_recordings, monkeypatch):
     """A runner that records every step, small ones too."""
+    import twinattn.engine.graph_shapes
+    from twinattn.engine import CudaGraphs
+
     monkeypatch.setattr(twinattn.engine.graph_shapes, "FEWEST_TOKENS", 16)
     monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
     runner = CudaGraphs()
@@ -49,6 +51,11 @@ def recorder(steps_as_recordings, monkeypatch):
 @pytest.fixture
 def on_tape(monkeypatch, device):
     """Capture all steps; on a CPU a graph is a tape, over which only what is in buffers changes."""
+    import twinattn.engine.cuda_graphs
+    import twinattn.engine.graph_shapes
+    from tests.helpers.tape import tape_recorder
+    from twinattn.engine import CudaGraphs
+
     if device == "cpu":
         monkeypatch.setattr(twinattn.engine.cuda_graphs, "_record", tape_recorder(monkeypatch))
     monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
@@ -58,6 +65,8 @@ def on_tape(monkeypatch, device):
 @pytest.fixture
 def captured(on_tape, device):
     """Make engines over layers with states whose steps are captured, all of them, and whose decodes are watched."""
+    from tests.helpers import state_engines
+    from tests.helpers.engines import Watched
 
     def make(model, **options):
         engine = state_engines.make_engine(model, "fastattn", runner=Watched(device), **options)

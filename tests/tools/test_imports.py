@@ -1,6 +1,8 @@
 """What tests share is in tests/helpers: no test module imports another."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -39,3 +41,20 @@ def test_such_an_import_is_found():
     ):
         assert of_tests(imported(f"def f():\n    {line}"))
     assert not of_tests(imported("from tests.helpers.batches import Case"))
+
+
+def test_files_that_are_read_before_pytest_is_configured_import_no_triton():
+    """Whether Triton interprets is settled when it is imported, and pytest is configured to decide that."""
+    for file in sorted((ROOT / "tests").glob("*/conftest.py")):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import runpy, sys; runpy.run_path(sys.argv[1]); print('triton' in sys.modules)",
+                file,
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.strip() == "False", f"{file.relative_to(ROOT)}: {done.stderr}"
