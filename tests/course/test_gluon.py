@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="mistakes are for
 LENS = ((70, 330), (0, 40), (150, 250), (20, 9))
 ORDERS = 12  # that are tried at most
 WRONG, FENCE, DEADLOCK, MORE, END = "wrong", "without a fence", "deadlock", "arrivals has more", "under way"
+COUNTED = "counters are not 0 again"
 MISTAKES = {  # the file, what stands there, what stands there instead, and what is found
     "scores-not-waited-for": (
         *(prompts_hopper, "        products = warpgroup_mma_wait(1, deps=[products])\n", ""),
@@ -103,6 +104,9 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     "a-step-without-its-mask": (prompts_hopper, "0) // TILE.KEYS, 1)", "0) // TILE.KEYS - 1, 1)", WRONG),
     "values-of-the-first-step": (load_hopper, "        value_at = next_at\n", "", WRONG),
     "a-factor-of-the-new-maximum": (prompts_hopper, "gl.exp2(old_max - start)", "gl.exp2(row_max - start)", WRONG),
+    "copies-in-no-group": (load_hopper, "    async_copy.commit_group()\n", "", END),
+    "a-turn-of-one-warpgroup": (prompts_hopper, "bar.sync 8, 256;", "bar.sync 8, 128;", "named barrier 8 expects"),
+    "a-counter-that-is-not-set-back": (load_hopper, "        gl.store(counters, 0)\n", "", COUNTED),
     "another-instruction": (prompts_hopper, "bar.arrive 9, 256; mov", "membar.cta; mov", "inline assembly"),
 }
 
@@ -130,7 +134,12 @@ def found_in(module, given, plan, expected, seed):
     query, keys, values = given
     out = Out(torch.full_like(query, torch.nan), torch.full(query.shape[:2], torch.nan))
     kernel, tuning = Interpreted(module._attend_kernel, seed), LaunchConfig(128, 128, 4, 1, 1, 1)
-    with mock.patch.object(module, "_attend_kernel", kernel), mock.patch.object(devices, "num_sms", lambda device: 2):
+    counters = torch.zeros(2, dtype=torch.int32)
+    with (
+        mock.patch.object(module, "_attend_kernel", kernel),
+        mock.patch.object(module, "counters_of", lambda device: counters),
+        mock.patch.object(devices, "num_sms", lambda device: 2),
+    ):
         try:
             module.launch(query, keys, values, plan, AttentionOptions(), tuning, out, whole())
         except (KernelError, NotImplementedError) as error:
@@ -139,7 +148,7 @@ def found_in(module, given, plan, expected, seed):
         assert_close(out.out, *expected)
     except AssertionError:
         return WRONG
-    return None
+    return COUNTED if counters.any() else None
 
 
 @pytest.fixture(scope="module")

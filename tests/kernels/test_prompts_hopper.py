@@ -165,7 +165,11 @@ def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     seed=st.integers(0, 10**6),
 )
 def test_any_prompts_in_any_order(case, asked, over_rows, seed):
-    """Whoever is first, warpgroups and what is asynchronous, and with NaN behind the keys of each sequence."""
+    """Whoever is first, warpgroups and what is asynchronous, and with NaN behind the keys of each sequence.
+
+    The counters of tiles are 0 again after it, for the next launch on a stream.
+    """
+    counters = torch.zeros(2, dtype=torch.int32)
     path, reference = (
         (fastattn.varlen, refattn.varlen) if over_rows else (fastattn.chunked_prefill, refattn.chunked_prefill)
     )
@@ -174,11 +178,13 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     asked = per_head(asked, case, "cpu")
     with (
         mock.patch.object(triton_tuning, "sms_of", lambda device: 1),
+        mock.patch.object(prompts_hopper, "counters_of", lambda device: counters),
         hopper_on_a_cpu(seed),
         fastattn.use_kernel("triton"),
     ):
         out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
     assert_matches_reference(out, lse, lambda *x, **more: plan_and_attend(reference, *x, **more), *given, **asked)
+    assert counters.tolist() == [0, 0]
 
 
 @pytest.mark.core

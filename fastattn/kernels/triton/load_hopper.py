@@ -329,6 +329,7 @@ def bring(queries, keys, mask, room, programs, maps, counters, TILE):
     if drawn(draw(counters + 1)) == gl.num_programs(0) - 1:  # the last program: no other draws any more
         gl.store(counters, 0)
         gl.store(counters + 1, 0)
+    async_copy.commit_group()
     async_copy.wait_group(0)  # a warp may not end while its copies are under way
 
 

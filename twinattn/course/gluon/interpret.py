@@ -8,9 +8,10 @@ to a launch are scalars of 32 or 64 bits, and constants are Python's.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
 from itertools import product
-from types import FunctionType, SimpleNamespace
+from threading import Lock
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,9 +26,10 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.triton import attention, hopper, latents_hopper, prompts_hopper
 from twinattn.course.gluon import memory, transfers
 from twinattn.course.gluon.machine import Machine, Program, specialize
-from twinattn.course.gluon.values import FUNCTIONS, Kind, Value, address_of, value_of
+from twinattn.course.gluon.values import FUNCTIONS, Kind, Value, address_of, require, value_of
 
 SMS = 3  # that our kernels for Hopper see on a CPU: programs which take several tiles each
+_ONE_LAUNCH = Lock()  # at a time, of all threads
 _SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8e4nv": "float8e4nv", "fp8e5": "float8e5"}
 
 
@@ -41,7 +43,9 @@ class Interpreted:
 
     def __init__(self, kernel: Any, seed: int = 0) -> None:
         self.arg_names, self.do_not_specialize = kernel.arg_names, kernel.do_not_specialize
-        self._run, self._name = _here(kernel), kernel.fn.__name__
+        self._constants = {kernel.arg_names[place] for place in kernel.constexprs}
+        self._names = _Names()
+        self._run, self._name = self._names.here(kernel), kernel.fn.__name__
         self.seed = seed
         self.launched: list[str] = []  # the name of the kernel and its programs, by launch
 
@@ -50,25 +54,33 @@ class Interpreted:
 
         It raises KernelError for a mistake in the kernel; see the docstring of this package.
         """
-        warps: list[int] = []
+        warps = [4]
 
-        def launch(*arguments: Any, num_warps: int = 0) -> None:
+        def launch(*arguments: Any, num_warps: int = 0, **named: Any) -> None:
             warps.append(num_warps or warps[-1])  # a launch that is replayed has those of the first
-            self._launch((*grid, 1, 1)[:3], arguments, warps[-1])
+            given = dict(zip(self.arg_names, arguments, strict=False)) | named
+            with _ONE_LAUNCH:
+                self._launch((*grid, 1, 1)[:3], given, warps[-1])
 
         return launch
 
-    def _launch(self, grid: tuple[int, ...], arguments: Sequence[Any], num_warps: int) -> None:
+    def _launch(self, grid: tuple[int, ...], given: dict[str, Any], num_warps: int) -> None:
         machine = Machine.now = Machine(self.seed)
         self.seed += 1
         self.launched.append(f"{self._name} {' x '.join(map(str, grid)).removesuffix(' x 1').removesuffix(' x 1')}")
-        run = partial(self._run, *map(_given, arguments))
-        machine.run(
-            [
-                partial(machine.start, "the kernel", Program(place, grid), num_warps, run)
-                for place in product(*map(range, grid))
-            ]
-        )
+        seen = {
+            name: self._names.here(x) if name in self._constants else self._names.given(x) for name, x in given.items()
+        }
+        run = partial(self._run, **seen)
+        try:
+            machine.run(
+                [
+                    partial(machine.start, "the kernel", Program(place, grid), num_warps, run)
+                    for place in product(*map(range, grid))
+                ]
+            )
+        finally:
+            del Machine.now  # with all that it refers to
 
 
 @contextmanager
@@ -77,6 +89,9 @@ def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
 
     These are calls in float16: of prompts with more than 128 rows per sequence and KV head, and of 64 rows over latents
     of 512 + 64 numbers. They need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
+
+    A plan keeps its launches: one that was used before launches no kernel for Hopper here, and one that is first used
+    here goes on with these later.
 
     Args:
         seed: of the order of what runs at the same time.
@@ -115,7 +130,11 @@ def _assembly(text: str, constraints: str, args: Sequence[Value], dtype: Kind, i
 
 
 def _range(*bounds: Any) -> Iterator[Value]:
-    return (value_of(i) for i in range(*map(int, bounds)))
+    """Count in the type that holds all bounds; a step below 0 is a constant."""
+    require(len(bounds) < 3 or not isinstance(bounds[2], Value) or int(bounds[2]) > 0, "range: a step of 0 or below")
+    kinds = [value_of(one).data.dtype for one in bounds]
+    kind = reduce(torch.promote_types, kinds)
+    return (Value(torch.tensor(i, dtype=kind)) for i in range(*map(int, bounds)))
 
 
 _LANGUAGE = SimpleNamespace(
@@ -132,13 +151,13 @@ _MBARRIER = SimpleNamespace(
     MBarrierLayout=gluon_hopper.mbarrier.MBarrierLayout,
     init=memory.Barrier.init,
     arrive=memory.arrive,
-    expect=memory.Barrier.expect_bytes,
-    wait=lambda barrier, phase: barrier.wait(int(phase)),
+    expect=lambda barrier, size, pred=True: barrier.expect_bytes(int(size)) if pred else None,
+    wait=lambda barrier, phase, pred=True, deps=(): barrier.wait(int(phase)) if pred else None,
 )
 _ASYNC_COPY = SimpleNamespace(
     async_copy_global_to_shared=transfers.copy_by_threads,
     mbarrier_arrive=transfers.arrive_after_copies,
-    commit_group=lambda: None,
+    commit_group=transfers.commit_copies,
     wait_group=transfers.wait_for_copies,
 )
 _INSTEAD = [  # the objects that a module imports, and those that a kernel in it sees instead
@@ -151,43 +170,48 @@ _INSTEAD = [  # the objects that a module imports, and those that a kernel in it
     (gluon_hopper.warpgroup_mma, transfers.multiply),
     (gluon_hopper.warpgroup_mma_wait, transfers.wait_for_products),
 ]
-# By the names of a module, which stay alive with it: those that a kernel in it sees.
-_names: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
-def _here(x: Any) -> Any:
-    """Return what a kernel sees for something that it uses."""
-    for there, here in _INSTEAD:
-        if x is there:
-            return here
-    if isinstance(x, tl.constexpr):
-        return _here(x.value)
-    if isinstance(x, tl.dtype):
-        return FUNCTIONS[_SHORT.get(x.name, x.name)]
-    function = getattr(x, "fn", None)
-    if isinstance(function, FunctionType):  # a function of `gluon.jit` or `triton.jit`, also if it is interpreted
-        defaults = tuple(map(_here, function.__defaults__ or ()))
-        return FunctionType(function.__code__, _names_here(function.__globals__), function.__name__, defaults)
-    return x
+class _Names:
+    """What the functions of some modules see: the objects that a module has now, and those that stand for Gluon's."""
 
+    def __init__(self) -> None:
+        self._modules: dict[int, dict[str, Any]] = {}  # by the names of a module
 
-def _names_here(names: dict[str, Any]) -> dict[str, Any]:
-    if id(names) not in _names:
-        found: dict[str, Any] = {"range": _range}
-        _names[id(names)] = names, found  # before its functions, which see it, too
-        found |= {name: _here(x) for name, x in names.items() if not name.startswith("__")}
-    return _names[id(names)][1]
+    def here(self, x: Any) -> Any:
+        """Return what a kernel sees for something that it uses."""
+        for there, instead in _INSTEAD:
+            if x is there:
+                return instead
+        if isinstance(x, tl.constexpr):
+            return self.here(x.value)
+        if isinstance(x, tl.dtype):
+            return FUNCTIONS[_SHORT.get(x.name, x.name)]
+        function = getattr(x, "fn", None)
+        if not isinstance(function, FunctionType):
+            return x
+        # A function of `gluon.jit` or `triton.jit`, also if it is interpreted.
+        defaults = tuple(map(self.here, function.__defaults__ or ()))
+        cells = tuple(CellType(self.here(one.cell_contents)) for one in function.__closure__ or ())
+        found = FunctionType(function.__code__, self._of(function.__globals__), function.__name__, defaults, cells)
+        found.__kwdefaults__ = {name: self.here(one) for name, one in (function.__kwdefaults__ or {}).items()}
+        return found
 
+    def _of(self, names: dict[str, Any]) -> dict[str, Any]:
+        if id(names) not in self._modules:
+            found = self._modules[id(names)] = {"range": _range}  # before its functions, which see it, too
+            found |= {name: self.here(x) for name, x in names.items() if not name.startswith("__")}
+        return self._modules[id(names)]
 
-def _given(x: Any) -> Any:
-    """Return an argument of a launch as the kernel sees it."""
-    if isinstance(x, Tensor):
-        return address_of(x)
-    if isinstance(x, tuple):
-        each = map(_given, x)
-        return type(x)(*each) if hasattr(x, "_fields") else tuple(each)
-    if isinstance(x, (int, float)) and not isinstance(x, bool):
-        return value_of(x)
-    if x is None or isinstance(x, (bool, TensorDescriptor, tl.constexpr)):
-        return _here(x)
-    raise TypeError(f"argument: expected a tensor, a number, None, a tensor map or a tuple of these, got {type(x)}")
+    def given(self, x: Any) -> Any:
+        """Return an argument of a launch as the kernel sees it."""
+        if isinstance(x, Tensor):
+            return address_of(x)
+        if isinstance(x, tuple):
+            each = map(self.given, x)
+            return type(x)(*each) if hasattr(x, "_fields") else tuple(each)
+        if isinstance(x, (int, float)):
+            return value_of(x)
+        if x is None or isinstance(x, (TensorDescriptor, tl.constexpr)):
+            return self.here(x)
+        raise TypeError(f"argument: expected a tensor, a number, None, a tensor map or a tuple of these, got {type(x)}")

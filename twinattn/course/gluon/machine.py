@@ -1,7 +1,8 @@
 """The warpgroups of a launch, and the order in which they run.
 
-Each is a thread, and exactly one runs at a time, until it waits, arrives or issues something: then the next is drawn
-among those that can go on. Some are drawn hardly ever as long as another can go on, so that others run ahead of them.
+Each is a thread, and exactly one runs at a time, until it waits, arrives or starts to copy a tile: then the next is
+drawn among those that can go on. Some are drawn hardly ever as long as another can go on, so that others run ahead of
+them.
 """
 
 import random
@@ -11,10 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from twinattn.course.gluon.values import KernelError, require
+import torch
+
+from twinattn.course.gluon.values import KernelError, Value, require
 
 RESIDENT = 6  # programs that run at once
 SLOW = 0.01  # how often a slow warpgroup is drawn, where another is drawn once
+LAST_SECONDS = 1.0  # for a thread to end after an error
 
 
 @dataclass(eq=False)
@@ -22,9 +26,10 @@ class Event:
     """Something asynchronous, "copy" or "product": it is done once, after others."""
 
     kind: str
-    do: Callable[[], None]
+    do: Callable[[], Any]
     after: "Sequence[Event]" = ()
     done: bool = False
+    result: Any = None
 
     def finish(self) -> None:
         """Do it, and before it what it comes after."""
@@ -32,7 +37,7 @@ class Event:
             self.done = True
             for event in self.after:
                 event.finish()
-            self.do()
+            self.result = self.do()
 
 
 @dataclass(eq=False)
@@ -42,7 +47,8 @@ class Program:
     Attributes:
         place: its place in the grid.
         grid: the number of programs in each dimension.
-        named: by named barrier, the threads that have arrived in this round, and the rounds that are over.
+        named: by named barrier, the threads that have arrived in this round, those that it expects, and the rounds that
+            are over.
     """
 
     place: tuple[int, ...]
@@ -59,10 +65,9 @@ class Group:
         program: the program that it is of.
         num_warps: its warps.
         speed: how often it is drawn.
-        copies: what its threads copy, in the order of issue.
-        products: its products, in the order of issue.
+        copies: what its threads copy, by group; the last group is not committed yet.
+        products: the results of its products that it has not waited for, in the order of issue.
         fenced_at: when it executed a fence the last time.
-        result: what its function has returned.
         ended: whether it has.
     """
 
@@ -70,14 +75,14 @@ class Group:
     program: Program
     num_warps: int
     speed: float
-    copies: list[Event] = field(default_factory=list)
-    products: list[Event] = field(default_factory=list)
+    copies: list[list[Event]] = field(default_factory=lambda: [[]])
+    products: list[Value] = field(default_factory=list)
     fenced_at: int = 0
-    result: Any = None
     ended: bool = False
+    thread: threading.Thread = field(init=False)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ready: Callable[[], bool] = lambda: True
-    waits_for: str = "its turn"
+    waits_for: Callable[[], str] = lambda: "its turn"
 
 
 class _Stop(BaseException):
@@ -101,6 +106,8 @@ class Machine:
         self._groups: list[Group] = []
         self._turn = threading.Semaphore(0)
         self._error: BaseException | None = None
+        self._stops = False
+        self._infers = torch.is_inference_mode_enabled()  # each thread has a mode of its own
         self.clock = 1
         self.current: Group
 
@@ -113,16 +120,19 @@ class Machine:
         """Begin a warpgroup, which runs when it is drawn."""
         group = Group(name, program, num_warps, self._random.choice((1.0, 1.0, SLOW)))
         self._groups.append(group)
-        threading.Thread(target=self._live, args=(group, function), daemon=True).start()
+        group.thread = threading.Thread(target=self._live, args=(group, function), daemon=True)
+        group.thread.start()
         return group
 
     def _live(self, group: Group, function: Callable[[], Any]) -> None:
         group.turn.acquire()
         try:
-            if self._error is None:
-                group.result = function()
-                unfinished = [one.kind for one in (*group.copies, *group.products) if not one.done]
-                require(not unfinished, f"{group.name} ends with a {''.join(unfinished[:1])} under way")
+            if not self._stops:
+                with torch.inference_mode(self._infers):
+                    function()
+                copies = all(one.done for some in group.copies for one in some)
+                require(copies, f"{group.name} ends with a copy under way")
+                require(not group.products, f"{group.name} ends with a product under way")
         except _Stop:
             pass
         except BaseException as error:  # noqa: BLE001  # the thread that launches raises it
@@ -131,13 +141,13 @@ class Machine:
         group.ended = True
         self._turn.release()
 
-    def wait(self, ready: Callable[[], bool] = lambda: True, what: str = "its turn") -> None:
+    def wait(self, ready: Callable[[], bool] = lambda: True, what: Callable[[], str] = lambda: "its turn") -> None:
         """Let others run until something is so; a deadlock names what it is that one waits for."""
         group = self.current
         group.ready, group.waits_for = ready, what
         self._turn.release()
         group.turn.acquire()
-        if self._error is not None:
+        if self._stops:
             raise _Stop
 
     def issue(self, event: Event) -> Event:
@@ -154,43 +164,62 @@ class Machine:
             KernelError: for a deadlock, or another mistake in the kernel.
         """
         waiting = list(programs)[::-1]
-        while True:
-            self._groups = [one for one in self._groups if not one.ended]
-            while waiting and len({id(one.program) for one in self._groups}) < RESIDENT and self._error is None:
-                waiting.pop()()
-            if not self._groups:
-                break
-            if (group := self._draw()) is not None:
-                self.current = group
-                group.turn.release()
-                self._turn.acquire()
-        if self._error is not None:
-            raise self._error
-        require(all(one.done for one in self._under_way), "a copy is under way when the kernel ends")
+        try:
+            while waiting or self._groups:
+                while waiting and len({id(one.program) for one in self._groups}) < RESIDENT:
+                    waiting.pop()()
+                if (group := self._draw()) is not None:
+                    self._resume(group)
+                if self._error is not None:
+                    raise self._error
+                self._groups = [one for one in self._groups if not one.ended]
+            require(all(one.done for one in self._under_way), "a copy is under way when the kernel ends")
+        finally:
+            self._stop()
+
+    def _resume(self, group: Group) -> None:
+        """Let a warpgroup go on until it waits or ends."""
+        self.current = group
+        group.turn.release()
+        self._turn.acquire()
+
+    def _stop(self) -> None:
+        """End the threads that an error has left, or an interrupt, which comes while one of them runs."""
+        self._stops = True
+        for group in self._groups:
+            group.turn.release()
+        for group in self._groups:
+            group.thread.join(LAST_SECONDS)
 
     def _draw(self) -> Group | None:
-        """Return who goes on; None if something asynchronous was done first, or there is a deadlock."""
-        if self._error is not None:
-            return self._groups[0]  # to end it
+        """Return who goes on; None if something asynchronous was done first."""
         self._under_way = [one for one in self._under_way if not one.done]
         able = [one for one in self._groups if one.ready()]
         if self._under_way and (not able or self._random.random() < 0.1):
             self._random.choice(self._under_way).finish()
             return None
         if not able:
-            each = (f"{one.name} of program {one.program.place} waits for {one.waits_for}" for one in self._groups)
-            self._error = KernelError(f"deadlock: {'; '.join(each)}")
-            return None
+            each = (f"{one.name} of program {one.program.place} waits for {one.waits_for()}" for one in self._groups)
+            raise KernelError(f"deadlock: {'; '.join(each)}")
         return self._random.choices(able, [one.speed for one in able])[0]
 
 
 def specialize(parts: Sequence[tuple[Any, tuple[Any, ...]]], warps: Sequence[int], registers: Sequence[int]) -> Any:
-    """Run functions by warpgroups of their own, as `gl.warp_specialize`; return the result of the first."""
+    """Run functions by warpgroups of their own, as `gl.warp_specialize`; return the result of the first.
+
+    The caller's warps run the first function: what they have issued before, they may wait for in it.
+    """
     machine = Machine.now
     caller = machine.current
-    groups: list[Group] = []
-    for (function, arguments), num_warps in zip(parts, (caller.num_warps, *warps), strict=True):
-        name = f"{function.__name__} ({len(groups)})"
-        groups.append(machine.start(name, caller.program, num_warps, partial(function, *arguments)))
-    machine.wait(lambda: all(one.ended for one in groups), "its warpgroups")
-    return groups[0].result
+    (first, arguments), *others = parts
+    require(len(others) == len(warps) == len(registers), "warp_specialize: expected warps and registers of each worker")
+    caller.name, name = f"{first.__name__} (0)", caller.name
+    groups = [
+        machine.start(f"{function.__name__} ({i})", caller.program, num_warps, partial(function, *its))
+        for i, ((function, its), num_warps) in enumerate(zip(others, warps, strict=True), 1)
+    ]
+    machine.wait()
+    result = first(*arguments)
+    machine.wait(lambda: all(one.ended for one in groups), lambda: "the other warpgroups")
+    caller.name = name
+    return result

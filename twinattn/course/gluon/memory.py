@@ -6,7 +6,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
@@ -14,6 +13,8 @@ from twinattn.course.gluon.machine import Group, Machine
 from twinattn.course.gluon.values import Kind, Value, poison, require
 
 HERE = Path(__file__).parent
+Slot = tuple[int, ...]
+_UNUSED = "a barrier is used before `mbarrier.init`"
 
 
 class Shared:
@@ -22,10 +23,10 @@ class Shared:
     Args:
         data: its elements.
         written: when threads of which warpgroup wrote the last time, by slot.
-        slot: the slot that it is in.
+        slot: the slot that it is in, an index for each axis that is indexed.
     """
 
-    def __init__(self, data: Tensor, written: dict[Any, dict[Group, int]], slot: int | None = None) -> None:
+    def __init__(self, data: Tensor, written: dict[Slot, dict[Group, int]], slot: Slot = ()) -> None:
         self.data, self._written, self._slot = data, written, slot
 
     @property
@@ -42,11 +43,11 @@ class Shared:
         """Return one slot."""
         at = int(at)
         require(0 <= at < self.data.shape[0], f"slot {at} of {self.data.shape[0]}")
-        return Shared(self.data[at], self._written, at)
+        return Shared(self.data[at], self._written, (*self._slot, at))
 
-    def slice(self, start: int, length: int, axis: int) -> "Shared":
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
         """Return a part of an axis."""
-        return Shared(self.data.narrow(axis, start, length), self._written, self._slot)
+        return Shared(self.data.narrow(dim, start, length), self._written, self._slot)
 
     def permute(self, order: Sequence[int]) -> "Shared":
         """Return the same memory with the axes in another order."""
@@ -65,22 +66,30 @@ class Shared:
 
     def write_by_threads(self, data: Tensor, group: Group) -> None:
         """Write what products see only behind a fence."""
-        self.data.copy_(data)
+        self._write(data)
         self._written.setdefault(self._slot, {})[group] = Machine.now.tick()
 
     def write_tile(self, data: Tensor) -> None:
         """Write a whole tile, which products see without a fence."""
-        self.data.copy_(data)
+        self._write(data)
         self._written.pop(self._slot, None)
 
+    def _write(self, data: Tensor) -> None:
+        require(
+            (data.shape, data.dtype) == (self.data.shape, self.data.dtype),
+            f"{list(data.shape)} in {data.dtype} is written to {list(self.shape)} in {self.data.dtype}",
+        )
+        self.data.copy_(data)
+
     def read_by_product(self, reader: Group) -> Tensor:
-        """Return what a product of a warpgroup reads, in float32."""
-        for writer, when in self._written.get(self._slot, {}).items():
+        """Return what a product of a warpgroup reads."""
+        for slot, writers in self._written.items():
+            overlaps = all(x == y for x, y in zip(slot, self._slot, strict=False))  # one is a part of the other
             require(
-                max(reader.fenced_at, writer.fenced_at) > when,
+                not overlaps or all(max(reader.fenced_at, writer.fenced_at) > when for writer, when in writers.items()),
                 "a product reads what threads have written, without a fence after it",
             )
-        return self.data.to(torch.float32)
+        return self.data
 
 
 class Barrier:
@@ -95,7 +104,7 @@ class Barrier:
 
     def arrive(self, count: int = 1) -> None:
         """Count arrivals."""
-        require(self._count, "a barrier is used before `mbarrier.init`")
+        require(self._count, _UNUSED)
         self._missing -= count
         require(self._missing >= 0, f"a barrier that expects {self._count} arrivals has more")
         self._settle()
@@ -121,8 +130,15 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         """Wait until the phase of a parity is over."""
-        what = f"phase {self._phase} of a barrier, of whose {self._count} arrivals {self._missing} are missing"
-        Machine.now.wait(lambda: self._phase & 1 != parity & 1, f"{what}, in {_where()}")
+        require(self._count, _UNUSED)
+        require(parity in (0, 1), f"a wait for the parity {parity}, which is neither 0 nor 1")
+        frame = sys._getframe()
+
+        def what() -> str:
+            missing = f"{self._missing} are missing" + f", and {self._bytes} bytes" * bool(self._bytes)
+            return f"phase {self._phase} of a barrier, of whose {self._count} arrivals {missing}, in {_where(frame)}"
+
+        Machine.now.wait(lambda: self._phase & 1 != parity, what)
 
 
 class Barriers:
@@ -133,7 +149,9 @@ class Barriers:
 
     def index(self, at: Any) -> Barrier:
         """Return one of them."""
-        return self._each[int(at)]
+        at = int(at)
+        require(0 <= at < len(self._each), f"barrier {at} of {len(self._each)}")
+        return self._each[at]
 
 
 def allocate(kind: Kind, shape: Sequence[int], layout: Any, value: Value | None = None) -> Shared | Barriers:
@@ -146,13 +164,14 @@ def allocate(kind: Kind, shape: Sequence[int], layout: Any, value: Value | None 
     return memory
 
 
-def arrive(barrier: Barrier, count: int = 1) -> None:
-    """Arrive at a barrier, and let others run."""
-    barrier.arrive(count)
+def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    """Arrive at a barrier, once for all threads of the warpgroup, and let others run."""
+    if pred:
+        barrier.arrive(count)
     Machine.now.wait()
 
 
-def fence() -> None:
+def fence(cluster: bool = False) -> None:
     """Let products see what threads wrote before, as `fence_async_shared`."""
     Machine.now.current.fenced_at = Machine.now.tick()
 
@@ -167,19 +186,20 @@ def meet(number: int, threads: int, *, waits: bool) -> None:
     """
     machine = Machine.now
     group = machine.current
-    state = group.program.named.setdefault(number, [0, 0])
-    state[0] += 32 * group.num_warps
-    require(state[0] <= threads, f"named barrier {number} expects {threads} threads and has more")
-    this_round = state[1]
-    if state[0] == threads:
-        state[:] = 0, state[1] + 1
-    machine.wait(lambda: not waits or state[1] > this_round, f"named barrier {number}, in {_where()}")
+    state = group.program.named.setdefault(number, [0, threads, 0])
+    require(
+        threads == state[1] or not state[0], f"named barrier {number} expects {state[1]} threads, and here {threads}"
+    )
+    arrived, this_round = state[0] + 32 * group.num_warps, state[2]
+    require(arrived <= threads, f"named barrier {number} expects {threads} threads and has more")
+    state[:] = (0, threads, this_round + 1) if arrived == threads else (arrived, threads, this_round)
+    frame = sys._getframe()
+    machine.wait(lambda: not waits or state[2] > this_round, lambda: f"named barrier {number}, in {_where(frame)}")
 
 
-def _where() -> str:
-    """Return the functions of the kernel that run, from the innermost on."""
+def _where(frame: FrameType | None) -> str:
+    """Return the functions of the kernel that run there, from the innermost on."""
     names: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None and "threading.py" not in frame.f_code.co_filename:
         if Path(frame.f_code.co_filename).parent != HERE:
             names.append(frame.f_code.co_name)

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from twinattn.course.gluon.machine import Event, Machine
 from twinattn.course.gluon.memory import Barrier, Shared
-from twinattn.course.gluon.values import Value, address_of, load, moved
+from twinattn.course.gluon.values import Value, address_of, load, moved, require
 
 
 def copy_by_threads(place: Shared, address: Value, mask: Value | None = None, **hints: Any) -> None:
@@ -23,7 +24,12 @@ def copy_by_threads(place: Shared, address: Value, mask: Value | None = None, **
     def copy() -> None:
         place.write_by_threads(load(address, mask, None if mask is None else 0).data, group)
 
-    group.copies = [*(one for one in group.copies if not one.done), machine.issue(Event("copy", copy))]
+    group.copies[-1] = [*(one for one in group.copies[-1] if not one.done), machine.issue(Event("copy", copy))]
+
+
+def commit_copies() -> None:
+    """End a group of copies: `wait_for_copies` counts groups, and does not know what is in none."""
+    Machine.now.current.copies.append([])
 
 
 def arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
@@ -33,21 +39,26 @@ def arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
     threads = 32 * group.num_warps
     if increment_count:
         barrier.expect_arrivals(threads)
-    machine.issue(Event("copy", partial(barrier.arrive, threads), list(group.copies)))
+    machine.issue(Event("copy", partial(barrier.arrive, threads), [one for some in group.copies for one in some]))
     machine.wait()
 
 
-def wait_for_copies(left: int) -> None:
-    """Wait for the copies of the warpgroup's threads."""
-    if left:
-        raise NotImplementedError(f"wait_group: expected 0, got {left}: groups of copies are not counted")
-    for one in Machine.now.current.copies:
+def wait_for_copies(left: int = 0) -> None:
+    """Wait for the copies of the warpgroup's threads that are committed, but for the last few groups."""
+    group = Machine.now.current
+    over = max(len(group.copies) - 1 - left, 0)
+    for one in (one for some in group.copies[:over] for one in some):
         one.finish()
+    group.copies = group.copies[over:]
     Machine.now.wait()
 
 
-def copy_tile(tiles: Any, at: Sequence[Any], barrier: Barrier, place: Shared) -> None:
+def copy_tile(tiles: Any, at: Sequence[Any], barrier: Barrier, place: Shared, pred: Any = True) -> None:
     """Start to copy a tile, zeros past the borders of its matrix, as `tma.async_copy_global_to_shared`."""
+    if not pred:
+        return
+    if len(at) != 2 or tiles.padding != "zero":
+        raise NotImplementedError(f"tensor map: expected a matrix with zeros around it, got {tiles}")
     first = [int(one) for one in at]
 
     def copy() -> None:
@@ -65,24 +76,32 @@ def multiply(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool
     """Start the product of a tile, in registers or shared memory, with one in shared memory, as `warpgroup_mma`."""
     machine = Machine.now
     group = machine.current
-    result = Value(None, acc.layout)
 
-    def compute() -> None:
-        left = a.data.to(torch.float32) if isinstance(a, Value) else a.read_by_product(group)
-        found = left @ b.read_by_product(group)
-        result.become(found + acc.data if use_acc else found)
+    def compute() -> Tensor:
+        left, right = a.data if isinstance(a, Value) else a.read_by_product(group), b.read_by_product(group)
+        require(left.dtype == right.dtype, f"a product of {left.dtype} and {right.dtype}")
+        found = left.to(torch.float32) @ right.to(torch.float32)
+        return found + (acc.data if acc.product is None else acc.product.result) if use_acc else found
 
-    event = machine.issue(Event("product", compute, group.products[-1:]))
-    group.products = [*(one for one in group.products if not one.done), event]
+    event = machine.issue(Event("product", compute, [one.product for one in group.products[-1:]]))
+    result = Value(None, acc.layout, product=event)
+    group.products.append(result)
     if not is_async:
-        event.finish()
+        _finish_products(0)
     return result
+
+
+def _finish_products(left: int) -> None:
+    group = Machine.now.current
+    over = max(len(group.products) - left, 0)
+    for one in group.products[:over]:
+        one.product.finish()
+        one.become(one.product.result)
+    group.products = group.products[over:]
 
 
 def wait_for_products(left: int, deps: Sequence[Any] = ()) -> Any:
     """Wait for all products of the warpgroup but the last few; return what is passed on, as `warpgroup_mma_wait`."""
-    products = Machine.now.current.products
-    for one in products[: len(products) - left]:
-        one.finish()
+    _finish_products(left)
     Machine.now.wait()
     return deps[0] if len(deps) == 1 else tuple(deps)

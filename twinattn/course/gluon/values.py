@@ -7,6 +7,7 @@ its tensor, and one outside of that memory is an error.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,10 +59,12 @@ KINDS = {
 
 
 class Value:
-    """A tensor, or a scalar without dimensions; a product that is under way has no numbers yet."""
+    """A tensor, or a scalar without dimensions; a product has no numbers until it is waited for."""
 
-    def __init__(self, data: Tensor | None, layout: Any = None, memory: Tensor | None = None) -> None:
-        self._data, self.layout, self.memory = data, layout, memory
+    def __init__(
+        self, data: Tensor | None, layout: Any = None, memory: Tensor | None = None, product: Any = None
+    ) -> None:
+        self._data, self.layout, self.memory, self.product = data, layout, memory, product
 
     @property
     def data(self) -> Tensor:
@@ -71,8 +74,8 @@ class Value:
         return self._data
 
     def become(self, data: Tensor) -> None:
-        """Have the numbers of a product that is done."""
-        self._data = data
+        """Have the numbers of a product that was waited for."""
+        self._data, self.product = data, None
 
     @property
     def dtype(self) -> Kind:
@@ -86,11 +89,12 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes, also of a product that is under way."""
+        """The sizes."""
         return tuple(self.data.shape)
 
     def to(self, kind: Kind, bitcast: bool = False) -> "Value":
         """Convert, or read the bits as another type."""
+        require(not bitcast or self.data.dtype.itemsize == kind.torch.itemsize, "bitcast: types of as many bits")
         return Value(self.data.view(kind.torch) if bitcast else self.data.to(kind.torch), self.layout)
 
     def reshape(self, shape: Sequence[int]) -> "Value":
@@ -102,16 +106,20 @@ class Value:
         return Value(self.data.permute(tuple(order)))
 
     def __getitem__(self, at: Any) -> "Value":
-        return Value(self.data[at], None, self.memory)
+        sliced = isinstance(self.layout, gl.SliceLayout)
+        return Value(self.data[at], self.layout.parent if sliced else None, self.memory)
 
     def __neg__(self) -> "Value":
         return Value(-self.data, self.layout)
+
+    def __invert__(self) -> "Value":
+        return Value(torch.bitwise_not(self.data), self.layout)
 
     def __bool__(self) -> bool:
         return bool(self.data)
 
     def __index__(self) -> int:
-        return int(self.data)
+        return index(self.data)
 
 
 def value_of(x: Any, like: torch.dtype | None = None) -> Value:
@@ -128,29 +136,42 @@ def value_of(x: Any, like: torch.dtype | None = None) -> Value:
     return Value(torch.tensor(x, dtype=like if like is not None and like.is_floating_point else torch.float32))
 
 
-def _both(compute: Callable[[Tensor, Tensor], Tensor], x: Value, other: Any) -> Value:
+def _both(name: str, x: Value, other: Any) -> Value:
     """Compute from two values in the type that holds both; addresses move by offsets."""
     y = value_of(other, x.data.dtype)
-    if x.memory is None and y.memory is not None:
+    if x.memory is not None or y.memory is not None:
+        return _moved_by(name, x, y)
+    kind = torch.promote_types(x.data.dtype, y.data.dtype)
+    if name in ("truediv", "mod") and kind in (torch.float16, torch.bfloat16):
+        kind = torch.float32
+    require(name != "floordiv" or not kind.is_floating_point, "//: expected integers")
+    return Value(_COMPUTED[name](x.data.to(kind), y.data.to(kind)), _layout_of(x, y))
+
+
+def _moved_by(name: str, x: Value, y: Value) -> Value:
+    """Return addresses at some distances from others."""
+    if x.memory is None and name == "add":
         x, y = y, x
-    data, more = x.data, y.data
-    kind = torch.promote_types(data.dtype, more.dtype)
-    return Value(compute(data.to(kind), more.to(kind)), _layout_of(x, y), x.memory)
+    is_offset = y.memory is None and not y.data.dtype.is_floating_point
+    require(x.memory is not None and is_offset and name in ("add", "sub"), "addresses move by integers, and no more")
+    return Value(_COMPUTED[name](x.data, y.data), _layout_of(x, y), x.memory)
+
+
+_COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{"add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.true_divide, "mod": torch.fmod},
+    **{"rshift": torch.bitwise_right_shift, "lshift": torch.bitwise_left_shift, "and": torch.bitwise_and},
+    **{"or": torch.bitwise_or, "xor": torch.bitwise_xor, "lt": torch.lt, "le": torch.le, "gt": torch.gt},
+    **{"ge": torch.ge, "eq": torch.eq, "ne": torch.ne},
+    "floordiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "maximum": lambda x, y: torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y),
+    "minimum": lambda x, y: torch.fmin(x, y) if x.is_floating_point() else torch.minimum(x, y),
+}
 
 
 def _set_operators() -> None:
-    computed: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        **{"add": torch.add, "sub": torch.sub, "mul": torch.mul, "truediv": torch.true_divide, "mod": torch.fmod},
-        **{"rshift": torch.bitwise_right_shift, "lshift": torch.bitwise_left_shift, "and": torch.bitwise_and},
-        **{"or": torch.bitwise_or, "xor": torch.bitwise_xor, "lt": torch.lt, "le": torch.le, "gt": torch.gt},
-        **{"ge": torch.ge, "eq": torch.eq, "ne": torch.ne},
-        "floordiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-    }
-    for name, compute in computed.items():
-        setattr(Value, f"__{name}__", lambda x, y, compute=compute: _both(compute, x, y))
-        if name in ("add", "sub", "mul", "truediv", "and", "or"):
-            turned = lambda x, y, compute=compute: _both(lambda a, b: compute(b, a), x, y)  # noqa: E731
-            setattr(Value, f"__r{name}__", turned)
+    for name in _COMPUTED:
+        setattr(Value, f"__{name}__", lambda x, y, name=name: _both(name, x, y))
+        setattr(Value, f"__r{name}__", lambda x, y, name=name: _both(name, value_of(y, x.data.dtype), x))
 
 
 _set_operators()
@@ -204,7 +225,7 @@ def load(address: Value, mask: Any = None, other: Any = None) -> Value:
     """Load elements where a mask is true, else another number; nothing asked for is nothing known."""
     offsets, asked = _places(address, mask)
     memory = _memory_of(address)
-    rest = poison(memory.dtype, ()) if other is None else torch.tensor(other, dtype=memory.dtype)
+    rest = poison(memory.dtype, ()) if other is None else value_of(other, memory.dtype).data.to(memory.dtype)
     found = memory[torch.where(asked, offsets, 0)] if memory.numel() else rest.expand(offsets.shape)
     return Value(torch.where(asked, found, rest), address.layout)
 
@@ -234,13 +255,15 @@ def atomic_add(address: Value, value: Any, mask: Any = None, sem: str = "acq_rel
 
 
 def _maximum(x: Any, y: Any) -> Value:
-    x, y = (x, y) if isinstance(x, Value) else (value_of(y), x)
-    return _both(torch.fmax if x.data.dtype.is_floating_point else torch.maximum, x, y)
+    return _both("maximum", *_one_value(x, y))
 
 
 def _minimum(x: Any, y: Any) -> Value:
-    x, y = (x, y) if isinstance(x, Value) else (value_of(y), x)
-    return _both(torch.fmin if x.data.dtype.is_floating_point else torch.minimum, x, y)
+    return _both("minimum", *_one_value(x, y))
+
+
+def _one_value(x: Any, y: Any) -> tuple[Value, Any]:
+    return (x, y) if isinstance(x, Value) else (value_of(y), x)
 
 
 def _where(condition: Value, x: Any, y: Any) -> Value:
@@ -255,7 +278,7 @@ def _reduced(x: Value, axis: int, data: Tensor) -> Value:
 
 
 def _max(x: Value, axis: int) -> Value:
-    data = x.data
+    data = _of_32_bits(x.data)
     if not data.dtype.is_floating_point:
         return _reduced(x, axis, data.amax(axis))
     numbers = torch.where(data.isnan(), -torch.inf, data).amax(axis)
@@ -263,8 +286,15 @@ def _max(x: Value, axis: int) -> Value:
 
 
 def _sum(x: Value, axis: int) -> Value:
-    kind = torch.int32 if x.data.dtype is torch.bool else x.data.dtype
-    return _reduced(x, axis, x.data.sum(axis, dtype=kind))
+    data = x.data if x.data.dtype.is_floating_point else _of_32_bits(x.data)
+    return _reduced(x, axis, data.sum(axis, dtype=data.dtype))
+
+
+def _of_32_bits(data: Tensor) -> Tensor:
+    """Return narrow numbers in 32 bits, as reductions do."""
+    if data.dtype.itemsize >= 4:
+        return data
+    return data.to(torch.float32 if data.dtype.is_floating_point else torch.int32)
 
 
 def _arange(start: int, end: int, layout: Any = None) -> Value:
@@ -298,7 +328,8 @@ FUNCTIONS: dict[str, Any] = {
     **{"zeros": lambda shape, kind, layout=None: _full(shape, 0, kind, layout), "cdiv": _cdiv, "static_range": range},
     **{"exp2": _of_each(torch.exp2), "log2": _of_each(torch.log2), "abs": _of_each(torch.abs)},
     **{"expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis), None, x.memory), "static_assert": require},
-    **{"convert_layout": lambda x, layout, assert_trivial=False: Value(x.data, layout), "constexpr": lambda x: x},
+    "convert_layout": lambda x, layout, assert_trivial=False: Value(x.data, layout, x.memory),
+    "constexpr": lambda x: x,
     **{"floor": _of_each(torch.floor), "exp": _of_each(torch.exp), "log": _of_each(torch.log)},
 }
 LAYOUTS = (
