@@ -58,7 +58,7 @@ class Interpreted:
 
         def launch(*arguments: Any, num_warps: int = 0, **named: Any) -> None:
             warps.append(num_warps or warps[-1])  # a launch that is replayed has those of the first
-            given = dict(zip(self.arg_names, arguments, strict=False)) | named
+            given = dict(zip(self.arg_names[: len(arguments)], arguments, strict=True)) | named
             with _ONE_LAUNCH:
                 self._launch((*grid, 1, 1)[:3], given, warps[-1])
 
