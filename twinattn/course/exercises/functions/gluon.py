@@ -123,10 +123,11 @@ GLUON_PIPELINE = Exercise(
         "`scores = warpgroup_mma_wait(0, deps=[scores])`",
         "arrivals has more": "`load` arrives at a `full` barrier twice in one round. mbarrier.expect is its one "
         "arrival, and before it fills a slot again it waits for `empty`; has each wait the parity of its round?",
-        "multiply; load (1)": "Both wait: has each tile one arrival at `empty`, after its product, and each wait the "
-        "parity of its round? In round 0 no slot was given back yet",
-        "its warpgroups; load (1)": "`multiply` has ended before `load`: does it wait for `full` before each product, "
-        "and arrive at `empty` after it? Do both go through the same tiles?",
+        "of pipeline_kernel; load (1)": "Both wait: has each tile one arrival at `empty`, after its product, and each "
+        "wait the parity of its round? In round 0 no slot was given back yet",
+        "the other warpgroups; load (1)": "`multiply` has ended before `load`: does it wait for `full` before each "
+        "product, and arrive at `empty` after it, and has each wait the parity of its round? Do both go through the "
+        "same tiles?",
         "deadlock": "`load` has ended, and `multiply` waits for a tile: does it wait for the parity of the round? Is "
         "mbarrier.expect called with all BYTES of each copy? If `load` fills a slot before it is empty, a phase is "
         "skipped; and both go through the same tiles",
