@@ -17,7 +17,7 @@ SMS = "GPU and Memory Workload Distribution"
 
 
 def value(section: str, name: str, write: str, scale: float = 1) -> Callable[[dict[str, Any]], str]:
-    """Return what writes a metric of a kernel: times `scale`, in a format."""
+    """Return a function that formats a metric of a kernel, times `scale`."""
     return lambda kernel: write.format(kernel["metrics"][section][name] * scale)
 
 

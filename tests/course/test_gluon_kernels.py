@@ -23,7 +23,10 @@ from fastattn.kernels.triton import hopper, launch, prompts_hopper
 from twinattn.course.gluon.interpret import Interpreted, hopper_on_a_cpu
 from twinattn.course.gluon.values import FUNCTIONS, KernelError, Value, address_of, load, value_of
 
-pytestmark = [pytest.mark.core, pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted on a CPU alone")]
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(not launch.INTERPRETED, reason="the interpreter of Gluon runs kernels on a CPU"),
+]
 
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TILE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -358,5 +361,5 @@ def test_the_kernels_for_hopper_are_themselves_again_after_an_error():
     before = hopper.is_there, prompts_hopper.is_there, prompts_hopper._attend_kernel
     with pytest.raises(ZeroDivisionError), hopper_on_a_cpu():
         assert prompts_hopper._attend_kernel is not before[2] and prompts_hopper.is_there("cpu")
-        1 / 0  # noqa: B018
+        raise ZeroDivisionError
     assert before == (hopper.is_there, prompts_hopper.is_there, prompts_hopper._attend_kernel)

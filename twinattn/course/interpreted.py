@@ -71,11 +71,11 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
     for rung in above if file is None else [Rung(len(above) + 1, file.stem, file.name, file)]:
         needed = rung.missing(device)
         batches = SMALL[name] if needed is None else ()
-        is_interpreted = needed is not None and name in ON_HOPPER and is_on() and device.type == "cpu" and file is None
-        if is_interpreted:
+        in_gluon = needed is not None and name in ON_HOPPER and is_on() and device.type == "cpu" and file is None
+        if in_gluon:
             batches = (ON_HOPPER[name],)
         for batch in batches:
-            inputs = inputs_of(batch, device, torch.float16 if is_interpreted else torch.float32)
+            inputs = inputs_of(batch, device, torch.float16 if in_gluon else torch.float32)
             needed = lacking(rung, inputs)
             if needed is None:
                 break
@@ -85,7 +85,7 @@ def run(name: str, tell: Callable[[str], None], device: torch.device, file: Path
             continue
         began = time.monotonic()
         try:
-            launched = (check_orders if is_interpreted else check)(reference, rung, batch, inputs)
+            launched = (check_orders if in_gluon else check)(reference, rung, batch, inputs)
         except AssertionError as error:
             all_right = False
             tell(f"{rung.number:2} {rung.title:65} WRONG: {error}")
@@ -129,7 +129,7 @@ def check(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> 
 
 
 def check_orders(reference: Rung, rung: Rung, batch: Batch, inputs: dict[str, Any]) -> list[str]:
-    """Hold a rung with roles for warps to the formula in some orders, as `check`; its launches are in Gluon."""
+    """Check a rung that launches kernels in Gluon, as `check`, in several orders of its warpgroups."""
     from twinattn.course.gluon.interpret import hopper_on_a_cpu
 
     for seed in range(ORDERS):

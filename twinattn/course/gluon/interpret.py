@@ -85,10 +85,10 @@ class Interpreted:
 
 @contextmanager
 def hopper_on_a_cpu(seed: int = 0) -> Iterator[list[Interpreted]]:
-    """Let `fastattn` launch its kernels for Hopper on a CPU, for the calls that they take there.
+    """Run the kernels for Hopper on a CPU where `fastattn` would launch them on a GPU.
 
-    These are calls in float16: of prompts with more than 128 rows per sequence and KV head, and of 64 rows over latents
-    of 512 + 64 numbers. They need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
+    They take calls in float16: of prompts with more than 128 rows per sequence and KV head, and of 64 rows over latents
+    of 512 + 64 numbers. Both need `fastattn.use_kernel("triton")` and TRITON_INTERPRET=1.
 
     A plan keeps its launches: one that was used before launches no kernel for Hopper here, and one that is first used
     here goes on with these later.
@@ -173,13 +173,13 @@ _INSTEAD = [  # the objects that a module imports, and those that a kernel in it
 
 
 class _Names:
-    """What the functions of some modules see: the objects that a module has now, and those that stand for Gluon's."""
+    """The global names of kernels, by module: the objects that a module has now, those of Gluon replaced by ours."""
 
     def __init__(self) -> None:
         self._modules: dict[int, dict[str, Any]] = {}  # by the names of a module
 
     def here(self, x: Any) -> Any:
-        """Return what a kernel sees for something that it uses."""
+        """Translate an object that a kernel uses: Gluon's modules to ours, functions of kernels to Python's."""
         for there, instead in _INSTEAD:
             if x is there:
                 return instead
@@ -204,7 +204,7 @@ class _Names:
         return self._modules[id(names)]
 
     def given(self, x: Any) -> Any:
-        """Return an argument of a launch as the kernel sees it."""
+        """Convert an argument of a launch: a tensor to an address, a number to a scalar."""
         if isinstance(x, Tensor):
             return address_of(x)
         if isinstance(x, tuple):

@@ -142,7 +142,7 @@ class Machine:
         self._turn.release()
 
     def wait(self, ready: Callable[[], bool] = lambda: True, what: Callable[[], str] = lambda: "its turn") -> None:
-        """Let others run until something is so; a deadlock names what it is that one waits for."""
+        """Suspend the running warpgroup until `ready()` is true; the error of a deadlock quotes `what()`."""
         group = self.current
         group.ready, group.waits_for = ready, what
         self._turn.release()
@@ -178,7 +178,7 @@ class Machine:
             self._stop()
 
     def _resume(self, group: Group) -> None:
-        """Let a warpgroup go on until it waits or ends."""
+        """Run a warpgroup until it waits or ends."""
         self.current = group
         group.turn.release()
         self._turn.acquire()
@@ -192,7 +192,7 @@ class Machine:
             group.thread.join(LAST_SECONDS)
 
     def _draw(self) -> Group | None:
-        """Return who goes on; None if something asynchronous was done first."""
+        """Choose the warpgroup that runs next; None if a copy or product was done instead."""
         self._under_way = [one for one in self._under_way if not one.done]
         able = [one for one in self._groups if one.ready()]
         if self._under_way and (not able or self._random.random() < 0.1):

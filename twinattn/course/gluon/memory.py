@@ -65,12 +65,12 @@ class Shared:
         self.write_by_threads(value.data, Machine.now.current)
 
     def write_by_threads(self, data: Tensor, group: Group) -> None:
-        """Write what products see only behind a fence."""
+        """Write elements, which products may read only after a fence."""
         self._write(data)
         self._written.setdefault(self._slot, {})[group] = Machine.now.tick()
 
     def write_tile(self, data: Tensor) -> None:
-        """Write a whole tile, which products see without a fence."""
+        """Write a whole tile, which products may read without a fence."""
         self._write(data)
         self._written.pop(self._slot, None)
 
@@ -82,7 +82,7 @@ class Shared:
         self.data.copy_(data)
 
     def read_by_product(self, reader: Group) -> Tensor:
-        """Return what a product of a warpgroup reads."""
+        """Return the operand of a product; a warpgroup needs a fence after writes by threads."""
         for slot, writers in self._written.items():
             overlaps = all(x == y for x, y in zip(slot, self._slot, strict=False))  # one is a part of the other
             require(
@@ -165,19 +165,19 @@ def allocate(kind: Kind, shape: Sequence[int], layout: Any, value: Value | None 
 
 
 def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
-    """Arrive at a barrier, once for all threads of the warpgroup, and let others run."""
+    """Arrive at a barrier, once for all threads of the warpgroup."""
     if pred:
         barrier.arrive(count)
     Machine.now.wait()
 
 
 def fence(cluster: bool = False) -> None:
-    """Let products see what threads wrote before, as `fence_async_shared`."""
+    """Make earlier writes by threads visible to products, as `fence_async_shared`."""
     Machine.now.current.fenced_at = Machine.now.tick()
 
 
 def meet(number: int, threads: int, *, waits: bool) -> None:
-    """Arrive at a named barrier, which lets all go on when so many threads have arrived.
+    """Arrive at a named barrier, which completes when the expected number of threads has arrived.
 
     Args:
         number: of the barrier.
@@ -198,7 +198,7 @@ def meet(number: int, threads: int, *, waits: bool) -> None:
 
 
 def _where(frame: FrameType | None) -> str:
-    """Return the functions of the kernel that run there, from the innermost on."""
+    """Return the names of the kernel's functions on the call stack, innermost first."""
     names: list[str] = []
     while frame is not None and "threading.py" not in frame.f_code.co_filename:
         if Path(frame.f_code.co_filename).parent != HERE:

@@ -33,7 +33,7 @@ def commit_copies() -> None:
 
 
 def arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
-    """Let each thread arrive at a barrier when its copies so far are done, as `async_copy.mbarrier_arrive`."""
+    """Arrive at a barrier with every thread, once its earlier copies are done, as `async_copy.mbarrier_arrive`."""
     machine = Machine.now
     group = machine.current
     threads = 32 * group.num_warps

@@ -169,7 +169,7 @@ _COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _set_operators() -> None:
-    for name in _COMPUTED:
+    for name in _COMPUTED.keys() - {"maximum", "minimum"}:
         setattr(Value, f"__{name}__", lambda x, y, name=name: _both(name, x, y))
         setattr(Value, f"__r{name}__", lambda x, y, name=name: _both(name, value_of(y, x.data.dtype), x))
 
@@ -215,7 +215,7 @@ def _places(address: Value, mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def poison(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return what memory holds before it is written: NaN, or a large integer."""
+    """Return the contents of memory before the first write: NaN, or a large integer."""
     if dtype.is_floating_point:
         return torch.full(tuple(shape), torch.nan, dtype=torch.float32).to(dtype)
     return torch.full(tuple(shape), 85).to(dtype)
@@ -317,6 +317,10 @@ def _cdiv(x: Any, y: Any) -> Any:
     return (x + (y - 1)) // y
 
 
+def _static_assert(condition: Any, message: str = "a static assertion fails") -> None:
+    require(condition, message)
+
+
 def _of_each(compute: Callable[[Tensor], Tensor]) -> Callable[[Any], Value]:
     return lambda x: Value(compute(value_of(x).data), value_of(x).layout)
 
@@ -327,7 +331,7 @@ FUNCTIONS: dict[str, Any] = {
     **{"minimum": _minimum, "max": _max, "sum": _sum, "arange": _arange, "full": _full, "split": _split, "join": _join},
     **{"zeros": lambda shape, kind, layout=None: _full(shape, 0, kind, layout), "cdiv": _cdiv, "static_range": range},
     **{"exp2": _of_each(torch.exp2), "log2": _of_each(torch.log2), "abs": _of_each(torch.abs)},
-    **{"expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis), None, x.memory), "static_assert": require},
+    **{"expand_dims": lambda x, axis: Value(x.data.unsqueeze(axis), None, x.memory), "static_assert": _static_assert},
     "convert_layout": lambda x, layout, assert_trivial=False: Value(x.data, layout, x.memory),
     "constexpr": lambda x: x,
     **{"floor": _of_each(torch.floor), "exp": _of_each(torch.exp), "log": _of_each(torch.log)},
