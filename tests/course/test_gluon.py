@@ -42,13 +42,13 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     "keys-given-back-before-their-products": (
         prompts_hopper,
         """        products = warpgroup_mma_wait(1, deps=[products])
-        mbarrier.arrive(room.no_keys.index(slot))""",
-        """        mbarrier.arrive(room.no_keys.index(slot))
+        leave(room.no_keys.index(slot))""",
+        """        leave(room.no_keys.index(slot))
         products = warpgroup_mma_wait(1, deps=[products])""",
         f"{WRONG}|{FENCE}",
     ),
     "keys-never-given-back": (
-        *(prompts_hopper, "        mbarrier.arrive(room.no_keys.index(slot))  # products", "        pass  # products"),
+        *(prompts_hopper, "        leave(room.no_keys.index(slot))\n        if", "        if"),
         DEADLOCK,
     ),
     "queries-never-given-back": (
@@ -72,8 +72,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         f"{MORE}|{DEADLOCK}",
     ),
     "a-barrier-for-one-of-two-consumers": (
-        *(prompts_hopper, "mbarrier.init(room.no_values.index(slot), count=2)"),
-        *("mbarrier.init(room.no_values.index(slot), count=1)", DEADLOCK),
+        *(prompts_hopper, "mbarrier.init(room.no_values.index(slot), count=2 * 128)"),
+        *("mbarrier.init(room.no_values.index(slot), count=128)", f"{DEADLOCK}|{MORE}"),
     ),
     "a-thread-too-few": (prompts_hopper, "count=128 + 1)", "count=128)", MORE),
     "half-of-the-bytes": (
@@ -137,7 +137,7 @@ def found_in(module, given, plan, expected, seed):
     counters = torch.zeros(2, dtype=torch.int32)
     with (
         mock.patch.object(module, "_attend_kernel", kernel),
-        mock.patch.object(module, "counters_of", lambda device: counters),
+        mock.patch.object(sys.modules["planted_load_hopper"], "counters_of", lambda device: counters),
         mock.patch.object(devices, "num_sms", lambda device: 2),
     ):
         try:

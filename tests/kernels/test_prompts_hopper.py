@@ -14,7 +14,7 @@ import fastattn.varlen
 import refattn.chunked_prefill
 import refattn.varlen
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton import hopper, launch, prompts_hopper
+from fastattn.kernels.triton import hopper, launch, load_hopper, prompts_hopper
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.tuning import LaunchConfig
@@ -178,7 +178,7 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
     asked = per_head(asked, case, "cpu")
     with (
         mock.patch.object(triton_tuning, "sms_of", lambda device: 1),
-        mock.patch.object(prompts_hopper, "counters_of", lambda device: counters),
+        mock.patch.object(load_hopper, "counters_of", lambda device: counters),
         hopper_on_a_cpu(seed),
         fastattn.use_kernel("triton"),
     ):
@@ -192,19 +192,19 @@ def test_counters_are_of_a_stream_and_of_a_captured_launch(monkeypatch):
     """Launches on two streams, or of two graphs, may run at once: none may draw tiles of the other."""
     now = dict(stream=7, captures=False)
     zeros = torch.zeros
-    monkeypatch.setattr(prompts_hopper, "_counters", {})
+    monkeypatch.setattr(load_hopper, "_counters", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now["stream"], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
     monkeypatch.setattr(torch, "zeros", lambda *size, device, **more: zeros(*size, **more))
     gpus = [torch.device("cuda", index) for index in range(2)]
-    first = prompts_hopper.counters_of(gpus[0])
+    first = load_hopper.counters_of(gpus[0])
     assert first.tolist() == [0, 0] and first.dtype == torch.int32
-    assert prompts_hopper.counters_of(gpus[0]) is first
-    assert prompts_hopper.counters_of(gpus[1]) is not first
+    assert load_hopper.counters_of(gpus[0]) is first
+    assert load_hopper.counters_of(gpus[1]) is not first
     now["stream"] = 8
-    assert prompts_hopper.counters_of(gpus[0]) is not first
+    assert load_hopper.counters_of(gpus[0]) is not first
     now.update(stream=7, captures=True)
-    captured = [prompts_hopper.counters_of(gpus[0]) for _ in range(2)]
+    captured = [load_hopper.counters_of(gpus[0]) for _ in range(2)]
     assert captured[0] is not captured[1] and not any(x is first for x in captured)
 
 

@@ -1,20 +1,25 @@
-"""Shared by the warp-specialized kernels for Hopper: where they run, and padding rows.
+"""Shared by the warp-specialized kernels for Hopper: where they run, copies of rows, slots, and padding rows.
 
-Source: `fastattn.kernels.triton.prompts_hopper` and `fastattn.kernels.triton.latents_hopper`.
+Those are `prompts_hopper`, `latents_hopper` and `chunks_hopper`, beside this file.
+
+Source: the PTX manual, "cp.async" and "cp.async.mbarrier.arrive".
 """
 
 from typing import no_type_check
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import is_rocm
 
 KNOWN = ("3.6", "3.7")  # versions of Triton: Gluon is experimental
+PANEL = tl.constexpr(64)  # elements of a row that are contiguous in shared memory
 
 
 def is_there(device: torch.device) -> bool:
@@ -26,6 +31,28 @@ def is_there(device: torch.device) -> bool:
 def is_aligned(x: Tensor, *strides: int) -> bool:
     """Return whether rows are contiguous, with an address and strides that are multiples of 16."""
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *strides))
+
+
+@gluon.jit
+@no_type_check
+def copy_rows(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
+    """Start to copy rows of a pool into shared memory, zeros where there is no row: memory there may be NaN."""
+    SIZE: gl.constexpr = place.shape[1]
+    at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
+    pointers = pool + (offsets[:, None] + at[None, :])
+    mask = is_row[:, None] & (at < PANEL)[None, :]  # the second is always true, and gives the mask its shape
+    for first in gl.static_range(0, SIZE, PANEL):
+        async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first, mask=mask)
+
+
+@gluon.jit
+@no_type_check
+def leave(barrier):
+    """Arrive at the barrier of a slot with each thread; `mbarrier.arrive` has all warps of a group meet before it.
+
+    A thread that has no copies under way arrives at once. The barrier expects every thread of all consumers.
+    """
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit

@@ -18,17 +18,21 @@ program to end sets the counter to 0 again, for the next launch.
 Source: Shah et al. 2024, "FlashAttention-3" (3.1); the PTX manual, "cp.async.bulk.tensor" and "cp.async".
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, no_type_check
 
+import torch
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
+from fastattn.kernels.triton.hopper import copy_rows
+from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.masks import Run, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
-PANEL = tl.constexpr(64)  # elements of a row that are contiguous in shared memory
 SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
 CLEARED = tl.constexpr(16)  # rows that are cleared at once
 
@@ -91,6 +95,57 @@ class Room(NamedTuple):
     IN_BULK: Any
 
 
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters_of(device: torch.device) -> Tensor:
+    """Return two counters that are 0, [2] in int32: of tiles that are drawn, and of programs that have ended.
+
+    Launches on one stream run one after the other, and each leaves zeros, so all share the counters of their stream. A
+    launch that is captured into a CUDA graph may run on any, beside others: it has its own, which the graph sets to 0.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    place = device, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _counters.get(place)
+    if found is None:
+        found = _counters.setdefault(place, torch.zeros(2, dtype=torch.int32, device=device))
+    return found
+
+
+class CountedLaunch(Launch):
+    """A launch of a kernel whose argument `counters` is `counters_of` the stream.
+
+    Args:
+        kernel: as in `Launch`, as are the others.
+        grid: the number of programs.
+        changing: without the counters; the first one says on which device the launch is.
+        arguments: all others.
+        options: of the launch.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        changing: Mapping[str, Tensor | float | None],
+        arguments: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        counted = {**changing, "counters": _counters_beside(changing.values())}
+        super().__init__(kernel, grid, counted, arguments, options)
+
+    def replay(self, *tensors: Tensor | float | None) -> None:
+        """Launch on the current stream with other tensors, again without the counters."""
+        super().replay(*tensors, _counters_beside(tensors))
+
+
+def _counters_beside(tensors: Iterable[Tensor | float | None]) -> Tensor:
+    query = next(iter(tensors))
+    assert isinstance(query, Tensor)
+    return counters_of(query.device)
+
+
 @gluon.jit
 @no_type_check
 def parity(count):
@@ -134,18 +189,6 @@ def find_tile(program, programs, queries, mask, TILE):
 
 @gluon.jit
 @no_type_check
-def _copy(place, pool, offsets, is_row, LAYOUT: gl.constexpr):
-    """Start to copy rows of a pool into shared memory, zeros where there is no row: memory there may be NaN."""
-    SIZE: gl.constexpr = place.shape[1]
-    at = gl.arange(0, PANEL, layout=gl.SliceLayout(0, LAYOUT))
-    pointers = pool + (offsets[:, None] + at[None, :])
-    mask = is_row[:, None] & (at < PANEL)[None, :]  # the second is always true, and gives the mask its shape
-    for first in gl.static_range(0, SIZE, PANEL):
-        async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first, mask=mask)
-
-
-@gluon.jit
-@no_type_check
 def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
     """Start to copy a tile of queries, separately for each consumer warpgroup."""
     HALF: gl.constexpr = room.query.shape[1]
@@ -154,7 +197,7 @@ def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
         rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
         offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-        _copy(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
+        copy_rows(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
     async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
 
 
@@ -291,12 +334,12 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
             blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
             slot = (items + step) % SLOTS
             mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
-            _copy(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
+            copy_rows(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
             async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
         if step > 0:
             slot = (items + step - 1) % SLOTS
             mbarrier.wait(room.no_values.index(slot), parity(items + step - 1) ^ 1)
-            _copy(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
+            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
             async_copy.mbarrier_arrive(room.has_values.index(slot), increment_count=False)
         value_at = next_at
         is_value = is_key

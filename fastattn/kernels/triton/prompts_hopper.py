@@ -31,7 +31,6 @@ Source: Shah et al. 2024, "FlashAttention-3": roles for warps and turns (3.1), a
 
 from typing import Any, NamedTuple, no_type_check
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -47,10 +46,19 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.load_hopper import SLOTS, Room, bring, clear_rows, find_tile, parity, read_number
+from fastattn.kernels.triton.load_hopper import (
+    SLOTS,
+    CountedLaunch,
+    Room,
+    bring,
+    clear_rows,
+    find_tile,
+    parity,
+    read_number,
+)
 from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
 from fastattn.kernels.triton.merge import Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
@@ -143,34 +151,6 @@ def takes(
     )
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def counters_of(device: torch.device) -> Tensor:
-    """Return two counters that are 0, [2] in int32: of tiles that are drawn, and of programs that have ended.
-
-    Launches on one stream run one after the other, and each leaves zeros, so all share the counters of their stream. A
-    launch that is captured into a CUDA graph may run on any, beside others: it has its own, which the graph sets to 0.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    place = device, torch._C._cuda_getCurrentRawStream(device.index)
-    found = _counters.get(place)
-    if found is None:
-        found = _counters.setdefault(place, torch.zeros(2, dtype=torch.int32, device=device))
-    return found
-
-
-class CountedLaunch(Launch):
-    """A launch whose last changing argument is `counters_of` the stream; `replay` takes the others."""
-
-    def replay(self, *tensors: Tensor | float | None) -> None:
-        """Launch on the current stream with other tensors; the first one says on which device."""
-        query = tensors[0]
-        assert isinstance(query, Tensor)
-        super().replay(*tensors, counters_of(query.device))
-
-
 def _reach(pool: Tensor) -> int:
     """Return how far the last element of a pool is from its first one."""
     return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
@@ -221,7 +201,7 @@ def launch(
     return CountedLaunch(
         _attend_kernel,
         (min(programs, devices.num_sms(query.device)),),
-        of_layer | layer_args(query, options) | {"counters": counters_of(query.device)},
+        of_layer | layer_args(query, options),
         dict(
             queries=queries_of(query, batch, num_heads, group),
             keys=keys,
@@ -278,9 +258,14 @@ def _give_turn(WHO: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _never():
-    """Do what the compiler cannot move: a branch that is never taken keeps what is above it there."""
-    _execute("nanosleep.u32 1; mov.b32 $0, $1;")
+def _here(sums):
+    """Return sums of weights, computed before the wait that follows: the compiler moves past it what only computes.
+
+    What may sleep it may not move. A sum of finite weights is never as large as 2**127.
+    """
+    IF_LARGE: gl.constexpr = "max.f32 x, $2, $3; setp.gt.f32 p, x, 0f7F000000; @p nanosleep.u32 1;"
+    ASM: gl.constexpr = "{ .reg .f32 x; .reg .pred p; " + IF_LARGE + " mov.b32 $0, $2; mov.b32 $1, $3; }"
+    return gl.inline_asm_elementwise(ASM, "=f,=f,f,f", [sums], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -334,7 +319,7 @@ def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
     fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
     products = _multiply_keys(q, room, slot, SCORES)
     products = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(room.no_keys.index(slot))
+    leave(room.no_keys.index(slot))
     unit = options.scale * LOG2E
     products = _mask(products, 0, seen)
     row_max = gl.max(products, 1) * unit
@@ -367,7 +352,7 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
         sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
         _give_turn(WHO)
         products = warpgroup_mma_wait(1, deps=[products])
-        mbarrier.arrive(room.no_keys.index(slot))  # products are of the whole group, so all its warps are done with it
+        leave(room.no_keys.index(slot))
         if MASKED:
             products = _mask(products, step, seen)
         old_max = row_max
@@ -376,15 +361,15 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
         now, later = gl.split(products.reshape([HALF, 2, KEYS // 2]).permute((0, 2, 1)))
         starts = gl.convert_layout(start, gl.SliceLayout(1, now.type.layout))[:, None]
         x = gl.exp2(now * unit - starts)
-        # Without this branch the compiler moves the exponentials past the wait for the values.
-        if options.scale < 0:
-            _never()
+        own_sums = _here(_own_sums(x))
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
-        mbarrier.arrive(room.no_values.index(value_slot))
-        x = gl.join(x, gl.exp2(later * unit - starts)).permute((0, 2, 1)).reshape([HALF, KEYS])
+        leave(room.no_values.index(value_slot))
+        x_later = gl.exp2(later * unit - starts)
+        own_sums = gl.convert_layout(own_sums + _own_sums(x_later), row_sum.type.layout, assert_trivial=True)
+        x = gl.join(x, x_later).permute((0, 2, 1)).reshape([HALF, KEYS])
         x = gl.convert_layout(x, SCORES, assert_trivial=True)
         rescale = gl.exp2(old_max - start)
-        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _own_sums(x)
+        row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + own_sums
         weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
@@ -436,8 +421,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         fence_async_shared()
         sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
         acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
-        tl.debug_barrier()
-        mbarrier.arrive(room.no_values.index(value_slot))
+        leave(room.no_values.index(value_slot))
         _store(queries, tile, options, out, row_max, gl.sum(row_sum, 1), acc, WHO * HALF)
         number = read_number(room, tiles)
 
@@ -462,9 +446,14 @@ def _store(queries, tile, options, out, row_max, row_sum, acc, first):
         values = acc * (1.0 / row_sum)[:, None]
         logs = (row_max + gl.log2(row_sum)) / LOG2E
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
-    at = gl.arange(0, DV, layout=gl.SliceLayout(0, OUTPUT))
-    gl.store(out.out + (places[:, None] * DV + at[None, :]), values.to(out.out.dtype.element_ty), mask=is_row[:, None])
     gl.store(out.lse + places, logs, mask=is_row)
+    # Products leave 4 bytes of a row with a thread; with 16 bytes each, whole sectors are written.
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    places = gl.convert_layout(places, gl.SliceLayout(1, LINES))
+    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, LINES))
+    values = gl.convert_layout(values.to(out.out.dtype.element_ty), LINES)
+    at = gl.arange(0, DV, layout=gl.SliceLayout(0, LINES))
+    gl.store(out.out + (places[:, None] * DV + at[None, :]), values, mask=is_row[:, None])
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -492,9 +481,9 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
         mbarrier.init(room.has_queries.index(slot), count=128 + 1)  # every producer thread, and one for the number
         mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
         mbarrier.init(room.has_keys.index(slot), count=1 if TILE.IN_BULK else 128)
-        mbarrier.init(room.no_keys.index(slot), count=2)
+        mbarrier.init(room.no_keys.index(slot), count=2 * 128)  # every consumer thread
         mbarrier.init(room.has_values.index(slot), count=1 if TILE.IN_BULK else 128)
-        mbarrier.init(room.no_values.index(slot), count=2)
+        mbarrier.init(room.no_values.index(slot), count=2 * 128)
     fence_async_shared()
     tl.debug_barrier()
     gl.warp_specialize(

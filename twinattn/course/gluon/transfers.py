@@ -33,13 +33,21 @@ def commit_copies() -> None:
 
 
 def arrive_after_copies(barrier: Barrier, increment_count: bool = True) -> None:
-    """Arrive at a barrier with every thread, once its earlier copies are done, as `async_copy.mbarrier_arrive`."""
+    """Arrive at a barrier with every thread, once its earlier copies are done, as `async_copy.mbarrier_arrive`.
+
+    Threads that have no copies under way arrive at once.
+    """
     machine = Machine.now
     group = machine.current
     threads = 32 * group.num_warps
     if increment_count:
         barrier.expect_arrivals(threads)
-    machine.issue(Event("copy", partial(barrier.arrive, threads), [one for some in group.copies for one in some]))
+    copies = [one for some in group.copies for one in some if not one.done]
+    arrival = Event("copy", partial(barrier.arrive, threads), copies)
+    if copies:
+        machine.issue(arrival)
+    else:
+        arrival.finish()
     machine.wait()
 
 
