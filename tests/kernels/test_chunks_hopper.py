@@ -1,0 +1,155 @@
+"""States from chunk to chunk by warps with roles: the kernel for Hopper, interpreted, against the chunks one by one.
+
+On a card every test of prompts over states launches it, where keys have 128 elements and are of bfloat16.
+"""
+
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import refattn.recurrent
+from fastattn.kernels.triton import chunks_hopper, launch, recurrent
+from fastattn.kernels.triton.states import States, tables_of
+from refattn.metadata import make_batch
+from tests.helpers.tolerance import assert_close
+from twinattn.course.gluon.interpret import Interpreted
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted; on a card the tests of paths launch it")
+
+HEADS, KEY_HEADS, SLOTS, SCALE, CHUNK = 4, 2, 9, 0.7, chunks_hopper.CHUNK
+HALF = torch.bfloat16
+
+
+class Step:
+    """A step of prompts: tokens, the intra-chunk terms of the first launch, a pool of states, and a plan."""
+
+    def __init__(self, lens, seed=0, idle=(), block_size=None, padding=3):
+        generator = torch.Generator().manual_seed(seed)
+        self.lens, self.num_tokens = lens, sum(q for q, _ in lens) + padding
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.query = (draw(self.num_tokens, KEY_HEADS, 128) / 11).to(HALF)
+        self.key = torch.nn.functional.normalize(draw(self.num_tokens, KEY_HEADS, 128), dim=-1).to(HALF)
+        self.value = draw(self.num_tokens, HEADS, 128).to(HALF)
+        self.pool = draw(SLOTS, HEADS, 128, 128) * 0.3
+        self.slots = torch.randperm(SLOTS, generator=generator)
+        self.index = self.slots[: len(lens)].int()
+        self.index[list(idle)] = -1
+        self.has_state = torch.tensor([s > q or (seed + i) % 2 > 0 for i, (q, s) in enumerate(lens)])
+        self.solved = recurrent._solved(self.query, self.value, per_channel=False, delta=True, chunk=CHUNK)
+        for x, size in ((self.solved.written, 1), (self.solved.answered, 12), (self.solved.weights, 8)):
+            x.copy_(draw(*x.shape) / size)
+        self.solved.decays.copy_(torch.rand(self.solved.decays.shape, generator=generator))
+        self.block_size, more = block_size, {}
+        if block_size:  # one state more is kept, at the last end of a block of the first sequence
+            self.kept = torch.full((len(lens), max(s for _, s in lens) // block_size + 1), -1, dtype=torch.int32)
+            self.kept[0, lens[0][1] // block_size - 1] = self.slots[-1]
+            more = dict(block_size=block_size, checkpoint_indices=self.kept)
+        batch = make_batch([q for q, _ in lens], [s for _, s in lens])
+        self.plan = refattn.recurrent.plan(batch, state_indices=self.index, has_initial_state=self.has_state, **more)
+
+    def launch(self, consumers, seed):
+        """Return the outputs and the pool after a launch."""
+        out, pool = torch.full((self.num_tokens, HEADS, 128), torch.nan, dtype=HALF), self.pool.clone()
+        given = dict(
+            tokens=recurrent._with_fixed_strides(recurrent._tokens_of(self.query, self.key, self.value)),
+            states=States(pool, pool.stride()),
+            out=out,
+            out_strides=recurrent._fixed(out.stride()),
+            tables=tables_of(self.plan, self.num_tokens),
+            solved=self.solved,
+            scale=SCALE,
+            TILE=chunks_hopper.sizes_of(HEADS, consumers),
+        )
+        kernel = Interpreted(chunks_hopper._fold_kernel, seed)
+        grid = len(self.lens) + 1, HEADS, 2 // consumers
+        kernel[grid](*(given[name] for name in kernel.arg_names), num_warps=4)
+        return out, pool
+
+    def by_hand(self, dtype):
+        """Return the same, one chunk after the other, with products in a type; operands are rounded as they are."""
+        out, pool = torch.zeros(self.num_tokens, HEADS, 128, dtype=dtype), self.pool.to(dtype)
+        row = 0
+        for i, (query_len, seq_len) in enumerate(self.lens):
+            for head in range(HEADS if query_len and self.index[i] >= 0 else 0):
+                self._fold(i, head, row, query_len, seq_len - query_len, out, pool)
+            row += query_len
+        return out, pool
+
+    def _fold(self, i, head, row, query_len, position, out, pool):
+        dtype, solved, slot = out.dtype, self.solved, self.index[i]
+        state = self.pool[slot, head].to(dtype) * self.has_state[i]
+        for first in range(-(position % CHUNK), query_len, CHUNK):
+            at = torch.arange(max(first, 0), min(first + CHUNK, query_len))
+            rows, before = row + at, state.to(HALF).to(dtype)
+            since, until = solved.decays[rows, head].to(dtype).unbind(1)
+            values = solved.written[rows, head].to(dtype) - solved.answered[rows, head].to(dtype) @ before.T
+            asked = self.query[rows, head // 2].to(dtype) @ before.T * since[:, None]
+            weights = solved.weights[rows, head][:, at - first].to(dtype)
+            out[rows, head] = (asked + weights @ values.to(HALF).to(dtype)) * SCALE
+            kept = (values * until[:, None]).to(HALF).to(dtype)
+            state = state * since[-1] + kept.T @ self.key[rows, head // 2].to(dtype)
+            end = position + first + CHUNK
+            if self.block_size and first + CHUNK <= query_len and end % self.block_size == 0:
+                own = self.kept[i, end // self.block_size - 1]
+                if own >= 0:
+                    pool[own, head] = state
+        pool[slot, head] = state
+
+
+def hold(step, consumers, seed):
+    out, pool = step.launch(consumers, seed)
+    expected, low = step.by_hand(torch.float64), step.by_hand(torch.float32)
+    assert_close(out, expected[0], low[0].to(HALF))
+    assert_close(pool, expected[1], low[1])
+
+
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize(
+    ("lens", "more"),
+    [
+        (((64, 64),), {}),
+        (((130, 230), (64, 64), (5, 70)), {}),
+        (((1, 1), (63, 90), (0, 40), (65, 65)), dict(idle=(1,))),
+        (((200, 256), (3, 128)), dict(block_size=128)),
+    ],
+    ids=["a-chunk", "ragged", "idle", "checkpoints"],
+)
+def test_chunks_are_folded_one_after_the_other(lens, more, consumers):
+    """Sequences that begin inside a chunk and end inside one, states from zeros and from the pool, and padding."""
+    hold(Step(lens, **more), consumers, seed=0)
+
+
+@settings(max_examples=max(settings.default.max_examples // 2, 1))
+@drawn(
+    st.lists(
+        st.tuples(st.sampled_from((0, 1, 3, 63, 64, 130)), st.sampled_from((0, 1, 64, 100))), min_size=1, max_size=4
+    ),
+    st.sampled_from((1, 2)),
+    st.sampled_from((None, 64, 128)),
+    st.integers(0, 10**6),
+)
+def test_any_prompts_in_any_order(lens, consumers, block_size, seed):
+    """Whoever is first, warpgroups and what is asynchronous."""
+    lens = [(q, q + more) for q, more in lens]
+    if any(q for q, _ in lens):
+        hold(Step(lens, seed % 100, block_size=block_size), consumers, seed)
+
+
+def test_what_is_not_finite_stays_with_its_value_and_its_head():
+    """A value that is NaN makes later outputs of it NaN, and no others; a key, those of its head.
+
+    The first launch leaves NaN in all later rows of the chunk.
+    """
+    step = Step(((130, 130),))
+    step.solved.written[70:128, 1, 5] = torch.nan
+    step.solved.answered[70:128, 2, 7] = torch.nan
+    out, pool = step.launch(consumers=2, seed=0)
+    bad = out[:130].isnan()
+    assert not bad[:64].any() and not bad[:, 0].any() and not bad[:, 3].any()
+    assert bad[70:, 1, 5].all() and not bad[:, 1, :5].any() and not bad[:, 1, 6:].any()
+    assert bad[70:, 2].all() and pool[step.index[0]].isnan().flatten(1).any(1).tolist() == [False, True, True, False]
