@@ -4,7 +4,7 @@ var machines = [
  {
   "name": "NVIDIA H200",
   "dtype": "bfloat16",
-  "read": 4704000000000.0,
+  "read": 4702000000000.0,
   "product": 712600000000000.0,
   "points": [
    [
@@ -163,11 +163,6 @@ var machines = [
     353300000000000.0
    ],
    [
-    "varlen/prefill-2x8192",
-    3277.0,
-    592700000000000.0
-   ],
-   [
     "differential/prefill-8192",
     3072.0,
     380100000000000.0
@@ -256,6 +251,11 @@ var machines = [
     "quantized/prefill-2x8192-int4",
     3841.0,
     573700000000000.0
+   ],
+   [
+    "varlen/prefill-2x8192",
+    3277.0,
+    601500000000000.0
    ]
   ]
  },

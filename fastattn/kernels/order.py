@@ -86,8 +86,8 @@ RULES = (
         "prompts of recurrent layers",
         lambda problem: problem.operation == "recurrent" and problem.max_query_len >= LONG_PROMPT,
         ("flash_qla", "triton", "torch"),
-        f"""{H200}, recurrent/prefill-8192-1x32-heads: 344 us by FlashQLA and 494 by ours. For 1 x 32768 and 8 x 1024
-        tokens its authors publish 877 and 178 us (2026-07), and ours takes 1924 and 414 (f3845cd, 2026-11-27)""",
+        f"""{H200}, recurrent/prefill-*: 1 x 32768 tokens take 692 us by FlashQLA and 1323 by ours, 8 x 1024 take 204
+        and 266, and 1 x 8192 take 344 and 329 (b40fccb, 2026-11-29)""",
     ),
     Rule(
         "merges, writes and tables",
@@ -223,8 +223,8 @@ RULES = (
         "prompts of heads of 64 and 128 on Hopper",
         lambda problem: _suits_roles(problem),
         ("fa4", "fa3", "triton", "fa2", "torch_flash"),
-        f"""{H200}, varlen/prefill-2x8192: FlashAttention-2 takes 3124 us; ours, warp-specialized here, 2112 (8d895ac,
-        2026-11-28)""",
+        f"""{H200}, varlen/prefill-2x8192: FlashAttention-2 takes 3122 us; ours, warp-specialized here, 1891, and
+        FlashAttention-4 1843 (b40fccb, 2026-11-29)""",
     ),
     Rule(
         "anything else on a GPU",

@@ -58,11 +58,9 @@ class Step:
         given = dict(
             tokens=recurrent._with_fixed_strides(recurrent._tokens_of(self.query, self.key, self.value)),
             states=States(pool, pool.stride()),
-            out=out,
-            out_strides=recurrent._fixed(out.stride()),
+            output=chunks_hopper.Output(out, SCALE, *recurrent._fixed(out.stride())),
             tables=tables_of(self.plan, self.num_tokens),
             solved=self.solved,
-            scale=SCALE,
             TILE=chunks_hopper.sizes_of(HEADS, consumers),
         )
         kernel = Interpreted(chunks_hopper._fold_kernel, seed)

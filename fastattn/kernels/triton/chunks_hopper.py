@@ -83,6 +83,24 @@ class Work(NamedTuple):
     first_value: Any
 
 
+class Output(NamedTuple):
+    """The outputs of all sequences.
+
+    Attributes:
+        rows: [t, hv, dv].
+        scale: by what the products of queries with a state are multiplied.
+        TOKEN_STRIDE: of tokens; one by one, as Triton 3.6 loses a tuple of constants in a NamedTuple behind an `if`.
+        head_stride: of heads.
+        ELEMENT_STRIDE: of elements.
+    """
+
+    rows: Any
+    scale: Any
+    TOKEN_STRIDE: Any
+    head_stride: Any
+    ELEMENT_STRIDE: Any
+
+
 class Room(NamedTuple):
     """Shared memory, and the barriers of its slots; what `Solved` has is named as there.
 
@@ -178,9 +196,8 @@ def _bring(tokens, solved, work, room, TILE):
         own = first_row * TILE.HEADS + head
         of_own = at * TILE.HEADS
         mbarrier.wait(room.empty.index(slot), _parity(items, TILE) ^ 1)
-        copy_rows(
-            room.answered.index(slot), solved.answered + own * solved.ROW_K, of_own * solved.ROW_K, is_row, LAYOUT
-        )
+        of_answered = solved.answered + own * solved.ROW_K
+        copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
         of_written = solved.written + own * solved.ROW_V + first_value
         copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
         rows = at.to(gl.int64)
@@ -206,21 +223,22 @@ def _total_at(solved, sequence, first, head, TILE):
 
 @gluon.jit
 @no_type_check
-def _store_rows(out, out_strides, work, first, rows, place, TILE):
+def _store_rows(output, work, first, rows, place, TILE):
     """Store the outputs of a chunk, `rows [values, chunk]`, by way of a place in shared memory: 16 bytes per thread."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     sequence = work.sequence
-    place.permute((1, 0)).store(rows.to(out.dtype.element_ty))
+    place.permute((1, 0)).store(rows.to(output.rows.dtype.element_ty))
     rows = place.load(LINES)
     at = first + gl.arange(0, TILE.CHUNK, layout=gl.SliceLayout(1, LINES))
     at_v = work.first_value + gl.arange(0, TILE.VALUES, layout=gl.SliceLayout(0, LINES))
-    of_rows = out + work.head * out_strides[1] + (sequence.first_row + at)[:, None] * out_strides[0]
-    gl.store(of_rows + at_v[None, :] * out_strides[2], rows, mask=_is_token(sequence, at)[:, None] & (at_v >= 0)[None])
+    of_rows = output.rows + work.head * output.head_stride + (sequence.first_row + at)[:, None] * output.TOKEN_STRIDE
+    is_row = _is_token(sequence, at)[:, None] & (at_v >= 0)[None]
+    gl.store(of_rows + at_v[None, :] * output.ELEMENT_STRIDE, rows, mask=is_row)
 
 
 @gluon.jit
 @no_type_check
-def _fold(solved, states, out, out_strides, tables, work, scale, room, WHO: gl.constexpr, TILE):
+def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     """Fold the chunks that are loaded into the state of a consumer's values, and store its outputs."""
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.CHUNK, 16])  # [values, chunk]
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])  # [values, keys]
@@ -261,9 +279,9 @@ def _fold(solved, states, out, out_strides, tables, work, scale, room, WHO: gl.c
         result = warpgroup_mma(finite, room.weights.index(slot).permute((1, 0)), result, is_async=True)
         state, result, kept, finite = warpgroup_mma_wait(0, deps=[state, result, kept, finite])
         leave(room.empty.index(slot))
-        result = result * scale + values * 0.0  # a product of 0 with NaN or infinity is NaN
+        result = result * output.scale + values * 0.0  # a product of 0 with NaN or infinity is NaN
         own = Work(sequence, start, head, first_value)
-        _store_rows(out, out_strides, own, first, result, room.out.index(WHO), TILE)
+        _store_rows(output, own, first, result, room.out.index(WHO), TILE)
         if tables.BLOCK_SIZE:
             end = sequence.position + gl.minimum(first + TILE.CHUNK, sequence.length)
             if (end % tables.BLOCK_SIZE == 0) & (first + TILE.CHUNK <= sequence.length):
@@ -277,21 +295,23 @@ def _fold(solved, states, out, out_strides, tables, work, scale, room, WHO: gl.c
 
 @gluon.jit
 @no_type_check
-def _store_zeros(out, out_strides, work, TILE):
+def _store_zeros(output, work, TILE):
     """Store the outputs of tokens that have no state: 0."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     at_v = gl.arange(0, TILE.VALUES * TILE.CONSUMERS, layout=gl.SliceLayout(0, LINES))
-    zeros = gl.zeros([TILE.CHUNK, TILE.VALUES * TILE.CONSUMERS], out.dtype.element_ty, LINES)
+    zeros = gl.zeros([TILE.CHUNK, TILE.VALUES * TILE.CONSUMERS], output.rows.dtype.element_ty, LINES)
     for first in range(0, work.sequence.length, TILE.CHUNK):
         at = first + gl.arange(0, TILE.CHUNK, layout=gl.SliceLayout(1, LINES))
-        of_rows = out + work.head * out_strides[1] + (work.sequence.first_row + at)[:, None] * out_strides[0]
+        of_rows = (
+            output.rows + work.head * output.head_stride + (work.sequence.first_row + at)[:, None] * output.TOKEN_STRIDE
+        )
         mask = (at < work.sequence.length)[:, None] & (at_v >= 0)[None, :]
-        gl.store(of_rows + (work.first_value + at_v)[None, :] * out_strides[2], zeros, mask=mask)
+        gl.store(of_rows + (work.first_value + at_v)[None, :] * output.ELEMENT_STRIDE, zeros, mask=mask)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
 @no_type_check
-def _fold_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE):
+def _fold_kernel(tokens, states, output, tables, solved, TILE):
     """Go through the chunks of a sequence with some values of one head's state."""
     OPERAND: gl.constexpr = solved.written.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -303,7 +323,7 @@ def _fold_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE):
     first_value = gl.program_id(2) * (TILE.VALUES * TILE.CONSUMERS)
     work = Work(sequence, start, gl.program_id(1).to(gl.int64), first_value)
     if sequence.slot < 0:
-        _store_zeros(out, out_strides, work, TILE)
+        _store_zeros(output, work, TILE)
         return
     room = Room(
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED),
@@ -313,7 +333,7 @@ def _fold_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE):
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.CHUNK], SHARED),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
-        gl.allocate_shared_memory(out.dtype.element_ty, [TILE.CONSUMERS, TILE.CHUNK, TILE.VALUES], SHARED),
+        gl.allocate_shared_memory(output.rows.dtype.element_ty, [TILE.CONSUMERS, TILE.CHUNK, TILE.VALUES], SHARED),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
     )
@@ -325,8 +345,8 @@ def _fold_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE):
     if TILE.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_fold, (solved, states, out, out_strides, tables, work, scale, room, 0, TILE)),
-                (_fold, (solved, states, out, out_strides, tables, work, scale, room, 1, TILE)),
+                (_fold, (solved, states, output, tables, work, room, 0, TILE)),
+                (_fold, (solved, states, output, tables, work, room, 1, TILE)),
                 (_bring, (tokens, solved, work, room, TILE)),
             ],
             [4, 4],
@@ -335,7 +355,7 @@ def _fold_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE):
     else:
         gl.warp_specialize(
             [
-                (_fold, (solved, states, out, out_strides, tables, work, scale, room, 0, TILE)),
+                (_fold, (solved, states, output, tables, work, room, 0, TILE)),
                 (_bring, (tokens, solved, work, room, TILE)),
             ],
             [4],

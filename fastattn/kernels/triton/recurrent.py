@@ -28,6 +28,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.replay import key_of_launch, launch_once
 from fastattn.kernels.triton import chunks_hopper
 from fastattn.kernels.triton.chunks import REPAIRED, ChunkSizes, Solved, _chunks_kernel, _repair_kernel, _within_kernel
+from fastattn.kernels.triton.chunks_hopper import Output
 from fastattn.kernels.triton.launch import INTERPRETED, Launch
 from fastattn.kernels.triton.states import (
     CHANGING,
@@ -152,23 +153,23 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
         _within_options(CAREFUL_REGISTERS),
     )
     block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, value), _pad(size))
-    of_states = dict(states=States(states, states.stride()), out_strides=_fixed(out.stride()))
-    changing = of_tokens | {"states.pool": states, "out": out} | made
+    shared_by_states, out_strides = shared | dict(states=States(states, states.stride())), _fixed(out.stride())
     if chunks_hopper.takes(query, value, solved, chunk):
         consumers = chunks_hopper.consumers_of(plan.batch.num_seqs * num_heads, value)
         over_chunks = Launch(
             chunks_hopper._fold_kernel,
             (plan.batch.num_seqs + 1, num_heads, size // (consumers * chunks_hopper.VALUES)),
-            changing,
-            shared | of_states | dict(scale=scale, TILE=chunks_hopper.sizes_of(num_heads, consumers)),
+            of_tokens | {"states.pool": states, "output.rows": out} | made,
+            shared_by_states
+            | dict(output=Output(out, scale, *out_strides), TILE=chunks_hopper.sizes_of(num_heads, consumers)),
             dict(num_warps=4),
         )
     else:
         over_chunks = Launch(
             _chunks_kernel,
             (plan.batch.num_seqs + 1, num_heads, triton.cdiv(size, block_v)),
-            changing,
-            shared | of_states | dict(scale=scale, BLOCK_V=block_v),
+            of_tokens | {"states.pool": states, "out": out} | made,
+            shared_by_states | dict(out_strides=out_strides, scale=scale, BLOCK_V=block_v),
             dict(num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk)),
         )
 
