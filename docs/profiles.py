@@ -2,7 +2,8 @@
 
 The numbers are in docs/results/profiled, in the sections and units of `ncu`, where `tests.helpers.ncu_results` writes
 them. Two rows are computed here: bytes are a rate times a duration, and the share of time in which an SM has a program
-is its active cycles over all cycles. That tensor cores are busy is the share of the busiest pipeline: `ncu` names it
+is its active cycles over all cycles. What warps wait for is shown in cycles of warps: `ncu` divides them by the
+instructions that warps issued. That tensor cores are busy is the share of the busiest pipeline: `ncu` names it
 "Tensor", or "Shared" and says that tensor operations dominate it.
 """
 
@@ -53,17 +54,43 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+def waited(reason: str) -> Callable[[dict[str, Any]], str]:
+    """Return a function that formats for how many cycles warps could not issue, for a reason."""
+    return lambda kernel: f"{kernel['stalls'][reason] * kernel['instructions'] / 1e6:.0f} million"
+
+
+STALLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "cycles": lambda kernel: f"{kernel['cycles'] / 1e3:,.0f} thousand",
+    "instructions of warps": lambda kernel: f"{kernel['instructions'] / 1e6:.1f} million",
+    "at a barrier of warps": waited("barrier"),
+    "for a result of a fixed latency": waited("wait"),
+    "for memory, `mbarrier`s among it": waited("long_scoreboard"),
+    "for shared memory, exponentials and shuffles": waited("short_scoreboard"),
+    "for a product": waited("gmma"),
+    "for the dispatch of a unit": waited("dispatch_stall"),
+    "read from memory": lambda kernel: f"{kernel['read_bytes'] / 1e6:.0f} MB",
+    "written to memory": lambda kernel: f"{kernel['written_bytes'] / 1e6:.0f} MB",
+}
+
+
 def tables(path: str) -> str:
     """Make a table for each profile of a path's kernels: a column per launch, below what each of them is."""
     shown = []
     for file in sorted(PROFILED.glob("*.json")):
-        for run in (run for run in json.loads(file.read_text())["runs"] if run["path"] == path):
-            versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
-            machine = f"{run['machine']['name']}, {run['date']}, commit {run['commit']}; {versions}"
-            about = f"*{run['workload']}*, {machine}. `{run['command']}`:"
-            kernels = run["kernels"]
-            designs = [f"- {x['head']}: {x['design']}" for x in kernels if x["head"] != x["design"]]
-            lines = [f"| | {' | '.join(x['head'] for x in kernels)} |", "|---|" + "--:|" * len(kernels)]
-            lines += [f"| {name} | {' | '.join(map(write, kernels))} |" for name, write in ROWS.items()]
-            shown += [about, "\n".join(designs), "\n".join(lines)]
+        found = json.loads(file.read_text())
+        for kind, rows in (("runs", ROWS), ("stalls", STALLS)):
+            for run in (run for run in found[kind] if run["path"] == path):
+                shown += _table(run, rows)
     return "\n\n".join(shown)
+
+
+def _table(run: dict[str, Any], rows: dict[str, Callable[[dict[str, Any]], str]]) -> list[str]:
+    """Make one table, behind what it is of."""
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    machine = f"{run['machine']['name']}, {run['date']}, commit {run['commit']}; {versions}"
+    about = f"*{run['workload']}*, {machine}. `{run['command']}`:"
+    kernels = run["kernels"]
+    designs = [f"- {x['head']}: {x['design']}" for x in kernels if x["head"] != x["design"]]
+    lines = [f"| | {' | '.join(x['head'] for x in kernels)} |", "|---|" + "--:|" * len(kernels)]
+    lines += [f"| {name} | {' | '.join(map(write, kernels))} |" for name, write in rows.items()]
+    return [about, "\n".join(designs), "\n".join(lines)]

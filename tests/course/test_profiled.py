@@ -210,15 +210,41 @@ def test_a_run_that_is_not_whole_is_an_error(text, message):
         ncu_results.run_of(text, {"designs": DESIGNS})
 
 
+HEADS = ["ID", "Kernel Name"]
+
+
+def raw(launches=2):
+    """Return the output of `ncu --page raw --csv`: names, units, and a row for each launch."""
+    names = [*ncu_results.COUNTED.values(), "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio", "other"]
+    lines = ["==PROF== Connected to process 4242 (/usr/bin/python3.12)", ",".join(f'"{x}"' for x in HEADS + names)]
+    lines.append(",".join('"unit"' for _ in HEADS + names))
+    for i in range(launches):
+        lines.append(",".join(f'"{x}"' for x in (i, f"attend_{i}", "1,234", "20", "30", "40", "0.40", "7")))
+    return "\n".join(lines) + "\n"
+
+
+def test_what_warps_wait_for_is_read_from_the_raw_page():
+    run = ncu_results.stalls_of(raw(), {"path": "varlen", "designs": DESIGNS})
+    counted = {"cycles": 1234, "instructions": 20, "read_bytes": 30, "written_bytes": 40, "stalls": {"barrier": 0.4}}
+    assert run == {
+        "path": "varlen",
+        "kernels": [{**design, "kernel": f"attend_{i}", **counted} for i, design in enumerate(DESIGNS)],
+    }
+    with pytest.raises(ValueError, match="3 launches, and 2 designs"):
+        ncu_results.stalls_of(raw(3), {"designs": DESIGNS})
+
+
 def test_a_page_has_a_column_for_each_profiled_launch(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     profiles = importlib.import_module("profiles")
     shown = profiles.tables("chunked_prefill").splitlines()
     assert "| | the product of d3f8ca40 | trial, shared slots | trial, own slots | FlashAttention-3 |" in shown
-    (cycles,) = [line for line in shown if line.startswith("| cycles |")]
+    cycles, waits = [line for line in shown if line.startswith("| cycles |")]
     found = json.loads((ROOT / "docs/results/profiled/cuda-nvidia-h200.json").read_text())["runs"][0]["kernels"]
     counted = [x["metrics"]["GPU Speed Of Light Throughput"]["Elapsed Cycles"] for x in found]
     assert [1000 * int(x.replace(",", "")) for x in re.findall(r"([\d,]+) thousand", cycles)] == [
         round(x, -3) for x in counted
     ]
+    assert waits == "| cycles | 2,766 thousand | 2,799 thousand | 2,621 thousand |"
+    assert "| at a barrier of warps | 228 million | 240 million | 148 million |" in shown
     assert profiles.tables("merge") == ""

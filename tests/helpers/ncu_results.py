@@ -4,6 +4,9 @@ The first file is the output of `ncu --set full --page details --csv`. The secon
 commit, versions, machine, path and workload of the run, the command, and `designs`: for each profiled launch, in their
 order, its `design` and the `head` of its column in a table. The run is printed, as docs/results/profiled has it:
 numbers in the units of `ncu`, sorted into its sections. Nothing is computed.
+
+With `--stalls` before both files, the first is the output of `ncu --set full --page raw --csv`, which alone says what
+warps wait for.
 """
 
 import csv
@@ -89,6 +92,41 @@ def run_of(text: str, about: dict[str, Any]) -> dict[str, Any]:
     return {**about, "units": units, "kernels": kernels}
 
 
+STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+COUNTED = {  # the names that these have in docs/results/profiled, and those that they have there
+    "cycles": "sm__cycles_elapsed.max",
+    "instructions": "smsp__inst_executed.sum",
+    "read_bytes": "dram__bytes_read.sum",
+    "written_bytes": "dram__bytes_write.sum",
+}
+
+
+def stalls_of(text: str, about: dict[str, Any]) -> dict[str, Any]:
+    """Return what warps wait for in each launch, as docs/results/profiled has it.
+
+    Args:
+        text: what `ncu --page raw --csv` printed: a row of names, a row of units, and a row for each launch.
+        about: as for `run_of`.
+
+    Raises:
+        ValueError: if there is another number of launches than designs.
+    """
+    about = dict(about)
+    designs = about.pop("designs")
+    _, found, table = text.partition('"ID",')
+    launches = list(csv.DictReader((found + table).splitlines()))[1:]
+    if len(launches) != len(designs):
+        raise ValueError(f"{len(launches)} launches, and {len(designs)} designs")
+    kernels = []
+    for launch, design in zip(launches, designs, strict=True):
+        stalls = {reason[1]: number(value) for name, value in launch.items() if (reason := STALL.fullmatch(name))}
+        counted = {ours: number(launch[name]) for ours, name in COUNTED.items()}
+        kernels.append({**design, "kernel": launch["Kernel Name"], **counted, "stalls": stalls})
+    return {**about, "kernels": kernels}
+
+
 if __name__ == "__main__":
-    output, about = (Path(name).read_text() for name in sys.argv[1:])
-    sys.stdout.write(json.dumps(run_of(output, json.loads(about)), indent=1) + "\n")
+    *asked, output_file, about_file = sys.argv[1:]
+    make = stalls_of if asked == ["--stalls"] else run_of
+    made = make(Path(output_file).read_text(), json.loads(Path(about_file).read_text()))
+    sys.stdout.write(json.dumps(made, indent=1) + "\n")

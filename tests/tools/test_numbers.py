@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -99,6 +99,27 @@ PROFILED = {  # a sentence of that page with # for its numbers, and each of thes
         [100 * found.second[INSTRUCTIONS] / found.first[INSTRUCTIONS] - 100],
     ),
 }
+WAITS = {  # the same of what warps wait for: our kernel and FlashAttention-3
+    "turns: # times its cycles, with # % more instructions": lambda ours, fa3: (
+        ours["cycles"] / fa3["cycles"],
+        100 * ours["instructions"] / fa3["instructions"] - 100,
+    ),
+    "at barriers of warps # million cycles are lost for # million": lambda ours, fa3: (
+        at_barriers(ours),
+        at_barriers(fa3),
+    ),
+    "goes through # steps: # cycles per warp and step, where the two kernels are # cycles per step apart": (
+        lambda ours, fa3: (
+            STEPS,
+            1e6 * (at_barriers(ours) - at_barriers(fa3)) / (SMS * 8 * STEPS),
+            (ours["cycles"] - fa3["cycles"]) / STEPS,
+        )
+    ),
+    "all heads together read # MB from memory": lambda ours, fa3: (ours["read_bytes"] / 1e6,),
+}
+SMS = 132
+# A tile has 32 positions of 4 heads, and a step 128 keys: of two prompts of 8192 tokens and 8 KV heads, per SM
+STEPS = 2 * 8 * sum(-(-32 * (i + 1) // 128) for i in range(8192 // 32)) / SMS
 MODELLED = {  # times that a model of a machine gives, which a test of their own computes
     "docs/explorer/engine.md": "tests/tools/test_engine_played.py",
 }
@@ -169,6 +190,25 @@ def test_a_sentence_has_the_numbers_of_the_committed_profile(sentence):
     for shown, values in zip(said.groups(), PROFILED[sentence](profile()), strict=True):
         digits = len(shown.partition(".")[2])
         assert {f"{value:.{digits}f}" for value in values} == {shown}
+
+
+def at_barriers(kernel: dict[str, Any]) -> float:
+    """Return for how many cycles warps waited at barriers of warps, in millions."""
+    return kernel["stalls"]["barrier"] * kernel["instructions"] / 1e6
+
+
+@pytest.mark.parametrize("sentence", WAITS)
+def test_a_sentence_has_the_numbers_of_what_warps_wait_for(sentence):
+    """To the digits that it shows."""
+    (run,) = json.loads((ROOT / f"docs/results/profiled/{CUDA}.json").read_text())["stalls"]
+    ours, _, fa3 = run["kernels"]
+    said = pattern(sentence).search(one_line((ROOT / LAST_RUNG).read_text()))
+    assert said, f"{LAST_RUNG} has no such sentence; change it here, too"
+    found = [
+        f"{value:.{len(shown.partition('.')[2])}f}"
+        for shown, value in zip(said.groups(), WAITS[sentence](ours, fa3), strict=True)
+    ]
+    assert found == list(said.groups())
 
 
 def test_all_profiled_kernels_give_tensor_cores_the_same_work():

@@ -7,7 +7,8 @@ that it is empty; keys and values have slots of their own. The two groups that m
 barriers: while one is at its softmax, the products of the other go on. Its own product with the values of the step
 before goes on, too: a group waits for that after half of the exponentials. Steps go from the last keys to the first, so
 those with a mask come first. Registers go from the group that copies to those that multiply. A program draws tile after
-tile from a counter (a persistent program), so that the keys of the next one come while this one is stored.
+tile from a counter (a persistent program), so that the keys of the next one come while this one is stored. A group
+leaves a slot thread by thread: that its warps meet first would cost a barrier right behind the products.
 
 Gain: tensor cores wait less, as exponentials, loads and stores run beside their products. Out of pages of 16 tokens
 each thread copies 16 bytes; from rows, and from blocks that hold whole steps, one instruction copies a tile (TMA), as
