@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -136,6 +136,15 @@ class Engines:
             self._models[name] = vllm_models.save(name, self.folder)
         return self._models[name]
 
+    def environment(self, devices: Sequence[int], places: Sequence[Path] = ()) -> dict[str, str]:
+        """Return variables with which a process sees some GPUs, this package's plugin, and other places of modules."""
+        path = [self._plugins, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep), *places]
+        return dict(
+            PYTHONPATH=os.pathsep.join(map(str, filter(None, path))),
+            CUDA_VISIBLE_DEVICES=",".join(map(str, devices)),
+            VLLM_CACHE_ROOT=str(self.folder / "cache"),
+        )
+
     def close(self) -> None:
         """End all processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -149,10 +158,7 @@ class Engines:
             name = "-".join(str(value) for value in dataclasses.astuple(job))
             path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
             path.write_text(json.dumps(dataclasses.asdict(job) | dict(path=str(self._models[job.model]))))
-            places = [self._plugins, ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-            places += [self._one_card] * job.one_card
-            own = OWN | dict(PYTHONPATH=os.pathsep.join(map(str, filter(None, places))))
-            own |= dict(CUDA_VISIBLE_DEVICES=",".join(map(str, seen)), VLLM_CACHE_ROOT=str(self.folder / "cache"))
+            own = OWN | self.environment(seen, [self._one_card] * job.one_card)
             if job.mode == "piecewise":
                 own["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # graphs in pieces without torch.compile
             began = time.monotonic()

@@ -32,6 +32,7 @@ from transformers import (
 from refattn import mla
 from tests.helpers import vllm_interface
 from tests.helpers.tiny_models import SIZES, byte_tokenizer
+from tests.helpers.vllm_served import served
 from twinattn.kit import assert_close
 
 SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
@@ -339,6 +340,17 @@ def test_an_engine_in_a_process_of_its_own_gives_the_same_tokens(name, tmp_path)
     assert ours["layers"] == [["FastMLAImpl" if name in OVER_LATENTS else "FastAttentionImpl"]]
     assert not ours["steps"], "they are those of another process"
     assert ours["words"] == run(tmp_path, PROMPTS, name)["words"]
+
+
+@pytest.mark.timeout(600)
+def test_the_server_of_vllm_gives_the_same_tokens(tmp_path):
+    """`vllm serve`, with the name of the backend among its arguments."""
+    save(MODELS["llama"], tmp_path)
+    environment = dict(PYTHONPATH=os.pathsep.join(sys.path), FASTATTN_REPLACES_CPU_ATTN="1", VLLM_CPU_KVCACHE_SPACE="1")
+    arguments = ["--attention-backend", "FASTATTN", "--enforce-eager", "--dtype", "float32", "--max-model-len", "128"]
+    with served(tmp_path, tmp_path / "log", *arguments, "--block-size", "32", **environment) as ask:
+        assert ask(PROMPTS, 12) == of_transformers(tmp_path)
+    assert "FASTATTN" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.timeout(600)

