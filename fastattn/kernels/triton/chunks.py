@@ -2,7 +2,7 @@
 
     _within_kernel    the intra-chunk terms of each chunk; by the delta rule with decays per head, as if all were finite
     _repair_kernel    those of chunks that are not finite once more, so that NaN reaches later tokens and no others
-    _chunks_kernel    the states, from chunk to chunk
+    _chunks_kernel    the states, from chunk to chunk; on Hopper `fastattn.kernels.triton.chunks_hopper` has another
 
 As in `fastattn.kernels.torch_ops.recurrent`, rounded sums of logarithms are never subtracted, so a decay of 0 or a very
 small one costs later tokens no digits. With a decay per head, each logarithm has two parts here, of which one has exact
@@ -44,7 +44,7 @@ class ChunkSizes(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """The intra-chunk terms of all chunks, from `_within_kernel` to `_chunks_kernel`.
+    """The intra-chunk terms of all chunks, from `_within_kernel` to the launch of the states.
 
     Attributes:
         written: [t, hv, dv], in rows of ROW_V: what each token writes if the state before the chunk is zero.

@@ -1,6 +1,6 @@
 """States from chunk to chunk on Hopper, warp-specialized: warpgroups fold the chunks, another loads them.
 
-It is `fastattn.kernels.triton.chunks._chunks_kernel` for a decay per head, the delta rule and 16-bit operands. In that
+It is `fastattn.kernels.triton.chunks._chunks_kernel` for a decay per head, the delta rule and bfloat16. In that
 kernel all warps load, multiply and wait in step, and the four products of a chunk depend on one another. Here a
 producer warpgroup copies the next chunks into slots of shared memory, and each consumer warpgroup folds them into the
 state of 64 values. Two consumers of a program share what is loaded, and one multiplies while the other computes:
@@ -12,7 +12,7 @@ state of 64 values. Two consumers of a program share what is loaded, and one mul
 A state lies transposed in registers, `[values, keys]`, so that it is the first operand of its products, rounded, as it
 is, and so are the values that a chunk writes. Nothing but outputs goes back through shared memory.
 
-Where few sequences leave SMs idle, a program has one consumer: a chunk takes as long, and more SMs have one.
+Where few sequences leave SMs idle, a program has one consumer: two on one SM take longer for a chunk than on two SMs.
 
 Triton does not let a kernel assign work to warps, so this one is written in Gluon, with explicit layouts and barriers.
 Triton's interpreter does not run it; `twinattn.course.gluon` does.

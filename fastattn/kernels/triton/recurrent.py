@@ -5,7 +5,8 @@
                       programs also write zeros to the rows after it
     prompts           first the intra-chunk terms, for all chunks at once (the triangular system of each), and once more
                       with care where they are not finite; then one program per sequence, head and part of the values
-                      goes from chunk to chunk with its state
+                      goes from chunk to chunk with its state: that of `fastattn.kernels.triton.chunks`, or on Hopper,
+                      for the cases that it takes, that of `fastattn.kernels.triton.chunks_hopper`
 
 A program reads the lengths and the slots itself, so nothing depends on the host, and a captured graph replays with
 other lengths, slots and padding. For prompts, one more program than there are sequences writes the zeros.
