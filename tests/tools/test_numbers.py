@@ -25,6 +25,8 @@ MLA, MLA_16, MLA_SHORT = (
 TREES, LONG_TREES = "speculative/tree-64x8192-drafts-16", "speculative/tree-8x8192-drafts-64"
 PACKED = "sparse/decode-{}x2048-of-131072-packed"
 BY_KERNEL = [f"fastattn, {kernel}" for kernel in ("flash_mla", "fa3", "triton")]
+STATES = "recurrent/prefill-{}-heads"
+STATES_LONG, STATES_MANY, STATES_ONE = (STATES.format(x) for x in ("32768-1x32", "1024-8x32", "8192-1x32"))
 ORDER, KERNELS = "fastattn/kernels/order.py", "docs/paths/kernels.md"
 HELD = [  # a sentence with # for its times, their unit, and the row and the contender of docs/results of each
     (
@@ -64,6 +66,14 @@ HELD = [  # a sentence with # for its times, their unit, and the row and the con
     (
         *(KERNELS, "µs", "128 heads our kernel takes # µs where FlashMLA takes #"),
         [(f"{MLA}-fp8", "fastattn, triton, plain cache"), (f"{MLA}-fp8", "fastattn, plain cache")],
+    ),
+    (
+        *(KERNELS, "µs", "takes it # µs and `flash_qla` #, one of 32768 tokens # and #, and eight of 1024 # and #"),
+        [(row, name) for row in (STATES_ONE, STATES_LONG, STATES_MANY) for name in (BY_KERNEL[2], "fastattn")],
+    ),
+    (
+        *(ORDER, "us", "tokens take # us by FlashQLA and # by ours, 8 x 1024 take # and #, and 1 x 8192 take # and #"),
+        [(row, name) for row in (STATES_LONG, STATES_MANY, STATES_ONE) for name in ("fastattn", BY_KERNEL[2])],
     ),
 ]
 LAST_RUNG = "docs/ladder/prefill.md"
