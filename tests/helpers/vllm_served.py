@@ -1,5 +1,6 @@
 """A model behind vLLM's own server, `vllm serve`: asked over HTTP, as users ask it."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ def served(folder: Path, log: Path, *arguments: str, **environment: str) -> Iter
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    command = [sys.executable, "-m", *_server_of(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "it", "--skip-tokenizer-init"]
     own = dict(VLLM_NO_USAGE_STATS="1", VLLM_DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     url = f"http://127.0.0.1:{port}"
@@ -63,6 +64,18 @@ def served(folder: Path, log: Path, *arguments: str, **environment: str) -> Iter
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+def _server_of(folder: Path) -> list[str]:
+    """Return the module that serves a model, and how the model is named to it.
+
+    The wheel for CPUs is a package of another name, whose command `vllm` looks for the version of the package `vllm`.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ["vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    return ["vllm.entrypoints.cli.main", "serve", str(folder)]
 
 
 def _wait_for(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
