@@ -304,10 +304,11 @@ def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGE
     on_gpu = model.device.type == "cuda"
     runner = CudaGraphs() if on_gpu else None
     can_fuse = on_gpu and ring is None  # layers that keep a state are of no family that is fused
+    block_size = 16 if ring is None else 64  # states are kept at ends of blocks, which are ends of chunks, too
     return Engine(
         fuse(model) if can_fuse else model,
-        num_blocks=num_seqs * 2 * MOST // 16,
-        block_size=16,
+        num_blocks=num_seqs * 2 * MOST // block_size,
+        block_size=block_size,
         max_num_batched_tokens=budget,
         max_num_seqs=num_seqs,
         twin=fastattn,
