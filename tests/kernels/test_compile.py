@@ -24,8 +24,8 @@ STRIDES_ALONE = {
     *("sampling._bisect_kernel", "sampling._cut_kernel", "sampling._draw_kernel", "sampling._sum_kernel"),
     *("triton.cache._quantize_kernel", "triton.cache._write_kernel", "triton.cache._write_packed_kernel"),
     *("triton.convolution._convolve_kernel", "triton.convolution._keep_inputs_kernel", "triton.merge._merge_kernel"),
-    *("triton.chunks._chunks_kernel", "triton.recurrent._tokens_kernel", "triton.replay._decode_kernel"),
-    *("triton.replay._flush_kernel", "triton.replay._step_kernel"),
+    *("triton.chunks._chunks_kernel", "triton.chunks_hopper._fold_kernel", "triton.recurrent._tokens_kernel"),
+    *("triton.replay._decode_kernel", "triton.replay._flush_kernel", "triton.replay._step_kernel"),
 }
 
 
@@ -98,7 +98,8 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
     ]
     assert over_latents and not [x for x in over_latents if x["spilled"] > 256], "more than what lies beside the loop"
     with_roles = [launch for launch in launched if "registers" in launch and launch["kernel"] in of_hopper]
-    assert with_roles and not [x for x in with_roles if x["spilled"] > 64], "more than what lies beside the loop"
+    # A window with sinks has most, 80 bytes, and none of it in a loop of steps, by its machine code.
+    assert with_roles and not [x for x in with_roles if x["spilled"] > 80], "more than what lies beside the loop"
     of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("mask.WORDS")]
     assert of_trees and not [launch for launch in of_trees if launch["spilled"]], "the mask of a tree in memory"
     if gpu == "sm_90":
