@@ -179,8 +179,8 @@ RULES = (
         "a window over rows on Hopper",
         lambda problem: problem.keys == "rows" and problem.window[0] >= 0 and _suits_roles(problem),
         ("triton", "fa2", "torch_flash", "fa4"),
-        """docs/results/tried: 16384 queries and a window of 1024 over rows take ours 555 us and FlashAttention-3 622
-        (d8086a3, 2026-11-29); over pages flash-attn takes 1072""",
+        """not measured in a result file: in a trial (docs/results/tried) 16384 queries and a window of 1024 over rows
+        take ours 555 us and FlashAttention-3 622 (d8086a3, 2026-11-29); over pages flash-attn takes 1072""",
     ),
     Rule(
         "a window over rows",
