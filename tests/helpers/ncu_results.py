@@ -5,8 +5,8 @@ commit, versions, machine, path and workload of the run, the command, and `desig
 order, its `design` and the `head` of its column in a table. The run is printed, as docs/results/profiled has it:
 numbers in the units of `ncu`, sorted into its sections. Nothing is computed.
 
-With `--stalls` before both files, the first is the output of `ncu --set full --page raw --csv`, which alone says what
-warps wait for.
+With `--stalls` before both files, the first is the output of `ncu --set full --page raw --csv`, which alone has the
+reasons of stalls.
 """
 
 import csv
@@ -93,7 +93,7 @@ def run_of(text: str, about: dict[str, Any]) -> dict[str, Any]:
 
 
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-COUNTED = {  # the names that these have in docs/results/profiled, and those that they have there
+COUNTED = {  # names of metrics in docs/results/profiled, and in the output of `ncu`
     "cycles": "sm__cycles_elapsed.max",
     "instructions": "smsp__inst_executed.sum",
     "read_bytes": "dram__bytes_read.sum",
@@ -102,7 +102,7 @@ COUNTED = {  # the names that these have in docs/results/profiled, and those tha
 
 
 def stalls_of(text: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Return what warps wait for in each launch, as docs/results/profiled has it.
+    """Return the stall reasons of each launch, in the form of docs/results/profiled.
 
     Args:
         text: what `ncu --page raw --csv` printed: a row of names, a row of units, and a row for each launch.

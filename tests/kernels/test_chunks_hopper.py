@@ -1,6 +1,7 @@
-"""States from chunk to chunk by warps with roles: the kernel for Hopper, interpreted, against the chunks one by one.
+"""States from chunk to chunk by warps with roles: the kernel for Hopper, against the chunks one by one, and in a call.
 
-On a card every test of prompts over states launches it, where keys have 128 elements and are of bfloat16.
+By itself it runs in the interpreter of Gluon. A call of the path launches it on a Hopper GPU in bfloat16, and elsewhere
+in that interpreter in float16, in which Triton's interpreter can multiply for the launch before it.
 """
 
 import pytest
@@ -9,14 +10,19 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
+import fastattn.recurrent
 import refattn.recurrent
+from fastattn.kernels import device as devices
+from fastattn.kernels.order import use_kernel
 from fastattn.kernels.triton import chunks_hopper, launch, recurrent
 from fastattn.kernels.triton.states import States, tables_of
 from refattn.metadata import make_batch
+from refattn.options import RecurrentOptions
+from tests.helpers.states import assert_twins_agree, draw, draw_states, ints, lengths, moved
 from tests.helpers.tolerance import assert_close
 from twinattn.course.gluon.interpret import Interpreted
 
-pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="interpreted; on a card the tests of paths launch it")
+interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="the interpreter of Gluon runs kernels on a CPU")
 
 HEADS, KEY_HEADS, SLOTS, SCALE, CHUNK = 4, 2, 9, 0.7, chunks_hopper.CHUNK
 HALF = torch.bfloat16
@@ -106,6 +112,7 @@ def hold(step, consumers, seed):
     assert_close(pool, expected[1], low[1])
 
 
+@interpreted
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize(
     ("lens", "more"),
@@ -122,6 +129,7 @@ def test_chunks_are_folded_one_after_the_other(lens, more, consumers):
     hold(Step(lens, **more), consumers, seed=0)
 
 
+@interpreted
 @settings(max_examples=max(settings.default.max_examples // 2, 1))
 @drawn(
     st.lists(
@@ -138,6 +146,7 @@ def test_any_prompts_in_any_order(lens, consumers, block_size, seed):
         hold(Step(lens, seed % 100, block_size=block_size), consumers, seed)
 
 
+@interpreted
 def test_what_is_not_finite_stays_with_its_value_and_its_head():
     """A value that is NaN makes later outputs of it NaN, and no others; a key, those of its head.
 
@@ -151,3 +160,59 @@ def test_what_is_not_finite_stays_with_its_value_and_its_head():
     assert not bad[:64].any() and not bad[:, 0].any() and not bad[:, 3].any()
     assert bad[70:, 1, 5].all() and not bad[:, 1, :5].any() and not bad[:, 1, 6:].any()
     assert bad[70:, 2].all() and pool[step.index[0]].isnan().flatten(1).any(1).tolist() == [False, True, True, False]
+
+
+@pytest.fixture
+def launched(monkeypatch, device):
+    """Launch the kernel wherever it takes a call, and return the list of which calls it took."""
+    taken, takes, solved = [], chunks_hopper.takes, recurrent._solved
+    if device == "cuda":
+        if not chunks_hopper.is_there(torch.device(device)):
+            pytest.skip("needs a Hopper GPU, or none")
+    else:
+
+        def solved_in_16_bits(query, value, **sizes):
+            made = solved(query, value, **sizes)
+            return made._replace(**{name: getattr(made, name).half() for name in ("written", "answered", "weights")})
+
+        monkeypatch.setattr(chunks_hopper, "_fold_kernel", Interpreted(chunks_hopper._fold_kernel, 0))
+        monkeypatch.setattr(chunks_hopper, "is_there", lambda device: True)
+        monkeypatch.setattr(devices, "num_sms", lambda device: 1)
+        monkeypatch.setattr(recurrent, "_solved", solved_in_16_bits)
+    monkeypatch.setattr(chunks_hopper, "takes", lambda *call: taken.append(takes(*call)) or taken[-1])
+    return taken
+
+
+@pytest.mark.parametrize("sms", [1, 1000], ids=["two-consumers", "one-consumer"])
+@pytest.mark.parametrize("block_size", [None, 64, 128])
+def test_a_call_over_prompts_agrees_with_the_reference(launched, monkeypatch, device, sms, block_size):
+    """Ragged prompts and a decode, new and old states, padding, rows of nobody, and states that are kept."""
+    monkeypatch.setattr(devices, "num_sms", lambda device: sms)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    batch = lengths((130, 20, 0, 65, 1), (0, 70, 64, 127, 5))
+    step, tables = draw(216 + 3, dk=128, dv=128, dtype=dtype), dict(state_indices=ints([2, 0, 5, -1, 1]))
+    tables["has_initial_state"] = torch.tensor([False, True, True, True, True])
+    if block_size is not None:
+        kept = torch.full((5, 192 // block_size + 1), -1, dtype=torch.int32)
+        kept[0, 128 // block_size - 1] = 6
+        tables |= dict(block_size=block_size, checkpoint_indices=kept)
+    assert_twins_agree("triton", step, draw_states(7, 4, 128, 128), batch, **tables)
+    assert launched == [True]
+
+
+def test_another_layer_replays_the_launch_with_its_own_tensors(launched, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    batch, tables = moved(lengths((70, 20), (0, 30)), device), dict(state_indices=ints([1, 0]).to(device))
+
+    def attend(plan, layer):
+        step, pool = draw(90, dk=128, dv=128, dtype=dtype, seed=layer), draw_states(2, 4, 128, 128, seed=layer)
+        pool = pool.to(device)
+        with use_kernel("triton"):
+            out = fastattn.recurrent.attention(*(x.to(device) for x in step), pool, plan, RecurrentOptions())
+        return torch.cat([out.flatten().float(), pool.flatten()])
+
+    plan = fastattn.recurrent.plan(batch, **tables)
+    layers = [attend(plan, layer) for layer in range(2)]
+    assert launched == [True]
+    again = [attend(fastattn.recurrent.plan(batch, **tables), layer) for layer in range(2)]
+    assert all(map(torch.equal, layers, again)) and not torch.equal(*layers)

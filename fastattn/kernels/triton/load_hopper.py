@@ -116,27 +116,17 @@ def counters_of(device: torch.device) -> Tensor:
 class CountedLaunch(Launch):
     """A launch of a kernel whose argument `counters` is `counters_of` the stream.
 
-    Args:
-        kernel: as in `Launch`, as are the others.
-        grid: the number of programs.
-        changing: without the counters; the first one says on which device the launch is.
-        arguments: all others.
-        options: of the launch.
+    Its arguments are those of `Launch`; neither `changing` nor the tensors of `replay` have the counters, and the first
+    of each says on which device the launch is.
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        changing: Mapping[str, Tensor | float | None],
-        arguments: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, kernel: Any, grid: tuple[int, ...], changing: Mapping[str, Tensor | float | None], *constant: Any
     ) -> None:
-        counted = {**changing, "counters": _counters_beside(changing.values())}
-        super().__init__(kernel, grid, counted, arguments, options)
+        super().__init__(kernel, grid, {**changing, "counters": _counters_beside(changing.values())}, *constant)
 
     def replay(self, *tensors: Tensor | float | None) -> None:
-        """Launch on the current stream with other tensors, again without the counters."""
+        """Launch on the current stream with other tensors."""
         super().replay(*tensors, _counters_beside(tensors))
 
 
