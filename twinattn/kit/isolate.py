@@ -158,7 +158,7 @@ class Tail:
 
 def _teller(log: Path, before: int, tell: Callable[[str], None]) -> Callable[[], None]:
     """Return a function that tells how far a check is, after `before` properties of earlier processes."""
-    tail, done, of, batches, now = Tail(log), before, before, 0, ""
+    tail, done, of, batches, now = Tail(log), before, 0, 0, ""
 
     def look() -> None:
         nonlocal done, of, batches, now
@@ -187,7 +187,7 @@ def watch(
 ) -> tuple[str, str]:
     """Run a task in a process, and return its outcome ("" if well, "crashed", "hung", "not reached") and a reason.
 
-    While it runs, `on_look` is called several times a second.
+    While it runs, `on_look` is called several times a second, and once more at its end.
     """
     said = log.with_name("stderr")
     with said.open("w") as errors:
@@ -214,6 +214,8 @@ def watch(
             if on_look is not None:
                 on_look()
             time.sleep(LOOK)
+        if on_look is not None:
+            on_look()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
