@@ -126,13 +126,26 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Measure the workloads of this file of FlashInfer-Bench. Writes only to --out.")
     ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Time fastattn of this other checkout in turns with ours, in place of peers. Writes only to --out."
+        ),
+    ] = None,
 ) -> None:
     """Measure every path against its peers; wrong answers are not timed."""
     from twinattn import bench as module
 
-    if out is None and not quick and trace is None:
+    if out is None and not quick and trace is None and not beside:
         out = Path("docs/results")
     try:
+        if beside:
+            if trace is not None:
+                raise ValueError("trace: expected none with --beside")
+            from twinattn.bench import beside as others
+
+            others.run(device, rows or (), beside, out=out, quick=quick, console=module.wide_console())
+            return
         module.run(device, rows or (), trace=trace, out=out, quick=quick)
     except ValueError as error:
         typer.echo(error, err=True)

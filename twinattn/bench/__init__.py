@@ -55,7 +55,7 @@ def run(
         ValueError: naming the argument: if there is no such device or row, the folder is a file, or what a trace lacks.
     """
     start = time.perf_counter()
-    console = console or Console(width=None if Console().is_terminal else 132)
+    console = console or wide_console()
     check_folder("out", out)
     wanted = f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}"
     try:
@@ -92,6 +92,11 @@ def run(
     if out is not None:
         console.print(f"Written to {report.write(out, head, records, picture=True)}")
     return records
+
+
+def wide_console() -> Console:
+    """Return standard output, wide enough for a table where it is no terminal."""
+    return Console(width=None if Console().is_terminal else 132)
 
 
 class Bench:

@@ -1,0 +1,226 @@
+"""`twinattn bench --beside FOLDER`: `fastattn` of other checkouts and of this one in turns: what a change gains.
+
+A process has one package of a name, so each checkout has a process of its own, which holds the inputs of a row and its
+call. This one tells them, one after the other and in a random order, to take a few samples: whatever else a machine
+does, and the clock that it has reached, is the same for all.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from refattn.checks import check_folder
+from twinattn.bench import measure, report
+from twinattn.bench.rows import rows
+
+HERE = Path(__file__).resolve().parents[2]
+ROUNDS = 9  # turns of each checkout
+MILLISECONDS = 20  # a turn takes on a GPU
+
+
+def run(
+    device: str, only: Sequence[str], folders: Sequence[Path], *, out: Path | None, quick: bool, console: Console
+) -> list[dict[str, Any]]:
+    """Time the twin of this checkout and of others in turns, over rows of the benchmark; print and return the times.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        only: the rows whose name, `path/workload`, contains one of these; all if there are none.
+        folders: the other checkouts.
+        out: a folder for `beside.json`, whose entries have the form of those in `docs/results/tried`; None writes none.
+        quick: an eighth of every length: the numbers mean nothing, the answers are still checked.
+        console: where to print.
+
+    Returns:
+        For each row its path and workload, and `designs`: of each checkout the `median`, `low` and `high` seconds of a
+        call, or an `error`, if its answer is not within the tolerance, for example.
+
+    Raises:
+        ValueError: if a folder has no `fastattn`, `out` is a file, or there is no such row or device.
+    """
+    check_folder("out", out)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}")
+    places = [HERE, *(folder.resolve() for folder in folders)]
+    for folder in places[1:]:
+        if not (folder / "fastattn" / "__init__.py").is_file():
+            raise ValueError(f"beside: expected a checkout with the package fastattn, got {folder}")
+    listed = [str(row) for row in rows(torch.device(device).type, quick=quick)]
+    chosen = [name for name in listed if not only or any(part in name for part in only)]
+    if not chosen:
+        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; see twinattn bench")
+    head = measure.circumstances()
+    head = {name: head[name] for name in ("date", "versions")} | {"machine": measure.machine(torch.device(device))}
+    records = []
+    with _started(places, device, quick) as checkouts:
+        for name in dict.fromkeys(chosen):
+            records.append(_row(name, checkouts))
+            _print(console, name, records[-1]["designs"])
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                text = json.dumps({"runs": [head | record for record in records]}, indent=1, ensure_ascii=False)
+                (out / "beside.json").write_text(text + "\n")
+    return records
+
+
+def _row(name: str, checkouts: "Sequence[Checkout]") -> dict[str, Any]:
+    """Have all checkouts prepare a row, then time those whose answer is right in turns."""
+    path, _, workload = name.partition("/")
+    for checkout in checkouts:
+        checkout.tell(prepare=name)
+    found = {checkout.name: checkout.answer() for checkout in checkouts}
+    able = [checkout for checkout in checkouts if "error" not in found[checkout.name]]
+    samples: dict[str, list[float]] = {checkout.name: [] for checkout in able}
+    for _ in range(ROUNDS):
+        for checkout in random.sample(able, len(able)):
+            checkout.tell(time=name)
+            said = checkout.answer()
+            samples[checkout.name] += said.get("seconds", [])
+            found[checkout.name] |= {"error": said["error"]} if "error" in said else {}
+    designs = []
+    for checkout in checkouts:
+        wrong = {"error": found[checkout.name]["error"]} if "error" in found[checkout.name] else None
+        times = wrong or measure.summarize(samples[checkout.name])._asdict()
+        designs.append({"design": checkout.name, **times})
+    return {"path": path, "workload": workload, "designs": designs}
+
+
+def _print(console: Console, name: str, designs: Sequence[dict[str, Any]]) -> None:
+    """Print the times of a row: this checkout first, and of how much of its time the others take."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(name, min_width=48, no_wrap=True)
+    for column in ("time", "spread", "of this one's"):
+        table.add_column(column, justify="right", min_width=8, no_wrap=True)
+    table.add_column("", overflow="fold", style="red")
+    for entry in designs:
+        if "error" in entry:
+            table.add_row(entry["design"], "-", "", "", entry["error"])
+            continue
+        spread = f"{(entry['high'] - entry['low']) / entry['median']:.0%}"
+        ratio = f"{entry['median'] / designs[0]['median']:.3f}" if "median" in designs[0] else ""
+        table.add_row(entry["design"], report.duration(entry["median"]), spread, ratio, "")
+    console.print(table)
+    console.print()
+
+
+class Checkout:
+    """A process with the packages of one checkout.
+
+    Args:
+        folder: the checkout.
+        device: where it computes.
+        quick: an eighth of every length.
+    """
+
+    def __init__(self, folder: Path, device: str, quick: bool) -> None:
+        self.folder = folder
+        inherited = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([str(folder), *([inherited] if inherited else [])])
+        command = [sys.executable, "-P", __file__, str(folder), device, "quick" if quick else ""]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    @cached_property
+    def name(self) -> str:
+        """The folder, and its commit if it is a clone."""
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+        said = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        commit = said.stdout.strip() if said.returncode == 0 else ""
+        name = "this checkout" if self.folder == HERE else str(self.folder)
+        return f"{name}, {commit}" if commit else name
+
+    def tell(self, **order: str) -> None:
+        """Send an order; one that has ended reads none."""
+        with suppress(BrokenPipeError):
+            print(json.dumps(order), file=self.process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the answer to an order."""
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        said: dict[str, Any] = json.loads(line) if line else {"error": "its process has ended"}
+        return said
+
+
+@contextmanager
+def _started(folders: Sequence[Path], device: str, quick: bool) -> Iterator[list[Checkout]]:
+    """Start a process per checkout, and end them all."""
+    checkouts = [Checkout(folder, device, quick) for folder in folders]
+    try:
+        yield checkouts
+    finally:
+        for checkout in checkouts:
+            checkout.process.kill()
+            checkout.process.communicate()
+
+
+# --- in the process of a checkout: this file with its packages, which may be older than it ---
+
+
+def work(folder: str, device: str, quick: str) -> None:
+    """Read orders from standard input, one JSON object a line, and print an answer to each.
+
+    {"prepare": row}    make the inputs and the call of the twin, and judge its answer
+    {"time": row}       take some samples: {"seconds": [..]}
+    """
+    import fastattn
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print does not come between
+    if Path(folder) not in Path(fastattn.__file__).resolve().parents:
+        raise RuntimeError(f"expected the package of {folder}, got {fastattn.__file__}")
+    place = torch.device(device)
+    if place.type == "cpu":
+        torch.set_num_threads(measure.all_cores())
+    known = {str(row): row for row in rows(place.type, quick=bool(quick))}
+    calls: list[measure.Call] = []
+    for line in sys.stdin:
+        order = json.loads(line)
+        said: dict[str, Any] = {}
+        try:
+            with torch.no_grad():
+                if "prepare" in order:
+                    calls = []  # before the inputs of the next row are made
+                    calls = _prepare(known[order["prepare"]], place)
+                else:
+                    said["seconds"] = _samples(calls, place, known[order["time"]].clock)
+        except Exception as error:  # noqa: BLE001 - another checkout may fail in any way
+            said["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        print(json.dumps(said), file=out, flush=True)
+
+
+def _prepare(row: Any, device: torch.device) -> list[measure.Call]:
+    """Return the calls of the twin over each set of inputs; the first has been judged."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    moved = row.work.reads(dtype.itemsize) + row.work.writes(dtype.itemsize)
+    sets = measure.input_sets(device, moved) if row.clock == "graph" and device.type == "cuda" else 1
+    inputs = [row.work.draw(device, dtype, seed) for seed in range(sets)]
+    calls = [row.contenders[0].prepare(one) for one in inputs]
+    judge = row.work.judge(inputs[0])
+    judge(calls[0]())
+    judge(calls[0]())  # a later call replays the first
+    return calls
+
+
+def _samples(calls: Sequence[measure.Call], device: torch.device, clock: str) -> list[float]:
+    """Take the samples of one turn."""
+    if device.type == "cuda":
+        return measure.on_gpu(calls, clock=clock, milliseconds=MILLISECONDS)
+    timing = measure.take_turns({"twin": calls}, seconds=0.0)["twin"]  # a few calls, the fewest that it takes
+    return [timing.median]
+
+
+if __name__ == "__main__":
+    work(*sys.argv[1:])
