@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -27,6 +28,8 @@ from twinattn.bench.rows import rows
 HERE = Path(__file__).resolve().parents[2]
 ROUNDS = 9  # turns of each checkout
 MILLISECONDS = 20  # a turn takes on a GPU
+SECONDS, WARM_UP = 0.05, 0.1  # a turn takes on a CPU, or three calls, and how long it runs before: threads of a process
+# that waited may share a core at first
 
 
 def run(
@@ -215,11 +218,13 @@ def _prepare(row: Any, device: torch.device) -> list[measure.Call]:
 
 
 def _samples(calls: Sequence[measure.Call], device: torch.device, clock: str) -> list[float]:
-    """Take the samples of one turn."""
+    """Take the samples of one turn, after some calls that are not timed: a process that has waited is slow at first."""
     if device.type == "cuda":
         return measure.on_gpu(calls, clock=clock, milliseconds=MILLISECONDS)
-    timing = measure.take_turns({"twin": calls}, seconds=0.0)["twin"]  # a few calls, the fewest that it takes
-    return [timing.median]
+    end = time.perf_counter() + WARM_UP
+    while time.perf_counter() < end:
+        calls[0]()
+    return [measure.take_turns({"twin": calls}, seconds=SECONDS)["twin"].median]
 
 
 if __name__ == "__main__":
