@@ -93,8 +93,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "both halves of a pair meet the first keys in C",
         "fastattn/kernels/native/attention.c",
-        "multiply(room->query + (r0 + r) * width, width, some, tile->keys[half] + from,",
-        "multiply(room->query + (r0 + r) * width, width, some, tile->keys[0] + from,",
+        "multiply(query + (r0 + r) * width, width, some, tile->keys[half] + from,",
+        "multiply(query + (r0 + r) * width, width, some, tile->keys[0] + from,",
         PAIRS,
     ),
     planted(
@@ -165,6 +165,20 @@ AT_LARGE: list[Mutation] = [
         "fastattn/kernels/native/attention.c",
         "(call->sqrt_distance ? sqrtf(far) : far)",
         "far",
+        NATIVE,
+    ),
+    planted(
+        "KV heads in turns share their sums in C",
+        "fastattn/kernels/native/attention.c",
+        "float *sums = all_sums + head * apart * value_width;",
+        "float *sums = all_sums;",
+        NATIVE,
+    ),
+    planted(
+        "the last KV heads in C take fewer turns",
+        "fastattn/kernels/native/attention.c",
+        "(call->kv_heads % at_once || pieces",
+        "(pieces",
         NATIVE,
     ),
     planted(

@@ -1,9 +1,10 @@
 /* Attention from a few query rows per sequence over pages, read in place; compiled by `compiler.py`, called by
    `attention.py`.
 
-   The keys of a sequence and a KV head are split at multiples of SPLIT, and each split is one work item. It goes through
-   its keys in tiles: the scores of a tile, their running maximum and sum, and the weighted values, for up to ROWS query
-   heads of the group at once, so that a key is loaded once for all of them. Then the splits of a query are merged.
+   The keys of a sequence are split at multiples of SPLIT, and a split of some KV heads is one work item. It goes through
+   its keys in tiles, which the KV heads take in turns: the scores of a tile, their running maximum and sum, and the weighted
+   values, for up to ROWS query heads of the group at once, so that a key is loaded once for all of them. Then the splits of
+   a query are merged.
 
    A differential head has two keys and two values per token, in halves of the pool that lie `apart`. Half of its rows are
    multiplied with the first key, half with the second, and all with both values, as one value of twice the size.
@@ -29,6 +30,8 @@
 #define KEYS (LANES / ROWS) /* keys that are multiplied with them at once */
 #define TILE 64    /* keys of a tile, a multiple of LANES */
 #define SPLIT 1024 /* keys of a split, a multiple of TILE; as in attention.py */
+#define ITEMS 4    /* work items that each thread should have, so that none waits long for the last ones */
+#define PREFETCH(p) __builtin_prefetch(p, 0, 2) /* into the L2 cache: in the first, two tiles would displace each other */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
@@ -219,7 +222,7 @@ INLINE void products(const float *query, int64_t width, int rows, char *const *k
         }
         for (int k = 0; next && k < KEYS && j + k < count; ++k)
             for (int64_t b = 0; b < next_bytes; b += 64)
-                __builtin_prefetch(next[j + k] + b);
+                PREFETCH(next[j + k] + b);
 #if LANES == 16
 #define SUM(r) vec t##r = ADD_HALVES(ADD_HALVES(s##r##0, s##r##1, 8), ADD_HALVES(s##r##2, s##r##3, 8), 4);
 #elif LANES == 8
@@ -262,7 +265,7 @@ INLINE void weigh_columns(float *sums, int64_t width, int rows, const float *fac
         EACH(WEIGH)
         if (next)
             for (int64_t b = 0; b < next_bytes; b += 64)
-                __builtin_prefetch(next[j] + b);
+                PREFETCH(next[j] + b);
     }
 #define KEEP(r)                                                                                                         \
     if (r < rows) {                                                                                                     \
@@ -442,7 +445,7 @@ static void as_float_rows(char **rows, int type, int64_t size, int64_t count, fl
                           int64_t next_bytes) {
     for (int64_t j = 0; j < count; ++j, floats += width) {
         for (int64_t b = 0; next && b < next_bytes; b += 64)
-            __builtin_prefetch(next[j] + b);
+            PREFETCH(next[j] + b);
         for (int64_t c = 0; c < size; c += LANES) {
             const char *p = rows[j] + c * SIZES[type];
             *(anywhere *)(floats + c) = size - c >= LANES ? load(p, type) : load_some(p, type, size - c);
@@ -451,10 +454,30 @@ static void as_float_rows(char **rows, int type, int64_t size, int64_t count, fl
     }
 }
 
-/* Attend from the rows of one sequence and KV head to the keys of one split; returns 0 if no row sees any of them, -1 if
-   the table names no block of the pool. */
-static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, int64_t split, float *sums, Softmax *softmax,
-                           const Room *room) {
+/* Load the query rows of a sequence and a KV head as floats, scaled, each `width` apart and padded with zeros. */
+static void load_queries(const Call *call, int64_t first_row, int64_t queries, int64_t kv_head, float *row, int64_t width) {
+    int64_t group = call->heads / call->kv_heads, bytes = SIZES[call->query_type];
+    for (int64_t i = 0; i < queries; ++i)
+        for (int64_t g = 0; g < group; ++g, row += width) {
+            const char *p = (const char *)call->query + ((first_row + i) * call->query_strides[0] +
+                            head_of(call, kv_head, g) * call->query_strides[1]) * bytes;
+            int64_t apart = call->query_strides[2] * bytes, c = 0;
+            if (call->query_strides[2] == 1)
+                for (; c + LANES <= call->size; c += LANES) {
+                    vec x = load(p + c * apart, call->query_type) * call->scale;
+                    memcpy(row + c, &x, sizeof x);
+                }
+            for (; c < call->size; ++c)
+                row[c] = load_some(p + c * apart, call->query_type, 1)[0] * call->scale;
+            memset(row + call->size, 0, (size_t)(width - call->size) * sizeof(float));
+        }
+}
+
+/* Attend from the rows of one sequence and some KV heads, from `kv_head` on, to the keys of one split; returns 0 if no row
+   sees any of them, -1 if the table names no block of the pool. The heads take turns, tile by tile: keys of all heads lie
+   side by side, so memory is read from page to page. `apart` rows are between those of two heads in `sums`, `softmax`. */
+static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, int64_t num_heads, int64_t split,
+                           float *all_sums, Softmax *all_softmax, int64_t apart, const Room *room) {
     int64_t group = call->heads / call->kv_heads, first_row = call->first_rows[sequence];
     int64_t queries = call->first_rows[sequence + 1] - first_row, length = call->seq_lens[sequence];
     int64_t of_half = group / call->halves, part_width = padded(call->value_size);
@@ -471,24 +494,13 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
     if (begin >= stop || seen_from >= seen_to)
         return 0;
 
-    for (int64_t i = 0; i < queries; ++i)
-        for (int64_t g = 0; g < group; ++g) {
-            float *row = room->query + (i * group + g) * width;
-            const char *p = (const char *)call->query + ((first_row + i) * call->query_strides[0] +
-                            head_of(call, kv_head, g) * call->query_strides[1]) * SIZES[call->query_type];
-            int64_t apart = call->query_strides[2] * SIZES[call->query_type], c = 0;
-            if (call->query_strides[2] == 1)
-                for (; c + LANES <= call->size; c += LANES) {
-                    vec x = load(p + c * apart, call->query_type) * call->scale;
-                    memcpy(row + c, &x, sizeof x);
-                }
-            for (; c < call->size; ++c)
-                row[c] = load_some(p + c * apart, call->query_type, 1)[0] * call->scale;
-            memset(row + call->size, 0, (size_t)(width - call->size) * sizeof(float));
-        }
-    memset(sums, 0, (size_t)(queries * group * value_width) * sizeof(float));
-    for (int64_t r = 0; r < queries * group; ++r)
-        softmax[r] = (Softmax){-INFINITY, 0.f, 0};
+    int64_t rows_of_head = queries * group, head = 0;
+    for (int64_t h = 0; h < num_heads; ++h) {
+        load_queries(call, first_row, queries, kv_head + h, room->query + h * rows_of_head * width, width);
+        memset(all_sums + h * apart * value_width, 0, (size_t)(rows_of_head * value_width) * sizeof(float));
+        for (int64_t r = 0; r < rows_of_head; ++r)
+            all_softmax[h * apart + r] = (Softmax){-INFINITY, 0.f, 0};
+    }
 
     float scores[ROWS][TILE] __attribute__((aligned(64)));
     Tile tiles[2];
@@ -502,7 +514,15 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
         return -1;
     for (int number = 0; tiles[number].count > 0; number = !number) {
         Tile *tile = &tiles[number], *next = &tiles[!number];
-        if (!look_up(call, sequence, kv_head, tile->first + tile->count, seen_to, room->copies[!number], next))
+        const float *query = room->query + head * rows_of_head * width;
+        float *sums = all_sums + head * apart * value_width;
+        Softmax *softmax = all_softmax + head * apart;
+        int64_t this_head = kv_head + head, next_first = tile->first;
+        if (++head == num_heads) { /* the tile has had its turn with all of them */
+            head = 0;
+            next_first += tile->count;
+        }
+        if (!look_up(call, sequence, kv_head + head, next_first, seen_to, room->copies[!number], next))
             return -1;
         for (int64_t half = 0; many && half < call->halves; ++half) {
             float *floats = room->floats + half * TILE * (width + part_width);
@@ -528,11 +548,11 @@ static int attend_to_split(const Call *call, int64_t sequence, int64_t kv_head, 
                 for (int r = 0, some; r < rows; r += some) { /* rows of one half, which share keys */
                     int64_t half = (g + r) / of_half;
                     some = (int)smallest(rows - r, (half + 1) * of_half - g - r);
-                    multiply(room->query + (r0 + r) * width, width, some, tile->keys[half] + from, num_keys, call->size,
+                    multiply(query + (r0 + r) * width, width, some, tile->keys[half] + from, num_keys, call->size,
                              key_type, scores + r, is_first ? tile->values[half] + from : NULL, value_bytes);
                 }
                 for (int r = 0; r < rows; ++r) {
-                    apply_options(call, scores[r], num_keys, tile->key_scales + from, head_of(call, kv_head, g + r),
+                    apply_options(call, scores[r], num_keys, tile->key_scales + from, head_of(call, this_head, g + r),
                                   position - first);
                     factors[r] = update_softmax(scores[r], num_keys, softmax + r0 + r);
                 }
@@ -616,11 +636,14 @@ void attend(Call *call) {
     Softmax *softmax = malloc((size_t)(pieces * splits * rows) * sizeof(Softmax) + 1);
     int32_t *used = calloc((size_t)(pieces * splits) + 1, sizeof(int32_t));
     int short_of_memory = !sums || !softmax || !used;
+    int64_t at_once = largest(call->kv_heads, 1); /* KV heads of a work item: the most that leave each thread a few items */
+    while (at_once > 1 && (call->kv_heads % at_once || pieces * splits / at_once < ITEMS * call->threads))
+        --at_once;
 #pragma omp parallel num_threads(call->threads)
     {
         int64_t token = call->size * SIZES[call->key_type] + call->value_size * SIZES[call->value_type];
         size_t tile = (size_t)(TILE * call->halves * token);
-        Room room = {.query = malloc((size_t)(rows * width) * sizeof(float) + 1), .copies = {malloc(tile + 1), malloc(tile + 1)},
+        Room room = {.query = malloc((size_t)(at_once * rows * width) * sizeof(float) + 1), .copies = {malloc(tile + 1), malloc(tile + 1)},
                      .floats = malloc((size_t)(TILE * (call->halves * width + value_width)) * sizeof(float) + 1)};
         if (!room.query || !room.copies[0] || !room.copies[1] || !room.floats)
 #pragma omp atomic write
@@ -628,13 +651,14 @@ void attend(Call *call) {
 #pragma omp barrier
         if (!short_of_memory) {
 #pragma omp for schedule(dynamic)
-            for (int64_t k = 0; k < pieces * splits; ++k) { /* heads of a split come one after another: they share pages */
-                int64_t sequence = k / call->kv_heads / splits, split = k / call->kv_heads % splits;
-                int64_t kv_head = k % call->kv_heads, at = (sequence * call->kv_heads + kv_head) * splits + split;
+            for (int64_t k = 0; k < pieces * splits / at_once; ++k) {
+                int64_t turns = call->kv_heads / at_once, sequence = k / turns / splits, split = k / turns % splits;
+                int64_t kv_head = k % turns * at_once, at = (sequence * call->kv_heads + kv_head) * splits + split;
                 if (call->first_rows[sequence] < call->first_rows[sequence + 1]) {
-                    int found = attend_to_split(call, sequence, kv_head, split, sums + at * rows * value_width,
-                                                softmax + at * rows, &room);
-                    used[at] = found > 0;
+                    int found = attend_to_split(call, sequence, kv_head, at_once, split, sums + at * rows * value_width,
+                                                softmax + at * rows, splits * rows, &room);
+                    for (int64_t h = 0; h < at_once; ++h)
+                        used[at + h * splits] = found > 0;
                     if (found < 0)
 #pragma omp atomic write
                         call->failure = 1;
