@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.masks import Run
@@ -54,6 +54,17 @@ KNOWS = BATCH | fields_of(
 KNOWS |= known_options("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
 RANK, ROPE = 512, 64  # sizes of latents and of rotary keys that the layouts are for
 REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per producer thread; quantized values wait in registers
+
+# [rows, 2]: a thread has both halves of the two rows of which products give it elements.
+HALVES = tl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [0, 0]],
+        block_bases=[],
+        shape=[64, 2],
+    )
+)
 
 
 class Sizes(NamedTuple):
@@ -287,10 +298,28 @@ def _multiply_keys(room, slot, scores):
 
 @gluon.jit
 @no_type_check
-def _update_softmax(scores, j, last_of_rows, factor, row_max, sums):
+def _max_of_rows(scores):
+    """Return the maximum of each row, which two warps share: each takes that of its half, and they meet once."""
+    ROWS: gl.constexpr = scores.shape[0]
+    KEYS: gl.constexpr = scores.shape[1]
+    halves = gl.max(scores.reshape([ROWS, 2, KEYS // 2]), 2)
+    row_max = gl.max(gl.convert_layout(halves, HALVES), 1)
+    return gl.convert_layout(row_max, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _mask(scores, first, last_of_rows):
+    """Set the scores of keys that a row does not see to -inf; `first` is the first key."""
+    j = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+    return gl.where(j[None, :] <= last_of_rows[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+@no_type_check
+def _update_softmax(scores, factor, row_max, sums):
     """Update the online softmax by a step of scores; sums are kept per column, and added up at the end."""
-    scores = gl.where(j[None, :] <= last_of_rows[:, None], scores, float("-inf"))
-    new_row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    new_row_max = gl.maximum(row_max, _max_of_rows(scores) * factor)
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
     weights = gl.exp2(scores * factor[:, None] - base[:, None])
     rescale = gl.exp2(row_max - base)
@@ -299,7 +328,7 @@ def _update_softmax(scores, j, last_of_rows, factor, row_max, sums):
 
 @gluon.jit
 @no_type_check
-def _multiply(room, run, steps, last_of_rows, factor, SCORES: gl.constexpr, OUTPUT: gl.constexpr):
+def _multiply(room, run, steps, last_of_rows, seen_by_all, factor, SCORES: gl.constexpr, OUTPUT: gl.constexpr):
     """Attend to the keys that are loaded into the slots; return the softmax, in layouts of the products.
 
     Every product is issued and awaited in one iteration, or the compiler would serialize them: also the scores of the
@@ -313,15 +342,15 @@ def _multiply(room, run, steps, last_of_rows, factor, SCORES: gl.constexpr, OUTP
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    j = run.begin + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     if steps > 0:
         mbarrier.wait(room.full.index(0), 0)
         products = _multiply_keys(room, 0, nothing)
         scores = warpgroup_mma_wait(0, deps=[products])
         for step in range(1, steps):
             slot = (step - 1) & 1
-            x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
-            j += KEYS
+            if run.begin + step * KEYS > seen_by_all:
+                scores = _mask(scores, run.begin + step * KEYS - KEYS, last_of_rows)
+            x, rescale, row_max, sums = _update_softmax(scores, factor, row_max, sums)
             weights.store(x.to(weights.dtype))
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
             fence_async_shared()
@@ -329,10 +358,10 @@ def _multiply(room, run, steps, last_of_rows, factor, SCORES: gl.constexpr, OUTP
             mbarrier.wait(room.full.index(slot ^ 1), step >> 1 & 1)
             products = _multiply_keys(room, slot ^ 1, nothing)
             outputs = warpgroup_mma_wait(2, deps=[outputs])  # the two products of the scores may go on
-            tl.debug_barrier()
-            mbarrier.arrive(room.empty.index(slot))
+            leave(room.empty.index(slot))
             acc, scores = warpgroup_mma_wait(0, deps=[outputs, products])
-        x, rescale, row_max, sums = _update_softmax(scores, j, last_of_rows, factor, row_max, sums)
+        scores = _mask(scores, run.begin + steps * KEYS - KEYS, last_of_rows)
+        x, rescale, row_max, sums = _update_softmax(scores, factor, row_max, sums)
         weights.store(x.to(weights.dtype))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         fence_async_shared()
@@ -366,39 +395,38 @@ def _bring(keys, table, room, run, steps, TILE):
     """
     RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
     ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    PARTS: gl.constexpr = (RANK + ROPE) // ROPE
     QUANTIZED_PART: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LAYOUT: gl.constexpr = NUMBERS if TILE.FORMAT == "" else QUANTIZED_PART
-    at = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))
+    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     j = run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
     blocks = _read_table(keys.where, table, j, run)
     for step in range(steps):
         slot = step & 1
         rows = keys.key + blocks.to(gl.int64) * keys.key_strides[0] + j % keys.where.BLOCK_SIZE * keys.key_strides[1]
-        pointers = rows[:, None] + at[None, :]
-        is_key = (j < run.end)[:, None] & (at < ROPE)[None, :]
-        loaded = ()
+        is_key = (j < run.end)[:, None]
+        pointers, mask = rows[:, None] + at, is_key & (at < RANK)  # the second is always true, and gives a shape
+        rope_pointers, rope_mask = rows[:, None] + at_rope, is_key & (at_rope >= RANK)
         if TILE.FORMAT != "":
-            for part in gl.static_range(PARTS):
-                loaded = loaded + (gl.load(pointers + part * ROPE, mask=is_key, other=0),)
+            loaded = gl.load(pointers, mask=mask, other=0)
+            loaded_rope = gl.load(rope_pointers, mask=rope_mask, other=0)
         j += TILE.KEYS
         blocks = _read_table(keys.where, table, j, run)
         mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)
-        for part in gl.static_range(PARTS):
-            place = room.rope_key.index(slot)
-            if part < PARTS - 1:
-                place = room.key.index(slot).slice(part * ROPE, ROPE, 1)
-            if TILE.FORMAT == "":
-                async_copy.async_copy_global_to_shared(place, pointers + part * ROPE, mask=is_key)
-            else:
-                place.store(_numbers(loaded[part], TILE.FORMAT))
         if TILE.FORMAT == "":
+            async_copy.async_copy_global_to_shared(room.key.index(slot), pointers, mask=mask)
+            async_copy.async_copy_global_to_shared(room.rope_key.index(slot), rope_pointers, mask=rope_mask)
             async_copy.commit_group()
             async_copy.wait_group(0)
+        else:
+            room.key.index(slot).store(_numbers(loaded, TILE.FORMAT))
+            room.rope_key.index(slot).store(_numbers(loaded_rope, TILE.FORMAT))
         fence_async_shared()
-        tl.debug_barrier()
-        mbarrier.arrive(room.full.index(slot))
+        if TILE.FORMAT == "":
+            leave(room.full.index(slot))
+        else:
+            mbarrier.arrive(room.full.index(slot))
 
 
 # --- a program ---
@@ -475,19 +503,20 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
         empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
     )
     for slot in gl.static_range(2):
-        mbarrier.init(room.full.index(slot), count=1)
-        mbarrier.init(room.empty.index(slot), count=1)
+        mbarrier.init(room.full.index(slot), count=128 if TILE.FORMAT == "" else 1)
+        mbarrier.init(room.empty.index(slot), count=256)
     fence_async_shared()
 
     rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, SCORES))
     last_of_rows = gl.minimum(context + rows // queries.HEADS, run.end - 1)
+    seen_by_all = gl.minimum(context + tile.first_row // queries.HEADS + 1, run.end)  # keys before it
     factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (options.scale * LOG2E)
     table = keys.where.block_table + tile.sequence.to(gl.int64) * keys.where.table_row_stride
     # Triton 3.6 stores the producer's arguments in the scratch memory of `factor`'s conversion, without a barrier.
     tl.debug_barrier()
     acc, row_max, row_sum = gl.warp_specialize(
         [
-            (_multiply, (room, run, steps, last_of_rows, factor, SCORES, OUTPUT)),
+            (_multiply, (room, run, steps, last_of_rows, seen_by_all, factor, SCORES, OUTPUT)),
             (_bring, (keys, table, room, run, steps, TILE)),
         ],
         [4],
