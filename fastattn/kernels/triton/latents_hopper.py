@@ -27,7 +27,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -40,10 +39,10 @@ from fastattn.kernels.problem import asked_of, uses_positions, with_positive_sca
 from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
-from fastattn.kernels.triton.masks import Run
-from fastattn.kernels.triton.merge import SEQS_AT_ONCE, Out, Part, Softmax, Whole, normalize
-from fastattn.kernels.triton.quantized import Quantization, power_of_two
-from fastattn.kernels.triton.queries import count_tiles, find_rows, is_one_tile, layer_args, options_of, queries_of
+from fastattn.kernels.triton.load_latents_hopper import Room, bring, find_run, find_tile, load_queries
+from fastattn.kernels.triton.merge import Out, Part, Softmax, Whole, normalize
+from fastattn.kernels.triton.quantized import Quantization
+from fastattn.kernels.triton.queries import count_tiles, is_one_tile, layer_args, options_of, queries_of
 from fastattn.kernels.triton.tuning import LATENT_64, LaunchConfig, is_wide
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
@@ -53,9 +52,9 @@ KNOWS = BATCH | fields_of(
 )
 KNOWS |= known_options("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
 RANK, ROPE = 512, 64  # sizes of latents and of rotary keys that the layouts are for
-REGISTERS = {"": 72, "e4m3": 104, "e5m2": 104}  # per producer thread; quantized values wait in registers
+REGISTERS = {"": 72, "e4m3": 120, "e5m2": 120}  # per producer thread; quantized values wait in registers
 
-# [rows, 2]: a thread has both halves of the two rows of which products give it elements.
+# [rows, 2]: each thread has both halves of the two rows of which it has elements of the scores.
 HALVES = tl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [8, 0]],
@@ -85,44 +84,6 @@ class Sizes(NamedTuple):
     SPLIT: Any
     FORMAT: Any
     REGISTERS: Any
-
-
-class Tile(NamedTuple):
-    """Rows of one sequence.
-
-    Attributes:
-        sequence: the sequence of the rows.
-        first_row: the first row, counted in the sequence and its heads.
-        num_rows: rows of the sequence.
-        first_query: the first query row of the sequence in the batch.
-    """
-
-    sequence: Any
-    first_row: Any
-    num_rows: Any
-    first_query: Any
-
-
-class Room(NamedTuple):
-    """Shared memory, and the barriers of its slots.
-
-    Attributes:
-        query: [rows, rank].
-        rope_query: [rows, rope].
-        key: [slots, keys, rank].
-        rope_key: [slots, keys, rope].
-        weights: [rows, keys], of one step.
-        full: barriers of slots that are loaded.
-        empty: barriers of slots that are consumed.
-    """
-
-    query: Any
-    rope_query: Any
-    key: Any
-    rope_key: Any
-    weights: Any
-    full: Any
-    empty: Any
 
 
 def takes(
@@ -205,85 +166,6 @@ def launch(
     )
 
 
-# --- the rows of a program, and its keys ---
-
-
-@gluon.jit
-@no_type_check
-def _find_tile(queries, TILE):
-    """Return the tile of this program."""
-    sequence, first_row = find_rows(
-        queries.cu_seqlens_q, gl.program_id(0), queries.num_seqs, queries.HEADS, TILE.ROWS, TILE.ONE_TILE
-    )
-    first_query = gl.load(queries.cu_seqlens_q + sequence)
-    num_rows = (gl.load(queries.cu_seqlens_q + sequence + 1) - first_query) * queries.HEADS
-    return Tile(sequence, first_row, num_rows, first_query)
-
-
-@gluon.jit
-@no_type_check
-def _share_of_steps(queries, steps, TILE):
-    """Return the ratio of `steps` to the steps of an average sequence."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    total = 0
-    for first in range(0, queries.num_seqs, SEQS_AT_ONCE):
-        sequence = first + gl.arange(0, SEQS_AT_ONCE, layout=LAYOUT)
-        is_sequence = sequence < queries.num_seqs
-        begin = gl.load(queries.cu_seqlens_q + sequence, mask=is_sequence, other=0)
-        has_queries = gl.load(queries.cu_seqlens_q + sequence + 1, mask=is_sequence, other=0) > begin
-        seq_len = gl.load(queries.seq_lens + sequence, mask=is_sequence & has_queries, other=0)
-        total += gl.sum((seq_len + TILE.KEYS - 1) // TILE.KEYS, 0)
-    return steps.to(gl.float32) * queries.num_seqs / gl.maximum(total, 1).to(gl.float32)
-
-
-@gluon.jit
-@no_type_check
-def _find_run(queries, split, tile, context, TILE):
-    """Return the keys that some row of a tile sees, or the split of them that is this program's.
-
-    `context` is the position of the sequence's first query, the last key that it sees.
-    """
-    begin = gl.program_id(0) * 0
-    last_row = gl.minimum(tile.first_row + TILE.ROWS, tile.num_rows) - 1
-    end = gl.maximum(context + last_row // queries.HEADS + 1, 0)
-    if TILE.SPLIT:
-        steps, splits = gl.cdiv(end, TILE.KEYS), split.splits
-        if split.BALANCE:
-            share = _share_of_steps(queries, steps, TILE)
-            splits = gl.minimum(gl.maximum((share * splits + 0.9).to(gl.int32), 1), gl.num_programs(1))
-        keys = gl.cdiv(steps, splits) * TILE.KEYS
-        begin = gl.program_id(1) * keys
-        end = gl.minimum(end, begin + keys)
-    return Run(begin, begin, end)
-
-
-@gluon.jit
-@no_type_check
-def _load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr, TILE):
-    """Load the rows of a tile, the part for latents and the part for rotary keys, in the type of the products.
-
-    With quantized values, queries are float16. Those of bfloat16 are divided by a power of two, which is returned for
-    each row: a row below 2 loses nothing.
-    """
-    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
-    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    tokens = (tile.first_query + rows // queries.HEADS).to(gl.int64)
-    query_rows = queries.query + tokens * queries.strides[0]
-    query_rows += (rows % queries.HEADS).to(gl.int64) * queries.strides[1]
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
-    is_row = (rows < tile.num_rows)[:, None]
-    q = gl.load(query_rows[:, None] + (at * queries.strides[2])[None, :], mask=is_row, other=0.0)
-    rope = gl.load(query_rows[:, None] + (at_rope * queries.strides[2])[None, :], mask=is_row, other=0.0)
-    power = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    if q.dtype != TYPE:
-        q, rope = q.to(gl.float32), rope.to(gl.float32)
-        power = power_of_two(gl.maximum(gl.max(gl.abs(q), 1), gl.max(gl.abs(rope), 1)))
-        q, rope = (q / power[:, None]).to(TYPE), (rope / power[:, None]).to(TYPE)
-    return q, rope, power
-
-
 # --- the consumers: they multiply ---
 
 
@@ -299,12 +181,25 @@ def _multiply_keys(room, slot, scores):
 @gluon.jit
 @no_type_check
 def _max_of_rows(scores):
-    """Return the maximum of each row, which two warps share: each takes that of its half, and they meet once."""
+    """Return the maximum of each row, which two warps share: each takes that of its half of the keys.
+
+    The halves are exchanged through shared memory, for which all consumer warps meet, once per step. So none stores
+    weights before all have multiplied with those of the step before.
+    """
     ROWS: gl.constexpr = scores.shape[0]
     KEYS: gl.constexpr = scores.shape[1]
     halves = gl.max(scores.reshape([ROWS, 2, KEYS // 2]), 2)
     row_max = gl.max(gl.convert_layout(halves, HALVES), 1)
     return gl.convert_layout(row_max, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+@no_type_check
+def _own_sums(weights):
+    """Return the sums of the weights that each of a row's eight threads has, [rows, 2, 4]."""
+    ROWS: gl.constexpr = weights.shape[0]
+    KEYS: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([ROWS, 2, KEYS // 16, 4, 2]), 4), 2)
 
 
 @gluon.jit
@@ -318,12 +213,14 @@ def _mask(scores, first, last_of_rows):
 @gluon.jit
 @no_type_check
 def _update_softmax(scores, factor, row_max, sums):
-    """Update the online softmax by a step of scores; sums are kept per column, and added up at the end."""
+    """Update the online softmax by a step of scores; sums are kept per thread, and added up at the end."""
     new_row_max = gl.maximum(row_max, _max_of_rows(scores) * factor)
     base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
     weights = gl.exp2(scores * factor[:, None] - base[:, None])
     rescale = gl.exp2(row_max - base)
-    return weights, rescale, new_row_max, sums * rescale[:, None] + weights
+    own_sums = _own_sums(weights)
+    rescales = gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(2, own_sums.type.layout)))
+    return weights, rescale, new_row_max, sums * rescales[:, None, None] + own_sums
 
 
 @gluon.jit
@@ -332,7 +229,8 @@ def _multiply(room, run, steps, last_of_rows, seen_by_all, factor, SCORES: gl.co
     """Attend to the keys that are loaded into the slots; return the softmax, in layouts of the products.
 
     Every product is issued and awaited in one iteration, or the compiler would serialize them: also the scores of the
-    next step, which are carried over in registers.
+    next step, which are carried over in registers. Consumers meet twice per step: for the maxima, and when weights are
+    stored, before the product with them.
     """
     ROWS: gl.constexpr = room.weights.shape[0]
     KEYS: gl.constexpr = room.weights.shape[1]
@@ -340,8 +238,8 @@ def _multiply(room, run, steps, last_of_rows, seen_by_all, factor, SCORES: gl.co
     weights = room.weights
     acc = gl.zeros([ROWS, RANK], gl.float32, OUTPUT)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    sums = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    sums = _own_sums(nothing)
     if steps > 0:
         mbarrier.wait(room.full.index(0), 0)
         products = _multiply_keys(room, 0, nothing)
@@ -366,67 +264,7 @@ def _multiply(room, run, steps, last_of_rows, seen_by_all, factor, SCORES: gl.co
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         fence_async_shared()
         acc = warpgroup_mma(weights, room.key.index((steps - 1) & 1), acc)
-    return acc, row_max, gl.sum(sums, 1)
-
-
-# --- the producer: it loads keys ---
-
-
-@gluon.jit
-@no_type_check
-def _numbers(quantization, FORMAT: gl.constexpr):
-    return quantization.to(gl.float8e4nv if FORMAT == "e4m3" else gl.float8e5, bitcast=True).to(gl.float16)
-
-
-@gluon.jit
-@no_type_check
-def _read_table(where, table, j, run):
-    """Return the blocks of keys; `table` is the row of their sequence."""
-    return gl.load(table + (j // where.BLOCK_SIZE).to(gl.int64) * where.table_stride, mask=j < run.end, other=0)
-
-
-@gluon.jit
-@no_type_check
-def _bring(keys, table, room, run, steps, TILE):
-    """Load keys into the slots as they become empty, zeros where there is no key.
-
-    Unquantized latents bypass the registers. Quantized ones wait in registers for a slot, and are converted into it, 64
-    columns at a time: loads of later keys could not be in flight meanwhile, as the fence waits for them.
-    """
-    RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
-    ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    QUANTIZED_PART: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    NUMBERS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    LAYOUT: gl.constexpr = NUMBERS if TILE.FORMAT == "" else QUANTIZED_PART
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    j = run.begin + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    blocks = _read_table(keys.where, table, j, run)
-    for step in range(steps):
-        slot = step & 1
-        rows = keys.key + blocks.to(gl.int64) * keys.key_strides[0] + j % keys.where.BLOCK_SIZE * keys.key_strides[1]
-        is_key = (j < run.end)[:, None]
-        pointers, mask = rows[:, None] + at, is_key & (at < RANK)  # the second is always true, and gives a shape
-        rope_pointers, rope_mask = rows[:, None] + at_rope, is_key & (at_rope >= RANK)
-        if TILE.FORMAT != "":
-            loaded = gl.load(pointers, mask=mask, other=0)
-            loaded_rope = gl.load(rope_pointers, mask=rope_mask, other=0)
-        j += TILE.KEYS
-        blocks = _read_table(keys.where, table, j, run)
-        mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)
-        if TILE.FORMAT == "":
-            async_copy.async_copy_global_to_shared(room.key.index(slot), pointers, mask=mask)
-            async_copy.async_copy_global_to_shared(room.rope_key.index(slot), rope_pointers, mask=rope_mask)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-        else:
-            room.key.index(slot).store(_numbers(loaded, TILE.FORMAT))
-            room.rope_key.index(slot).store(_numbers(loaded_rope, TILE.FORMAT))
-        fence_async_shared()
-        if TILE.FORMAT == "":
-            leave(room.full.index(slot))
-        else:
-            mbarrier.arrive(room.full.index(slot))
+    return acc, row_max, gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), gl.SliceLayout(1, SCORES))
 
 
 # --- a program ---
@@ -477,7 +315,7 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
     QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
-    tile = _find_tile(queries, TILE)
+    tile = find_tile(queries, TILE)
     if not TILE.SPLIT:
         first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * queries.HEADS + gl.program_id(0)
         end = queries.num_tokens.to(gl.int64) * queries.HEADS
@@ -486,13 +324,13 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
         return
     first_place = (gl.program_id(1).to(gl.int64) * queries.num_tokens + tile.first_query) * queries.HEADS
     context = gl.load(queries.seq_lens + tile.sequence) - tile.num_rows // queries.HEADS
-    run = _find_run(queries, split, tile, context, TILE)
+    run = find_run(queries, split, tile, context, TILE)
     if TILE.SPLIT and run.begin >= run.end:
         _store_nothing(tile, first_place, out, TILE)
         return
     steps = gl.cdiv(run.end - run.begin, TILE.KEYS)
 
-    q, rope, power = _load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
+    q, rope, power = load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
     room = Room(
         query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, RANK], SHARED, q),
         rope_query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, ROPE], SHARED, rope),
@@ -517,7 +355,7 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
     acc, row_max, row_sum = gl.warp_specialize(
         [
             (_multiply, (room, run, steps, last_of_rows, seen_by_all, factor, SCORES, OUTPUT)),
-            (_bring, (keys, table, room, run, steps, TILE)),
+            (bring, (keys, table, room, run, steps, TILE)),
         ],
         [4],
         [TILE.REGISTERS],
