@@ -78,33 +78,67 @@ def test_splits_of_a_sequence(kind, monkeypatch):
 
 WRONG, FENCE, DEADLOCK, MORE, END = "max error|NaN at", "without a fence", "deadlock", "has more", "under way"
 MISTAKES = {  # the file, what stands there, what stands there instead, and what is found
-    "the-first-keys-not-waited-for": (
-        *(latents_hopper, "        mbarrier.wait(room.full.index(0), 0)\n", ""),
-        f"{WRONG}|{FENCE}",
+    "keys-of-the-first-not-waited-for": (
+        *(latents_hopper, "    mbarrier.wait(room.full.index(0), now)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}",
     ),
-    "keys-not-waited-for": (
-        *(latents_hopper, "            mbarrier.wait(room.full.index(slot ^ 1), step >> 1 & 1)\n", ""),
+    "keys-of-the-second-not-waited-for": (
+        *(latents_hopper, "    mbarrier.wait(room.full.index(1), now)\n", ""),
         f"{WRONG}|{FENCE}|{MORE}",
     ),
     "a-parity-of-the-round-before": (
-        latents_hopper,
-        "step >> 1 & 1)",
-        "step >> 1 & 1 ^ 1)",
+        *(latents_hopper, "room.full.index(1), now)", "room.full.index(1), now ^ 1)"),
         f"{WRONG}|{FENCE}|{DEADLOCK}",
     ),
-    "keys-never-given-back": (latents_hopper, "            leave(room.empty.index(slot))\n", "", DEADLOCK),
+    "weights-of-the-first-not-waited-for": (
+        *(latents_hopper, "    mbarrier.wait(room.ready.index(0), now)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}",
+    ),
+    "weights-of-the-second-not-waited-for": (
+        *(latents_hopper, "    mbarrier.wait(room.ready.index(1), now)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}",
+    ),
+    "weights-stored-while-the-second-reads-others": (
+        *(latents_hopper, "    mbarrier.wait(room.read.index(1), now ^ 1)", "    pass"),
+        f"{WRONG}|{FENCE}|{MORE}",
+    ),
+    "weights-stored-while-the-first-reads-others": (
+        *(latents_hopper, "    mbarrier.wait(room.read.index(0), now)\n", ""),
+        f"{WRONG}|{FENCE}|{MORE}",
+    ),
+    "weights-that-are-never-ready": (
+        latents_hopper,
+        "    mbarrier.arrive(room.ready.index(WHO))",
+        "    pass",
+        DEADLOCK,
+    ),
+    "weights-that-the-first-never-gives-back": (latents_hopper, "    leave(room.read.index(0))\n", "", DEADLOCK),
+    "weights-that-the-second-never-gives-back": (latents_hopper, "    leave(room.read.index(1))\n", "", DEADLOCK),
+    "keys-that-the-first-never-gives-back": (
+        *(latents_hopper, "    leave(room.empty.index(0))\n    leave(room.read", "    leave(room.read"),
+        DEADLOCK,
+    ),
+    "keys-that-the-second-never-gives-back": (
+        *(latents_hopper, "    leave(room.empty.index(1))\n    leave(room.read", "    leave(room.read"),
+        DEADLOCK,
+    ),
     "keys-given-back-before-their-products": (
         latents_hopper,
-        """            outputs = warpgroup_mma_wait(2, deps=[outputs])  # the two products of the scores may go on
-            leave(room.empty.index(slot))""",
-        """            leave(room.empty.index(slot))
-            outputs = warpgroup_mma_wait(2, deps=[outputs])""",
+        """    acc, x, own_sums = warpgroup_mma_wait(0, deps=[outputs, x, own_sums])
+    leave(room.empty.index(0))""",
+        """    leave(room.empty.index(0))
+    acc, x, own_sums = warpgroup_mma_wait(0, deps=[outputs, x, own_sums])""",
         f"{WRONG}|{FENCE}",
     ),
     "scores-not-waited-for": (
-        *(latents_hopper, "acc, scores = warpgroup_mma_wait(0, deps", "acc, scores = warpgroup_mma_wait(1, deps"),
+        *(
+            latents_hopper,
+            "return warpgroup_mma_wait(0, deps=[products])",
+            "return warpgroup_mma_wait(1, deps=[products])",
+        ),
         "before it is waited for",
     ),
+    "sums-of-the-other-not-waited-for": (*(latents_hopper, "    mbarrier.wait(room.summed.index(0), 0)\n", "", WRONG),),
     "a-slot-filled-while-it-is-read": (
         *(load_latents_hopper, "        mbarrier.wait(room.empty.index(slot), (step >> 1 & 1) ^ 1)\n", ""),
         f"{WRONG}|{FENCE}|{MORE}|{DEADLOCK}",
@@ -116,29 +150,24 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         DEADLOCK,
     ),
     "quantized-keys-that-are-never-full": (
-        load_latents_hopper,
-        "            mbarrier.arrive(room.full.index(slot))\n",
-        "            pass\n",
+        *(load_latents_hopper, "            mbarrier.arrive(room.full.index(slot))\n", "            pass\n"),
         DEADLOCK,
     ),
     "copies-not-waited-for": (
-        load_latents_hopper,
-        "            async_copy.wait_group(0)\n        else",
-        "        else",
+        *(load_latents_hopper, "            async_copy.wait_group(0)\n        else", "        else"),
         f"{WRONG}|{FENCE}|{END}",
     ),
     "no-fence-after-keys": (load_latents_hopper, "        fence_async_shared()\n        if", "        if", FENCE),
-    "no-fence-after-weights": (
-        latents_hopper,
-        "            fence_async_shared()\n            outputs",
-        "            outputs",
-        FENCE,
-    ),
-    "a-barrier-for-one-of-two-consumers": (
-        *(latents_hopper, "mbarrier.init(room.empty.index(slot), count=256)"),
-        *("mbarrier.init(room.empty.index(slot), count=128)", MORE),
-    ),
+    "no-fence-after-weights": (latents_hopper, "    fence_async_shared()\n    mbarrier", "    mbarrier", FENCE),
+    "a-barrier-for-one-of-two-consumers": (latents_hopper, "count=256)", "count=128)", f"{MORE}|{DEADLOCK}"),
     "one-thread-for-all-copies": (latents_hopper, "count=128 if", "count=1 if", MORE),
+    "one-thread-that-has-read": (
+        latents_hopper,
+        "room.read.index(slot), count=128",
+        "room.read.index(slot), count=1",
+        MORE,
+    ),
+    "sums-of-one": (latents_hopper, "count=2)", "count=1)", f"{WRONG}|{MORE}|{DEADLOCK}"),
     "a-step-without-its-mask": (latents_hopper, "context + tile.first_row", "context + 1 + tile.first_row", WRONG),
 }
 

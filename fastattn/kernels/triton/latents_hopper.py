@@ -2,22 +2,24 @@
 
 With 64 query rows the kernel is bound by the tensor cores. In `fastattn.kernels.triton.attention` every warp loads,
 dequantizes, multiplies and waits, all in step. Here a producer warpgroup only loads the next 64 keys into one of two
-slots in shared memory, quantized values already converted, while two consumer warpgroups multiply with the other slot:
+slots in shared memory, quantized values already converted. Of two consumer warpgroups, the first computes scores and
+softmax of even steps, the second those of odd ones, and both accumulate half of the columns of the output of all steps:
 
-    load         | keys 2 -> slot 0        | keys 3 -> slot 1        |
-    multiply     | softmax 1 | values 1 | scores 2 | softmax 2 | values 2 | scores 3 |
-                                        ^ slot 0 is full          ^ slot 1 is empty
+    load         | keys 2 -> slot 0    |  keys 3 -> slot 1   |
+    consumer 0   | values 0 | values 1 |   | scores 2 | softmax 2 | values 2 | values 3 |
+    consumer 1   | values 0, softmax 1 | values 1 | scores 3      | values 2, softmax 3 | values 3 |
 
-Each consumer computes the scores of half of the keys, and accumulates half of the columns of the output in registers:
-64 rows of 512 elements in float32 fill half of all registers. Triton does not let a kernel assign work to warps, so
-this one is written in Gluon, Triton's lower-level language, with explicit layouts and barriers. Triton's interpreter
-does not run it; `twinattn.course.gluon` does.
+So the softmax of one overlaps with products of the other. Weights and maxima of a step go through shared memory, and a
+row lies in four threads of each consumer. The output is rescaled step by step, in the order of steps. Its 64 rows of
+512 elements in float32 fill half of all registers. Triton does not let a kernel assign work to warps, so this one is
+written in Gluon, Triton's lower-level language, with explicit layouts and barriers. Triton's interpreter does not run
+it; `twinattn.course.gluon` does.
 
-64 decodes of 128 heads over 8192 latents take 340 us in fp8 and 351 in bfloat16; the other kernel takes 574 and 478
-(NVIDIA H200, c8a3cc9, 2026-11-26). Designs that were tried are on docs/paths/mla.md.
+Before consumers took turns, 64 decodes of 128 heads over 8192 latents took 340 us in fp8 and 351 in bfloat16; the other
+kernel takes 574 and 478 (NVIDIA H200, c8a3cc9, 2026-11-26). Designs that were tried are on docs/paths/mla.md.
 
 Source: Hopper's asynchronous products and barriers: the PTX manual, "wgmma" and "mbarrier"; DeepSeek's FlashMLA, which
-    divides the columns of the output among two warpgroups as well.
+    divides the columns of the output, and steps, among two warpgroups as well.
 """
 
 from typing import Any, NamedTuple, no_type_check
@@ -52,18 +54,9 @@ KNOWS = BATCH | fields_of(
 )
 KNOWS |= known_options("softmax_scale", "sinks", "batch_invariant")  # fields that a plan and a layer may set
 RANK, ROPE = 512, 64  # sizes of latents and of rotary keys that the layouts are for
-REGISTERS = {"": 72, "e4m3": 120, "e5m2": 120}  # per producer thread; quantized values wait in registers
-
-# [rows, 2]: each thread has both halves of the two rows of which it has elements of the scores.
-HALVES = tl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [8, 0]],
-        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0], [0, 0]],
-        block_bases=[],
-        shape=[64, 2],
-    )
-)
+# Registers per consumer and per producer thread, whose 2 * consumer + producer is at most 65536 / 128; quantized values
+# wait in registers of the producer.
+REGISTERS = {"": (216, 72), "e4m3": (192, 120), "e5m2": (192, 120)}
 
 
 class Sizes(NamedTuple):
@@ -75,7 +68,7 @@ class Sizes(NamedTuple):
         ONE_TILE: whether a tile holds all rows of any sequence.
         SPLIT: whether a program has a split of the keys, and stores a partial output.
         FORMAT: "e4m3" or "e5m2", or empty for latents in the type of the queries.
-        REGISTERS: registers of a producer thread.
+        REGISTERS: registers of a consumer thread, and of a producer thread.
     """
 
     ROWS: Any
@@ -84,6 +77,20 @@ class Sizes(NamedTuple):
     SPLIT: Any
     FORMAT: Any
     REGISTERS: Any
+
+
+class Span(NamedTuple):
+    """The keys of a program.
+
+    Attributes:
+        begin: the first key.
+        seen_by_all: the first key that some row does not see.
+        pairs: pairs of steps.
+    """
+
+    begin: Any
+    seen_by_all: Any
+    pairs: Any
 
 
 def takes(
@@ -162,7 +169,7 @@ def launch(
             out=out,
             TILE=Sizes(*map(tl.constexpr, sizes)),
         ),
-        dict(num_warps=8),
+        dict(num_warps=4),
     )
 
 
@@ -171,100 +178,170 @@ def launch(
 
 @gluon.jit
 @no_type_check
-def _multiply_keys(room, slot, scores):
-    """Start the products of the tile of queries with the keys of a slot."""
+def _multiply_keys(room, count, LAYOUT: gl.constexpr):
+    """Return the products of the tile of queries with the keys of the slot of `count`, which `_multiply` describes."""
+    ROWS: gl.constexpr = room.weights.shape[0]
+    KEYS: gl.constexpr = room.weights.shape[1]
+    slot, only = count & 1, count >> 1 & 1
     key, rope_key = room.key.index(slot), room.rope_key.index(slot)
-    products = warpgroup_mma(room.query, key.permute((1, 0)), scores, use_acc=False, is_async=True)
-    return warpgroup_mma(room.rope_query, rope_key.permute((1, 0)), products, is_async=True)
-
-
-@gluon.jit
-@no_type_check
-def _max_of_rows(scores):
-    """Return the maximum of each row, which two warps share: each takes that of its half of the keys.
-
-    The halves are exchanged through shared memory, for which all consumer warps meet, once per step. So none stores
-    weights before all have multiplied with those of the step before.
-    """
-    ROWS: gl.constexpr = scores.shape[0]
-    KEYS: gl.constexpr = scores.shape[1]
-    halves = gl.max(scores.reshape([ROWS, 2, KEYS // 2]), 2)
-    row_max = gl.max(gl.convert_layout(halves, HALVES), 1)
-    return gl.convert_layout(row_max, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
+    products = warpgroup_mma(room.query.index(only), key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    products = warpgroup_mma(room.rope_query.index(only), rope_key.permute((1, 0)), products, is_async=True)
+    return warpgroup_mma_wait(0, deps=[products])
 
 
 @gluon.jit
 @no_type_check
 def _own_sums(weights):
-    """Return the sums of the weights that each of a row's eight threads has, [rows, 2, 4]."""
+    """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
     ROWS: gl.constexpr = weights.shape[0]
     KEYS: gl.constexpr = weights.shape[1]
-    return gl.sum(gl.sum(weights.reshape([ROWS, 2, KEYS // 16, 4, 2]), 4), 2)
+    return gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 @no_type_check
-def _mask(scores, first, last_of_rows):
-    """Set the scores of keys that a row does not see to -inf; `first` is the first key."""
-    j = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-    return gl.where(j[None, :] <= last_of_rows[:, None], scores, float("-inf"))
+def _mask(scores, step, room, span):
+    """Set the scores of keys that a row does not see to -inf, in a step with some that not all rows see."""
+    first = span.begin + step * scores.shape[1]
+    if first + scores.shape[1] > span.seen_by_all:
+        j = first + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        last = room.last.load(gl.SliceLayout(1, scores.type.layout))
+        scores = gl.where(j[None, :] <= last[:, None], scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
 @no_type_check
-def _update_softmax(scores, factor, row_max, sums):
-    """Update the online softmax by a step of scores; sums are kept per thread, and added up at the end."""
-    new_row_max = gl.maximum(row_max, _max_of_rows(scores) * factor)
-    base = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
-    weights = gl.exp2(scores * factor[:, None] - base[:, None])
-    rescale = gl.exp2(row_max - base)
-    own_sums = _own_sums(weights)
-    rescales = gl.convert_layout(rescale, gl.SliceLayout(1, gl.SliceLayout(2, own_sums.type.layout)))
-    return weights, rescale, new_row_max, sums * rescales[:, None, None] + own_sums
+def _base(row_max):
+    """Return what is subtracted from scores: the maximum, or 0 for a row that has seen nothing."""
+    return gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
 
 
 @gluon.jit
 @no_type_check
-def _multiply(room, run, steps, last_of_rows, seen_by_all, factor, SCORES: gl.constexpr, OUTPUT: gl.constexpr):
-    """Attend to the keys that are loaded into the slots; return the softmax, in layouts of the products.
+def _weigh(scores, room, row_max):
+    """Return the weights of a step, the sums of each thread, and the maximum of each row up to this step."""
+    factor = room.factor.load(row_max.type.layout)
+    row_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor[:, None] - _base(row_max)[:, None])
+    return weights.to(room.weights.dtype), _own_sums(weights), row_max
 
-    Every product is issued and awaited in one iteration, or the compiler would serialize them: also the scores of the
-    next step, which are carried over in registers. Consumers meet twice per step: for the maxima, and when weights are
-    stored, before the product with them.
-    """
+
+@gluon.jit
+@no_type_check
+def _shrink(acc, sums, old_max, row_max):
+    """Rescale what is accumulated to the maxima of one more step."""
+    rescale = gl.exp2(old_max - _base(row_max))
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, sums * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
+@gluon.jit
+@no_type_check
+def _multiply_values(room, acc, WHO: gl.constexpr, slot):
+    """Start the product of the weights with a half of the columns of a slot."""
+    HALF: gl.constexpr = acc.shape[1]
+    return warpgroup_mma(room.weights, room.key.index(slot).slice(WHO * HALF, HALF, 1), acc, is_async=True)
+
+
+@gluon.jit
+@no_type_check
+def _publish(room, x, row_max, WHO: gl.constexpr):
+    """Store weights and maxima for both consumers."""
+    room.weights.store(x)
+    room.row_max.index(WHO).store(row_max)
+    fence_async_shared()
+    mbarrier.arrive(room.ready.index(WHO))  # all warps of this consumer meet before it
+
+
+@gluon.jit
+@no_type_check
+def _attend_first(state, room, count, span, SCORES: gl.constexpr):
+    """Take two steps of the first consumer: its own, and that of the other one."""
+    acc, sums, row_max = state
+    now, slot = count >> 2 & 1, count & 1
+    mbarrier.wait(room.full.index(0), now)
+    scores = _mask(_multiply_keys(room, count, SCORES), count >> 1, room, span)
+    old_max = row_max
+    x, own_sums, row_max = _weigh(scores, room, row_max)
+    mbarrier.wait(room.read.index(1), now ^ 1)  # the other one has multiplied with the weights of the step before
+    _publish(room, x, row_max, 0)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    sums += own_sums
+    outputs = _multiply_values(room, acc, 0, slot)
+    acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(0))
+    leave(room.read.index(0))
+    old_max = row_max
+    mbarrier.wait(room.ready.index(1), now)
+    row_max = room.row_max.index(1).load(row_max.type.layout)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    outputs = _multiply_values(room, acc, 0, slot ^ 1)
+    acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(1))
+    return acc, sums, row_max
+
+
+@gluon.jit
+@no_type_check
+def _attend_second(state, room, count, span, SCORES: gl.constexpr):
+    """Take two steps of the second consumer: that of the other one, beside its own softmax, and its own."""
+    acc, sums, row_max = state
+    now, slot = count >> 2 & 1, count & 1
+    mbarrier.wait(room.full.index(1), now)
+    scores = _mask(_multiply_keys(room, count, SCORES), (count >> 1) + 1, room, span)
+    old_max = row_max
+    mbarrier.wait(room.ready.index(0), now)
+    row_max = room.row_max.index(0).load(row_max.type.layout)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    outputs = _multiply_values(room, acc, 1, slot ^ 1)
+    old_max = row_max
+    x, own_sums, row_max = _weigh(scores, room, row_max)
+    acc, x, own_sums = warpgroup_mma_wait(0, deps=[outputs, x, own_sums])
+    leave(room.empty.index(0))
+    mbarrier.wait(room.read.index(0), now)
+    _publish(room, x, row_max, 1)
+    acc, sums = _shrink(acc, sums, old_max, row_max)
+    sums += own_sums
+    outputs = _multiply_values(room, acc, 1, slot)
+    acc = warpgroup_mma_wait(0, deps=[outputs])
+    leave(room.empty.index(1))
+    leave(room.read.index(1))
+    return acc, sums, row_max
+
+
+@gluon.jit
+@no_type_check
+def _multiply(queries, keys, options, room, work, out, TILE, WHO: gl.constexpr):
+    """Attend to the keys that are loaded into the slots, and store a half of the columns of the output."""
     ROWS: gl.constexpr = room.weights.shape[0]
     KEYS: gl.constexpr = room.weights.shape[1]
-    RANK: gl.constexpr = room.key.shape[2]
-    weights = room.weights
-    acc = gl.zeros([ROWS, RANK], gl.float32, OUTPUT)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    sums = _own_sums(nothing)
-    if steps > 0:
-        mbarrier.wait(room.full.index(0), 0)
-        products = _multiply_keys(room, 0, nothing)
-        scores = warpgroup_mma_wait(0, deps=[products])
-        for step in range(1, steps):
-            slot = (step - 1) & 1
-            if run.begin + step * KEYS > seen_by_all:
-                scores = _mask(scores, run.begin + step * KEYS - KEYS, last_of_rows)
-            x, rescale, row_max, sums = _update_softmax(scores, factor, row_max, sums)
-            weights.store(x.to(weights.dtype))
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-            fence_async_shared()
-            outputs = warpgroup_mma(weights, room.key.index(slot), acc, is_async=True)
-            mbarrier.wait(room.full.index(slot ^ 1), step >> 1 & 1)
-            products = _multiply_keys(room, slot ^ 1, nothing)
-            outputs = warpgroup_mma_wait(2, deps=[outputs])  # the two products of the scores may go on
-            leave(room.empty.index(slot))
-            acc, scores = warpgroup_mma_wait(0, deps=[outputs, products])
-        scores = _mask(scores, run.begin + steps * KEYS - KEYS, last_of_rows)
-        x, rescale, row_max, sums = _update_softmax(scores, factor, row_max, sums)
-        weights.store(x.to(weights.dtype))
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-        fence_async_shared()
-        acc = warpgroup_mma(weights, room.key.index((steps - 1) & 1), acc)
-    return acc, row_max, gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), gl.SliceLayout(1, SCORES))
+    HALF: gl.constexpr = room.key.shape[2] // 2
+    # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    tile, span = work
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, OF_ROWS)
+    sums = _own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
+    state = gl.zeros([ROWS, HALF], gl.float32, OUTPUT), sums, row_max
+    # Of products with slots that it knows, the compiler would keep all descriptors in registers, which have no room. So
+    # slots are bits of `count`, which is 4 * pair + WHO: it does not know that 1 + 3 programs are 4.
+    count = gl.program_id(0) * 0 + WHO
+    four = gl.num_programs(2) + 3
+    while count < 4 * span.pairs:
+        if WHO == 0:
+            state = _attend_first(state, room, count, span, SCORES)
+        else:
+            state = _attend_second(state, room, count, span, SCORES)
+        count += four
+    acc, sums, row_max = state
+    room.row_sum.index(WHO).store(gl.convert_layout(gl.sum(sums, 1), OF_ROWS))
+    mbarrier.arrive(room.summed.index(0))
+    mbarrier.wait(room.summed.index(0), 0)
+    row_sum = room.row_sum.index(0).load(OF_ROWS) + room.row_sum.index(1).load(OF_ROWS)
+    _store(queries, keys, options, tile, Softmax(row_max, row_sum, acc), out, TILE, WHO)
 
 
 # --- a program ---
@@ -272,10 +349,11 @@ def _multiply(room, run, steps, last_of_rows, seen_by_all, factor, SCORES: gl.co
 
 @gluon.jit
 @no_type_check
-def _store(queries, keys, options, tile, first_place, softmax, out, TILE):
-    """Store the outputs of a tile, and their log-sum-exps; `first_place` is that of the sequence's first row."""
+def _store(queries, keys, options, tile, softmax, out, TILE, WHO: gl.constexpr):
+    """Store the half of the outputs that a consumer has, and log-sum-exps."""
     OUTPUT: gl.constexpr = softmax.acc.type.layout
     RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
+    HALF: gl.constexpr = softmax.acc.shape[1]
     row_max = gl.convert_layout(softmax.row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(softmax.row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, OUTPUT))
@@ -286,20 +364,21 @@ def _store(queries, keys, options, tile, first_place, softmax, out, TILE):
     values, logs = normalize(row_max, row_sum, softmax.acc, sink)
     if TILE.FORMAT != "":
         values *= keys.value_number
-    at = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
-    places = first_place + rows
+    at = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUTPUT))
+    places = tile.first_place + rows
     gl.store(out.out + places[:, None] * RANK + at[None, :], values.to(out.out.dtype.element_ty), mask=is_row[:, None])
-    gl.store(out.lse + places, logs, mask=is_row)
+    if WHO == 0:
+        gl.store(out.lse + places, logs, mask=is_row)
 
 
 @gluon.jit
 @no_type_check
-def _store_nothing(tile, first_place, out, TILE):
+def _store_nothing(tile, out, TILE):
     """Store the log-sum-exps of a split without keys: `-inf`."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=LAYOUT)
     nothing = gl.full([TILE.ROWS], float("-inf"), gl.float32, LAYOUT)
-    gl.store(out.lse + first_place + rows, nothing, mask=rows < tile.num_rows)
+    gl.store(out.lse + tile.first_place + rows, nothing, mask=rows < tile.num_rows)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -310,10 +389,9 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
     TYPE: gl.constexpr = queries.query.dtype.element_ty if TILE.FORMAT == "" else gl.float16
     RANK: gl.constexpr = keys.VALUE_HEAD_SIZE
     ROPE: gl.constexpr = keys.HEAD_SIZE - RANK
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TILE.KEYS // 2, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
-    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    QUERIES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     tile = find_tile(queries, TILE)
     if not TILE.SPLIT:
@@ -322,42 +400,51 @@ def _attend_kernel(queries, keys, options, split, out, TILE):
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), RANK)
     if tile.first_row >= tile.num_rows:
         return
-    first_place = (gl.program_id(1).to(gl.int64) * queries.num_tokens + tile.first_query) * queries.HEADS
     context = gl.load(queries.seq_lens + tile.sequence) - tile.num_rows // queries.HEADS
     run = find_run(queries, split, tile, context, TILE)
     if TILE.SPLIT and run.begin >= run.end:
-        _store_nothing(tile, first_place, out, TILE)
+        _store_nothing(tile, out, TILE)
         return
-    steps = gl.cdiv(run.end - run.begin, TILE.KEYS)
+    pairs = gl.cdiv(run.end - run.begin, 2 * TILE.KEYS)  # of steps
 
     q, rope, power = load_queries(queries, keys, tile, TYPE, QUERIES, TILE)
+    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, QUERIES))
+    last = gl.minimum(context + rows // queries.HEADS, run.end - 1)
     room = Room(
-        query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, RANK], SHARED, q),
-        rope_query=gl.allocate_shared_memory(TYPE, [TILE.ROWS, ROPE], SHARED, rope),
+        query=gl.allocate_shared_memory(TYPE, [1, TILE.ROWS, RANK], SHARED),
+        rope_query=gl.allocate_shared_memory(TYPE, [1, TILE.ROWS, ROPE], SHARED),
         key=gl.allocate_shared_memory(TYPE, [2, TILE.KEYS, RANK], SHARED),
         rope_key=gl.allocate_shared_memory(TYPE, [2, TILE.KEYS, ROPE], SHARED),
         weights=gl.allocate_shared_memory(TYPE, [TILE.ROWS, TILE.KEYS], SHARED),
+        factor=gl.allocate_shared_memory(gl.float32, [TILE.ROWS], NUMBERS, power * (options.scale * LOG2E)),
+        last=gl.allocate_shared_memory(gl.int32, [TILE.ROWS], NUMBERS, last),
+        row_max=gl.allocate_shared_memory(gl.float32, [2, TILE.ROWS], NUMBERS),
+        row_sum=gl.allocate_shared_memory(gl.float32, [2, TILE.ROWS], NUMBERS),
         full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
         empty=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        read=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS),
+        summed=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS),
     )
+    room.query.index(0).store(q)
+    room.rope_query.index(0).store(rope)
     for slot in gl.static_range(2):
         mbarrier.init(room.full.index(slot), count=128 if TILE.FORMAT == "" else 1)
         mbarrier.init(room.empty.index(slot), count=256)
+        mbarrier.init(room.ready.index(slot), count=1)
+        mbarrier.init(room.read.index(slot), count=128)
+    mbarrier.init(room.summed.index(0), count=2)
     fence_async_shared()
 
-    rows = tile.first_row + gl.arange(0, TILE.ROWS, layout=gl.SliceLayout(1, SCORES))
-    last_of_rows = gl.minimum(context + rows // queries.HEADS, run.end - 1)
-    seen_by_all = gl.minimum(context + tile.first_row // queries.HEADS + 1, run.end)  # keys before it
-    factor = gl.convert_layout(power, gl.SliceLayout(1, SCORES)) * (options.scale * LOG2E)
     table = keys.where.block_table + tile.sequence.to(gl.int64) * keys.where.table_row_stride
-    # Triton 3.6 stores the producer's arguments in the scratch memory of `factor`'s conversion, without a barrier.
+    span = Span(run.begin, gl.minimum(context + tile.first_row // queries.HEADS + 1, run.end), pairs)
     tl.debug_barrier()
-    acc, row_max, row_sum = gl.warp_specialize(
+    gl.warp_specialize(
         [
-            (_multiply, (room, run, steps, last_of_rows, seen_by_all, factor, SCORES, OUTPUT)),
-            (bring, (keys, table, room, run, steps, TILE)),
+            (_multiply, (queries, keys, options, room, (tile, span), out, TILE, 0)),
+            (_multiply, (queries, keys, options, room, (tile, span), out, TILE, 1)),
+            (bring, (keys, table, room, run, 2 * pairs, TILE)),
         ],
-        [4],
-        [TILE.REGISTERS],
+        [4, 4],
+        [TILE.REGISTERS[0], TILE.REGISTERS[1]],
     )
-    _store(queries, keys, options, tile, first_place, Softmax(row_max, row_sum, acc), out, TILE)

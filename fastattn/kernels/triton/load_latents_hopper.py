@@ -24,25 +24,34 @@ class Tile(NamedTuple):
         first_row: the first row, counted in the sequence and its heads.
         num_rows: rows of the sequence.
         first_query: the first query row of the sequence in the batch.
+        first_place: the place of the sequence's first row in the outputs of this program's split.
     """
 
     sequence: Any
     first_row: Any
     num_rows: Any
     first_query: Any
+    first_place: Any
 
 
 class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [rows, rank].
-        rope_query: [rows, rope].
+        query: [1, rows, rank].
+        rope_query: [1, rows, rope].
         key: [slots, keys, rank].
         rope_key: [slots, keys, rope].
         weights: [rows, keys], of one step.
+        factor: [rows], what scores are multiplied by.
+        last: [rows], the last key that each row sees.
+        row_max: [consumers, rows], maxima of the last step of each consumer.
+        row_sum: [consumers, rows], sums of the weights of each.
         full: barriers of slots that are loaded.
         empty: barriers of slots that are consumed.
+        ready: by consumer, of its weights and maxima that are stored.
+        read: by consumer, of its product with its own weights.
+        summed: of the sums of both.
     """
 
     query: Any
@@ -50,8 +59,15 @@ class Room(NamedTuple):
     key: Any
     rope_key: Any
     weights: Any
+    factor: Any
+    last: Any
+    row_max: Any
+    row_sum: Any
     full: Any
     empty: Any
+    ready: Any
+    read: Any
+    summed: Any
 
 
 # --- the rows of a program, and its keys ---
@@ -66,14 +82,15 @@ def find_tile(queries, TILE):
     )
     first_query = gl.load(queries.cu_seqlens_q + sequence)
     num_rows = (gl.load(queries.cu_seqlens_q + sequence + 1) - first_query) * queries.HEADS
-    return Tile(sequence, first_row, num_rows, first_query)
+    first_place = (gl.program_id(1).to(gl.int64) * queries.num_tokens + first_query) * queries.HEADS
+    return Tile(sequence, first_row, num_rows, first_query, first_place)
 
 
 @gluon.jit
 @no_type_check
 def _share_of_steps(queries, steps, TILE):
     """Return the ratio of `steps` to the steps of an average sequence."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     total = 0
     for first in range(0, queries.num_seqs, SEQS_AT_ONCE):
         sequence = first + gl.arange(0, SEQS_AT_ONCE, layout=LAYOUT)
@@ -123,13 +140,18 @@ def load_queries(queries, keys, tile, TYPE: gl.constexpr, LAYOUT: gl.constexpr, 
     at = gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     at_rope = RANK + gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT)).to(gl.int64)
     is_row = (rows < tile.num_rows)[:, None]
-    q = gl.load(query_rows[:, None] + (at * queries.strides[2])[None, :], mask=is_row, other=0.0)
-    rope = gl.load(query_rows[:, None] + (at_rope * queries.strides[2])[None, :], mask=is_row, other=0.0)
+    pointers = query_rows[:, None] + (at * queries.strides[2])[None, :]
+    rope_pointers = query_rows[:, None] + (at_rope * queries.strides[2])[None, :]
     power = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-    if q.dtype != TYPE:
-        q, rope = q.to(gl.float32), rope.to(gl.float32)
-        power = power_of_two(gl.maximum(gl.max(gl.abs(q), 1), gl.max(gl.abs(rope), 1)))
-        q, rope = (q / power[:, None]).to(TYPE), (rope / power[:, None]).to(TYPE)
+    if queries.query.dtype.element_ty != TYPE:
+        # Loaded twice, in ways that differ, or the compiler would load once: registers have no room for all in float32.
+        q = gl.abs(gl.load(pointers, mask=is_row, other=0.0, eviction_policy="evict_last").to(gl.float32))
+        rope = gl.abs(gl.load(rope_pointers, mask=is_row, other=0.0, eviction_policy="evict_last").to(gl.float32))
+        power = power_of_two(gl.maximum(gl.max(q, 1), gl.max(rope, 1)))
+    q = gl.load(pointers, mask=is_row, other=0.0)
+    rope = gl.load(rope_pointers, mask=is_row, other=0.0)
+    if queries.query.dtype.element_ty != TYPE:
+        q, rope = (q.to(gl.float32) / power[:, None]).to(TYPE), (rope.to(gl.float32) / power[:, None]).to(TYPE)
     return q, rope, power
 
 
