@@ -221,7 +221,7 @@ def poison(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return torch.full(tuple(shape), 85).to(dtype)
 
 
-def load(address: Value, mask: Any = None, other: Any = None) -> Value:
+def load(address: Value, mask: Any = None, other: Any = None, **hints: Any) -> Value:
     """Load elements where a mask is true, else another number; nothing asked for is nothing known."""
     offsets, asked = _places(address, mask)
     memory = _memory_of(address)
