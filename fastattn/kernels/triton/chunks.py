@@ -33,6 +33,7 @@ class ChunkSizes(NamedTuple):
         PRECISION: the precision of matrix products.
         HEADS: value heads.
         PTX: whether instructions of NVIDIA GPUs are written as they are.
+        OVERLAP: whether each launch begins while the one before it ends; see `fastattn.kernels.triton.launch`.
     """
 
     CHUNK: Any
@@ -41,6 +42,7 @@ class ChunkSizes(NamedTuple):
     PRECISION: Any
     HEADS: Any
     PTX: Any
+    OVERLAP: Any
 
 
 class Solved(NamedTuple):
@@ -459,6 +461,8 @@ def _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE):
 @no_type_check
 def _within_kernel(tokens, gates, tables, solved, TILE):
     """Compute the intra-chunk terms of one chunk, in one head; all chunks are independent here."""
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence, first = _find_chunk(tables, tl.program_id(0), TILE)
     head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
     if (sequence.slot < 0) | (first >= sequence.length):
@@ -487,12 +491,17 @@ def _is_finite(rows, row, columns, SIZE: tl.constexpr, ROW: tl.constexpr):
 def _places_to_repair(tokens, tables, solved, place, head, TILE, PAD_V: tl.constexpr):
     """Return the places of those chunks that are not finite, and -1 for others.
 
-    The row of the last token tells it, as each row does.
+    The row of the last token tells it, as each row does. Until the wait, only tables of the step are read: the launch
+    of `_within_kernel` begins after all before it has ended.
     """
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence, first = _find_chunk(tables, place, TILE)
     is_chunk = (sequence.slot >= 0) & (first < sequence.length)
     last_row = sequence.first_row + tl.minimum(first + TILE.CHUNK, sequence.length) - 1
     own_last = tl.where(is_chunk, last_row * TILE.HEADS + head, -1)
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_wait()
     is_good = _is_finite(solved.answered, own_last, tl.arange(0, tokens.PAD_K), tokens.DK, solved.ROW_K)
     is_good &= _is_finite(solved.written, own_last, tl.arange(0, PAD_V), tokens.DV, solved.ROW_V)
     return tl.where(is_good, -1, place)
@@ -527,6 +536,8 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
     at_k, at = tl.arange(0, tokens.PAD_K).to(tl.int64), tl.arange(0, TILE.CHUNK)
     in_v, in_k = _is_in(at_v, tokens.DV), at_k < tokens.DK
     of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
+    if TILE.OVERLAP:
+        tl.extra.cuda.gdc_wait()
     if sequence.slot < 0:
         for first in range(0, sequence.length, TILE.CHUNK):
             row = sequence.first_row + first + at

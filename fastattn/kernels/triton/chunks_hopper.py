@@ -12,6 +12,9 @@ state of 64 values. Two consumers of a program share what is loaded, and one mul
 A state lies transposed in registers, `[values, keys]`, so that it is the first operand of its products, rounded, as it
 is, and so are the values that a chunk writes. Nothing but outputs goes back through shared memory.
 
+The launch begins while the one before it ends: keys, queries and states do not depend on that one, and the first are
+loaded before the wait for it.
+
 Where few sequences leave SMs idle, a program has one consumer: two on one SM take longer for a chunk than on two SMs.
 
 Triton does not let a kernel assign work to warps, so this one is written in Gluon, with explicit layouts and barriers.
@@ -196,14 +199,16 @@ def _bring(tokens, solved, work, room, TILE):
         own = first_row * TILE.HEADS + head
         of_own = at * TILE.HEADS
         mbarrier.wait(room.empty.index(slot), _parity(items, TILE) ^ 1)
-        of_answered = solved.answered + own * solved.ROW_K
-        copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
-        of_written = solved.written + own * solved.ROW_V + first_value
-        copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
         rows = at.to(gl.int64)
         at_keys, at_queries = first_row * tokens.key_strides[0], first_row * tokens.query_strides[0]
         copy_rows(room.keys.index(slot), of_keys + at_keys, rows * tokens.key_strides[0], is_row, LAYOUT)
         copy_rows(room.queries.index(slot), of_queries + at_queries, rows * tokens.query_strides[0], is_row, LAYOUT)
+        if items == 0:
+            tl.extra.cuda.gdc_wait()
+        of_answered = solved.answered + own * solved.ROW_K
+        copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
+        of_written = solved.written + own * solved.ROW_V + first_value
+        copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
         copy_rows(room.weights.index(slot), solved.weights + own * TILE.CHUNK, of_own * TILE.CHUNK, is_row, LAYOUT)
         _copy_decays(room.since.index(slot), solved.decays, own, in_chunk, LINE, TILE)
         _copy_decays(room.until.index(slot), solved.decays + 1, own, in_chunk, LINE, TILE)
@@ -252,6 +257,7 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     has_start = (at_v >= 0)[:, None] & (at_k >= 0)[None, :] & (sequence.start >= 0)
     state = gl.load(of_states + sequence.start * states.strides[0], mask=has_start, other=0.0).to(gl.float32)
     nothing = gl.zeros([TILE.VALUES, TILE.CHUNK], gl.float32, RESULT)
+    tl.extra.cuda.gdc_wait()
     total = _total_at(solved, sequence, start, head, TILE)
     items = start * 0
     for first in range(start, sequence.length, TILE.CHUNK):
@@ -324,6 +330,8 @@ def _fold_kernel(tokens, states, output, tables, solved, TILE):
     work = Work(sequence, start, gl.program_id(1).to(gl.int64), first_value)
     if sequence.slot < 0:
         _store_zeros(output, work, TILE)
+        if gl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()  # this launch ends no earlier than the one before, though all are idle
         return
     room = Room(
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED),

@@ -147,6 +147,8 @@ _LANGUAGE = SimpleNamespace(
     num_programs=lambda axis: value_of(Machine.now.current.program.grid[axis]),
     num_warps=lambda: Machine.now.current.num_warps,
     debug_barrier=lambda: Machine.now.wait(),
+    # A launch begins here when the one before it has ended.
+    extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),
 )
 _MBARRIER = SimpleNamespace(
     MBarrierLayout=gluon_hopper.mbarrier.MBarrierLayout,
