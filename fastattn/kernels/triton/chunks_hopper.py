@@ -45,7 +45,7 @@ from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_seque
 KEYS, VALUES, CHUNK = 128, 64, 64  # the sizes that the layouts are for: of a key, a consumer's values, and a chunk
 LARGEST = tl.constexpr(3.3895313892515355e38)  # the largest finite number of bfloat16
 # By consumers: slots of shared memory, and registers of a consumer thread and of a producer thread.
-SLOTS, REGISTERS = {1: 3, 2: 2}, {1: (240, 96), 2: (224, 64)}
+SLOTS, REGISTERS = {1: 3, 2: 2}, {1: (240, 96), 2: (232, 40)}
 
 
 class Sizes(NamedTuple):
