@@ -5,9 +5,13 @@ kernel all warps load, multiply and wait in step, and the four products of a chu
 producer warpgroup copies the next chunks into slots of shared memory, and each consumer warpgroup folds them into the
 state of 64 values. Two consumers of a program share what is loaded, and one multiplies while the other computes:
 
-    load     | chunk 2 -> slot 0            | chunk 3 -> slot 1            |
-    values 0 | answers, outputs 1 | state 1, weights 1 |  answers, outputs 2 |
-    values 1 |          answers, outputs 1 | state 1, weights 1 |  answers, ..
+    load     | chunk 3 -> slot 0                     | chunk 4 -> slot 1                     |
+    values 0 | outputs, state, weights 1 | answers 2 | outputs, state, weights 2 | answers 3 |
+             |                           | store 1   |                           | store 2   |
+    values 1 |  store 0 | outputs, state, weights 1 | answers 2 | outputs, state, weights 2 | ..
+
+The answers of a chunk, its product with the state before it, begin as soon as there is that state: what is left to do
+for the outputs of the chunk before is done beside them.
 
 A state lies transposed in registers, `[values, keys]`, so that it is the first operand of its products, rounded, as it
 is, and so are the values that a chunk writes. Nothing but outputs goes back through shared memory.
@@ -43,7 +47,6 @@ from fastattn.kernels.triton.hopper import copy_rows, is_there, leave
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 KEYS, VALUES, CHUNK = 128, 64, 64  # the sizes that the layouts are for: of a key, a consumer's values, and a chunk
-LARGEST = tl.constexpr(3.3895313892515355e38)  # the largest finite number of bfloat16
 # By consumers: slots of shared memory, and registers of a consumer thread and of a producer thread.
 SLOTS, REGISTERS = {1: 3, 2: 2}, {1: (240, 96), 2: (232, 40)}
 
@@ -191,7 +194,7 @@ def _bring(tokens, solved, work, room, TILE):
     at = gl.arange(0, TILE.CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     in_line = gl.arange(0, TILE.CHUNK, layout=LINE)
     items = start * 0
-    for first in range(start, sequence.length, TILE.CHUNK):
+    for first in range(start, sequence.length + TILE.CHUNK, TILE.CHUNK):  # and a chunk without tokens
         slot = items % TILE.SLOTS
         is_row = _is_token(sequence, first + at)
         in_chunk = _is_token(sequence, first + in_line)
@@ -243,6 +246,33 @@ def _store_rows(output, work, first, rows, place, TILE):
 
 @gluon.jit
 @no_type_check
+def _await_chunk(room, items, TILE):
+    """Wait until the slot of a chunk is loaded, by `cp.async`, which products see only past a fence."""
+    mbarrier.wait(room.full.index(items % TILE.SLOTS), _parity(items, TILE))
+    fence_async_shared()
+
+
+@gluon.jit
+@no_type_check
+def _round(x, FINITE: gl.constexpr, dtype: gl.constexpr):
+    """Round to 16 bits, two numbers at a time, and what is not finite to some finite number if asked.
+
+    The compiler may not move it: operands that it computed between the instructions of a product would make each of
+    these a product of its own, and a wait for the product before it would wait for most of them.
+    """
+    PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    LOW: gl.constexpr = "0xff7fff7f" if dtype == gl.bfloat16 else "0xfbfffbff"  # the lowest finite number, twice
+    HIGH: gl.constexpr = "0x7f7f7f7f" if dtype == gl.bfloat16 else "0x7bff7bff"
+    # Of NaN and a number, a maximum is the number.
+    ABOVE: gl.constexpr = "mov.b32 bound, " + LOW + "; max." + KIND + " $0, $0, bound;"
+    BELOW: gl.constexpr = "mov.b32 bound, " + HIGH + "; min." + KIND + " $0, $0, bound;"
+    BOUNDS: gl.constexpr = " { .reg .b32 bound; " + ABOVE + " " + BELOW + " }" if FINITE else ""
+    return gl.inline_asm_elementwise(PAIR + BOUNDS, "=r,r,r", [x], dtype=dtype.value, is_pure=False, pack=2)
+
+
+@gluon.jit
+@no_type_check
 def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     """Fold the chunks that are loaded into the state of a consumer's values, and store its outputs."""
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.CHUNK, 16])  # [values, chunk]
@@ -260,34 +290,36 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     tl.extra.cuda.gdc_wait()
     total = _total_at(solved, sequence, start, head, TILE)
     items = start * 0
+    _await_chunk(room, items, TILE)
+    before = gl.convert_layout(_round(state, False, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+    answers = warpgroup_mma(before, room.answered.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    answers, before = warpgroup_mma_wait(0, deps=[answers, before])
     for first in range(start, sequence.length, TILE.CHUNK):
         slot = items % TILE.SLOTS
         next_total = _total_at(solved, sequence, first + TILE.CHUNK, head, TILE)
-        before = gl.convert_layout(state.to(OPERAND), gl.DotOperandLayout(0, RESULT, 2))
-        mbarrier.wait(room.full.index(slot), _parity(items, TILE))
-        fence_async_shared()  # chunks come by `cp.async`, which products see only behind a fence
-        answers = warpgroup_mma(
-            before, room.answered.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
         result = warpgroup_mma(before, room.queries.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         written = room.written.index(slot).slice(WHO * TILE.VALUES, TILE.VALUES, 1).permute((1, 0)).load(RESULT)
         until = room.until.index(slot).load(gl.SliceLayout(0, RESULT))
-        since = room.since.index(slot).load(gl.SliceLayout(0, RESULT))
-        answers = warpgroup_mma_wait(1, deps=[answers])
         values = written.to(gl.float32) - answers
-        kept = gl.convert_layout((values * until[None, :]).to(OPERAND), gl.DotOperandLayout(0, STATE, 2))
+        kept = gl.convert_layout(_round(values * until[None, :], False, OPERAND), gl.DotOperandLayout(0, STATE, 2))
         state = warpgroup_mma(kept, room.keys.index(slot), state * total, is_async=True)
         # NaN is in all later rows of `values`: see `chunks._dot_with_earlier`.
-        finite = gl.minimum(gl.maximum(values, -LARGEST), LARGEST).to(OPERAND)
-        finite = gl.convert_layout(finite, gl.DotOperandLayout(0, RESULT, 2))
+        finite = gl.convert_layout(_round(values, True, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+        since = room.since.index(slot).load(gl.SliceLayout(0, RESULT))
         result, before = warpgroup_mma_wait(1, deps=[result, before])
-        result = result * since[None, :]
+        result = result * since[None, :] + values * 0.0  # a product of 0 with NaN or infinity is NaN
         result = warpgroup_mma(finite, room.weights.index(slot).permute((1, 0)), result, is_async=True)
-        state, result, kept, finite = warpgroup_mma_wait(0, deps=[state, result, kept, finite])
+        items += 1
+        _await_chunk(room, items, TILE)
+        state, kept = warpgroup_mma_wait(1, deps=[state, kept])
+        before = gl.convert_layout(_round(state, False, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+        of_next = room.answered.index(items % TILE.SLOTS).permute((1, 0))
+        answers = warpgroup_mma(before, of_next, nothing, use_acc=False, is_async=True)
+        result, finite = warpgroup_mma_wait(1, deps=[result, finite])
         leave(room.empty.index(slot))
-        result = result * output.scale + values * 0.0  # a product of 0 with NaN or infinity is NaN
         own = Work(sequence, start, head, first_value)
-        _store_rows(output, own, first, result, room.out.index(WHO), TILE)
+        _store_rows(output, own, first, result * output.scale, room.out.index(WHO), TILE)
+        answers, before = warpgroup_mma_wait(0, deps=[answers, before])
         if tables.BLOCK_SIZE:
             end = sequence.position + gl.minimum(first + TILE.CHUNK, sequence.length)
             if (end % tables.BLOCK_SIZE == 0) & (first + TILE.CHUNK <= sequence.length):
@@ -295,7 +327,6 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
                 in_slot = (at_v >= 0)[:, None] & (at_k >= 0)[None, :] & (kept_in >= 0)
                 gl.store(of_states + kept_in * states.strides[0], state.to(states.pool.dtype.element_ty), mask=in_slot)
         total = next_total
-        items += 1
     gl.store(of_states + sequence.slot * states.strides[0], state.to(states.pool.dtype.element_ty))
 
 
