@@ -47,8 +47,9 @@ from fastattn.kernels.triton.hopper import copy_rows, is_there, leave
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 KEYS, VALUES, CHUNK = 128, 64, 64  # the sizes that the layouts are for: of a key, a consumer's values, and a chunk
-# By consumers: slots of shared memory, and registers of a consumer thread and of a producer thread.
-SLOTS, REGISTERS = {1: 3, 2: 2}, {1: (240, 96), 2: (232, 40)}
+SLOTS = 3  # chunks in shared memory: no more fit
+# By consumers: registers of a consumer thread and of a producer thread.
+REGISTERS = {1: (240, 96), 2: (232, 40)}
 
 
 class Sizes(NamedTuple):
@@ -114,11 +115,10 @@ class Room(NamedTuple):
         keys: [slots, chunk, keys].
         queries: [slots, chunk, keys].
         answered: [slots, chunk, keys].
-        written: [slots, chunk, values], of all consumers.
+        written: [slots, chunk, values], of all consumers; and then their outputs on the way to memory.
         weights: [slots, chunk, chunk].
         since: [slots, chunk], the decays since the start of the chunk.
         until: [slots, chunk], the decays up to its end.
-        out: [consumers, chunk, values], the outputs of a chunk on their way to memory.
         full: barriers of slots that are loaded.
         empty: barriers of slots that are consumed.
     """
@@ -130,7 +130,6 @@ class Room(NamedTuple):
     weights: Any
     since: Any
     until: Any
-    out: Any
     full: Any
     empty: Any
 
@@ -156,7 +155,7 @@ def consumers_of(num_states: int, value: Tensor) -> int:
 
 def sizes_of(num_heads: int, consumers: int) -> Sizes:
     """Return the constants of a launch."""
-    given = CHUNK, num_heads, KEYS, VALUES, consumers, SLOTS[consumers], REGISTERS[consumers]
+    given = CHUNK, num_heads, KEYS, VALUES, consumers, SLOTS, REGISTERS[consumers]
     return Sizes(*map(tl.constexpr, given))
 
 
@@ -298,7 +297,8 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
         slot = items % TILE.SLOTS
         next_total = _total_at(solved, sequence, first + TILE.CHUNK, head, TILE)
         result = warpgroup_mma(before, room.queries.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        written = room.written.index(slot).slice(WHO * TILE.VALUES, TILE.VALUES, 1).permute((1, 0)).load(RESULT)
+        place = room.written.index(slot).slice(WHO * TILE.VALUES, TILE.VALUES, 1)
+        written = place.permute((1, 0)).load(RESULT)
         until = room.until.index(slot).load(gl.SliceLayout(0, RESULT))
         values = written.to(gl.float32) - answers
         kept = gl.convert_layout(_round(values * until[None, :], False, OPERAND), gl.DotOperandLayout(0, STATE, 2))
@@ -316,9 +316,9 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
         of_next = room.answered.index(items % TILE.SLOTS).permute((1, 0))
         answers = warpgroup_mma(before, of_next, nothing, use_acc=False, is_async=True)
         result, finite = warpgroup_mma_wait(1, deps=[result, finite])
-        leave(room.empty.index(slot))
         own = Work(sequence, start, head, first_value)
-        _store_rows(output, own, first, result * output.scale, room.out.index(WHO), TILE)
+        _store_rows(output, own, first, result * output.scale, place, TILE)
+        leave(room.empty.index(slot))
         answers, before = warpgroup_mma_wait(0, deps=[answers, before])
         if tables.BLOCK_SIZE:
             end = sequence.position + gl.minimum(first + TILE.CHUNK, sequence.length)
@@ -372,7 +372,6 @@ def _fold_kernel(tokens, states, output, tables, solved, TILE):
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.CHUNK], SHARED),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
-        gl.allocate_shared_memory(output.rows.dtype.element_ty, [TILE.CONSUMERS, TILE.CHUNK, TILE.VALUES], SHARED),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
     )
