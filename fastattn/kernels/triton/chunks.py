@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fastattn.kernels.triton.channels import channels_of, decays_of, weights_of
-from fastattn.kernels.triton.instructions import exp, round_finite
+from fastattn.kernels.triton.instructions import exp, prefetch, round_finite
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
 
 # Triton's interpreter finds a function only if it is defined above its caller.
@@ -366,6 +366,10 @@ def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
     OPERAND: tl.constexpr = solved.written.dtype.element_ty
     keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, at_k < tokens.DK)
     queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, at_k < tokens.DK)
+    row = chunk.first_row + tl.maximum(tl.minimum(at, chunk.length - 1 - chunk.first), -chunk.first)  # of a token
+    of_values = tokens.value + (row * tokens.value_strides[0] + head * tokens.value_strides[1])
+    for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):  # they are read at the end
+        prefetch(of_values + first_column * tokens.value_strides[2], TILE.PTX)
     between, from_start, to_end = _between(gates, chunk, head, TILE)
     _store_decays(solved, chunk, from_start, to_end, TILE)
     weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
@@ -378,16 +382,14 @@ def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
         columns = first_column + tl.arange(0, TILE.COLUMNS)
         is_column = _is_in(columns, tokens.DK)
         part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
-        part = (part * (rates * from_start)[:, None]).to(OPERAND)
-        part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+        part = tl.dot(inverse, (part * (rates * from_start)[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
         of_answered = _own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE)
         tl.store(of_answered, part, chunk.is_token[:, None] & is_column[None, :])
     for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):
         columns = first_column + tl.arange(0, TILE.COLUMNS)
         is_column = _is_in(columns, tokens.DV)
         part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
-        part = (part * rates[:, None]).to(OPERAND)
-        part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+        part = tl.dot(inverse, (part * rates[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
         of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
         tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
 
@@ -491,8 +493,7 @@ def _is_finite(rows, row, columns, SIZE: tl.constexpr, ROW: tl.constexpr):
 def _places_to_repair(tokens, tables, solved, place, head, TILE, PAD_V: tl.constexpr):
     """Return the places of those chunks that are not finite, and -1 for others.
 
-    The row of the last token tells it, as each row does. Until the wait, only tables of the step are read: the launch
-    of `_within_kernel` begins after all before it has ended.
+    The row of the last token tells it, as each row does. Before the wait, only tables of the step are read.
     """
     if TILE.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -542,9 +543,8 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
         for first in range(0, sequence.length, TILE.CHUNK):
             row = sequence.first_row + first + at
             in_rows = (first + at < sequence.length)[:, None] & in_v[None, :]
-            tl.store(
-                of_out + row[:, None] * out_strides[0], tl.zeros([TILE.CHUNK, BLOCK_V], out.dtype.element_ty), in_rows
-            )
+            zeros = tl.zeros([TILE.CHUNK, BLOCK_V], out.dtype.element_ty)
+            tl.store(of_out + row[:, None] * out_strides[0], zeros, in_rows)
         return
     of_states = states.pool + head * states.strides[1]
     of_states = of_states + at_v[None, :] * states.strides[2] + at_k[:, None] * states.strides[3]
