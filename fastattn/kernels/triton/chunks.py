@@ -462,18 +462,18 @@ def _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE):
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _within_kernel(tokens, gates, tables, solved, TILE):
-    """Compute the intra-chunk terms of one chunk, in one head; all chunks are independent here."""
+    """Compute the intra-chunk terms of one chunk, in one head; its other heads are in the programs beside this one."""
     if TILE.OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    sequence, first = _find_chunk(tables, tl.program_id(0), TILE)
-    head, key_head = tl.program_id(1).to(tl.int64), (tl.program_id(1) // tokens.GROUP).to(tl.int64)
+    place, head = tl.program_id(0) // TILE.HEADS, (tl.program_id(0) % TILE.HEADS).to(tl.int64)
+    sequence, first = _find_chunk(tables, place, TILE)
     if (sequence.slot < 0) | (first >= sequence.length):
         return
     chunk = _chunk_from(sequence, first, head, TILE)
     if gates.DELTA and not gates.PER_CHANNEL:
-        _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE)
+        _solve_finite(tokens, gates, solved, chunk, head, head // tokens.GROUP, TILE)
     else:
-        _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE)
+        _solve_carefully(tokens, gates, solved, chunk, head, head // tokens.GROUP, TILE)
 
 
 REPAIRED = tl.constexpr(16)  # chunks that a program of `_repair_kernel` looks at

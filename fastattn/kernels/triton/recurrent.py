@@ -142,7 +142,7 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
     early = {"launch_pdl": True} if can_overlap(query.device) else {}
     within = Launch(
         _within_kernel,
-        (places, num_heads),
+        (places * num_heads,),
         of_tokens | of_gates | made,
         within_arguments,
         _within_options(WITHIN_REGISTERS if is_lean and query.dtype != torch.float32 else CAREFUL_REGISTERS),
