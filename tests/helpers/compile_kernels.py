@@ -165,6 +165,7 @@ class Launcher:
         self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
         self.about |= {"shared": metadata.shared, "room": Driver.gpu.shared_memory}
         self.about["forgotten"] = forgotten(source)
+        self.about["early"] = getattr(metadata, "launch_pdl", False)
         self.about["columns"] = getattr(metadata, "tmem_size", None) or 0
         Utils.launcher = self
 
@@ -181,8 +182,10 @@ class Utils:
                 machine_code.usage_on_amd(binary) if Driver.gpu.target.backend == "hip" else machine_code.usage(binary)
             )
             if "_hopper." in self.launcher.about["kernel"]:
-                loops = machine_code.loops_of_products(machine_code.disassemble(binary))
+                code = machine_code.disassemble(binary)
+                loops = machine_code.loops_of_products(code)
                 self.launcher.about["in_flight"] = [machine_code.touched_in_flight(loop) for loop in loops]
+                self.launcher.about["waits"] = any("ACQBULK" in line for line in code)  # for the launch before
         return 1, 1, 0, 0, 1024  # module, function, registers, bytes of spills, most threads
 
     def get_device_properties(self, device):

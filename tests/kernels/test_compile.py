@@ -104,6 +104,9 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
     of_states = [launch for launch in with_roles if launch["kernel"].endswith("chunks_hopper._fold_kernel")]
     assert len(of_states) == 2 and all(len(launch["in_flight"]) > 1 for launch in of_states), "one loop, and two"
     assert not [launch for launch in of_states if any(launch["in_flight"])], "registers of a product that goes on"
+    assert all(launch["early"] and launch["waits"] for launch in of_states), "it begins early, and waits"
+    first_of_states = [launch for launch in launched if launch["kernel"].endswith("chunks._within_kernel")]
+    assert not [launch for launch in first_of_states if launch["early"]], "what is before it may be another's launch"
     assert not [launch for launch in of_states if launch["spilled"]], "registers in memory"
     of_trees = [launch for launch in launched if "registers" in launch and launch["tile"].get("mask.WORDS")]
     assert of_trees and not [launch for launch in of_trees if launch["spilled"]], "the mask of a tree in memory"
