@@ -119,6 +119,9 @@ def _assembly(text: str, constraints: str, args: Sequence[Value], dtype: Kind, i
     rounding = re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$([12]), \$([12])", first)
     if rounding is not None:
         found = args[0].data.to(torch.bfloat16 if rounding[1] == "bf16" else torch.float16)
+        if "max." in rest and "min." in rest:  # within the finite numbers, where NaN is the lowest
+            ends = torch.finfo(found.dtype)
+            found = found.nan_to_num(nan=ends.min, posinf=ends.max, neginf=ends.min)
         in_order = rounding[2] > rounding[3]  # the first operand is the upper half, and so the second element
         return Value(found if in_order else found.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), args[0].layout)
     if re.fullmatch(r"\{ .* @p nanosleep\.u32 1; mov\.b32 \$0, \$2; mov\.b32 \$1, \$3; \}", text):
@@ -147,6 +150,8 @@ _LANGUAGE = SimpleNamespace(
     num_programs=lambda axis: value_of(Machine.now.current.program.grid[axis]),
     num_warps=lambda: Machine.now.current.num_warps,
     debug_barrier=lambda: Machine.now.wait(),
+    # A launch begins here when the one before it has ended.
+    extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),
 )
 _MBARRIER = SimpleNamespace(
     MBarrierLayout=gluon_hopper.mbarrier.MBarrierLayout,
