@@ -101,7 +101,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         WRONG,
     ),
     "a-key-too-few": (prompts_hopper, "column <= (seen.last", "column < (seen.last", WRONG),
-    "a-step-without-its-mask": (prompts_hopper, "0) // TILE.KEYS, 1)", "0) // TILE.KEYS - 1, 1)", WRONG),
+    "a-step-without-its-mask": (load_hopper, "0) // TILE.KEYS, 1)", "0) // TILE.KEYS - 1, 1)", WRONG),
     "values-of-the-first-step": (load_hopper, "        value_at = next_at\n", "", WRONG),
     "a-factor-of-the-new-maximum": (prompts_hopper, "gl.exp2(old_max - start)", "gl.exp2(row_max - start)", WRONG),
     "copies-in-no-group": (load_hopper, "    async_copy.commit_group()\n", "", END),

@@ -1,6 +1,7 @@
 """Prompts by warps with roles: which they are, and that they are right, on a card that has them and interpreted."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,24 +11,32 @@ from hypothesis import strategies as st
 
 import fastattn
 import fastattn.chunked_prefill
+import fastattn.metadata
+import fastattn.quantized
 import fastattn.varlen
 import refattn.chunked_prefill
+import refattn.quantized
 import refattn.varlen
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton import hopper, launch, load_hopper, prompts_hopper
+from fastattn.kernels.triton import expand, hopper, launch, load_hopper, prompts_hopper
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.tuning import LaunchConfig
+from refattn.keys import QuantizedPages
 from refattn.metadata import make_batch
 from refattn.options import AttentionOptions
 from refattn.plan import Plan
+from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import Case, build, of_batches, ragged_cases
 from tests.helpers.options import per_head
+from tests.helpers.steps import record
+from tests.helpers.stored import KINDS, assert_twins_agree_over_quantized, store
 from tests.helpers.tolerance import assert_matches_reference
 from twinattn.course.gluon.interpret import hopper_on_a_cpu
 from twinattn.kit import plan_and_attend
 
 ROWS = torch.zeros(66, dtype=torch.int32)
+DEFAULT, SIZES = AttentionOptions(), ("sizes", (128, 128))
 PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4 heads of 128 numbers, causal, in pages
     "plain": (True, {}),
     "window": (True, dict(plan=dict(window_size=(8, 0)))),
@@ -185,6 +194,128 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
         out, lse = plan_and_attend(path, *given, **asked, return_lse=True)
     assert_matches_reference(out, lse, lambda *x, **more: plan_and_attend(reference, *x, **more), *given, **asked)
     assert counters.tolist() == [0, 0]
+
+
+# --- caches of 8 bits, which are dequantized into memory first ---
+
+SCALED = [(kind, per) for kind in ("e4m3", "e5m2") for per in ("number", "head", "sequence")]
+SCALED += [("int8", "token"), ("int8-half", "token")]
+FEW_ROWS = {4: 32, 8: 32}  # per key, so that small batches are expanded
+
+
+@pytest.fixture
+def launched(has_roles, monkeypatch):
+    """Count the launches of the kernel for Hopper, over prompts of few rows, too; a call there has one."""
+    found, of_prompts = [], prompts_hopper.launch
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
+    monkeypatch.setattr(expand, "ROWS_TO_EXPAND", FEW_ROWS)
+    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: found.append(1) or of_prompts(*args, **more))
+    return lambda: len(found) if has_roles else None
+
+
+@pytest.mark.parametrize(("kind", "per"), SCALED, ids=["-".join(pair) for pair in SCALED])
+@pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
+def test_prompts_over_8_bits(kind, per, round_query, launched, device):
+    """Each key is dequantized once, whatever its scale belongs to, and NaN past the keys of a sequence is not read."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    case = Case("pools", LENS, heads=(4, 2), head_size=64, block_size=24, layout="HND", padding_rows=2)
+    stored = store(case, kind, dtype=dtype, per=per, round_query=round_query, spread=True, device=device)
+    if kind == "int8-half":
+        stored.value_cache = stored.value_cache.to(dtype)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree_over_quantized(stored, again=False)
+    assert launched() in (1, None)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("plan", ["all", "window", "untrimmed-window"])
+def test_prompts_of_each_mask_over_8_bits(plan, kind, launched, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    case = Case("masks", LENS, heads=(8, 2), head_size=128, padding_rows=2)
+    with fastattn.use_kernel("triton"), mock.patch.object(expand, "ROWS_TO_EXPAND", {8: 1}):
+        assert_twins_agree_over_quantized(store(case, kind, dtype=dtype, device=device), plan, again=False)
+    assert launched() in (1, None)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_a_step_of_prompts_over_8_bits_is_replayed_for_others(kind, launched, device):
+    """A captured step dequantizes what the pools hold then: other keys, other lengths and other scales."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    buffers = fastattn.metadata.make_buffers(3, device=device, columns=12, max_query_len=100, max_seq_len=160)
+    steps = [((100, 100), (1, 9)), ((70, 150), (90, 90), (2, 2)), ((16, 160),)]
+    stores = [
+        store(Case("step", lens, heads=(4, 2)), kind, dtype=dtype, per="head", seed=i, device=device)
+        for i, lens in enumerate(steps)
+    ]
+    query = torch.zeros(162, 4, 64, dtype=dtype, device=device)
+    blocks = max(len(stored.key_cache) for stored in stores)
+    pools = [stores[0].key_cache.new_zeros(blocks, 16, 2, 64) for _ in "kv"]
+    tensors = {name: x for name, x in vars(stores[0].scales).items() if isinstance(x, torch.Tensor)}
+    if kind == "int8":
+        tensors["key"] = torch.zeros(blocks, 16, 2, device=device)
+    scales = replace(stores[0].scales, **tensors)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        with fastattn.use_kernel("triton"):
+            return plan_and_attend(fastattn.quantized, query, *pools, buffers, scales=scales, return_lse=True)
+
+    replay = None
+    for stored in stores:
+        rows = len(stored.query)
+        fastattn.metadata.refill(buffers, stored.batch)
+        query.zero_()[:rows] = stored.query
+        for pool, mine in zip(pools, (stored.key_cache, stored.value_cache), strict=True):
+            pool.view(torch.uint8)[: len(mine)] = mine.view(torch.uint8)
+        for name, x in tensors.items():
+            mine = getattr(stored.scales, name)
+            x[: len(mine)] = mine
+        replay = replay or record(step, device)
+        out, lse = replay()
+        on_host = {name: x.cpu() for name, x in vars(stored.scales).items() if isinstance(x, torch.Tensor)}
+
+        def reference(*given, scales=replace(stored.scales, **on_host), **more):
+            return plan_and_attend(refattn.quantized, *given, scales=scales, **more)
+
+        assert_matches_reference(out[:rows], lse[:rows], reference, *stored.in_bytes)
+        assert not out[rows:].any(), "a padding row holds something"
+    assert launched() in (2 if device == "cuda" else len(stores), None)
+
+
+@pytest.mark.parametrize(
+    ("expanded", "changed"),
+    [
+        (True, {}),
+        (True, dict(kind="int8")),
+        (True, dict(sizes=(64, 64))),
+        (True, dict(plan=dict(window_size=(2000, 0)))),
+        (False, dict(plan=dict(window_size=(200, 0)))),  # a key meets few of the queries
+        (False, dict(query_len=100)),
+        (False, dict(query_len=1)),
+        (False, dict(num_seqs=700)),  # more memory than a call may take
+        (False, dict(sizes=(96, 96))),
+        (False, dict(options=AttentionOptions(softcap=5.0))),
+        (False, dict(options=AttentionOptions(batch_invariant=True))),
+        (False, dict(dtype=torch.float32)),
+        (False, dict(kind="int8", values=torch.bfloat16)),
+        (False, dict(capability=(8, 0))),
+    ],
+    ids=str,
+)
+@pytest.mark.core
+def test_which_prompts_over_8_bits_are_dequantized_into_memory(expanded, changed, monkeypatch):
+    """Those whose keys meet many queries, where the kernel that reads the copy is the one for Hopper."""
+    monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 132)
+    query_len, num_seqs, (size, value_size) = (changed.get(*x) for x in (("query_len", 1024), ("num_seqs", 9), SIZES))
+    kind, dtype = changed.get("kind", "e4m3"), changed.get("dtype", torch.float16)
+    query = torch.empty(1, dtype=dtype).expand(num_seqs * query_len, 32, size)
+    key, value = (torch.empty(1, 16, 8, n, dtype=KINDS[kind]) for n in (size, value_size))
+    value = value.to(changed.get("values", value.dtype))
+    of_heads = torch.ones(8)
+    scales = Int8Scales(torch.ones(1, 16, 8), None) if kind == "int8" else Fp8Scales(of_heads, of_heads)
+    batch = make_batch([query_len] * num_seqs, [2048] * num_seqs, [[0] * 128] * num_seqs)
+    plan = Plan(batch, 16, **changed.get("plan", {}))
+    assert expand.expands(query, QuantizedPages(key, value, scales), plan, changed.get("options", DEFAULT)) is expanded
 
 
 @pytest.mark.core

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from fastattn.kernels.triton.hopper import copy_rows
 from fastattn.kernels.triton.launch import Launch
-from fastattn.kernels.triton.masks import Run, visible_keys
+from fastattn.kernels.triton.masks import Run, all_visible_in_window, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
 SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
@@ -63,6 +63,25 @@ class Tile(NamedTuple):
     last_position: Any
     run: Any
     steps: Any
+
+
+class Seen(NamedTuple):
+    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
+
+    Attributes:
+        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
+            the last keys to the first, below 0 for keys of other steps.
+        last: [rows], the last key that each row sees, also counted from the first key of the first step.
+        plain_from: the first step of those that all rows of the tile see.
+        plain_to: the step after the last of those.
+        LEFT: whether a row may see no keys before its first one.
+    """
+
+    first: Any
+    last: Any
+    plain_from: Any
+    plain_to: Any
+    LEFT: Any
 
 
 class Room(NamedTuple):
@@ -175,6 +194,27 @@ def find_tile(program, programs, queries, mask, TILE):
         Run(first, first, end),
         gl.maximum(gl.cdiv(end - first, TILE.KEYS), 1),
     )
+
+
+@gluon.jit
+@no_type_check
+def find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
+    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
+    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
+    positions = tile.context + rows // queries.GROUP
+    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
+    if mask.LEFT:
+        first_seen = positions - gl.minimum(mask.left, positions)
+    if mask.RIGHT:
+        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
+    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
+    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
+    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
+    plain_from = gl.minimum(plain_from, tile.steps)
+    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
+    plain_to = gl.maximum(plain_to, plain_from)
+    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
+    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
 
 
 @gluon.jit

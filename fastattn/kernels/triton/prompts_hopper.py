@@ -55,11 +55,12 @@ from fastattn.kernels.triton.load_hopper import (
     Room,
     bring,
     clear_rows,
+    find_seen,
     find_tile,
     parity,
     read_number,
 )
-from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
+from fastattn.kernels.triton.masks import mask_of
 from fastattn.kernels.triton.merge import Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles, layer_args, options_of, queries_of
@@ -106,23 +107,25 @@ class Sizes(NamedTuple):
     REGISTERS: Any
 
 
-class Seen(NamedTuple):
-    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
-
-    Attributes:
-        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
-            the last keys to the first, below 0 for keys of other steps.
-        last: [rows], the last key that each row sees, also counted from the first key of the first step.
-        plain_from: the first step of those that all rows of the tile see.
-        plain_to: the step after the last of those.
-        LEFT: whether a row may see no keys before its first one.
-    """
-
-    first: Any
-    last: Any
-    plain_from: Any
-    plain_to: Any
-    LEFT: Any
+def suits(
+    query: Tensor,
+    num_kv_heads: int,
+    value_head_size: int,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: LaunchConfig,
+) -> bool:
+    """Return whether this kernel computes a level of attention, where keys and values have the type of the queries."""
+    return (
+        is_there(query.device)
+        and plan.batch.max_query_len * (query.shape[1] // num_kv_heads) > ROWS  # else one tile may hold all
+        and tuning.most_splits == 1
+        and not (tuning.run or uses_positions(plan, options))
+        and asked_of(plan, options) <= KNOWS
+        and plan.first_visible is None
+        and (query.shape[2], value_head_size) in ((64, 64), (128, 128))
+        and query.itemsize == 2
+    )
 
 
 def takes(
@@ -135,19 +138,11 @@ def takes(
     quantization: Quantization,
 ) -> bool:
     """Return whether this kernel computes a level of attention to rows or pages, as `attend_levels` has tuned it."""
-    tensors = query, key, value
-    known = not (quantization.kind or uses_positions(plan, options)) and asked_of(plan, options) <= KNOWS
     return (
-        is_there(query.device)
-        and plan.batch.max_query_len * (query.shape[1] // value.shape[-2]) > ROWS  # else one tile may hold all
-        and tuning.most_splits == 1
-        and not tuning.run
-        and known
-        and plan.first_visible is None
-        and (query.shape[2], value.shape[-1]) in ((64, 64), (128, 128))
-        and query.itemsize == 2
+        not quantization.kind
+        and suits(query, value.shape[-2], value.shape[-1], plan, options, tuning)
         and query.dtype == key.dtype == value.dtype
-        and all(is_aligned(x, *x.stride()[:-1]) for x in tensors)
+        and all(is_aligned(x, *x.stride()[:-1]) for x in (query, key, value))
     )
 
 
@@ -291,27 +286,6 @@ def _mask(products, step, seen):
 
 @gluon.jit
 @no_type_check
-def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
-    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
-    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
-    positions = tile.context + rows // queries.GROUP
-    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
-    if mask.LEFT:
-        first_seen = positions - gl.minimum(mask.left, positions)
-    if mask.RIGHT:
-        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
-    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
-    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
-    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
-    plain_from = gl.minimum(plain_from, tile.steps)
-    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
-    plain_to = gl.maximum(plain_to, plain_from)
-    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
-    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
-
-
-@gluon.jit
-@no_type_check
 def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
     """Return the weights of the first step, its maxima, and the sums of each thread."""
     slot = items % SLOTS
@@ -397,7 +371,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
     number = read_number(room, tiles)
     while number < programs:
         tile = find_tile(number, programs, queries, mask, TILE)
-        seen = _find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
+        seen = find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
         query_slot = tiles % SLOTS
         q = room.query.index(query_slot * 2 + WHO)
         x, row_max, row_sum = _first_step(q, room, items, seen, options, SCORES)
