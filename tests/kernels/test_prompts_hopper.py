@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import fastattn
 import fastattn.chunked_prefill
 import fastattn.metadata
+import fastattn.mla
 import fastattn.quantized
 import fastattn.varlen
 import refattn.chunked_prefill
@@ -28,6 +30,7 @@ from refattn.options import AttentionOptions
 from refattn.plan import Plan
 from refattn.scales import Fp8Scales, Int8Scales
 from tests.helpers.batches import Case, build, of_batches, ragged_cases
+from tests.helpers.latents import REAL, Latents, by_reference, filled, prefill
 from tests.helpers.options import per_head
 from tests.helpers.steps import record
 from tests.helpers.stored import KINDS, assert_twins_agree_over_quantized, store
@@ -49,7 +52,8 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
     "batch-invariant": (False, dict(options=AttentionOptions(batch_invariant=True))),
     "intervals": (False, dict(plan=dict(causal=False, first_visible=ROWS, last_visible=ROWS))),
     "positions": (False, dict(plan=dict(positions=ROWS))),
-    "heads-of-192-and-128": (False, dict(sizes=(192, 128))),
+    "keys-of-192": (True, dict(sizes=(192, 128))),
+    "keys-and-values-of-192": (False, dict(sizes=(192, 192))),
     "heads-of-96": (False, dict(sizes=(96, 96))),
     "heads-of-256": (False, dict(sizes=(256, 256))),
     "float32": (False, dict(dtype=torch.float32)),
@@ -59,6 +63,8 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
     "elements-apart": (False, dict(row=256, step=2)),
     "few-rows": (False, dict(query_len=32)),
     "splits": (False, dict(splits=2)),
+    "splits-of-smaller-tiles": (True, dict(sizes=(192, 128), splits=2, rows=64, sms=8)),
+    "splits-for-many-sms": (False, dict(sizes=(192, 128), splits=2, rows=64, sms=9)),
     "another-gpu": (False, dict(capability=(10, 0))),
     "a-later-triton": (False, dict(version="3.10.0")),
 }
@@ -69,6 +75,7 @@ PROMPTS = {  # whether the kernel takes them, and what they are but 66 tokens, 4
 def test_which_prompts_are_for_warps_with_roles(taken, changed, monkeypatch):
     """Whatever that kernel does not compute, or the compiler does not know to be aligned, goes to the other one."""
     monkeypatch.setattr(devices, "capability", lambda device: changed.get("capability", (9, 0)))
+    monkeypatch.setattr(devices, "num_sms", lambda device: changed.get("sms", 132))
     monkeypatch.setattr(hopper.triton, "__version__", changed.get("version", "3.7.1"))
     query_len, (size, value_size) = changed.get("query_len", 33), changed.get("sizes", (128, 128))
     dtype = changed.get("dtype", torch.bfloat16)
@@ -77,7 +84,7 @@ def test_which_prompts_are_for_warps_with_roles(taken, changed, monkeypatch):
     key = torch.zeros(5, 64, 1, changed.get("row", size), dtype=stored)[..., :: changed.get("step", 1)][..., :size]
     value = torch.zeros(5, 64, 1, value_size, dtype=stored)
     plan = Plan(make_batch([query_len] * 2, [70] * 2, [[0, 1], [2, 1]]), 64, **changed.get("plan", {}))
-    tuning = LaunchConfig(128, 64, 8, 2, 1, changed.get("splits", 1))
+    tuning = LaunchConfig(changed.get("rows", 128), 64, 8, 2, 1, changed.get("splits", 1))
     options, quantization = changed.get("options", AttentionOptions()), changed.get("quantization", UNQUANTIZED)
     assert prompts_hopper.takes(query, key, value, plan, options, tuning, quantization) is taken
 
@@ -90,7 +97,12 @@ CASES = [
     Case("heads-first", LENS, heads=(4, 2), head_size=128, layout="HND"),
     Case("blocks-of-whole-steps", LENS, heads=(8, 2), head_size=128, block_size=128, padding_rows=2),
     Case("heads-first-in-blocks-of-two-steps", LENS, heads=(4, 4), head_size=64, block_size=256, layout="HND"),
+    Case("keys-of-192", LENS, heads=(4, 2), head_size=192, value_head_size=128, padding_rows=2),
+    Case(
+        "keys-of-192-heads-first", LENS, heads=(3, 3), head_size=192, value_head_size=128, block_size=256, layout="HND"
+    ),
 ]
+MASKED = CASES[0], CASES[4], CASES[6]
 ASKED = {
     "causal": {},
     "window": dict(window_size=(100, 0)),
@@ -109,19 +121,34 @@ def has_roles(device):
         yield on_hopper or device == "cpu"
 
 
+@pytest.fixture
+def launched(has_roles, monkeypatch):
+    """Return a function that counts launches of the kernel for Hopper; None where it is not there, and has none.
+
+    Keys are not split, and pages of 8 bits are expanded for few rows.
+    """
+    found, of_prompts = [], prompts_hopper.launch
+    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
+    monkeypatch.setattr(expand, "ROWS_TO_EXPAND", {4: 32, 8: 32})
+    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: found.append(1) or of_prompts(*args, **more))
+
+    def count() -> int | None:
+        assert has_roles or not found
+        return len(found) if has_roles else None
+
+    return count
+
+
 @pytest.mark.parametrize(
     ("case", "asked"),
     [
         *((case, ASKED["causal"]) for case in CASES),
-        *((case, asked) for case in (CASES[0], CASES[4]) for asked in list(ASKED.values())[1:]),
+        *((case, asked) for case in MASKED for asked in list(ASKED.values())[1:]),
     ],
-    ids=[*(case.name for case in CASES), *list(ASKED)[1:], *(f"{name}-whole-steps" for name in list(ASKED)[1:])],
+    ids=[*(case.name for case in CASES), *(f"{name}-{case.name}" for case in MASKED for name in list(ASKED)[1:])],
 )
-def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, has_roles, device, monkeypatch):
+def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, launched, device):
     """Tiles of 128 rows whose keys are not split; on Hopper they are for warps with roles, on other GPUs not."""
-    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
-    launched, of_prompts = [], prompts_hopper.launch
-    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: launched.append(1) or of_prompts(*args, **more))
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     inputs = build(case, dtype=dtype, device=device)
     asked = per_head(asked, case, device)
@@ -134,10 +161,10 @@ def test_prompts_of_as_many_tiles_as_there_are_processors(case, asked, has_roles
         assert_matches_reference(
             out, lse, lambda *x, path=reference, **more: plan_and_attend(path, *x, **more), *given, **asked
         )
-    assert len(launched) == (2 if has_roles else 0)
+    assert launched() in (2, None)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[0], *CASES[4:]], ids=lambda case: case.name)
 def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     """Each has its own tensors, and NaN behind the keys of a sequence, where tiles that are copied as a whole end."""
     monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
@@ -146,8 +173,9 @@ def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     monkeypatch.setattr(launch.PackedLaunch, "of", lambda *given: packed.append(lay_out(*given)) or packed[-1])
     built = dict(dtype=dtype, device=device, poison=(torch.nan,))
     first = build(case, **built)
-    turned = [[x.cpu().flip(-1) for x in rows] for rows in (first.keys, first.values)]
-    layers = [first, build(case, keys=turned[1], values=turned[0], **built), first]
+    others = (first.values, first.keys) if case.head_size == case.value_size else (first.keys, first.values)
+    keys, values = ([x.cpu().flip(-1) for x in rows] for rows in others)
+    layers = [first, build(case, keys=keys, values=values, **built), first]
     for path, reference, tensors_of, block in (
         (fastattn.chunked_prefill, refattn.chunked_prefill, "tensors", dict(block_size=case.block_size)),
         (fastattn.varlen, refattn.varlen, "rows", {}),
@@ -165,10 +193,26 @@ def test_other_layers_of_a_plan(case, has_roles, device, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("options", [{}, dict(sinks=True)], ids=["plain", "sinks"])
+def test_prompts_over_latents(options, launched, device):
+    """Keys of 192 and values of 128 are made chunk by chunk: new tokens are causal, their context is seen whole."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    lens = (70, 70), (0, 40), (3, 150), (130, 150), (64, 64)
+    given = Latents(Case("latents", lens, heads=(2, 1), padding_rows=2), dtype=dtype, device=device, sizes=REAL)
+    arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    options = filled(options, 2, device) | dict(softmax_scale=192**-0.5)
+    with fastattn.use_kernel("triton"):
+        answer = prefill(fastattn.mla, *arguments, workspace=200, **options)
+    assert_matches_reference(*answer, by_reference(prefill, workspace=200), *arguments, **options)
+    assert launched() in (1 + 4, None), "the new tokens, and chunks of 40 tokens of a context of up to 147"
+
+
 @pytest.mark.skipif(not launch.INTERPRETED, reason="for a drawn order; a GPU compiles each of the shapes")
 @of_batches
 @drawn(
-    case=ragged_cases(head_sizes=(64, 128), longest=400),
+    case=ragged_cases(head_sizes=(64, 128, 192), longest=400).map(
+        lambda case: replace(case, value_head_size=min(case.head_size, 128))
+    ),
     asked=st.sampled_from(list(ASKED.values())),
     over_rows=st.booleans(),
     seed=st.integers(0, 10**6),
@@ -200,17 +244,6 @@ def test_any_prompts_in_any_order(case, asked, over_rows, seed):
 
 SCALED = [(kind, per) for kind in ("e4m3", "e5m2") for per in ("number", "head", "sequence")]
 SCALED += [("int8", "token"), ("int8-half", "token")]
-FEW_ROWS = {4: 32, 8: 32}  # per key, so that small batches are expanded
-
-
-@pytest.fixture
-def launched(has_roles, monkeypatch):
-    """Count the launches of the kernel for Hopper, over prompts of few rows, too; a call there has one."""
-    found, of_prompts = [], prompts_hopper.launch
-    monkeypatch.setattr(triton_tuning, "sms_of", lambda device: 1)
-    monkeypatch.setattr(expand, "ROWS_TO_EXPAND", FEW_ROWS)
-    monkeypatch.setattr(prompts_hopper, "launch", lambda *args, **more: found.append(1) or of_prompts(*args, **more))
-    return lambda: len(found) if has_roles else None
 
 
 @pytest.mark.parametrize(("kind", "per"), SCALED, ids=["-".join(pair) for pair in SCALED])
@@ -272,10 +305,7 @@ def test_a_step_of_prompts_over_8_bits_is_replayed_for_others(kind, launched, de
         replay = replay or record(step, device)
         out, lse = replay()
         on_host = {name: x.cpu() for name, x in vars(stored.scales).items() if isinstance(x, torch.Tensor)}
-
-        def reference(*given, scales=replace(stored.scales, **on_host), **more):
-            return plan_and_attend(refattn.quantized, *given, scales=scales, **more)
-
+        reference = partial(plan_and_attend, refattn.quantized, scales=replace(stored.scales, **on_host))
         assert_matches_reference(out[:rows], lse[:rows], reference, *stored.in_bytes)
         assert not out[rows:].any(), "a padding row holds something"
     assert launched() in (2 if device == "cuda" else len(stores), None)

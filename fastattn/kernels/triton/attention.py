@@ -429,14 +429,14 @@ def attend_levels(
 
     part_shape = num_tokens, num_heads, value_head_size
     tunings = _tune_levels(query, key, value, levels, options, tree, shared=shared, quantization=quantization)
-    num_parts = sum(tuning.most_splits for tuning in tunings)
     launch_level: Callable[..., Launch] = partial(launch_attend, shared=shared, tree=tree)
     if not INTERPRETED and tree is None and len(levels) == 1:  # kernels for Hopper do not run in the interpreter
         asked = levels[0], options, tunings[0], quantization
         if shared and latents_hopper.takes(query, key, *asked):
             launch_level = latents_hopper.launch
         if not shared and prompts_hopper.takes(query, key, value, *asked):
-            launch_level = prompts_hopper.launch
+            launch_level, tunings = prompts_hopper.launch, [tunings[0]._replace(splits=1, most_splits=1)]
+    num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
         launch = launch_level(
             query, key, value, levels[0], options, tunings[0], Out(out, lse), whole(), quantization=quantization
