@@ -228,7 +228,7 @@ RULES = (
     ),
     Rule(
         "prompts of keys of 192 and values of 128 on Hopper",
-        lambda problem: _suits_roles(problem, (192, 128)),
+        lambda problem: _rows(problem) > 128 and _suits_roles(problem, (192, 128)),
         ("fa4", "fa3", "triton", "fa2", "torch_flash"),
         """not measured: ours is warp-specialized here, and FlashAttention-2 would pad values to the size of keys. The
         others come first, as over heads of 128.""",

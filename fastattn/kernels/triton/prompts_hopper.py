@@ -17,7 +17,8 @@ exponentials; the output is rescaled and the weights are rounded among the other
 Steps go from the last keys to the first, so that the masked ones of a causal prompt come first, and a mask is one
 comparison (two in a window). A row lies in four threads, whose sums are added at its end. Programs are persistent: each
 draws tile after tile from a counter, from the end of the last sequence on (the last rows of a sequence see most keys),
-and has the queries of the next tile loaded amid the steps of this one.
+and has the queries of the next tile loaded amid the steps of this one; with keys of 192, which leave room for one tile
+of queries, after them.
 
 How keys come, and the counter, is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from
 blocks that hold whole steps; else by 16 bytes per thread.
