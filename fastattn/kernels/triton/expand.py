@@ -56,12 +56,12 @@ def expands(
     Prompts of 2 x 8192 tokens take the kernel that dequantizes in registers 5.7 ms over int4 pages, while
     FlashAttention-3 dequantizes and computes them in 1.9 ms (NVIDIA H200, c07fa68, 2026-11-28).
 
-    Pages of 8 bits are for `fastattn.kernels.triton.prompts_hopper` alone. To expand a key and its value, `n` elements,
-    moves `3 * n` bytes: at 4.2 TB/s 0.7 ps per element. A row that sees them has `2 * n` operations. Of these ours does
-    254e12 per second over fp8 and 311e12 over int8 (2 x 8192 tokens, 4.3 and 3.5 ms), as each tile of 128 rows
-    dequantizes all its keys again, between two products that wait for it, and 580e12 over 16 bits (1.9 ms): each row
-    saves 4.4 or 3.0 fs per element. So it pays from 160 or 240 rows that see a key. Of 512 rows of a causal prompt half
-    see an average key; what is left is for the launches. (docs/results/cuda-nvidia-h200.json; not measured as a whole.)
+    Pages of 8 bits are for `fastattn.kernels.triton.prompts_hopper` alone. Expanded, a key and its value, n elements,
+    move 3 n bytes: at 4.2 TB/s 0.7 ps per element. A row that sees them has 2 n operations. Of these ours does 254e12
+    per second over fp8 and 311e12 over int8, as each tile of 128 rows dequantizes all its keys again, between two
+    products that wait for it (2 x 8192 tokens take 4.3 and 3.5 ms: 54821ec, 2026-11-27), and 580e12 over 16 bits (1.9
+    ms: b40fccb, 2026-11-29). So a row saves 4.4 or 3.0 fs per element, and it pays from 160 or 240 rows that see a key.
+    Of 512 rows of a causal prompt half see an average key; what is left is for the launches. Not measured as a whole.
     """
     batch, own, (num_tokens, num_heads, head_size) = plan.own.batch, plan.own, query.shape
     num_kv_heads, size = keys.key_cache.shape[2], head_size + keys.value_head_size
