@@ -25,6 +25,7 @@ from fastattn.kernels.replay import memo_of
 from fastattn.kernels.schedule import UNKNOWN, where_called
 from fastattn.kernels.triton import prompts_hopper
 from fastattn.kernels.triton.four_bits import int4_quantization, turn, zero_points
+from fastattn.kernels.triton.hopper import is_aligned
 from fastattn.kernels.triton.launch import converts_fp8
 from fastattn.kernels.triton.quantized import Quantization, dequantize, prepare_query, quantization_of, row_scale
 from fastattn.kernels.triton.queries import find_rows
@@ -79,6 +80,8 @@ def expands(
     if isinstance(keys, Int4Pages):
         return True
     if keys.value_cache.dtype not in (keys.key_cache.dtype, query.dtype):  # values beside int8 keys
+        return False
+    if not is_aligned(query, *query.stride()[:-1]):
         return False
     tuning = tune(query, *keys[:2], own, options, pad(max(head_size, keys.value_head_size)) * query.itemsize)
     return prompts_hopper.suits(query, num_kv_heads, keys.value_head_size, own, options, tuning)
