@@ -296,13 +296,15 @@ def launch_all(gpu, largest):
         attend_one(query, keys, keys[..., :512], decodes, plain, **of_latents)
         packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
         attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
-        # Prompts of more tiles than there are processors, by warps with roles: in pages, and in a window.
+        # Prompts of more tiles than there are processors, by warps with roles: in pages, and in a window; keys of 192.
         if gpu.capability == (9, 0):
             query, keys = torch.zeros(2048, 32, 128, dtype=half), pool(8, 128, half)
             attend_levels(query, keys, keys, [plan(1024)], plain)
             rows = torch.zeros(2048, 8, 128, dtype=half)
             prompts = Plan(make_batch([1024] * 2, [1024] * 2), window_size=(100, 0))
             attend_levels(query, rows, rows, [prompts], AttentionOptions(sinks=torch.zeros(32)))
+            query, values = torch.zeros(2048, 16, 192, dtype=half), torch.zeros(2048, 16, 128, dtype=half)
+            attend_levels(query, query, values, [Plan(make_batch([1024] * 2, [1024] * 2))], plain)  # of latents
         # A tree of 64 nodes, whose mask has to stay in registers beside a tile of 128 rows.
         query, keys, table = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half), [list(range(512))]
         trees = speculative.make_trees([[-1, *range(63)]])

@@ -47,6 +47,11 @@ def test_a_head_of_a_row_is_too():
     assert torch.equal(matrix[3, rows.stride(1) : rows.stride(1) + 64], rows[3, 1])
 
 
+def test_a_head_may_be_several_tiles():
+    tiles = heads_as_columns(numbered(5, 3, 192), 4, 3)
+    assert tiles.block_shape == [4, 64] and tiles.shape == [5, 3 * 192]
+
+
 NONE = {
     "a tile in two blocks": numbered(3, 6, 2, 64),
     "no rows": numbered(0, 2, 64),

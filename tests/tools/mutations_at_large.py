@@ -49,7 +49,7 @@ AT_LARGE: list[Mutation] = [
     ),
     planted(
         "prompts under a cap are for warps with roles, too",
-        "fastattn.kernels.triton.prompts_hopper:takes",
+        "fastattn.kernels.triton.prompts_hopper:suits",
         "asked_of(plan, options) <= KNOWS",
         "asked_of(plan) <= KNOWS",
         "tests/kernels/test_prompts_hopper.py",

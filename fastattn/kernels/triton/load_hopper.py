@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from fastattn.kernels.triton.hopper import copy_rows
 from fastattn.kernels.triton.launch import Launch
-from fastattn.kernels.triton.masks import Run, visible_keys
+from fastattn.kernels.triton.masks import Run, all_visible_in_window, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
 SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
@@ -65,12 +65,31 @@ class Tile(NamedTuple):
     steps: Any
 
 
+class Seen(NamedTuple):
+    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
+
+    Attributes:
+        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
+            the last keys to the first, below 0 for keys of other steps.
+        last: [rows], the last key that each row sees, also counted from the first key of the first step.
+        plain_from: the first step of those that all rows of the tile see.
+        plain_to: the step after the last of those.
+        LEFT: whether a row may see no keys before its first one.
+    """
+
+    first: Any
+    last: Any
+    plain_from: Any
+    plain_to: Any
+    LEFT: Any
+
+
 class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [slots * 2, rows / 2, d], a half for each consumer warpgroup.
-        key: [slots, keys, d].
+        query: [slots * 2 * panels, rows / 2, d / panels], a half for each consumer warpgroup.
+        key: [slots * panels, keys, d / panels].
         value: [slots, keys, dv].
         number: [slots, 1], the number of each tile of queries.
         has_queries: barriers of query tiles that are loaded.
@@ -138,13 +157,30 @@ def _counters_beside(tensors: Iterable[Tensor | float | None]) -> Tensor:
 
 @gluon.jit
 @no_type_check
-def parity(count):
+def parity(count, OF: gl.constexpr = SLOTS):
     """Return the parity of the round in which a slot is filled, after `count` others were: a wait names a round by it.
 
     Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is over at once: slots are
     empty then.
     """
-    return count // SLOTS & 1
+    return count // OF & 1
+
+
+@gluon.jit
+@no_type_check
+def panels_of(places, slot, PANELS: gl.constexpr):
+    """Return the panels in a slot of shared memory."""
+    if PANELS == 1:
+        return (places.index(slot),)
+    else:
+        return places.index(slot * 3), places.index(slot * 3 + 1), places.index(slot * 3 + 2)
+
+
+@gluon.jit
+@no_type_check
+def barrier_of(tiles, WHO: gl.constexpr, QUERY_SLOTS: gl.constexpr):
+    """Return the number of the barriers of a tile of queries: its slot; with one slot those of each half."""
+    return WHO if QUERY_SLOTS == 1 else tiles % SLOTS
 
 
 @gluon.jit
@@ -179,16 +215,44 @@ def find_tile(program, programs, queries, mask, TILE):
 
 @gluon.jit
 @no_type_check
-def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
-    """Start to copy a tile of queries, separately for each consumer warpgroup."""
+def find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
+    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
+    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
+    positions = tile.context + rows // queries.GROUP
+    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
+    if mask.LEFT:
+        first_seen = positions - gl.minimum(mask.left, positions)
+    if mask.RIGHT:
+        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
+    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
+    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
+    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
+    plain_from = gl.minimum(plain_from, tile.steps)
+    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
+    plain_to = gl.maximum(plain_to, plain_from)
+    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
+    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
+
+
+@gluon.jit
+@no_type_check
+def _copy_panels(places, slot, head, offsets, is_row, PANELS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to copy rows of queries, or of keys, into the panels of a slot."""
+    panels = panels_of(places, slot, PANELS)
+    for panel in gl.static_range(PANELS):
+        copy_rows(panels[panel], head + panel * places.shape[2], offsets, is_row, LAYOUT)
+
+
+@gluon.jit
+@no_type_check
+def _copy_queries(queries, tile, room, slot, half, TILE, LAYOUT: gl.constexpr):
+    """Start to copy a half of a tile of queries, for one consumer warpgroup."""
     HALF: gl.constexpr = room.query.shape[1]
     head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
-    for half in gl.static_range(2):
-        rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-        tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
-        offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-        copy_rows(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
-    async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
+    rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
+    offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
+    _copy_panels(room.query, slot * 2 + half, head, offsets, rows < tile.num_rows, TILE.PANELS, LAYOUT)
 
 
 @gluon.jit
@@ -243,26 +307,33 @@ def _next_tile(number, programs, queries, mask, counter, TILE):
 
 @gluon.jit
 @no_type_check
-def _bring_queries(queries, tile, number, programs, room, tiles, LAYOUT: gl.constexpr):
-    """Start to copy the queries of a tile, and tell the consumers its number; with no tile left the number alone."""
-    slot = tiles % SLOTS
-    mbarrier.wait(room.no_queries.index(slot), parity(tiles) ^ 1)
-    if number < programs:
-        _copy_queries(queries, tile, room, slot, LAYOUT)
-    else:
-        async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
-    room.number.index(slot).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + number)
-    tl.debug_barrier()
-    mbarrier.arrive(room.has_queries.index(slot))
+def _bring_queries(queries, tile, number, programs, room, tiles, TILE, LAYOUT: gl.constexpr):
+    """Start to copy the queries of a tile, and tell the consumers its number; with no tile left the number alone.
+
+    With one slot a half is copied as soon as its own consumer has left it: the first is ahead of the second.
+    """
+    HALVES: gl.constexpr = 2 // TILE.QUERY_SLOTS  # that have barriers of their own
+    for first in gl.static_range(0, HALVES):
+        at = barrier_of(tiles, first, TILE.QUERY_SLOTS)
+        mbarrier.wait(room.no_queries.index(at), parity(tiles, TILE.QUERY_SLOTS) ^ 1)
+        if number < programs:
+            for half in gl.static_range(first, first + TILE.QUERY_SLOTS):
+                _copy_queries(queries, tile, room, tiles % TILE.QUERY_SLOTS, half, TILE, LAYOUT)
+            async_copy.mbarrier_arrive(room.has_queries.index(at), increment_count=False)
+        else:
+            async_copy.mbarrier_arrive(room.has_queries.index(at), increment_count=False)
+        room.number.index(at).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [4], [0])) + number)
+        tl.debug_barrier()
+        mbarrier.arrive(room.has_queries.index(at))
 
 
 @gluon.jit
 @no_type_check
-def read_number(room, tiles):
+def read_number(room, tiles, WHO: gl.constexpr, TILE):
     """Wait for the queries of a tile, and return its number: how a consumer learns what the producer has drawn."""
-    slot = tiles % SLOTS
-    mbarrier.wait(room.has_queries.index(slot), parity(tiles))
-    return gl.sum(room.number.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    at = barrier_of(tiles, WHO, TILE.QUERY_SLOTS)
+    mbarrier.wait(room.has_queries.index(at), parity(tiles, TILE.QUERY_SLOTS))
+    return gl.sum(room.number.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -277,13 +348,17 @@ def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
 @gluon.jit
 @no_type_check
 def _bring_tile(tiles, at, column, places, item, full, empty):
-    """Start to copy a tile of keys, or of values, into the slot of an item."""
-    BYTES: gl.constexpr = places.shape[1] * places.shape[2] * 2  # an element has two bytes
+    """Start to copy a tile of keys, or of values, into the slot of an item, panel by panel."""
+    PANELS: gl.constexpr = places.shape[0] // SLOTS
+    WIDTH: gl.constexpr = places.shape[2]
+    BYTES: gl.constexpr = PANELS * places.shape[1] * WIDTH * 2  # an element has two bytes
     slot = item % SLOTS
     mbarrier.wait(empty.index(slot), parity(item) ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
-    # The call is made by one thread, which the compiler elects.
-    tma.async_copy_global_to_shared(tiles, [at, column], full.index(slot), places.index(slot))
+    panels = panels_of(places, slot, PANELS)
+    for panel in gl.static_range(PANELS):
+        # The call is made by one thread, which the compiler elects.
+        tma.async_copy_global_to_shared(tiles, [at, column + panel * WIDTH], full.index(slot), panels[panel])
 
 
 @gluon.jit
@@ -324,7 +399,7 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
             blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
             slot = (items + step) % SLOTS
             mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
-            copy_rows(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
+            _copy_panels(room.key, slot, key_head, key_at, is_key, TILE.PANELS, LAYOUT)
             async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
         if step > 0:
             slot = (items + step - 1) % SLOTS
@@ -338,24 +413,35 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def bring(queries, keys, mask, room, programs, maps, counters, TILE):
-    """Draw tiles, and load for the consumers; the queries of the next tile come amid the steps of this one."""
+    """Draw tiles, and load for the consumers; the queries of the next tile come amid the steps of this one.
+
+    With one slot for queries they come after all steps, and between them and those the first keys of the next tile.
+    """
     # A thread has 8 elements, 16 bytes; 8 threads have a row of 64 elements.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    KEYS_FIRST: gl.constexpr = TILE.IN_BULK and TILE.QUERY_SLOTS == 1
     tiles = gl.program_id(0) * 0  # tiles loaded before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # steps loaded before, of all tiles
     number, tile = _next_tile(gl.program_id(0), programs, queries, mask, counters, TILE)
-    _bring_queries(queries, tile, number, programs, room, tiles, LAYOUT)
+    if KEYS_FIRST:
+        bring_tiles(0, gl.minimum(gl.maximum(programs - number, 0), 1), items, keys, tile, room, maps, TILE)
+    _bring_queries(queries, tile, number, programs, room, tiles, TILE, LAYOUT)
     while number < programs:
         ticket = draw(counters)  # its number is needed only after some steps
-        if TILE.IN_BULK:
+        if KEYS_FIRST:
+            bring_tiles(1, tile.steps + 1, items, keys, tile, room, maps, TILE)
+        elif TILE.IN_BULK:
             some = gl.minimum(tile.steps + 1, 2)
             bring_tiles(0, some, items, keys, tile, room, maps, TILE)
         else:
             bring_rows(items, keys, tile, room, TILE, LAYOUT)
         number, next_tile = _next_tile(gl.num_programs(0) + drawn(ticket), programs, queries, mask, counters, TILE)
         tiles += 1
-        _bring_queries(queries, next_tile, number, programs, room, tiles, LAYOUT)
-        if TILE.IN_BULK:
+        if KEYS_FIRST:
+            first = gl.minimum(gl.maximum(programs - number, 0), 1)
+            bring_tiles(0, first, items + tile.steps, keys, next_tile, room, maps, TILE)
+        _bring_queries(queries, next_tile, number, programs, room, tiles, TILE, LAYOUT)
+        if TILE.IN_BULK and not KEYS_FIRST:
             bring_tiles(some, tile.steps + 1, items, keys, tile, room, maps, TILE)
         items += tile.steps
         tile = next_tile

@@ -17,7 +17,8 @@ exponentials; the output is rescaled and the weights are rounded among the other
 Steps go from the last keys to the first, so that the masked ones of a causal prompt come first, and a mask is one
 comparison (two in a window). A row lies in four threads, whose sums are added at its end. Programs are persistent: each
 draws tile after tile from a counter, from the end of the last sequence on (the last rows of a sequence see most keys),
-and has the queries of the next tile loaded amid the steps of this one.
+and has the queries of the next tile loaded amid the steps of this one; with keys of 192, which leave room for one tile
+of queries, after them.
 
 How keys come, and the counter, is in `fastattn.kernels.triton.load_hopper`: by whole tiles (TMA) from rows, and from
 blocks that hold whole steps; else by 16 bytes per thread.
@@ -53,13 +54,16 @@ from fastattn.kernels.triton.load_hopper import (
     SLOTS,
     CountedLaunch,
     Room,
+    barrier_of,
     bring,
     clear_rows,
+    find_seen,
     find_tile,
+    panels_of,
     parity,
     read_number,
 )
-from fastattn.kernels.triton.masks import all_visible_in_window, mask_of
+from fastattn.kernels.triton.masks import mask_of
 from fastattn.kernels.triton.merge import Out, Part, Whole, normalize
 from fastattn.kernels.triton.quantized import UNQUANTIZED, Quantization
 from fastattn.kernels.triton.queries import count_tiles, layer_args, options_of, queries_of
@@ -74,6 +78,11 @@ KNOWS = BATCH | fields_of(
 KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
 ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
 KEYS = 128  # keys of a step
+# By the sizes of a key and of a value: panels of a key in shared memory, whose sizes are powers of two, and slots for
+# tiles of queries. Both slots for keys and for values take 128, 64 and 160 KiB, and a tile of queries 32, 16 and 48, of
+# 227. So keys of 192 leave room for one tile. With 64 keys in a step there would be room for two, but every step has
+# waits and a turn, however short it is.
+LAYOUTS = {(128, 128): (1, 2), (64, 64): (1, 2), (192, 128): (3, 1)}
 LOG2E = tl.constexpr(1.4426950408889634)
 # Registers per consumer and per producer thread, whose 2 * consumer + producer is at most 65536 / 128: where keys come
 # by whole tiles; from rows, which have three dimensions; from pages, which have four.
@@ -86,6 +95,8 @@ class Sizes(NamedTuple):
     Attributes:
         ROWS: rows of a tile.
         KEYS: keys of a step.
+        PANELS: panels of a query and a key in shared memory.
+        QUERY_SLOTS: slots for tiles of queries.
         PAGES: whether keys lie in pages, not in rows.
         IN_BULK: whether keys and values come by whole tiles.
         KEY_ROWS: rows of the map of keys from block to block.
@@ -97,6 +108,8 @@ class Sizes(NamedTuple):
 
     ROWS: Any
     KEYS: Any
+    PANELS: Any
+    QUERY_SLOTS: Any
     PAGES: Any
     IN_BULK: Any
     KEY_ROWS: Any
@@ -106,23 +119,31 @@ class Sizes(NamedTuple):
     REGISTERS: Any
 
 
-class Seen(NamedTuple):
-    """The keys that each row of a consumer warpgroup sees, an interval, and the steps that need no mask.
+def suits(
+    query: Tensor,
+    num_kv_heads: int,
+    value_head_size: int,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: LaunchConfig,
+) -> bool:
+    """Return whether this kernel computes a level of attention, where keys and values have the type of the queries.
 
-    Attributes:
-        first: [rows], the first key that each row sees, counted from the first key of the first step; as steps go from
-            the last keys to the first, below 0 for keys of other steps.
-        last: [rows], the last key that each row sees, also counted from the first key of the first step.
-        plain_from: the first step of those that all rows of the tile see.
-        plain_to: the step after the last of those.
-        LEFT: whether a row may see no keys before its first one.
+    It splits no keys. A launch that is tuned for smaller tiles, as for keys of 192, may be split although half of the
+    SMs have a tile here; this kernel then goes first, as over heads of 128 its products take half the time.
     """
-
-    first: Any
-    last: Any
-    plain_from: Any
-    plain_to: Any
-    LEFT: Any
+    group = query.shape[1] // num_kv_heads
+    tiles = count_tiles(plan.batch, query.shape[0], group, ROWS) * num_kv_heads
+    return (
+        is_there(query.device)
+        and plan.batch.max_query_len * group > ROWS  # else one tile may hold all
+        and (tuning.most_splits == 1 or (tuning.block_m < ROWS and 2 * tiles >= devices.num_sms(query.device)))
+        and not (tuning.run or uses_positions(plan, options))
+        and asked_of(plan, options) <= KNOWS
+        and plan.first_visible is None
+        and (query.shape[2], value_head_size) in LAYOUTS
+        and query.itemsize == 2
+    )
 
 
 def takes(
@@ -135,19 +156,11 @@ def takes(
     quantization: Quantization,
 ) -> bool:
     """Return whether this kernel computes a level of attention to rows or pages, as `attend_levels` has tuned it."""
-    tensors = query, key, value
-    known = not (quantization.kind or uses_positions(plan, options)) and asked_of(plan, options) <= KNOWS
     return (
-        is_there(query.device)
-        and plan.batch.max_query_len * (query.shape[1] // value.shape[-2]) > ROWS  # else one tile may hold all
-        and tuning.most_splits == 1
-        and not tuning.run
-        and known
-        and plan.first_visible is None
-        and (query.shape[2], value.shape[-1]) in ((64, 64), (128, 128))
-        and query.itemsize == 2
+        not quantization.kind
+        and suits(query, value.shape[-2], value.shape[-1], plan, options, tuning)
         and query.dtype == key.dtype == value.dtype
-        and all(is_aligned(x, *x.stride()[:-1]) for x in tensors)
+        and all(is_aligned(x, *x.stride()[:-1]) for x in (query, key, value))
     )
 
 
@@ -177,12 +190,15 @@ def launch(
     num_kv_heads = value.shape[-2]
     group = num_heads // num_kv_heads
     query, scale = with_positive_scale(query, options.softmax_scale)
-    maps = [heads_as_columns(x, KEYS) for x in (key, value)]
+    panels, query_slots = LAYOUTS[head_size, value.shape[-1]]
+    maps = [heads_as_columns(key, KEYS, panels), heads_as_columns(value, KEYS)]
     begins_in_a_block = key.ndim == 4 and plan.window_size[0] >= 0  # a window does, and its tile has two blocks
     in_bulk = None not in maps and not begins_in_a_block
     sizes = Sizes(
         ROWS=ROWS,
         KEYS=KEYS,
+        PANELS=panels,
+        QUERY_SLOTS=query_slots,
         PAGES=key.ndim == 4,
         IN_BULK=in_bulk,
         KEY_ROWS=rows_of_block(key),
@@ -219,11 +235,16 @@ def launch(
 @gluon.jit
 @no_type_check
 def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
-    """Start the products of queries with the keys in a slot."""
-    HALF: gl.constexpr = q.shape[0]
+    """Start the products of queries with the keys in a slot, panel by panel; `q` has the panels of the queries."""
+    HALF: gl.constexpr = q[0].shape[0]
     KEYS: gl.constexpr = room.key.shape[1]
-    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    return warpgroup_mma(q, room.key.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    PANELS: gl.constexpr = room.key.shape[0] // SLOTS
+    keys = panels_of(room.key, slot, PANELS)
+    products = gl.zeros([HALF, KEYS], gl.float32, SCORES)
+    for panel in gl.static_range(PANELS):
+        key = keys[panel].permute((1, 0))
+        products = warpgroup_mma(q[panel], key, products, use_acc=panel > 0, is_async=True)
+    return products
 
 
 @gluon.jit
@@ -287,27 +308,6 @@ def _mask(products, step, seen):
     if seen.LEFT:
         visible &= column >= (seen.first + step * KEYS)[:, None]
     return gl.where(visible, products, float("-inf"))
-
-
-@gluon.jit
-@no_type_check
-def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
-    """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
-    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
-    positions = tile.context + rows // queries.GROUP
-    first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
-    if mask.LEFT:
-        first_seen = positions - gl.minimum(mask.left, positions)
-    if mask.RIGHT:
-        last_seen = positions + gl.minimum(mask.right, tile.run.end - 1 - positions)
-    all_from, all_to = all_visible_in_window(mask, tile, tile.run, tile.run)
-    # The first step is always masked, as are all whose end some row does not see, and all whose begin one does not.
-    plain_from = gl.maximum(tile.steps - gl.maximum(all_to - tile.run.begin, 0) // TILE.KEYS, 1)
-    plain_from = gl.minimum(plain_from, tile.steps)
-    plain_to = tile.steps - (gl.maximum(all_from - tile.run.begin, 0) + TILE.KEYS - 1) // TILE.KEYS
-    plain_to = gl.maximum(plain_to, plain_from)
-    begin = tile.run.begin + (tile.steps - 1) * TILE.KEYS
-    return Seen(first_seen - begin, last_seen - begin, plain_from, plain_to, mask.LEFT)
 
 
 @gluon.jit
@@ -394,12 +394,11 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         _give_turn(WHO)  # the first consumer begins
     tiles = gl.program_id(0) * 0  # tiles done before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # steps done before, of all tiles
-    number = read_number(room, tiles)
+    number = read_number(room, tiles, WHO, TILE)
     while number < programs:
         tile = find_tile(number, programs, queries, mask, TILE)
-        seen = _find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
-        query_slot = tiles % SLOTS
-        q = room.query.index(query_slot * 2 + WHO)
+        seen = find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
+        q = panels_of(room.query, tiles % TILE.QUERY_SLOTS * 2 + WHO, TILE.PANELS)
         x, row_max, row_sum = _first_step(q, room, items, seen, options, SCORES)
         weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
@@ -414,7 +413,8 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
             state = _attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
-        mbarrier.arrive(room.no_queries.index(query_slot))
+        barrier = barrier_of(tiles, WHO, TILE.QUERY_SLOTS)
+        mbarrier.arrive(room.no_queries.index(barrier))
         tiles += 1
         value_slot = (items - 1) % SLOTS
         mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
@@ -423,7 +423,7 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
         leave(room.no_values.index(value_slot))
         _store(queries, tile, options, out, row_max, gl.sum(row_sum, 1), acc, WHO * HALF)
-        number = read_number(room, tiles)
+        number = read_number(room, tiles, WHO, TILE)
 
 
 @gluon.jit
@@ -462,11 +462,12 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
     HALF: gl.constexpr = TILE.ROWS // 2
+    PANEL: gl.constexpr = keys.HEAD_SIZE // TILE.PANELS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     room = Room(
-        gl.allocate_shared_memory(TYPE, [2 * SLOTS, HALF, keys.HEAD_SIZE], SHARED),
-        gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.HEAD_SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [2 * TILE.QUERY_SLOTS * TILE.PANELS, HALF, PANEL], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS * TILE.PANELS, TILE.KEYS, PANEL], SHARED),
         gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.VALUE_HEAD_SIZE], SHARED),
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
@@ -479,7 +480,7 @@ def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value
     )
     for slot in gl.static_range(SLOTS):
         mbarrier.init(room.has_queries.index(slot), count=128 + 1)  # every producer thread, and one for the number
-        mbarrier.init(room.no_queries.index(slot), count=2)  # both consumer warpgroups
+        mbarrier.init(room.no_queries.index(slot), count=TILE.QUERY_SLOTS)  # both consumers, or one's half
         mbarrier.init(room.has_keys.index(slot), count=1 if TILE.IN_BULK else 128)
         mbarrier.init(room.no_keys.index(slot), count=2 * 128)  # every consumer thread
         mbarrier.init(room.has_values.index(slot), count=1 if TILE.IN_BULK else 128)

@@ -23,7 +23,7 @@ _L2_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _SIZE, _ALIGNMENT = 128, 64  # bytes of a map
 
 
-def heads_as_columns(x: Tensor, rows: int) -> TensorDescriptor | None:
+def heads_as_columns(x: Tensor, rows: int, panels: int = 1) -> TensorDescriptor | None:
     """Return the map of rows `[s, hk, d]`, or of a pool `[n, p, hk, d]` with whole tiles in each block.
 
     Row and column of a head of a token are its stride times the head, and the token; the token of a pool is the block
@@ -31,7 +31,8 @@ def heads_as_columns(x: Tensor, rows: int) -> TensorDescriptor | None:
 
     Args:
         x: 16-bit elements, contiguous ones of a head; strides and address are multiples of 16.
-        rows: rows of a tile; it has the columns of a head.
+        rows: rows of a tile.
+        panels: tiles that have the columns of a head together; a size of a tile is a power of two.
     """
     *_, row, head, _ = x.stride()
     columns = (x.shape[-2] - 1) * head + x.shape[-1]
@@ -43,7 +44,7 @@ def heads_as_columns(x: Tensor, rows: int) -> TensorDescriptor | None:
         length = x.shape[0]
     if not 0 < length < 2**31 or not 0 < columns < 2**31 or row <= 0 or head < 0:
         return None
-    return TensorDescriptor(x, [length, columns], [row, 1], [rows, x.shape[-1]], SWIZZLED)
+    return TensorDescriptor(x, [length, columns], [row, 1], [rows, x.shape[-1] // panels], SWIZZLED)
 
 
 def rows_of_block(x: Tensor) -> int:
