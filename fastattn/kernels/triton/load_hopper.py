@@ -1,4 +1,4 @@
-"""What `fastattn.kernels.triton.prompts_hopper` loads: the tiles of a persistent program, and their producer.
+"""What `prompts_hopper` and `differential_hopper` load: the tiles of a persistent program, and their producer.
 
 A producer warpgroup copies the queries of a tile, and step by step its keys and values, into slots of shared memory. It
 waits until a slot is empty, and a barrier tells the consumers that it is full; keys and values have slots of their own.
@@ -28,12 +28,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from fastattn.kernels.triton.hopper import copy_rows
+from fastattn.kernels.triton.hopper import PANEL, copy_rows
 from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.masks import Run, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
-SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
+SLOTS = tl.constexpr(2)  # for tiles of queries; of prompts, also for keys, and for values
 CLEARED = tl.constexpr(16)  # rows that are cleared at once
 
 
@@ -69,7 +69,7 @@ class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [slots * 2, rows / 2, d], a half for each consumer warpgroup.
+        query: [slots * 2, rows / 2, d], a half for each consumer warpgroup; [slots, rows, d] if both take all rows.
         key: [slots, keys, d].
         value: [slots, keys, dv].
         number: [slots, 1], the number of each tile of queries.
@@ -80,6 +80,10 @@ class Room(NamedTuple):
         has_values: barriers of slots of values that are loaded.
         no_values: barriers of slots of values that are consumed.
         IN_BULK: whether keys and values come by whole tiles; else consumers need a fence to see them.
+        query_apart: how far panels of a query row, 64 elements each, are apart in memory.
+        key_apart: the same, of a key and of a value.
+        map_apart: how many rows of a tensor map; read where a row of a tile is more than one of the map.
+        value_row: the row of the map of values that has the first of them.
     """
 
     query: Any
@@ -93,6 +97,10 @@ class Room(NamedTuple):
     has_values: Any
     no_values: Any
     IN_BULK: Any
+    query_apart: Any = PANEL
+    key_apart: Any = PANEL
+    map_apart: Any = 0
+    value_row: Any = 0
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -138,13 +146,15 @@ def _counters_beside(tensors: Iterable[Tensor | float | None]) -> Tensor:
 
 @gluon.jit
 @no_type_check
-def parity(count):
-    """Return the parity of the round in which a slot is filled, after `count` others were: a wait names a round by it.
+def parity(count, NUMBER: gl.constexpr = SLOTS):
+    """Return the parity of the round in which one of some slots is filled, after `count` others were.
+
+    A wait names a round by it.
 
     Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is over at once: slots are
     empty then.
     """
-    return count // SLOTS & 1
+    return count // NUMBER & 1
 
 
 @gluon.jit
@@ -180,14 +190,16 @@ def find_tile(program, programs, queries, mask, TILE):
 @gluon.jit
 @no_type_check
 def _copy_queries(queries, tile, room, slot, LAYOUT: gl.constexpr):
-    """Start to copy a tile of queries, separately for each consumer warpgroup."""
+    """Start to copy a tile of queries, separately for each consumer warpgroup that has rows of its own."""
     HALF: gl.constexpr = room.query.shape[1]
+    HALVES: gl.constexpr = room.query.shape[0] // SLOTS
     head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
-    for half in gl.static_range(2):
+    for half in gl.static_range(HALVES):
         rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
         tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
         offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-        copy_rows(room.query.index(slot * 2 + half), head, offsets, rows < tile.num_rows, LAYOUT)
+        is_row = rows < tile.num_rows
+        copy_rows(room.query.index(slot * HALVES + half), head, offsets, is_row, LAYOUT, room.query_apart)
     async_copy.mbarrier_arrive(room.has_queries.index(slot), increment_count=False)
 
 
@@ -276,14 +288,21 @@ def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
 
 @gluon.jit
 @no_type_check
-def _bring_tile(tiles, at, column, places, item, full, empty):
-    """Start to copy a tile of keys, or of values, into the slot of an item."""
+def _bring_tile(tiles, at, column, places, item, full, empty, apart):
+    """Start to copy a tile of keys, or of values, into the slot of an item; panels are tiles of their own if `apart`."""
+    SLOTS: gl.constexpr = places.shape[0]
     BYTES: gl.constexpr = places.shape[1] * places.shape[2] * 2  # an element has two bytes
+    PANELS: gl.constexpr = places.shape[2] // tiles.block_shape[1]
     slot = item % SLOTS
-    mbarrier.wait(empty.index(slot), parity(item) ^ 1)
+    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
     # The call is made by one thread, which the compiler elects.
-    tma.async_copy_global_to_shared(tiles, [at, column], full.index(slot), places.index(slot))
+    if PANELS == 1:
+        tma.async_copy_global_to_shared(tiles, [at, column], full.index(slot), places.index(slot))
+    else:
+        for panel in gl.static_range(PANELS):
+            place = places.index(slot).slice(panel * PANEL, PANEL, 1)
+            tma.async_copy_global_to_shared(tiles, [at + panel * apart, column], full.index(slot), place)
 
 
 @gluon.jit
@@ -297,16 +316,18 @@ def bring_tiles(first, end, items, keys, tile, room, maps, TILE):
         item = items + step
         if step < tile.steps:
             at = _row_of_map(keys.where, tile, step, TILE.KEY_ROWS, TILE)
-            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys)
+            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys, room.map_apart)
         if step > 0:
-            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE)
-            _bring_tile(value_tiles, at, value_column, room.value, item - 1, room.has_values, room.no_values)
+            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE) + room.value_row
+            full, empty = room.has_values, room.no_values
+            _bring_tile(value_tiles, at, value_column, room.value, item - 1, full, empty, room.map_apart)
 
 
 @gluon.jit
 @no_type_check
 def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
     """Load by rows: the keys of all steps, each before the values of the step before it."""
+    SLOTS: gl.constexpr = room.key.shape[0]
     key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
     value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
     j = tile.run.begin + (tile.steps - 1) * TILE.KEYS + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
@@ -323,13 +344,13 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
             j -= TILE.KEYS
             blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
             slot = (items + step) % SLOTS
-            mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
-            copy_rows(room.key.index(slot), key_head, key_at, is_key, LAYOUT)
+            mbarrier.wait(room.no_keys.index(slot), parity(items + step, SLOTS) ^ 1)
+            copy_rows(room.key.index(slot), key_head, key_at, is_key, LAYOUT, room.key_apart)
             async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
         if step > 0:
             slot = (items + step - 1) % SLOTS
-            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1) ^ 1)
-            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
+            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1, SLOTS) ^ 1)
+            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT, room.key_apart)
             async_copy.mbarrier_arrive(room.has_values.index(slot), increment_count=False)
         value_at = next_at
         is_value = is_key

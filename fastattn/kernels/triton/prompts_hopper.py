@@ -46,7 +46,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_lines, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.load_hopper import (
@@ -85,6 +85,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         ROWS: rows of a tile.
+        OWN_ROWS: rows of a consumer.
         KEYS: keys of a step.
         PAGES: whether keys lie in pages, not in rows.
         IN_BULK: whether keys and values come by whole tiles.
@@ -96,6 +97,7 @@ class Sizes(NamedTuple):
     """
 
     ROWS: Any
+    OWN_ROWS: Any
     KEYS: Any
     PAGES: Any
     IN_BULK: Any
@@ -151,7 +153,7 @@ def takes(
     )
 
 
-def _reach(pool: Tensor) -> int:
+def reach_of(pool: Tensor) -> int:
     """Return how far the last element of a pool is from its first one."""
     return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
 
@@ -182,13 +184,14 @@ def launch(
     in_bulk = None not in maps and not begins_in_a_block
     sizes = Sizes(
         ROWS=ROWS,
+        OWN_ROWS=ROWS // 2,
         KEYS=KEYS,
         PAGES=key.ndim == 4,
         IN_BULK=in_bulk,
         KEY_ROWS=rows_of_block(key),
         VALUE_ROWS=rows_of_block(value),
         SAME_OFFSETS=key.stride() == value.stride(),
-        INT64_OFFSETS=any(_reach(x) >= 2**31 for x in (key, value)),
+        INT64_OFFSETS=any(reach_of(x) >= 2**31 for x in (key, value)),
         REGISTERS=REGISTERS["tiles" if in_bulk else key.ndim],
     )
     programs = count_tiles(batch, num_tokens, group, ROWS) * num_kv_heads
@@ -218,17 +221,20 @@ def launch(
 
 @gluon.jit
 @no_type_check
-def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
-    """Start the products of queries with the keys in a slot."""
+def multiply_keys(q, room, slot, SCORES: gl.constexpr, WHO: gl.constexpr):
+    """Start the products of queries with the keys in a slot; if these are wider, with each consumer's own part."""
     HALF: gl.constexpr = q.shape[0]
     KEYS: gl.constexpr = room.key.shape[1]
     nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    return warpgroup_mma(q, room.key.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    keys = room.key.index(slot)
+    if q.shape[1] < room.key.shape[2]:
+        keys = keys.slice(WHO * q.shape[1], q.shape[1], 1)
+    return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 @no_type_check
-def _in_16_bits(x, dtype: gl.constexpr):
+def in_16_bits(x, dtype: gl.constexpr):
     """Round to 16 bits, two numbers at a time and in their order; `x.to` swaps each pair, and swaps it again."""
     PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(PAIR, "=r,r,r", [x], dtype=dtype.value, is_pure=True, pack=2)
@@ -244,21 +250,21 @@ def _execute(INSTRUCTION: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _take_turn(WHO: gl.constexpr):
+def take_turn(WHO: gl.constexpr):
     """Wait until the other consumer has issued its products; Triton takes other named barriers than 8 and 9."""
     _execute("bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def _give_turn(WHO: gl.constexpr):
-    """Signal the other consumer, which waits in `_take_turn`, that it may issue its products."""
+def give_turn(WHO: gl.constexpr):
+    """Signal the other consumer, which waits in `take_turn`, that it may issue its products."""
     _execute("bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def _here(sums):
+def here(sums):
     """Return sums of weights, computed before the wait that follows: the compiler moves past it what only computes.
 
     What may sleep it may not move. A sum of finite weights is never as large as 2**127.
@@ -270,7 +276,7 @@ def _here(sums):
 
 @gluon.jit
 @no_type_check
-def _own_sums(weights):
+def sums_of_threads(weights):
     """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
     HALF: gl.constexpr = weights.shape[0]
     KEYS: gl.constexpr = weights.shape[1]
@@ -279,7 +285,7 @@ def _own_sums(weights):
 
 @gluon.jit
 @no_type_check
-def _mask(products, step, seen):
+def mask_keys(products, step, seen):
     """Set the products with keys that a row does not see to -inf."""
     KEYS: gl.constexpr = products.shape[1]
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))[None, :]
@@ -291,9 +297,9 @@ def _mask(products, step, seen):
 
 @gluon.jit
 @no_type_check
-def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
+def find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
     """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
-    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
+    rows = tile.first_row + first + gl.arange(0, TILE.OWN_ROWS, layout=LAYOUT)
     positions = tile.context + rows // queries.GROUP
     first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
     if mask.LEFT:
@@ -312,25 +318,25 @@ def _find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
 
 @gluon.jit
 @no_type_check
-def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
+def first_step(q, room, items, seen, options, SCORES: gl.constexpr, WHO: gl.constexpr):
     """Return the weights of the first step, its maxima, and the sums of each thread."""
     slot = items % SLOTS
     mbarrier.wait(room.has_keys.index(slot), parity(items))
     fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
-    products = _multiply_keys(q, room, slot, SCORES)
+    products = multiply_keys(q, room, slot, SCORES, WHO)
     products = warpgroup_mma_wait(0, deps=[products])
     leave(room.no_keys.index(slot))
     unit = options.scale * LOG2E
-    products = _mask(products, 0, seen)
+    products = mask_keys(products, 0, seen)
     row_max = gl.max(products, 1) * unit
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     x = gl.exp2(products * unit - start[:, None])
-    return x, row_max, _own_sums(x)
+    return x, row_max, sums_of_threads(x)
 
 
 @gluon.jit
 @no_type_check
-def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
+def attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
     weights, acc, row_max, row_sum, items = state
@@ -344,33 +350,33 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
         mbarrier.wait(room.has_keys.index(slot), parity(items))
         if not room.IN_BULK:
             fence_async_shared()
-        _take_turn(WHO)
-        products = _multiply_keys(q, room, slot, SCORES)
+        take_turn(WHO)
+        products = multiply_keys(q, room, slot, SCORES, WHO)
         mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
         if not room.IN_BULK:
             fence_async_shared()
         sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
-        _give_turn(WHO)
+        give_turn(WHO)
         products = warpgroup_mma_wait(1, deps=[products])
         leave(room.no_keys.index(slot))
         if MASKED:
-            products = _mask(products, step, seen)
+            products = mask_keys(products, step, seen)
         old_max = row_max
         row_max = gl.maximum(row_max, gl.max(products, 1) * unit)
         start = gl.where(row_max == float("-inf"), 0.0, row_max)
         now, later = gl.split(products.reshape([HALF, 2, KEYS // 2]).permute((0, 2, 1)))
         starts = gl.convert_layout(start, gl.SliceLayout(1, now.type.layout))[:, None]
         x = gl.exp2(now * unit - starts)
-        own_sums = _here(_own_sums(x))
+        own_sums = here(sums_of_threads(x))
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         leave(room.no_values.index(value_slot))
         x_later = gl.exp2(later * unit - starts)
-        own_sums = gl.convert_layout(own_sums + _own_sums(x_later), row_sum.type.layout, assert_trivial=True)
+        own_sums = gl.convert_layout(own_sums + sums_of_threads(x_later), row_sum.type.layout, assert_trivial=True)
         x = gl.join(x, x_later).permute((0, 2, 1)).reshape([HALF, KEYS])
         x = gl.convert_layout(x, SCORES, assert_trivial=True)
         rescale = gl.exp2(old_max - start)
         row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + own_sums
-        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
     return weights, acc, row_max, row_sum, items
@@ -380,7 +386,7 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
 @no_type_check
 def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constexpr):
     """Attend from a half of each tile to the keys that are loaded."""
-    HALF: gl.constexpr = TILE.ROWS // 2
+    HALF: gl.constexpr = TILE.OWN_ROWS
     DV: gl.constexpr = room.value.shape[2]
     # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
@@ -391,27 +397,27 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         end = queries.num_tokens.to(gl.int64) * HEADS
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), DV)
     else:
-        _give_turn(WHO)  # the first consumer begins
+        give_turn(WHO)  # the first consumer begins
     tiles = gl.program_id(0) * 0  # tiles done before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # steps done before, of all tiles
     number = read_number(room, tiles)
     while number < programs:
         tile = find_tile(number, programs, queries, mask, TILE)
-        seen = _find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
+        seen = find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
         query_slot = tiles % SLOTS
         q = room.query.index(query_slot * 2 + WHO)
-        x, row_max, row_sum = _first_step(q, room, items, seen, options, SCORES)
-        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        x, row_max, row_sum = first_step(q, room, items, seen, options, SCORES, WHO)
+        weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
         if TILE.IN_BULK and behind < TILE.KEYS:
             mbarrier.wait(room.has_values.index(items % SLOTS), parity(items))
             clear_rows(room.value.index(items % SLOTS), behind)
         # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
         state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
-        state = _attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
-        state = _attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
+        state = attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
+        state = attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
         if mask.LEFT:
-            state = _attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
+            state = attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         mbarrier.arrive(room.no_queries.index(query_slot))
@@ -428,32 +434,30 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
 
 @gluon.jit
 @no_type_check
+def finish(row_max, row_sum, acc, sinks, heads, is_row):
+    """Return the outputs and the log-sum-exps of rows of some heads, the sinks included if there are any."""
+    if sinks is not None:
+        return normalize(row_max, row_sum, acc, gl.load(sinks + heads, mask=is_row, other=0.0).to(gl.float32))
+    # One division for a row, where `normalize` has one for each number.
+    row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
+    return acc * (1.0 / row_sum)[:, None], (row_max + gl.log2(row_sum)) / LOG2E
+
+
+@gluon.jit
+@no_type_check
 def _store(queries, tile, options, out, row_max, row_sum, acc, first):
     """Store the outputs of a half of a tile, from its row `first` on, and their log-sum-exps."""
     HALF: gl.constexpr = acc.shape[0]
-    DV: gl.constexpr = acc.shape[1]
     OUTPUT: gl.constexpr = acc.type.layout
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
     is_row = rows < tile.num_rows
     heads = tile.kv_head * queries.GROUP + rows % queries.GROUP
-    if options.sinks is not None:
-        sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
-        values, logs = normalize(row_max, row_sum, acc, sink)
-    else:  # one division for a row, where `normalize` has one for each number
-        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
-        values = acc * (1.0 / row_sum)[:, None]
-        logs = (row_max + gl.log2(row_sum)) / LOG2E
+    values, logs = finish(row_max, row_sum, acc, options.sinks, heads, is_row)
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
     gl.store(out.lse + places, logs, mask=is_row)
-    # Products leave 4 bytes of a row with a thread; with 16 bytes each, whole sectors are written.
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    places = gl.convert_layout(places, gl.SliceLayout(1, LINES))
-    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, LINES))
-    values = gl.convert_layout(values.to(out.out.dtype.element_ty), LINES)
-    at = gl.arange(0, DV, layout=gl.SliceLayout(0, LINES))
-    gl.store(out.out + (places[:, None] * DV + at[None, :]), values, mask=is_row[:, None])
+    store_lines(out.out, values, places, is_row)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -461,7 +465,7 @@ def _store(queries, tile, options, out, row_max, row_sum, acc, first):
 def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value_tiles, counters, TILE):
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
-    HALF: gl.constexpr = TILE.ROWS // 2
+    HALF: gl.constexpr = TILE.OWN_ROWS
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     room = Room(
