@@ -77,6 +77,7 @@ from refattn.plan import Plan
 HEAD_SIZE = 64  # of a query and a key; both halves of a value are 128
 SHARE_ROWS = False  # whether both consumers share their rows; see the module
 KEY_SLOTS = {False: 4, True: 2}  # slots of keys, and of values, by `SHARE_ROWS`
+SLACK = tl.constexpr(8.0)  # by how much a score, in base 2, may be above what its row's weights are relative to
 REGISTERS = {True: (232, 40), False: (216, 72)}  # by whether keys come by whole tiles; see `prompts_hopper`
 
 
@@ -141,7 +142,7 @@ class Softmax(NamedTuple):
 
     Attributes:
         acc: the weighted sum of the values.
-        row_max: the highest score of each row, in base 2.
+        row_max: what the weights of each row are relative to: its highest score, in base 2, or `SLACK` less.
         row_sum: [rows, 4], the sums of each row's threads.
     """
 
@@ -261,6 +262,20 @@ def launch(
 # --- both softmaxes of the rows of a consumer ---
 
 
+def _rescaling(size: int) -> tuple[str, str]:
+    """Return instructions that multiply a thread's elements by factors, unless all of its warp are 1; and operands.
+
+    Elements 0 and 2 are of the two rows that a thread has of a product.
+    """
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * size + i};" for i in range(size))
+    is_one = f"setp.neu.f32 p, ${2 * size}, 0f3F800000; setp.neu.or.f32 p, ${2 * size + 2}, 0f3F800000, p;"
+    asm = f"{{ .reg .pred p; {is_one} vote.sync.any.pred p, p, -1; @!p bra ENDED; {products} ENDED: }}"
+    return asm, ",".join(["=f"] * size + [str(i) for i in range(size)] + ["f"] * size)
+
+
+RESCALE, OPERANDS = map(tl.constexpr, _rescaling(64))
+
+
 @gluon.jit
 @no_type_check
 def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl.constexpr):
@@ -268,7 +283,8 @@ def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl
     OUTPUT: gl.constexpr = mine.acc.type.layout
     if MASKED:
         products = mask_keys(products, step, seen)
-    row_max = gl.maximum(mine.row_max, gl.max(products, 1) * unit)
+    row_max = gl.max(products, 1) * unit
+    row_max = gl.where(row_max - mine.row_max > SLACK, row_max, mine.row_max)
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     rescale = gl.exp2(mine.row_max - start)
     x = gl.exp2(products * unit - start[:, None])
@@ -277,7 +293,8 @@ def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl
     of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, own_sums.type.layout))
     row_sum = here(row_sum * of_sums[:, None] + own_sums)
     weights = gl.convert_layout(in_16_bits(x, TYPE), gl.DotOperandLayout(0, OUTPUT, 2))
-    acc = mine.acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+    acc = gl.inline_asm_elementwise(RESCALE, OPERANDS, [mine.acc, rescale], dtype=gl.float32, is_pure=False, pack=64)
     return Softmax(acc, row_max, row_sum), weights
 
 
