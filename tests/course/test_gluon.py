@@ -68,7 +68,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         DEADLOCK,
     ),
     "a-slot-filled-while-it-is-read": (
-        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item) ^ 1)\n", ""),
+        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)\n", ""),
         f"{MORE}|{DEADLOCK}",
     ),
     "a-barrier-for-one-of-two-consumers": (
@@ -82,8 +82,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     ),
     "no-fence-after-copies-by-threads": (
         prompts_hopper,
-        "        if not room.IN_BULK:\n            fence_async_shared()\n        _take",
-        "        _take",
+        "        if not room.IN_BULK:\n            fence_async_shared()\n        take_turn",
+        "        take_turn",
         FENCE,
     ),
     "no-fence-after-zeros-are-written": (
@@ -92,8 +92,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         "part.load(LAYOUT), 0))",
         FENCE,
     ),
-    "no-first-turn": (prompts_hopper, "        _give_turn(WHO)  # the first", "        pass  # the first", DEADLOCK),
-    "a-turn-kept": (prompts_hopper, "        _give_turn(WHO)\n        products", "        products", DEADLOCK),
+    "no-first-turn": (prompts_hopper, "        give_turn(WHO)  # the first", "        pass  # the first", DEADLOCK),
+    "a-turn-kept": (prompts_hopper, "        give_turn(WHO)\n        products", "        products", DEADLOCK),
     "copies-never-waited-for": (load_hopper, "    async_copy.wait_group(0)", "    pass", END),
     "pairs-swapped": (prompts_hopper, 'f16x2.f32 $0, $2, $1;"\n', 'f16x2.f32 $0, $1, $2;"\n', WRONG),
     "a-tile-that-is-not-cleared": (

@@ -95,7 +95,7 @@ def bind_differential(
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
     part_shape = (num_tokens, num_heads, 2 * head_size)
     if differential_hopper.takes(query, cache, plan, options, tuning):
-        given = plan, options, NOT_GIVEN, layer_args, Out(out, lse)
+        given = plan, options, scale, NOT_GIVEN, layer_args, Out(out, lse)
         launches = [(differential_hopper.launch(query, cache, *given), 0)]
         made = WholeLaunches(out.shape, part_shape, launches, 1, None, with_lse=True)
         return out, lse, made.attend if has_scale_above_0(options) else differential

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
+from fastattn.kernels.problem import asked_of, uses_positions
 from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_lines, store_padding
 from fastattn.kernels.triton.launch import CHANGING
 from fastattn.kernels.triton.load_hopper import (
@@ -187,7 +187,14 @@ def takes(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions, t
 
 
 def launch(
-    query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions, difference: Any, layer_args: Given, out: Out
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    scale: float,
+    difference: Any,
+    layer_args: Given,
+    out: Out,
 ) -> CountedLaunch:
     """Launch the kernel, where `takes` allows it, instead of `differential.attend_pairs`.
 
@@ -196,6 +203,7 @@ def launch(
         cache: [2, 2, n, p, pairs, d].
         plan: the lengths, the block table and the mask.
         options: the options of the layer.
+        scale: of the scores, above 0.
         difference: a `differential.Difference` that `layer_args` fills in.
         layer_args: what differs between layers beside tokens.
         out: the outputs and log-sum-exps; rows that belong to no sequence are written, too.
@@ -203,7 +211,6 @@ def launch(
     batch, num_pairs, rows, share = plan.batch, cache.shape[4], rows_of_tile(), SHARE_ROWS
     num_tokens, num_heads, _ = query.shape
     group = num_heads // 2 // num_pairs
-    query, scale = with_positive_scale(query, options.softmax_scale)
     half_stride, value_stride, block, token, *strides = cache.stride()
     table = batch.block_table
     assert table is not None  # a plan over pages has checked it
