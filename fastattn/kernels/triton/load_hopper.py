@@ -97,8 +97,8 @@ class Room(NamedTuple):
     has_values: Any
     no_values: Any
     IN_BULK: Any
-    query_apart: Any = PANEL
-    key_apart: Any = PANEL
+    query_apart: Any = PANEL.value
+    key_apart: Any = PANEL.value
     map_apart: Any = 0
     value_row: Any = 0
 
