@@ -78,7 +78,8 @@ HEAD_SIZE = 64  # of a query and a key; both halves of a value are 128
 SHARE_ROWS = False  # whether both consumers share their rows; see the module
 KEY_SLOTS = {False: 4, True: 2}  # slots of keys, and of values, by `SHARE_ROWS`
 SLACK = tl.constexpr(8.0)  # by how much a score, in base 2, may be above what its row's weights are relative to
-REGISTERS = {True: (232, 40), False: (216, 72)}  # by whether keys come by whole tiles; see `prompts_hopper`
+# Registers, see `prompts_hopper`: where keys come by whole tiles, and from pages by `SHARE_ROWS`.
+REGISTERS = {"tiles": (232, 40), False: (224, 56), True: (208, 88)}
 
 
 class Table(NamedTuple):
@@ -228,7 +229,7 @@ def launch(
         VALUE_ROWS=block // token if in_bulk else 0,
         SAME_OFFSETS=True,
         INT64_OFFSETS=reach_of(cache[0, 0]) >= 2**31,
-        REGISTERS=REGISTERS[in_bulk],
+        REGISTERS=REGISTERS["tiles" if in_bulk else share],
     )
     keys = PairedKeys(
         cache=None if in_bulk else cache,
