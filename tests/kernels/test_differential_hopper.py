@@ -286,7 +286,7 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
         FENCE,
     ),
     "values-not-cleared": (False, "        clear_rows(room.value.index(items % KEY_SLOTS), behind)\n", "", WRONG),
-    "no-rescaling": (False, "[mine.acc, rescale]", "[mine.acc, rescale * 0.0 + 1.0]", WRONG),
+    "no-rescaling": (False, "[mine.acc, of_rows]", "[mine.acc, of_rows * 0.0 + 1.0]", WRONG),
     "sums-not-rescaled": (False, "row_sum * of_sums[:, None] + own_sums", "row_sum + own_sums", WRONG),
     "the-other-sinks": (False, "2 * pairs + NUMBER, is_row)", "2 * pairs, is_row)", WRONG),
     "padding-from-elsewhere-on": (False, "HEADS: gl.constexpr = 2 * queries.HEADS", "HEADS: gl.constexpr = 1", WRONG),

@@ -79,7 +79,7 @@ SHARE_ROWS = False  # whether both consumers share their rows; see the module
 KEY_SLOTS = {False: 4, True: 2}  # slots of keys, and of values, by `SHARE_ROWS`
 SLACK = tl.constexpr(8.0)  # by how much a score, in base 2, may be above what its row's weights are relative to
 # Registers, see `prompts_hopper`: where keys come by whole tiles, and from pages by `SHARE_ROWS`.
-REGISTERS = {"tiles": (232, 40), False: (224, 56), True: (208, 88)}
+REGISTERS = {"tiles": (232, 40), False: (224, 56), True: (216, 72)}
 
 
 class Table(NamedTuple):
@@ -295,14 +295,14 @@ def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl
     row_max = gl.where(row_max - mine.row_max > SLACK, row_max, mine.row_max)
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     rescale = gl.exp2(mine.row_max - start)
+    of_rows = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
+    acc = gl.inline_asm_elementwise(RESCALE, OPERANDS, [mine.acc, of_rows], dtype=gl.float32, is_pure=False, pack=64)
     x = gl.exp2(products * unit - start[:, None])
     own_sums = sums_of_threads(x)
     row_sum = gl.convert_layout(mine.row_sum, own_sums.type.layout, assert_trivial=True)
     of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, own_sums.type.layout))
     row_sum = here(row_sum * of_sums[:, None] + own_sums)
     weights = gl.convert_layout(in_16_bits(x, TYPE), gl.DotOperandLayout(0, OUTPUT, 2))
-    rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-    acc = gl.inline_asm_elementwise(RESCALE, OPERANDS, [mine.acc, rescale], dtype=gl.float32, is_pure=False, pack=64)
     return Softmax(acc, row_max, row_sum), weights
 
 
