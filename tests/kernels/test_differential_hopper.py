@@ -279,11 +279,13 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
         f"before it is waited for|{WRONG}",
     ),
     "a-turn-kept": (False, "    give_turn(HOW[0])\n", "", DEADLOCK),
-    "no-fence-after-values": (
-        False,
-        "parity(value_item, KEY_SLOTS))\n        if not room.IN_BULK:\n            fence_async_shared()\n",
-        "parity(value_item, KEY_SLOTS))\n",
+    "no-fence-after-copies-by-threads": (
+        *(False, "        if not room.IN_BULK:\n            fence_async_shared()\n    take", "    take"),
         FENCE,
+    ),
+    "values-not-waited-for": (
+        *(False, "        mbarrier.wait(room.has_values.index(slot), parity(items, KEY_SLOTS))\n        if", "        if"),
+        f"{WRONG}|{FENCE}",
     ),
     "values-not-cleared": (False, "        clear_rows(room.value.index(items % KEY_SLOTS), behind)\n", "", WRONG),
     "no-rescaling": (False, "[mine.acc, of_rows]", "[mine.acc, of_rows * 0.0 + 1.0]", WRONG),

@@ -289,9 +289,13 @@ RESCALE, OPERANDS = map(tl.constexpr, _rescaling(64))
 def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl.constexpr):
     """Return a softmax that has taken the scores of a step, but for the values, and the weights of these."""
     OUTPUT: gl.constexpr = mine.acc.type.layout
+    HALF: gl.constexpr = products.shape[0]
+    KEYS: gl.constexpr = products.shape[1]
     if MASKED:
         products = mask_keys(products, step, seen)
-    row_max = gl.max(products, 1) * unit
+    # Of each thread's pairs first, so that fewer instructions wait for one another.
+    highest = gl.max(gl.max(products.reshape([HALF, KEYS // 8, 4, 2]), 3), 1)
+    row_max = gl.convert_layout(gl.max(highest, 1), mine.row_max.type.layout, assert_trivial=True) * unit
     row_max = gl.where(row_max - mine.row_max > SLACK, row_max, mine.row_max)
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     rescale = gl.exp2(mine.row_max - start)
@@ -351,20 +355,16 @@ def _attend_half(mine, other, weights, at, q, room, seen, HOW: gl.constexpr):
     SCORES: gl.constexpr = mine.row_max.type.layout.parent
     step, items, unit = at
     slot = items % KEY_SLOTS
-    value_item = items - 1 + NUMBER  # the first softmax is a step ahead
-    value_slot = value_item % KEY_SLOTS
-    if NUMBER == 0:
+    value_slot = (items - 1 + NUMBER) % KEY_SLOTS  # the first softmax is a step ahead
+    if NUMBER == 0:  # and for the other softmax
         mbarrier.wait(room.has_keys.index(slot), parity(items, KEY_SLOTS))
+        mbarrier.wait(room.has_values.index(slot), parity(items, KEY_SLOTS))
         if not room.IN_BULK:
             fence_async_shared()
     take_turn(HOW[0])
     keys = _half_of(room.key.index(slot), NUMBER).permute((1, 0))
     products = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     products = warpgroup_mma(_half_of(q, NUMBER), keys, products, use_acc=False, is_async=True)
-    if NUMBER == 1:
-        mbarrier.wait(room.has_values.index(value_slot), parity(value_item, KEY_SLOTS))
-        if not room.IN_BULK:
-            fence_async_shared()
     sums = warpgroup_mma(weights, room.value.index(value_slot), other.acc, is_async=True)
     give_turn(HOW[0])
     products = warpgroup_mma_wait(1, deps=[products])
@@ -407,11 +407,12 @@ def _begin(queries, answers, room, WHO: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _clear(tile, items, room, TILE):
-    """Clear the values past the last key of a tile, if the first step, which has the last keys, ends past it."""
+    """Wait for the values of the first step, which has the last keys, and clear those past the last key of a tile."""
     KEY_SLOTS: gl.constexpr = room.key.shape[0]
     behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS
+    mbarrier.wait(room.has_values.index(items % KEY_SLOTS), parity(items, KEY_SLOTS))
+    fence_async_shared()
     if TILE.IN_BULK and behind < TILE.KEYS:
-        mbarrier.wait(room.has_values.index(items % KEY_SLOTS), parity(items, KEY_SLOTS))
         clear_rows(room.value.index(items % KEY_SLOTS), behind)
 
 
