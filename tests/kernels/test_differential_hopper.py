@@ -24,7 +24,7 @@ import refattn.differential
 import refattn.varlen
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
-from fastattn.kernels.triton import differential, differential_hopper, hopper, launch, load_hopper
+from fastattn.kernels.triton import differential, differential_hopper, hopper, launch, load_hopper, pairs_hopper
 from fastattn.kernels.triton.merge import Out
 from fastattn.kernels.triton.tuning import LaunchConfig
 from refattn.metadata import make_batch
@@ -157,7 +157,9 @@ def counting():
 def test_prompts_of_as_many_tiles_as_there_are_processors(name, asked, order, has_roles, device):
     """On Hopper they are for warps with roles, on other GPUs not."""
     case = CASES[name]
-    inputs = build(case, dtype=torch.bfloat16 if device == "cuda" else torch.float16, device=device, poison=(torch.nan,))
+    inputs = build(
+        case, dtype=torch.bfloat16 if device == "cuda" else torch.float16, device=device, poison=(torch.nan,)
+    )
     given, more = in_halves(inputs), filled(ASKED[asked], case, device)
     with counting() as launched:
         out, lse = plan_and_attend(fastattn.differential, *given, **more, return_lse=True)
@@ -261,9 +263,9 @@ def test_scores_that_grow_from_step_to_step(share, monkeypatch):
 WRONG, FENCE, DEADLOCK, MORE = "wrong", "without a fence", "deadlock", "arrivals has more"
 ORDERS = 12  # that are tried at most
 MISTAKES = {  # whether rows are shared, what stands there, what stands there instead, and what is found
-    "values-of-another-step": (False, "items - 1 + NUMBER ", "items + NUMBER ", f"{WRONG}|{FENCE}|{DEADLOCK}|{MORE}"),
+    "values-of-another-step": (False, "items - 1 + NUMBER)", "items + NUMBER)", f"{WRONG}|{FENCE}|{DEADLOCK}|{MORE}"),
     "keys-of-the-other-head": (
-        *(False, "_half_of(room.key.index(slot), NUMBER)", "_half_of(room.key.index(slot), 0)"),
+        *(False, "half_of(room.key.index(slot), NUMBER)", "half_of(room.key.index(slot), 0)"),
         WRONG,
     ),
     "keys-left-by-both-softmaxes": (
@@ -271,12 +273,14 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
         f"{MORE}|{FENCE}|{WRONG}",
     ),
     "values-left-after-the-first-softmax": (
-        *(False, "    if NUMBER == 0:\n        leave(room.no_values", "    if NUMBER == 1:\n        leave(room.no_values"),
+        False,
+        "    if NUMBER == 0:\n        leave(room.no_values",
+        "    if NUMBER == 1:\n        leave(room.no_values",
         f"{MORE}|{FENCE}|{WRONG}|{DEADLOCK}",
     ),
     "sums-that-are-not-waited-for": (
         *(False, "    sums, _ = warpgroup_mma_wait(0, deps=[sums, weights])\n", ""),
-        f"before it is waited for|{WRONG}",
+        f"before it is waited for|{WRONG}|{FENCE}",
     ),
     "a-turn-kept": (False, "    give_turn(HOW[0])\n", "", DEADLOCK),
     "no-fence-after-copies-by-threads": (
@@ -284,10 +288,17 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
         FENCE,
     ),
     "values-not-waited-for": (
-        *(False, "        mbarrier.wait(room.has_values.index(slot), parity(items, KEY_SLOTS))\n        if", "        if"),
+        False,
+        "        mbarrier.wait(room.has_values.index(slot), parity(items, KEY_SLOTS))\n        if",
+        "        if",
         f"{WRONG}|{FENCE}",
     ),
-    "values-not-cleared": (False, "        clear_rows(room.value.index(items % KEY_SLOTS), behind)\n", "", WRONG),
+    "values-not-cleared": (
+        False,
+        "        clear_rows(room.value.index(items % KEY_SLOTS), behind)\n",
+        "        pass\n",
+        WRONG,
+    ),
     "no-rescaling": (False, "[mine.acc, of_rows]", "[mine.acc, of_rows * 0.0 + 1.0]", WRONG),
     "sums-not-rescaled": (False, "row_sum * of_sums[:, None] + own_sums", "row_sum + own_sums", WRONG),
     "the-other-sinks": (False, "2 * pairs + NUMBER, is_row)", "2 * pairs, is_row)", WRONG),
@@ -305,13 +316,17 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """Import the kernel with another line in its file."""
+    """Import the kernel with another line in one of its files."""
 
     def import_with(right="", wrong=""):
-        text = Path(differential_hopper.__file__).read_text()
-        assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-        monkeypatch.delitem(sys.modules, "planted_differential_hopper", raising=False)
-        (tmp_path / "planted_differential_hopper.py").write_text(text.replace(right, wrong) if right else text)
+        texts = {module.__name__: Path(module.__file__).read_text() for module in (pairs_hopper, differential_hopper)}
+        found = sum(text.count(right) for text in texts.values()) if right else 1
+        assert found == 1, f"{right!r} is there {found} times"
+        for name, text in texts.items():
+            planted_name = f"planted_{name.rpartition('.')[2]}"
+            monkeypatch.delitem(sys.modules, planted_name, raising=False)
+            text = text.replace(right, wrong) if right else text
+            (tmp_path / f"{planted_name}.py").write_text(text.replace(pairs_hopper.__name__, "planted_pairs_hopper"))
         monkeypatch.syspath_prepend(tmp_path)
         return importlib.import_module("planted_differential_hopper")
 

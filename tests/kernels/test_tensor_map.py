@@ -63,7 +63,9 @@ NONE = {
     "a tile in two blocks": numbered(3, 6, 2, 64),
     "no rows": numbered(0, 2, 64),
     "blocks that are no whole rows apart": numbered(9000).as_strided((2, 8, 2, 64), (8 * 144 + 16, 144, 64, 1)),
-    "halves that are no whole rows apart": numbered(9000).as_strided((2, 3, 8, 2, 64), (3 * 1024 + 16, 1024, 128, 64, 1)),
+    "halves that are no whole rows apart": numbered(9000).as_strided(
+        (2, 3, 8, 2, 64), (3 * 1024 + 16, 1024, 128, 64, 1)
+    ),
     "one row for all": numbered(1, 2, 64).expand(4, 2, 64),
 }
 

@@ -97,7 +97,7 @@ def bind_differential(
     if differential_hopper.takes(query, cache, plan, options, tuning):
         given = plan, options, scale, NOT_GIVEN, layer_args, Out(out, lse)
         launches = [(differential_hopper.launch(query, cache, *given), 0)]
-        made = WholeLaunches(out.shape, part_shape, launches, 1, None, with_lse=True)
+        made: PairLaunches = WholeLaunches(out.shape, part_shape, launches, 1, None, with_lse=True)
         return out, lse, made.attend if has_scale_above_0(options) else differential
     parts, part_lses = out, lse
     split = tuning.splits > 1

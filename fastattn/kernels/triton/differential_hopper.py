@@ -32,13 +32,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import asked_of, uses_positions
-from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_lines, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, reach_of, store_lines, store_padding
 from fastattn.kernels.triton.launch import CHANGING
 from fastattn.kernels.triton.load_hopper import (
     SLOTS,
@@ -52,6 +50,7 @@ from fastattn.kernels.triton.load_hopper import (
 )
 from fastattn.kernels.triton.masks import mask_of
 from fastattn.kernels.triton.merge import Out
+from fastattn.kernels.triton.pairs_hopper import Softmax, add_last, attend_half, attend_pairs, half_of, start_pairs
 from fastattn.kernels.triton.prompts_hopper import (
     KNOWS,
     LOG2E,
@@ -61,12 +60,7 @@ from fastattn.kernels.triton.prompts_hopper import (
     finish,
     first_step,
     give_turn,
-    here,
     in_16_bits,
-    mask_keys,
-    reach_of,
-    sums_of_threads,
-    take_turn,
 )
 from fastattn.kernels.triton.queries import Given, count_tiles, options_of, queries_of
 from fastattn.kernels.triton.tensor_map import heads_as_columns
@@ -77,7 +71,6 @@ from refattn.plan import Plan
 HEAD_SIZE = 64  # of a query and a key; both halves of a value are 128
 SHARE_ROWS = False  # whether both consumers share their rows; see the module
 KEY_SLOTS = {False: 4, True: 2}  # slots of keys, and of values, by `SHARE_ROWS`
-SLACK = tl.constexpr(8.0)  # by how much a score, in base 2, may be above what its row's weights are relative to
 # Registers, see `prompts_hopper`: where keys come by whole tiles, and from pages by `SHARE_ROWS`.
 REGISTERS = {"tiles": (232, 40), False: (224, 56), True: (216, 72)}
 
@@ -136,20 +129,6 @@ class Answers(NamedTuple):
     norm_weight: Any
     norm_eps: Any
     factor: Any
-
-
-class Softmax(NamedTuple):
-    """One of the two softmaxes under way.
-
-    Attributes:
-        acc: the weighted sum of the values.
-        row_max: what the weights of each row are relative to: its highest score, in base 2, or `SLACK` less.
-        row_sum: [rows, 4], the sums of each row's threads.
-    """
-
-    acc: Any
-    row_max: Any
-    row_sum: Any
 
 
 class Exchange(NamedTuple):
@@ -238,7 +217,7 @@ def launch(
         strides=(block, token, *strides),
         map_half=half_stride // token if in_bulk else 0,
         map_value=value_stride // token if in_bulk else 0,
-        where=Table(table, *table.stride(), tl.constexpr(cache.shape[3])),
+        where=Table(table, table.stride(0), table.stride(1), tl.constexpr(cache.shape[3])),
         HEAD_SIZE=tl.constexpr(HEAD_SIZE),
         KEY_SLOTS=tl.constexpr(KEY_SLOTS[share]),
     )
@@ -267,133 +246,10 @@ def launch(
     )
 
 
-# --- both softmaxes of the rows of a consumer ---
-
-
-def _rescaling(size: int) -> tuple[str, str]:
-    """Return instructions that multiply a thread's elements by factors, unless all of its warp are 1; and operands.
-
-    Elements 0 and 2 are of the two rows that a thread has of a product.
-    """
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * size + i};" for i in range(size))
-    is_one = f"setp.neu.f32 p, ${2 * size}, 0f3F800000; setp.neu.or.f32 p, ${2 * size + 2}, 0f3F800000, p;"
-    asm = f"{{ .reg .pred p; {is_one} vote.sync.any.pred p, p, -1; @!p bra ENDED; {products} ENDED: }}"
-    return asm, ",".join(["=f"] * size + [str(i) for i in range(size)] + ["f"] * size)
-
-
-RESCALE, OPERANDS = map(tl.constexpr, _rescaling(64))
-
-
-@gluon.jit
-@no_type_check
-def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl.constexpr):
-    """Return a softmax that has taken the scores of a step, but for the values, and the weights of these."""
-    OUTPUT: gl.constexpr = mine.acc.type.layout
-    HALF: gl.constexpr = products.shape[0]
-    KEYS: gl.constexpr = products.shape[1]
-    if MASKED:
-        products = mask_keys(products, step, seen)
-    # Of each thread's pairs first, so that fewer instructions wait for one another.
-    highest = gl.max(gl.max(products.reshape([HALF, KEYS // 8, 4, 2]), 3), 1)
-    row_max = gl.convert_layout(gl.max(highest, 1), mine.row_max.type.layout, assert_trivial=True) * unit
-    row_max = gl.where(row_max - mine.row_max > SLACK, row_max, mine.row_max)
-    start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
-    rescale = gl.exp2(mine.row_max - start)
-    of_rows = gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
-    acc = gl.inline_asm_elementwise(RESCALE, OPERANDS, [mine.acc, of_rows], dtype=gl.float32, is_pure=False, pack=64)
-    x = gl.exp2(products * unit - start[:, None])
-    own_sums = sums_of_threads(x)
-    row_sum = gl.convert_layout(mine.row_sum, own_sums.type.layout, assert_trivial=True)
-    of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, own_sums.type.layout))
-    row_sum = here(row_sum * of_sums[:, None] + own_sums)
-    weights = gl.convert_layout(in_16_bits(x, TYPE), gl.DotOperandLayout(0, OUTPUT, 2))
-    return Softmax(acc, row_max, row_sum), weights
-
-
-@gluon.jit
-@no_type_check
-def _half_of(rows, NUMBER: gl.constexpr):
-    """Return the elements of the first or the second head in rows in shared memory."""
-    SIZE: gl.constexpr = rows.shape[1] // 2
-    return rows.slice(NUMBER * SIZE, SIZE, 1)
-
-
-@gluon.jit
-@no_type_check
-def _start(q, room, items, seen, unit, OUTPUT: gl.constexpr):
-    """Return both softmaxes after the first scores of the first one, and its weights."""
-    KEYS: gl.constexpr = room.key.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    KEY_SLOTS: gl.constexpr = room.key.shape[0]
-    HALF: gl.constexpr = q.shape[0]
-    DV: gl.constexpr = room.value.shape[2]
-    slot = items % KEY_SLOTS
-    mbarrier.wait(room.has_keys.index(slot), parity(items, KEY_SLOTS))
-    fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
-    products = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    keys = _half_of(room.key.index(slot), 0).permute((1, 0))
-    products = warpgroup_mma(_half_of(q, 0), keys, products, use_acc=False, is_async=True)
-    products = warpgroup_mma_wait(0, deps=[products])
-    row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    row_sum = sums_of_threads(gl.zeros([HALF, KEYS], gl.float32, SCORES))
-    nothing = Softmax(gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum)
-    first, weights = _weights_of(products, nothing, 0, seen, unit, room.key.dtype, True)
-    return first, nothing, weights
-
-
-@gluon.jit
-@no_type_check
-def _attend_half(mine, other, weights, at, q, room, seen, HOW: gl.constexpr):
-    """Attend with one softmax to the keys of a step, and add the values of the other one's last weights.
-
-    `HOW` says which consumer it is, which softmax, and whether the step is masked.
-    """
-    NUMBER: gl.constexpr = HOW[1]
-    HALF: gl.constexpr = q.shape[0]
-    KEYS: gl.constexpr = room.key.shape[1]
-    KEY_SLOTS: gl.constexpr = room.key.shape[0]
-    SCORES: gl.constexpr = mine.row_max.type.layout.parent
-    step, items, unit = at
-    slot = items % KEY_SLOTS
-    value_slot = (items - 1 + NUMBER) % KEY_SLOTS  # the first softmax is a step ahead
-    if NUMBER == 0:  # and for the other softmax
-        mbarrier.wait(room.has_keys.index(slot), parity(items, KEY_SLOTS))
-        mbarrier.wait(room.has_values.index(slot), parity(items, KEY_SLOTS))
-        if not room.IN_BULK:
-            fence_async_shared()
-    take_turn(HOW[0])
-    keys = _half_of(room.key.index(slot), NUMBER).permute((1, 0))
-    products = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    products = warpgroup_mma(_half_of(q, NUMBER), keys, products, use_acc=False, is_async=True)
-    sums = warpgroup_mma(weights, room.value.index(value_slot), other.acc, is_async=True)
-    give_turn(HOW[0])
-    products = warpgroup_mma_wait(1, deps=[products])
-    if NUMBER == 1:
-        leave(room.no_keys.index(slot))
-    mine, own_weights = _weights_of(products, mine, step, seen, unit, room.key.dtype, HOW[2])
-    sums, _ = warpgroup_mma_wait(0, deps=[sums, weights])
-    if NUMBER == 0:
-        leave(room.no_values.index(value_slot))
-    return mine, Softmax(sums, other.row_max, other.row_sum), own_weights
-
-
-@gluon.jit
-@no_type_check
-def _attend_pairs(state, steps, q, room, seen, unit, WHO: gl.constexpr, MASKED: gl.constexpr):
-    """Attend with both softmaxes to the keys of some steps."""
-    first, second, weights, items = state
-    for step in range(steps[0], steps[1]):
-        at = step, items, unit
-        first, second, weights = _attend_half(first, second, weights, at, q, room, seen, (WHO, 0, MASKED))
-        second, first, weights = _attend_half(second, first, weights, at, q, room, seen, (WHO, 1, MASKED))
-        items += 1
-    return first, second, weights, items
-
-
 @gluon.jit
 @no_type_check
 def _begin(queries, answers, room, WHO: gl.constexpr):
-    """Write the padding rows, or signal the other consumer that it may begin; return that no tile, and no step, is done."""
+    """Write the padding rows, or let the other consumer begin; return two counts of 0, of tiles and of steps."""
     if WHO == 0:
         HEADS: gl.constexpr = 2 * queries.HEADS
         first_padding = gl.load(queries.cu_seqlens_q + queries.num_seqs).to(gl.int64) * HEADS + gl.program_id(0)
@@ -418,20 +274,6 @@ def _clear(tile, items, room, TILE):
 
 @gluon.jit
 @no_type_check
-def _add_last(softmax, weights, items, room):
-    """Add the values of the last step."""
-    KEY_SLOTS: gl.constexpr = room.key.shape[0]
-    slot = (items - 1) % KEY_SLOTS
-    mbarrier.wait(room.has_values.index(slot), parity(items - 1, KEY_SLOTS))
-    fence_async_shared()
-    sums = warpgroup_mma(weights, room.value.index(slot), softmax.acc, is_async=True)
-    acc, _ = warpgroup_mma_wait(0, deps=[sums, weights])
-    leave(room.no_values.index(slot))
-    return Softmax(acc, softmax.row_max, softmax.row_sum)
-
-
-@gluon.jit
-@no_type_check
 def _multiply_pairs(queries, mask, options, answers, room, programs, TILE, WHO: gl.constexpr):
     """Attend with both softmaxes from a half of each tile to the keys that are loaded."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
@@ -444,21 +286,21 @@ def _multiply_pairs(queries, mask, options, answers, room, programs, TILE, WHO: 
         seen = find_seen(tile, queries, mask, WHO * TILE.OWN_ROWS, gl.SliceLayout(1, SCORES), TILE)
         query_slot = tiles % SLOTS
         q = room.query.index(query_slot * 2 + WHO)
-        first, second, weights = _start(q, room, items, seen, unit, OUTPUT)
+        first, second, weights = start_pairs(q, room, items, seen, unit, OUTPUT)
         _clear(tile, items, room, TILE)
         at = 0, items, unit
-        second, first, weights = _attend_half(second, first, weights, at, q, room, seen, (WHO, 1, True))
+        second, first, weights = attend_half(second, first, weights, at, q, room, seen, (WHO, 1, True))
         # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
         state = first, second, weights, items + 1
-        state = _attend_pairs(state, (1, seen.plain_from), q, room, seen, unit, WHO, True)
-        state = _attend_pairs(state, (seen.plain_from, seen.plain_to), q, room, seen, unit, WHO, False)
+        state = attend_pairs(state, (1, seen.plain_from), q, room, seen, unit, WHO, True)
+        state = attend_pairs(state, (seen.plain_from, seen.plain_to), q, room, seen, unit, WHO, False)
         if mask.LEFT:
-            state = _attend_pairs(state, (seen.plain_to, tile.steps), q, room, seen, unit, WHO, True)
+            state = attend_pairs(state, (seen.plain_to, tile.steps), q, room, seen, unit, WHO, True)
         first, second, weights, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         mbarrier.arrive(room.no_queries.index(query_slot))
         tiles += 1
-        second = _add_last(second, weights, items, room)
+        second = add_last(second, weights, items, room)
         places, pairs, is_row = _places_of(queries, tile, WHO * TILE.OWN_ROWS, gl.SliceLayout(1, OUTPUT), TILE)
         values = _finished(first, options, answers, places, pairs, is_row, 0)
         others = _finished(second, options, answers, places, pairs, is_row, 1)
@@ -483,7 +325,7 @@ def _multiply_one(queries, mask, options, answers, shared, programs, TILE, WHO: 
         tile = find_tile(number, programs, queries, mask, TILE)
         seen = find_seen(tile, queries, mask, 0, gl.SliceLayout(1, SCORES), TILE)
         query_slot = tiles % SLOTS
-        q = _half_of(room.query.index(query_slot), WHO)
+        q = half_of(room.query.index(query_slot), WHO)
         x, row_max, row_sum = first_step(q, room, items, seen, options, SCORES, WHO)
         weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         _clear(tile, items, room, TILE)
@@ -495,7 +337,7 @@ def _multiply_one(queries, mask, options, answers, shared, programs, TILE, WHO: 
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         mbarrier.arrive(room.no_queries.index(query_slot))
-        softmax = _add_last(Softmax(acc, row_max, row_sum), weights, items, room)
+        softmax = add_last(Softmax(acc, row_max, row_sum), weights, items, room)
         places, pairs, is_row = _places_of(queries, tile, 0, gl.SliceLayout(1, OUTPUT), TILE)
         values = _finished(softmax, options, answers, places, pairs, is_row, WHO)
         if WHO == 1:

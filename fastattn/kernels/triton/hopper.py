@@ -1,6 +1,6 @@
 """Shared by the warp-specialized kernels for Hopper: where they run, copies of rows, slots, and padding rows.
 
-Those are `prompts_hopper`, `latents_hopper` and `chunks_hopper`, beside this file.
+Those are `prompts_hopper`, `differential_hopper`, `latents_hopper` and `chunks_hopper`, beside this file.
 
 Source: the PTX manual, "cp.async" and "cp.async.mbarrier.arrive".
 """
@@ -33,6 +33,11 @@ def is_aligned(x: Tensor, *strides: int) -> bool:
     return x.stride(-1) == 1 and all(n % 16 == 0 for n in (x.data_ptr(), *strides))
 
 
+def reach_of(pool: Tensor) -> int:
+    """Return how far the last element of a pool is from its first one."""
+    return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
+
+
 @gluon.jit
 @no_type_check
 def copy_rows(place, pool, offsets, is_row, LAYOUT: gl.constexpr, apart=PANEL):
@@ -45,7 +50,9 @@ def copy_rows(place, pool, offsets, is_row, LAYOUT: gl.constexpr, apart=PANEL):
     pointers = pool + (offsets[:, None] + at[None, :])
     mask = is_row[:, None] & (at < PANEL)[None, :]  # the second is always true, and gives the mask its shape
     for first in gl.static_range(0, SIZE, PANEL):
-        async_copy.async_copy_global_to_shared(place.slice(first, PANEL, 1), pointers + first // PANEL * apart, mask=mask)
+        async_copy.async_copy_global_to_shared(
+            place.slice(first, PANEL, 1), pointers + first // PANEL * apart, mask=mask
+        )
 
 
 @gluon.jit

@@ -289,7 +289,7 @@ def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
 @gluon.jit
 @no_type_check
 def _bring_tile(tiles, at, column, places, item, full, empty, apart):
-    """Start to copy a tile of keys, or of values, into the slot of an item; panels are tiles of their own if `apart`."""
+    """Start to copy a tile of keys, or of values, into the slot of an item; if `apart`, panels are tiles."""
     SLOTS: gl.constexpr = places.shape[0]
     BYTES: gl.constexpr = places.shape[1] * places.shape[2] * 2  # an element has two bytes
     PANELS: gl.constexpr = places.shape[2] // tiles.block_shape[1]

@@ -46,7 +46,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_lines, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, reach_of, store_lines, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.load_hopper import (
@@ -151,11 +151,6 @@ def takes(
         and query.dtype == key.dtype == value.dtype
         and all(is_aligned(x, *x.stride()[:-1]) for x in tensors)
     )
-
-
-def reach_of(pool: Tensor) -> int:
-    """Return how far the last element of a pool is from its first one."""
-    return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
 
 
 def launch(

@@ -125,7 +125,7 @@ def _assembly(text: str, constraints: str, args: Sequence[Value], dtype: Kind, i
     if re.fullmatch(r"\{ .* @p nanosleep\.u32 1; mov\.b32 \$0, \$2; mov\.b32 \$1, \$3; \}", text):
         return args[0]
     if re.fullmatch(r"\{ .* vote\.sync\.any\.pred p, p, -1; @!p bra (\w+); (mul\.f32 [^;]*; )+\1: \}", text):
-        return args[0] * args[1]
+        return Value(args[0].data * args[1].data, args[0].layout)
     barrier = re.fullmatch(r"bar\.(sync|arrive) (\d+), (\d+)", first)
     if rest.strip() != "mov.b32 $0, $1;" or barrier is None:
         raise NotImplementedError(f"inline assembly: {text}")
