@@ -279,7 +279,7 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
         f"{MORE}|{FENCE}|{WRONG}|{DEADLOCK}",
     ),
     "sums-that-are-not-waited-for": (
-        *(False, "    sums, _ = warpgroup_mma_wait(0, deps=[sums, weights])\n", ""),
+        *(False, "    sums, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])\n", ""),
         f"before it is waited for|{WRONG}|{FENCE}",
     ),
     "a-turn-kept": (False, "    give_turn(HOW[0])\n", "", DEADLOCK),

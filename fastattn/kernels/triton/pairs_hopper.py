@@ -69,7 +69,7 @@ RESCALE, OPERANDS = map(tl.constexpr, _rescaling(64))
 
 @gluon.jit
 @no_type_check
-def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl.constexpr):
+def _take_scores(products, mine, step, seen, unit, MASKED: gl.constexpr):
     """Return a softmax that has taken the scores of a step, but for the values, and the weights of these."""
     OUTPUT: gl.constexpr = mine.acc.type.layout
     HALF: gl.constexpr = products.shape[0]
@@ -89,8 +89,14 @@ def _weights_of(products, mine, step, seen, unit, TYPE: gl.constexpr, MASKED: gl
     row_sum = gl.convert_layout(mine.row_sum, own_sums.type.layout, assert_trivial=True)
     of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, own_sums.type.layout))
     row_sum = here(row_sum * of_sums[:, None] + own_sums)
-    weights = gl.convert_layout(in_16_bits(x, TYPE), gl.DotOperandLayout(0, OUTPUT, 2))
-    return Softmax(acc, row_max, row_sum), weights
+    return Softmax(acc, row_max, row_sum), x
+
+
+@gluon.jit
+@no_type_check
+def _rounded(x, TYPE: gl.constexpr, OUTPUT: gl.constexpr):
+    """Return weights as an operand of their product with the values."""
+    return gl.convert_layout(in_16_bits(x, TYPE), gl.DotOperandLayout(0, OUTPUT, 2))
 
 
 @gluon.jit
@@ -120,8 +126,8 @@ def start_pairs(q, room, items, seen, unit, OUTPUT: gl.constexpr):
     row_max = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     row_sum = sums_of_threads(gl.zeros([HALF, KEYS], gl.float32, SCORES))
     nothing = Softmax(gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum)
-    first, weights = _weights_of(products, nothing, 0, seen, unit, room.key.dtype, True)
-    return first, nothing, weights
+    first, x = _take_scores(products, nothing, 0, seen, unit, True)
+    return first, nothing, _rounded(x, room.key.dtype, OUTPUT)
 
 
 @gluon.jit
@@ -136,6 +142,7 @@ def attend_half(mine, other, weights, at, q, room, seen, HOW: gl.constexpr):
     KEYS: gl.constexpr = room.key.shape[1]
     KEY_SLOTS: gl.constexpr = room.key.shape[0]
     SCORES: gl.constexpr = mine.row_max.type.layout.parent
+    OUTPUT: gl.constexpr = mine.acc.type.layout
     step, items, unit = at
     slot = items % KEY_SLOTS
     value_slot = (items - 1 + NUMBER) % KEY_SLOTS  # the first softmax is a step ahead
@@ -153,11 +160,12 @@ def attend_half(mine, other, weights, at, q, room, seen, HOW: gl.constexpr):
     products = warpgroup_mma_wait(1, deps=[products])
     if NUMBER == 1:
         leave(room.no_keys.index(slot))
-    mine, own_weights = _weights_of(products, mine, step, seen, unit, room.key.dtype, HOW[2])
-    sums, _ = warpgroup_mma_wait(0, deps=[sums, weights])
+    mine, x = _take_scores(products, mine, step, seen, unit, HOW[2])
+    sums, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
     if NUMBER == 0:
         leave(room.no_values.index(value_slot))
-    return mine, Softmax(sums, other.row_max, other.row_sum), own_weights
+    weights = _rounded(x, room.key.dtype, OUTPUT)  # only now, into the registers of the weights before
+    return mine, Softmax(sums, other.row_max, other.row_sum), weights
 
 
 @gluon.jit
