@@ -50,7 +50,7 @@ from fastattn.kernels.triton.load_hopper import (
 )
 from fastattn.kernels.triton.masks import mask_of
 from fastattn.kernels.triton.merge import Out
-from fastattn.kernels.triton.pairs_hopper import Softmax, add_last, attend_half, attend_pairs, half_of, start_pairs
+from fastattn.kernels.triton.pairs_hopper import Softmax, add_last, attend_both, attend_half, half_of, start_pairs
 from fastattn.kernels.triton.prompts_hopper import (
     KNOWS,
     LOG2E,
@@ -292,10 +292,10 @@ def _multiply_pairs(queries, mask, options, answers, room, programs, TILE, WHO: 
         second, first, weights = attend_half(second, first, weights, at, q, room, seen, (WHO, 1, True))
         # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
         state = first, second, weights, items + 1
-        state = attend_pairs(state, (1, seen.plain_from), q, room, seen, unit, WHO, True)
-        state = attend_pairs(state, (seen.plain_from, seen.plain_to), q, room, seen, unit, WHO, False)
+        state = attend_both(state, (1, seen.plain_from), q, room, seen, unit, WHO, True)
+        state = attend_both(state, (seen.plain_from, seen.plain_to), q, room, seen, unit, WHO, False)
         if mask.LEFT:
-            state = attend_pairs(state, (seen.plain_to, tile.steps), q, room, seen, unit, WHO, True)
+            state = attend_both(state, (seen.plain_to, tile.steps), q, room, seen, unit, WHO, True)
         first, second, weights, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         mbarrier.arrive(room.no_queries.index(query_slot))

@@ -170,7 +170,7 @@ def attend_half(mine, other, weights, at, q, room, seen, HOW: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def attend_pairs(state, steps, q, room, seen, unit, WHO: gl.constexpr, MASKED: gl.constexpr):
+def attend_both(state, steps, q, room, seen, unit, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Attend with both softmaxes to the keys of some steps."""
     first, second, weights, items = state
     for step in range(steps[0], steps[1]):
