@@ -68,7 +68,7 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         DEADLOCK,
     ),
     "a-slot-filled-while-it-is-read": (
-        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item) ^ 1)\n", ""),
+        *(load_hopper, "    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)\n", ""),
         f"{MORE}|{DEADLOCK}",
     ),
     "a-barrier-for-one-of-two-consumers": (
@@ -82,8 +82,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     ),
     "no-fence-after-copies-by-threads": (
         prompts_hopper,
-        "        if not room.IN_BULK:\n            fence_async_shared()\n        _take",
-        "        _take",
+        "        if not room.IN_BULK:\n            fence_async_shared()\n        take_turn",
+        "        take_turn",
         FENCE,
     ),
     "no-fence-after-zeros-are-written": (
@@ -92,8 +92,8 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
         "part.load(LAYOUT), 0))",
         FENCE,
     ),
-    "no-first-turn": (prompts_hopper, "        _give_turn(WHO)  # the first", "        pass  # the first", DEADLOCK),
-    "a-turn-kept": (prompts_hopper, "        _give_turn(WHO)\n        products", "        products", DEADLOCK),
+    "no-first-turn": (prompts_hopper, "        give_turn(WHO)  # the first", "        pass  # the first", DEADLOCK),
+    "a-turn-kept": (prompts_hopper, "        give_turn(WHO)\n        products", "        products", DEADLOCK),
     "copies-never-waited-for": (load_hopper, "    async_copy.wait_group(0)", "    pass", END),
     "pairs-swapped": (prompts_hopper, 'f16x2.f32 $0, $2, $1;"\n', 'f16x2.f32 $0, $1, $2;"\n', WRONG),
     "a-tile-that-is-not-cleared": (
@@ -107,10 +107,10 @@ MISTAKES = {  # the file, what stands there, what stands there instead, and what
     "copies-in-no-group": (load_hopper, "    async_copy.commit_group()\n", "", END),
     "a-turn-of-one-warpgroup": (prompts_hopper, "bar.sync 8, 256;", "bar.sync 8, 128;", "named barrier 8 expects"),
     "a-counter-that-is-not-set-back": (load_hopper, "        gl.store(counters, 0)\n", "", COUNTED),
-    "all-panels-of-the-first": (prompts_hopper, "q[panel], key", "q[0], key", WRONG),
-    "a-panel-not-added": (prompts_hopper, "use_acc=panel > 0", "use_acc=False", WRONG),
-    "one-panel-of-a-tile": (load_hopper, "column + panel * WIDTH]", "column]", WRONG),
-    "one-panel-of-rows": (load_hopper, "head + panel * places.shape[2]", "head", WRONG),
+    "all-panels-of-the-first": (prompts_hopper, "q[i], key", "q[0], key", WRONG),
+    "a-panel-not-added": (prompts_hopper, "use_acc=i > 0", "use_acc=False", WRONG),
+    "one-panel-of-a-tile": (load_hopper, "column + i * apart[1]]", "column]", WRONG),
+    "one-panel-of-rows": (load_hopper, "head + i * apart", "head", WRONG),
     "a-half-that-waits-for-both": (prompts_hopper, "count=TILE.QUERY_SLOTS)", "count=2)", DEADLOCK),
     "another-instruction": (prompts_hopper, "bar.arrive 9, 256; mov", "membar.cta; mov", "inline assembly"),
 }

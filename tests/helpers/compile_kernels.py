@@ -305,6 +305,7 @@ def launch_all(gpu, largest):
             attend_levels(query, rows, rows, [prompts], AttentionOptions(sinks=torch.zeros(32)))
             query, values = torch.zeros(2048, 16, 192, dtype=half), torch.zeros(2048, 16, 128, dtype=half)
             attend_levels(query, query, values, [Plan(make_batch([1024] * 2, [1024] * 2))], plain)  # of latents
+            launch_pairs_by_roles()
         # A tree of 64 nodes, whose mask has to stay in registers beside a tile of 128 rows.
         query, keys, table = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half), [list(range(512))]
         trees = speculative.make_trees([[-1, *range(63)]])
@@ -481,6 +482,25 @@ def launch_all(gpu, largest):
         fused_layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions)
         fused_layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions, of_head, of_head, 1e-6)
         fused_layers.silu_mul(torch.zeros(5, 6 * hidden, dtype=half))
+
+
+def launch_pairs_by_roles():
+    """Launch prompts of differential attention by warps with roles: in both orders, by rows and by tiles."""
+    from fastattn.kernels.triton import differential, differential_hopper
+
+    lens, subtraction = [2048] * 2, Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
+    query, sinks = torch.zeros(4096, 32, 64, dtype=torch.bfloat16), AttentionOptions(sinks=torch.zeros(32))
+    for share, size, options, asked in (
+        (False, 16, AttentionOptions(), {}),
+        (False, 128, sinks, dict(causal=False)),
+        (True, 16, AttentionOptions(), {}),
+        (True, 128, AttentionOptions(), {}),
+    ):
+        tables = [list(range(2048 // size))] * 2
+        both = torch.zeros(2, 2, 2048 // size, size, 16, 64, dtype=torch.bfloat16)
+        with mock.patch.object(differential_hopper, "SHARE_ROWS", share):
+            its_plan = Plan(make_batch(lens, lens, tables), size, **asked)
+            differential.differential(query, both, its_plan, options, subtraction)
 
 
 def launch_over_states(some):

@@ -55,6 +55,13 @@ AT_LARGE: list[Mutation] = [
         "tests/kernels/test_prompts_hopper.py",
     ),
     planted(
+        "pairs of heads under a cap are for warps with roles, too",
+        "fastattn.kernels.triton.differential_hopper:takes",
+        "asked_of(plan, options) <= KNOWS",
+        "asked_of(plan) <= KNOWS",
+        "tests/kernels/test_differential_hopper.py",
+    ),
+    planted(
         "latents in a window, too",
         "fastattn.kernels.triton.latents_hopper:takes",
         "plan.window == (-1, 0) and not",

@@ -1,4 +1,4 @@
-"""What `fastattn.kernels.triton.prompts_hopper` loads: the tiles of a persistent program, and their producer.
+"""What `prompts_hopper` and `differential_hopper` load: the tiles of a persistent program, and their producer.
 
 A producer warpgroup copies the queries of a tile, and step by step its keys and values, into slots of shared memory. It
 waits until a slot is empty, and a barrier tells the consumers that it is full; keys and values have slots of their own.
@@ -28,12 +28,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from fastattn.kernels.triton.hopper import copy_rows
+from fastattn.kernels.triton.hopper import PANEL, copy_rows
 from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.masks import Run, all_visible_in_window, visible_keys
 from fastattn.kernels.triton.queries import find_rows
 
-SLOTS = tl.constexpr(2)  # for tiles of queries, for keys, and for values
+SLOTS = tl.constexpr(2)  # for tiles of queries; of prompts, also for keys, and for values
 CLEARED = tl.constexpr(16)  # rows that are cleared at once
 
 
@@ -88,8 +88,8 @@ class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [slots * 2 * panels, rows / 2, d / panels], a half for each consumer warpgroup.
-        key: [slots * panels, keys, d / panels].
+        query: [slots * halves * places, rows, d / places], a half of a tile, or all of it, for each consumer warpgroup.
+        key: [slots * places, keys, d / places].
         value: [slots, keys, dv].
         number: [slots, 1], the number of each tile of queries.
         has_queries: barriers of query tiles that are loaded.
@@ -99,6 +99,11 @@ class Room(NamedTuple):
         has_values: barriers of slots of values that are loaded.
         no_values: barriers of slots of values that are consumed.
         IN_BULK: whether keys and values come by whole tiles; else consumers need a fence to see them.
+        query_apart: how far panels of a query row, 64 elements each, are apart in memory.
+        key_apart: the same, of a key and of a value.
+        rows_apart: the same, in rows of their tensor map; read where a panel is a tile of its own.
+        columns_apart: the same, in columns.
+        value_row: the row of the map of values that has the first of them.
     """
 
     query: Any
@@ -112,6 +117,11 @@ class Room(NamedTuple):
     has_values: Any
     no_values: Any
     IN_BULK: Any
+    query_apart: Any = PANEL.value
+    key_apart: Any = PANEL.value
+    rows_apart: Any = 0
+    columns_apart: Any = PANEL.value
+    value_row: Any = 0
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -157,23 +167,25 @@ def _counters_beside(tensors: Iterable[Tensor | float | None]) -> Tensor:
 
 @gluon.jit
 @no_type_check
-def parity(count, OF: gl.constexpr = SLOTS):
-    """Return the parity of the round in which a slot is filled, after `count` others were: a wait names a round by it.
+def parity(count, NUMBER: gl.constexpr = SLOTS):
+    """Return the parity of the round in which one of some slots is filled, after `count` others were.
+
+    A wait names a round by it.
 
     Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is over at once: slots are
     empty then.
     """
-    return count // OF & 1
+    return count // NUMBER & 1
 
 
 @gluon.jit
 @no_type_check
-def panels_of(places, slot, PANELS: gl.constexpr):
-    """Return the panels in a slot of shared memory."""
-    if PANELS == 1:
-        return (places.index(slot),)
+def places_of(shared, slot, PLACES: gl.constexpr):
+    """Return the places in a slot of shared memory: one, or if a row has 192 elements one for each of its panels."""
+    if PLACES == 1:
+        return (shared.index(slot),)
     else:
-        return places.index(slot * 3), places.index(slot * 3 + 1), places.index(slot * 3 + 2)
+        return shared.index(slot * 3), shared.index(slot * 3 + 1), shared.index(slot * 3 + 2)
 
 
 @gluon.jit
@@ -217,7 +229,7 @@ def find_tile(program, programs, queries, mask, TILE):
 @no_type_check
 def find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
     """Return the keys that the rows of one consumer see, from row `first` of the tile on; step 0 has the last keys."""
-    rows = tile.first_row + first + gl.arange(0, TILE.ROWS // 2, layout=LAYOUT)
+    rows = tile.first_row + first + gl.arange(0, TILE.OWN_ROWS, layout=LAYOUT)
     positions = tile.context + rows // queries.GROUP
     first_seen, last_seen = positions * 0, positions * 0 + (tile.run.end - 1)
     if mask.LEFT:
@@ -236,23 +248,24 @@ def find_seen(tile, queries, mask, first, LAYOUT: gl.constexpr, TILE):
 
 @gluon.jit
 @no_type_check
-def _copy_panels(places, slot, head, offsets, is_row, PANELS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to copy rows of queries, or of keys, into the panels of a slot."""
-    panels = panels_of(places, slot, PANELS)
-    for panel in gl.static_range(PANELS):
-        copy_rows(panels[panel], head + panel * places.shape[2], offsets, is_row, LAYOUT)
+def _copy_places(shared, slot, head, offsets, is_row, apart, PLACES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to copy rows into the places of a slot; their panels are `apart` elements apart."""
+    places = places_of(shared, slot, PLACES)
+    for i in gl.static_range(PLACES):
+        copy_rows(places[i], head + i * apart, offsets, is_row, LAYOUT, apart)
 
 
 @gluon.jit
 @no_type_check
 def _copy_queries(queries, tile, room, slot, half, TILE, LAYOUT: gl.constexpr):
-    """Start to copy a half of a tile of queries, for one consumer warpgroup."""
+    """Start to copy the part of a tile of queries that one consumer warpgroup has, or both."""
     HALF: gl.constexpr = room.query.shape[1]
     head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
     rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
     tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
     offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-    _copy_panels(room.query, slot * 2 + half, head, offsets, rows < tile.num_rows, TILE.PANELS, LAYOUT)
+    slot = slot * (TILE.ROWS // HALF) + half
+    _copy_places(room.query, slot, head, offsets, rows < tile.num_rows, room.query_apart, TILE.PLACES, LAYOUT)
 
 
 @gluon.jit
@@ -312,13 +325,14 @@ def _bring_queries(queries, tile, number, programs, room, tiles, TILE, LAYOUT: g
 
     With one slot a half is copied as soon as its own consumer has left it: the first is ahead of the second.
     """
-    HALVES: gl.constexpr = 2 // TILE.QUERY_SLOTS  # that have barriers of their own
-    for first in gl.static_range(0, HALVES):
+    PARTS: gl.constexpr = TILE.ROWS // TILE.OWN_ROWS
+    TOGETHER: gl.constexpr = 1 if TILE.QUERY_SLOTS == 1 else PARTS  # parts that share barriers
+    for first in gl.static_range(0, PARTS, TOGETHER):
         at = barrier_of(tiles, first, TILE.QUERY_SLOTS)
         mbarrier.wait(room.no_queries.index(at), parity(tiles, TILE.QUERY_SLOTS) ^ 1)
         if number < programs:
-            for half in gl.static_range(first, first + TILE.QUERY_SLOTS):
-                _copy_queries(queries, tile, room, tiles % TILE.QUERY_SLOTS, half, TILE, LAYOUT)
+            for part in gl.static_range(first, first + TOGETHER):
+                _copy_queries(queries, tile, room, tiles % TILE.QUERY_SLOTS, part, TILE, LAYOUT)
             async_copy.mbarrier_arrive(room.has_queries.index(at), increment_count=False)
         else:
             async_copy.mbarrier_arrive(room.has_queries.index(at), increment_count=False)
@@ -347,18 +361,21 @@ def _row_of_map(where, tile, step, ROWS_OF_BLOCK: gl.constexpr, TILE):
 
 @gluon.jit
 @no_type_check
-def _bring_tile(tiles, at, column, places, item, full, empty):
-    """Start to copy a tile of keys, or of values, into the slot of an item, panel by panel."""
-    PANELS: gl.constexpr = places.shape[0] // SLOTS
-    WIDTH: gl.constexpr = places.shape[2]
-    BYTES: gl.constexpr = PANELS * places.shape[1] * WIDTH * 2  # an element has two bytes
+def _bring_tile(tiles, at, column, shared, item, full, empty, apart):
+    """Start to copy keys, or values, into the slot of an item: one tile, or panels `apart` in the map, a tile each."""
+    SLOTS: gl.constexpr = full.shape[0]
+    PLACES: gl.constexpr = shared.shape[0] // SLOTS
+    SIZE: gl.constexpr = shared.shape[2]
+    WIDTH: gl.constexpr = tiles.block_shape[1]
+    BYTES: gl.constexpr = PLACES * shared.shape[1] * SIZE * 2  # an element has two bytes
     slot = item % SLOTS
-    mbarrier.wait(empty.index(slot), parity(item) ^ 1)
+    mbarrier.wait(empty.index(slot), parity(item, SLOTS) ^ 1)
     mbarrier.expect(full.index(slot), BYTES)
-    panels = panels_of(places, slot, PANELS)
-    for panel in gl.static_range(PANELS):
+    places = places_of(shared, slot, PLACES)
+    for i in gl.static_range(PLACES * SIZE // WIDTH):
+        place = places[i * WIDTH // SIZE].slice(i * WIDTH % SIZE, WIDTH, 1)
         # The call is made by one thread, which the compiler elects.
-        tma.async_copy_global_to_shared(tiles, [at, column + panel * WIDTH], full.index(slot), panels[panel])
+        tma.async_copy_global_to_shared(tiles, [at + i * apart[0], column + i * apart[1]], full.index(slot), place)
 
 
 @gluon.jit
@@ -368,20 +385,22 @@ def bring_tiles(first, end, items, keys, tile, room, maps, TILE):
     key_tiles, value_tiles = maps
     key_column = tile.kv_head * keys.key_strides[-2]  # see `heads_as_columns`
     value_column = tile.kv_head * keys.value_strides[-2]
+    apart = room.rows_apart, room.columns_apart
     for step in range(first, end):
         item = items + step
         if step < tile.steps:
             at = _row_of_map(keys.where, tile, step, TILE.KEY_ROWS, TILE)
-            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys)
+            _bring_tile(key_tiles, at, key_column, room.key, item, room.has_keys, room.no_keys, apart)
         if step > 0:
-            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE)
-            _bring_tile(value_tiles, at, value_column, room.value, item - 1, room.has_values, room.no_values)
+            at = _row_of_map(keys.where, tile, step - 1, TILE.VALUE_ROWS, TILE) + room.value_row
+            _bring_tile(value_tiles, at, value_column, room.value, item - 1, room.has_values, room.no_values, apart)
 
 
 @gluon.jit
 @no_type_check
 def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
     """Load by rows: the keys of all steps, each before the values of the step before it."""
+    SLOTS: gl.constexpr = room.has_keys.shape[0]
     key_head = keys.key + tile.kv_head.to(gl.int64) * keys.key_strides[-2]
     value_head = keys.value + tile.kv_head.to(gl.int64) * keys.value_strides[-2]
     j = tile.run.begin + (tile.steps - 1) * TILE.KEYS + gl.arange(0, TILE.KEYS, layout=gl.SliceLayout(1, LAYOUT))
@@ -398,13 +417,13 @@ def bring_rows(items, keys, tile, room, TILE, LAYOUT: gl.constexpr):
             j -= TILE.KEYS
             blocks = _read_table(keys.where, tile, gl.maximum(j, 0), TILE.PAGES)
             slot = (items + step) % SLOTS
-            mbarrier.wait(room.no_keys.index(slot), parity(items + step) ^ 1)
-            _copy_panels(room.key, slot, key_head, key_at, is_key, TILE.PANELS, LAYOUT)
+            mbarrier.wait(room.no_keys.index(slot), parity(items + step, SLOTS) ^ 1)
+            _copy_places(room.key, slot, key_head, key_at, is_key, room.key_apart, TILE.PLACES, LAYOUT)
             async_copy.mbarrier_arrive(room.has_keys.index(slot), increment_count=False)
         if step > 0:
             slot = (items + step - 1) % SLOTS
-            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1) ^ 1)
-            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT)
+            mbarrier.wait(room.no_values.index(slot), parity(items + step - 1, SLOTS) ^ 1)
+            copy_rows(room.value.index(slot), value_head, value_at, is_value, LAYOUT, room.key_apart)
             async_copy.mbarrier_arrive(room.has_values.index(slot), increment_count=False)
         value_at = next_at
         is_value = is_key

@@ -47,7 +47,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.kernel import BATCH, fields_of
 from fastattn.kernels.kernel import options_of as known_options
 from fastattn.kernels.problem import asked_of, uses_positions, with_positive_scale
-from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, store_padding
+from fastattn.kernels.triton.hopper import is_aligned, is_there, leave, reach_of, store_lines, store_padding
 from fastattn.kernels.triton.keys import keys_of
 from fastattn.kernels.triton.launch import CHANGING, Launch
 from fastattn.kernels.triton.load_hopper import (
@@ -59,8 +59,8 @@ from fastattn.kernels.triton.load_hopper import (
     clear_rows,
     find_seen,
     find_tile,
-    panels_of,
     parity,
+    places_of,
     read_number,
 )
 from fastattn.kernels.triton.masks import mask_of
@@ -78,7 +78,7 @@ KNOWS = BATCH | fields_of(
 KNOWS |= known_options("softmax_scale", "sinks")  # fields that a plan and a layer may set
 ROWS = 128  # rows in a tile; each consumer warpgroup has half of them
 KEYS = 128  # keys of a step
-# By the sizes of a key and of a value: panels of a key in shared memory, whose sizes are powers of two, and slots for
+# By the sizes of a key and of a value: places of a key in shared memory, whose sizes are powers of two, and slots for
 # tiles of queries. Both slots for keys and for values take 128, 64 and 160 KiB, and a tile of queries 32, 16 and 48, of
 # 227. So keys of 192 leave room for one tile. With 64 keys in a step there would be room for two, but every step has
 # waits and a turn, however short it is.
@@ -94,8 +94,9 @@ class Sizes(NamedTuple):
 
     Attributes:
         ROWS: rows of a tile.
+        OWN_ROWS: rows of a consumer.
         KEYS: keys of a step.
-        PANELS: panels of a query and a key in shared memory.
+        PLACES: places of a query and of a key in shared memory.
         QUERY_SLOTS: slots for tiles of queries.
         PAGES: whether keys lie in pages, not in rows.
         IN_BULK: whether keys and values come by whole tiles.
@@ -107,8 +108,9 @@ class Sizes(NamedTuple):
     """
 
     ROWS: Any
+    OWN_ROWS: Any
     KEYS: Any
-    PANELS: Any
+    PLACES: Any
     QUERY_SLOTS: Any
     PAGES: Any
     IN_BULK: Any
@@ -164,11 +166,6 @@ def takes(
     )
 
 
-def _reach(pool: Tensor) -> int:
-    """Return how far the last element of a pool is from its first one."""
-    return sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
-
-
 def launch(
     query: Tensor,
     key: Tensor,
@@ -190,21 +187,22 @@ def launch(
     num_kv_heads = value.shape[-2]
     group = num_heads // num_kv_heads
     query, scale = with_positive_scale(query, options.softmax_scale)
-    panels, query_slots = LAYOUTS[head_size, value.shape[-1]]
-    maps = [heads_as_columns(key, KEYS, panels), heads_as_columns(value, KEYS)]
+    places, query_slots = LAYOUTS[head_size, value.shape[-1]]
+    maps = [heads_as_columns(key, KEYS, places), heads_as_columns(value, KEYS)]
     begins_in_a_block = key.ndim == 4 and plan.window_size[0] >= 0  # a window does, and its tile has two blocks
     in_bulk = None not in maps and not begins_in_a_block
     sizes = Sizes(
         ROWS=ROWS,
+        OWN_ROWS=ROWS // 2,
         KEYS=KEYS,
-        PANELS=panels,
+        PLACES=places,
         QUERY_SLOTS=query_slots,
         PAGES=key.ndim == 4,
         IN_BULK=in_bulk,
         KEY_ROWS=rows_of_block(key),
         VALUE_ROWS=rows_of_block(value),
         SAME_OFFSETS=key.stride() == value.stride(),
-        INT64_OFFSETS=any(_reach(x) >= 2**31 for x in (key, value)),
+        INT64_OFFSETS=any(reach_of(x) >= 2**31 for x in (key, value)),
         REGISTERS=REGISTERS["tiles" if in_bulk else key.ndim],
     )
     programs = count_tiles(batch, num_tokens, group, ROWS) * num_kv_heads
@@ -234,22 +232,28 @@ def launch(
 
 @gluon.jit
 @no_type_check
-def _multiply_keys(q, room, slot, SCORES: gl.constexpr):
-    """Start the products of queries with the keys in a slot, panel by panel; `q` has the panels of the queries."""
+def multiply_keys(q, room, slot, SCORES: gl.constexpr, WHO: gl.constexpr):
+    """Start the products of queries, in one place or several, with the keys in a slot.
+
+    Where keys are wider, as of pairs of heads, these are products with each consumer's own part.
+    """
     HALF: gl.constexpr = q[0].shape[0]
+    SIZE: gl.constexpr = q[0].shape[1]
     KEYS: gl.constexpr = room.key.shape[1]
-    PANELS: gl.constexpr = room.key.shape[0] // SLOTS
-    keys = panels_of(room.key, slot, PANELS)
+    PLACES: gl.constexpr = room.key.shape[0] // SLOTS
+    keys = places_of(room.key, slot, PLACES)
     products = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    for panel in gl.static_range(PANELS):
-        key = keys[panel].permute((1, 0))
-        products = warpgroup_mma(q[panel], key, products, use_acc=panel > 0, is_async=True)
+    for i in gl.static_range(PLACES):
+        key = keys[i]
+        if room.key.shape[2] > SIZE:
+            key = key.slice(WHO * SIZE, SIZE, 1)
+        products = warpgroup_mma(q[i], key.permute((1, 0)), products, use_acc=i > 0, is_async=True)
     return products
 
 
 @gluon.jit
 @no_type_check
-def _in_16_bits(x, dtype: gl.constexpr):
+def in_16_bits(x, dtype: gl.constexpr):
     """Round to 16 bits, two numbers at a time and in their order; `x.to` swaps each pair, and swaps it again."""
     PAIR: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(PAIR, "=r,r,r", [x], dtype=dtype.value, is_pure=True, pack=2)
@@ -265,21 +269,21 @@ def _execute(INSTRUCTION: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _take_turn(WHO: gl.constexpr):
+def take_turn(WHO: gl.constexpr):
     """Wait until the other consumer has issued its products; Triton takes other named barriers than 8 and 9."""
     _execute("bar.sync 8, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.sync 9, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def _give_turn(WHO: gl.constexpr):
-    """Signal the other consumer, which waits in `_take_turn`, that it may issue its products."""
+def give_turn(WHO: gl.constexpr):
+    """Signal the other consumer, which waits in `take_turn`, that it may issue its products."""
     _execute("bar.arrive 9, 256; mov.b32 $0, $1;" if WHO == 0 else "bar.arrive 8, 256; mov.b32 $0, $1;")
 
 
 @gluon.jit
 @no_type_check
-def _here(sums):
+def here(sums):
     """Return sums of weights, computed before the wait that follows: the compiler moves past it what only computes.
 
     What may sleep it may not move. A sum of finite weights is never as large as 2**127.
@@ -291,7 +295,7 @@ def _here(sums):
 
 @gluon.jit
 @no_type_check
-def _own_sums(weights):
+def sums_of_threads(weights):
     """Return the sums of the weights that each of a row's four threads has, [rows, 4]."""
     HALF: gl.constexpr = weights.shape[0]
     KEYS: gl.constexpr = weights.shape[1]
@@ -300,7 +304,7 @@ def _own_sums(weights):
 
 @gluon.jit
 @no_type_check
-def _mask(products, step, seen):
+def mask_keys(products, step, seen):
     """Set the products with keys that a row does not see to -inf."""
     KEYS: gl.constexpr = products.shape[1]
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, products.type.layout))[None, :]
@@ -312,25 +316,25 @@ def _mask(products, step, seen):
 
 @gluon.jit
 @no_type_check
-def _first_step(q, room, items, seen, options, SCORES: gl.constexpr):
+def first_step(q, room, items, seen, options, SCORES: gl.constexpr, WHO: gl.constexpr):
     """Return the weights of the first step, its maxima, and the sums of each thread."""
     slot = items % SLOTS
     mbarrier.wait(room.has_keys.index(slot), parity(items))
     fence_async_shared()  # queries come by `cp.async`, which products see only behind a fence
-    products = _multiply_keys(q, room, slot, SCORES)
+    products = multiply_keys(q, room, slot, SCORES, WHO)
     products = warpgroup_mma_wait(0, deps=[products])
     leave(room.no_keys.index(slot))
     unit = options.scale * LOG2E
-    products = _mask(products, 0, seen)
+    products = mask_keys(products, 0, seen)
     row_max = gl.max(products, 1) * unit
     start = gl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
     x = gl.exp2(products * unit - start[:, None])
-    return x, row_max, _own_sums(x)
+    return x, row_max, sums_of_threads(x)
 
 
 @gluon.jit
 @no_type_check
-def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
+def attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKED: gl.constexpr):
     """Attend to the keys of some steps, and add the values of the steps before them."""
     KEYS: gl.constexpr = room.key.shape[1]
     weights, acc, row_max, row_sum, items = state
@@ -344,33 +348,33 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
         mbarrier.wait(room.has_keys.index(slot), parity(items))
         if not room.IN_BULK:
             fence_async_shared()
-        _take_turn(WHO)
-        products = _multiply_keys(q, room, slot, SCORES)
+        take_turn(WHO)
+        products = multiply_keys(q, room, slot, SCORES, WHO)
         mbarrier.wait(room.has_values.index(value_slot), parity(items - 1))
         if not room.IN_BULK:
             fence_async_shared()
         sums = warpgroup_mma(weights, room.value.index(value_slot), acc, is_async=True)
-        _give_turn(WHO)
+        give_turn(WHO)
         products = warpgroup_mma_wait(1, deps=[products])
         leave(room.no_keys.index(slot))
         if MASKED:
-            products = _mask(products, step, seen)
+            products = mask_keys(products, step, seen)
         old_max = row_max
         row_max = gl.maximum(row_max, gl.max(products, 1) * unit)
         start = gl.where(row_max == float("-inf"), 0.0, row_max)
         now, later = gl.split(products.reshape([HALF, 2, KEYS // 2]).permute((0, 2, 1)))
         starts = gl.convert_layout(start, gl.SliceLayout(1, now.type.layout))[:, None]
         x = gl.exp2(now * unit - starts)
-        own_sums = _here(_own_sums(x))
+        own_sums = here(sums_of_threads(x))
         acc, _, x = warpgroup_mma_wait(0, deps=[sums, weights, x])
         leave(room.no_values.index(value_slot))
         x_later = gl.exp2(later * unit - starts)
-        own_sums = gl.convert_layout(own_sums + _own_sums(x_later), row_sum.type.layout, assert_trivial=True)
+        own_sums = gl.convert_layout(own_sums + sums_of_threads(x_later), row_sum.type.layout, assert_trivial=True)
         x = gl.join(x, x_later).permute((0, 2, 1)).reshape([HALF, KEYS])
         x = gl.convert_layout(x, SCORES, assert_trivial=True)
         rescale = gl.exp2(old_max - start)
         row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + own_sums
-        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUTPUT))[:, None]
         items += 1
     return weights, acc, row_max, row_sum, items
@@ -380,7 +384,7 @@ def _attend_steps(state, steps, q, room, seen, options, WHO: gl.constexpr, MASKE
 @no_type_check
 def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constexpr):
     """Attend from a half of each tile to the keys that are loaded."""
-    HALF: gl.constexpr = TILE.ROWS // 2
+    HALF: gl.constexpr = TILE.OWN_ROWS
     DV: gl.constexpr = room.value.shape[2]
     # Results of `wgmma`, version 3: four warps of 16 rows each, with all columns.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])
@@ -391,26 +395,26 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
         end = queries.num_tokens.to(gl.int64) * HEADS
         store_padding(out.out, out.lse, first_padding, end, gl.num_programs(0), DV)
     else:
-        _give_turn(WHO)  # the first consumer begins
+        give_turn(WHO)  # the first consumer begins
     tiles = gl.program_id(0) * 0  # tiles done before this one: 0, in a form that a loop may change
     items = gl.program_id(0) * 0  # steps done before, of all tiles
     number = read_number(room, tiles, WHO, TILE)
     while number < programs:
         tile = find_tile(number, programs, queries, mask, TILE)
         seen = find_seen(tile, queries, mask, WHO * HALF, gl.SliceLayout(1, SCORES), TILE)
-        q = panels_of(room.query, tiles % TILE.QUERY_SLOTS * 2 + WHO, TILE.PANELS)
-        x, row_max, row_sum = _first_step(q, room, items, seen, options, SCORES)
-        weights = gl.convert_layout(_in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        q = places_of(room.query, tiles % TILE.QUERY_SLOTS * 2 + WHO, TILE.PLACES)
+        x, row_max, row_sum = first_step(q, room, items, seen, options, SCORES, WHO)
+        weights = gl.convert_layout(in_16_bits(x, room.key.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         behind = tile.run.end - tile.run.begin - (tile.steps - 1) * TILE.KEYS  # the first row that is no key's
         if TILE.IN_BULK and behind < TILE.KEYS:
             mbarrier.wait(room.has_values.index(items % SLOTS), parity(items))
             clear_rows(room.value.index(items % SLOTS), behind)
         # After the first step come masked steps, steps that all rows see, and in a window masked steps again.
         state = weights, gl.zeros([HALF, DV], gl.float32, OUTPUT), row_max, row_sum, items + 1
-        state = _attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
-        state = _attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
+        state = attend_steps(state, (1, seen.plain_from), q, room, seen, options, WHO, True)
+        state = attend_steps(state, (seen.plain_from, seen.plain_to), q, room, seen, options, WHO, False)
         if mask.LEFT:
-            state = _attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
+            state = attend_steps(state, (seen.plain_to, tile.steps), q, room, seen, options, WHO, True)
         weights, acc, row_max, row_sum, items = state
         tl.debug_barrier()  # all four warps have read queries and their number
         barrier = barrier_of(tiles, WHO, TILE.QUERY_SLOTS)
@@ -428,32 +432,30 @@ def _multiply(queries, mask, options, out, room, programs, TILE, WHO: gl.constex
 
 @gluon.jit
 @no_type_check
+def finish(row_max, row_sum, acc, sinks, heads, is_row):
+    """Return the outputs and the log-sum-exps of rows of some heads, the sinks included if there are any."""
+    if sinks is not None:
+        return normalize(row_max, row_sum, acc, gl.load(sinks + heads, mask=is_row, other=0.0).to(gl.float32))
+    # One division for a row, where `normalize` has one for each number.
+    row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
+    return acc * (1.0 / row_sum)[:, None], (row_max + gl.log2(row_sum)) / LOG2E
+
+
+@gluon.jit
+@no_type_check
 def _store(queries, tile, options, out, row_max, row_sum, acc, first):
     """Store the outputs of a half of a tile, from its row `first` on, and their log-sum-exps."""
     HALF: gl.constexpr = acc.shape[0]
-    DV: gl.constexpr = acc.shape[1]
     OUTPUT: gl.constexpr = acc.type.layout
     row_max = gl.convert_layout(row_max, gl.SliceLayout(1, OUTPUT))
     row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, OUTPUT))
     rows = tile.first_row + first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUTPUT))
     is_row = rows < tile.num_rows
     heads = tile.kv_head * queries.GROUP + rows % queries.GROUP
-    if options.sinks is not None:
-        sink = gl.load(options.sinks + heads, mask=is_row, other=0.0).to(gl.float32)
-        values, logs = normalize(row_max, row_sum, acc, sink)
-    else:  # one division for a row, where `normalize` has one for each number
-        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
-        values = acc * (1.0 / row_sum)[:, None]
-        logs = (row_max + gl.log2(row_sum)) / LOG2E
+    values, logs = finish(row_max, row_sum, acc, options.sinks, heads, is_row)
     places = (tile.first_query + rows // queries.GROUP).to(gl.int64) * queries.HEADS + heads
     gl.store(out.lse + places, logs, mask=is_row)
-    # Products leave 4 bytes of a row with a thread; with 16 bytes each, whole sectors are written.
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
-    places = gl.convert_layout(places, gl.SliceLayout(1, LINES))
-    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, LINES))
-    values = gl.convert_layout(values.to(out.out.dtype.element_ty), LINES)
-    at = gl.arange(0, DV, layout=gl.SliceLayout(0, LINES))
-    gl.store(out.out + (places[:, None] * DV + at[None, :]), values, mask=is_row[:, None])
+    store_lines(out.out, values, places, is_row)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -461,13 +463,13 @@ def _store(queries, tile, options, out, row_max, row_sum, acc, first):
 def _attend_kernel(queries, keys, mask, options, out, programs, key_tiles, value_tiles, counters, TILE):
     """Attend from tiles of query rows to all their keys, with two consumer warpgroups and a producer."""
     TYPE: gl.constexpr = queries.query.dtype.element_ty
-    HALF: gl.constexpr = TILE.ROWS // 2
-    PANEL: gl.constexpr = keys.HEAD_SIZE // TILE.PANELS
+    HALF: gl.constexpr = TILE.OWN_ROWS
+    SIZE: gl.constexpr = keys.HEAD_SIZE // TILE.PLACES
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
     room = Room(
-        gl.allocate_shared_memory(TYPE, [2 * TILE.QUERY_SLOTS * TILE.PANELS, HALF, PANEL], SHARED),
-        gl.allocate_shared_memory(TYPE, [SLOTS * TILE.PANELS, TILE.KEYS, PANEL], SHARED),
+        gl.allocate_shared_memory(TYPE, [2 * TILE.QUERY_SLOTS * TILE.PLACES, HALF, SIZE], SHARED),
+        gl.allocate_shared_memory(TYPE, [SLOTS * TILE.PLACES, TILE.KEYS, SIZE], SHARED),
         gl.allocate_shared_memory(TYPE, [SLOTS, TILE.KEYS, keys.VALUE_HEAD_SIZE], SHARED),
         gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
