@@ -303,6 +303,14 @@ MISTAKES = {  # whether rows are shared, what stands there, what stands there in
     "sums-not-rescaled": (False, "row_sum * of_sums[:, None] + own_sums", "row_sum + own_sums", WRONG),
     "the-other-sinks": (False, "2 * pairs + NUMBER, is_row)", "2 * pairs, is_row)", WRONG),
     "padding-from-elsewhere-on": (False, "HEADS: gl.constexpr = 2 * queries.HEADS", "HEADS: gl.constexpr = 1", WRONG),
+    "rows-beside-those-of-the-second-head": (
+        *(False, "        keys.half_stride,\n        keys.map_half,\n", "        64,\n        keys.map_half,\n"),
+        WRONG,
+    ),
+    "tiles-of-the-first-head-twice": (
+        *(True, "        keys.map_half,\n        0,\n", "        0,\n        0,\n"),
+        WRONG,
+    ),
     "an-output-that-is-not-there": (
         *(True, "            mbarrier.wait(exchange.full.index(0), parity(tiles, 1))\n", ""),
         f"{WRONG}|{DEADLOCK}|{MORE}",

@@ -203,7 +203,7 @@ def launch(
         OWN_ROWS=64,
         KEYS=num_keys,
         PLACES=1,
-        QUERY_SLOTS=2,
+        QUERY_SLOTS=SLOTS.value,
         PAGES=True,
         IN_BULK=in_bulk,
         KEY_ROWS=block // token if in_bulk else 0,

@@ -11,6 +11,10 @@ The first takes rows, and blocks that hold whole steps; the second takes the res
 which may begin within a block, and tensors that have no map. Queries come by `cp.async` in both. A tile of TMA may end
 past the keys of its sequence, where memory may be NaN: `clear_rows` is for the values of the last step.
 
+A panel is 64 elements of a row: as many are contiguous in shared memory. The panels of a row lie side by side in
+memory, or apart, as those of a pair of heads do (`Room`). A slot is one place in shared memory; as the sizes of a place
+are powers of two, one for rows of 192 elements has three, for one panel each.
+
 A program begins with the tile of its own number, and draws each further one from a counter in memory (`draw`): who is
 done first takes the next. The producer draws, and leaves the number beside the queries for the consumers. The last
 program to end sets the counter to 0 again, for the next launch.
@@ -88,7 +92,7 @@ class Room(NamedTuple):
     """Shared memory, and the barriers of its slots.
 
     Attributes:
-        query: [slots * halves * places, rows, d / places], a half of a tile, or all of it, for each consumer warpgroup.
+        query: [slots * parts * places, rows, d / places]; a tile has a part for each consumer, or one for both.
         key: [slots * places, keys, d / places].
         value: [slots, keys, dv].
         number: [slots, 1], the number of each tile of queries.
@@ -99,7 +103,7 @@ class Room(NamedTuple):
         has_values: barriers of slots of values that are loaded.
         no_values: barriers of slots of values that are consumed.
         IN_BULK: whether keys and values come by whole tiles; else consumers need a fence to see them.
-        query_apart: how far panels of a query row, 64 elements each, are apart in memory.
+        query_apart: how far panels of a query row are apart in memory.
         key_apart: the same, of a key and of a value.
         rows_apart: the same, in rows of their tensor map; read where a panel is a tile of its own.
         columns_apart: the same, in columns.
@@ -170,10 +174,8 @@ def _counters_beside(tensors: Iterable[Tensor | float | None]) -> Tensor:
 def parity(count, NUMBER: gl.constexpr = SLOTS):
     """Return the parity of the round in which one of some slots is filled, after `count` others were.
 
-    A wait names a round by it.
-
-    Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is over at once: slots are
-    empty then.
+    A wait names a round by it. Who fills a slot waits for the round before, `parity(count) ^ 1`. The first such wait is
+    over at once: slots are empty then.
     """
     return count // NUMBER & 1
 
@@ -181,7 +183,7 @@ def parity(count, NUMBER: gl.constexpr = SLOTS):
 @gluon.jit
 @no_type_check
 def places_of(shared, slot, PLACES: gl.constexpr):
-    """Return the places in a slot of shared memory: one, or if a row has 192 elements one for each of its panels."""
+    """Return the places of a slot in shared memory: one or three, see the module."""
     if PLACES == 1:
         return (shared.index(slot),)
     else:
@@ -191,8 +193,8 @@ def places_of(shared, slot, PLACES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def barrier_of(tiles, WHO: gl.constexpr, QUERY_SLOTS: gl.constexpr):
-    """Return the number of the barriers of a tile of queries: its slot; with one slot those of each half."""
-    return WHO if QUERY_SLOTS == 1 else tiles % SLOTS
+    """Return the number of the barriers of a tile of queries: its slot; with one slot those of each part."""
+    return WHO if QUERY_SLOTS == 1 else tiles % QUERY_SLOTS
 
 
 @gluon.jit
@@ -257,14 +259,13 @@ def _copy_places(shared, slot, head, offsets, is_row, apart, PLACES: gl.constexp
 
 @gluon.jit
 @no_type_check
-def _copy_queries(queries, tile, room, slot, half, TILE, LAYOUT: gl.constexpr):
-    """Start to copy the part of a tile of queries that one consumer warpgroup has, or both."""
-    HALF: gl.constexpr = room.query.shape[1]
+def _copy_queries(queries, tile, room, slot, part, TILE, LAYOUT: gl.constexpr):
+    """Start to copy a part of a tile of queries."""
     head = queries.query + (tile.kv_head * queries.GROUP).to(gl.int64) * queries.strides[1]
-    rows = tile.first_row + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    rows = tile.first_row + part * TILE.OWN_ROWS + gl.arange(0, TILE.OWN_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     tokens = (tile.first_query + rows // queries.GROUP).to(gl.int64)
     offsets = tokens * queries.strides[0] + (rows % queries.GROUP).to(gl.int64) * queries.strides[1]
-    slot = slot * (TILE.ROWS // HALF) + half
+    slot = slot * (TILE.ROWS // TILE.OWN_ROWS) + part
     _copy_places(room.query, slot, head, offsets, rows < tile.num_rows, room.query_apart, TILE.PLACES, LAYOUT)
 
 
@@ -323,7 +324,7 @@ def _next_tile(number, programs, queries, mask, counter, TILE):
 def _bring_queries(queries, tile, number, programs, room, tiles, TILE, LAYOUT: gl.constexpr):
     """Start to copy the queries of a tile, and tell the consumers its number; with no tile left the number alone.
 
-    With one slot a half is copied as soon as its own consumer has left it: the first is ahead of the second.
+    With one slot a part is copied as soon as its own consumer has left it: the first is ahead of the second.
     """
     PARTS: gl.constexpr = TILE.ROWS // TILE.OWN_ROWS
     TOGETHER: gl.constexpr = 1 if TILE.QUERY_SLOTS == 1 else PARTS  # parts that share barriers
