@@ -183,8 +183,10 @@ class Utils:
             )
             if "_hopper." in self.launcher.about["kernel"]:
                 code = machine_code.disassemble(binary)
-                loops = machine_code.loops_of_products(code)
+                loops = list(machine_code.loops_of_products(code))
                 self.launcher.about["in_flight"] = [machine_code.touched_in_flight(loop) for loop in loops]
+                self.launcher.about["groups"] = [machine_code.groups_of_products(loop) for loop in loops]
+                self.launcher.about["spills"] = [machine_code.spills(loop) for loop in loops]
                 self.launcher.about["waits"] = any("ACQBULK" in line for line in code)  # for the launch before
         return 1, 1, 0, 0, 1024  # module, function, registers, bytes of spills, most threads
 

@@ -76,6 +76,16 @@ def _with_products(code: list[str], loops: list[tuple[int, int]]) -> list[tuple[
     return [(a, b) for a, b in loops if any("HGMMA" in line for line in code[a:b])]
 
 
+def groups_of_products(loop: list[str]) -> int:
+    """Count the groups of HGMMA instructions; if one product becomes several, they wait for each other."""
+    return sum("HGMMA" in line and "gsb0" in line for line in loop)
+
+
+def spills(loop: list[str]) -> list[str]:
+    """Return the instructions that read or write registers in memory."""
+    return [line for line in loop if re.search(r"\b(LDL|STL)\b", line)]
+
+
 def touched_in_flight(loop: list[str]) -> list[str]:
     """Return the instructions of a loop that touch registers of products under way, in two rounds of it."""
     groups: list[list[Product]] = [[]]  # the last one is not complete

@@ -21,7 +21,7 @@ from fastattn.kernels.triton.chunks_hopper import _round
 from fastattn.kernels.triton.states import States, tables_of
 from refattn.metadata import make_batch
 from refattn.options import RecurrentOptions
-from tests.helpers.states import assert_twins_agree, draw, draw_states, ints, lengths, moved
+from tests.helpers.states import assert_twins_agree, attend, draw, draw_states, ints, lengths, moved
 from tests.helpers.tolerance import assert_close
 from twinattn.course.gluon.interpret import Interpreted
 
@@ -34,7 +34,7 @@ HALF = torch.bfloat16
 class Step:
     """A step of prompts: tokens, the intra-chunk terms of the first launch, a pool of states, and a plan."""
 
-    def __init__(self, lens, seed=0, idle=(), block_size=None, padding=3):
+    def __init__(self, lens, seed=0, idle=(), block_size=None, padding=3, by_inverse=False):
         generator = torch.Generator().manual_seed(seed)
         self.lens, self.num_tokens = lens, sum(q for q, _ in lens) + padding
 
@@ -49,9 +49,15 @@ class Step:
         self.index = self.slots[: len(lens)].int()
         self.index[list(idle)] = -1
         self.has_state = torch.tensor([s > q or (seed + i) % 2 > 0 for i, (q, s) in enumerate(lens)])
-        self.solved = recurrent._solved(self.query, self.value, per_channel=False, delta=True, chunk=CHUNK)
-        for x, size in ((self.solved.written, 1), (self.solved.answered, 12), (self.solved.weights, 8)):
-            x.copy_(draw(*x.shape) / size)
+        form = dict(per_channel=False, delta=True, chunk=CHUNK, by_inverse=by_inverse)
+        self.solved = recurrent._solved(self.query, self.value, **form)
+        for name, size in (("written", 1), ("answered", 12), ("inverse", 8), ("weights", 8)):
+            x = getattr(self.solved, name)
+            if x is not None:
+                x.copy_(draw(*x.shape) / size)
+        if by_inverse:  # it is triangular: each token has those up to its own
+            places = torch.cat([*(torch.arange(s - q, s) for q, s in lens), torch.zeros(padding)]) % CHUNK
+            self.solved.inverse.mul_((torch.arange(CHUNK) <= places[:, None])[:, None])
         self.solved.decays.copy_(torch.rand(self.solved.decays.shape, generator=generator))
         self.block_size, more = block_size, {}
         if block_size:  # one state more is kept, at the last end of a block of the first sequence
@@ -94,7 +100,12 @@ class Step:
             at = torch.arange(max(first, 0), min(first + CHUNK, query_len))
             rows, before = row + at, state.to(HALF).to(dtype)
             since, until = solved.decays[rows, head].to(dtype).unbind(1)
-            values = solved.written[rows, head].to(dtype) - solved.answered[rows, head].to(dtype) @ before.T
+            if solved.inverse is None:
+                values = solved.written[rows, head].to(dtype) - solved.answered[rows, head].to(dtype) @ before.T
+            else:
+                answers = self.key[rows, head // 2].to(dtype) @ before.T * since[:, None]
+                more = (self.value[rows, head].to(dtype) - answers).to(HALF).to(dtype)
+                values = solved.inverse[rows, head][:, at - first].to(dtype) @ more
             asked = self.query[rows, head // 2].to(dtype) @ before.T * since[:, None]
             weights = solved.weights[rows, head][:, at - first].to(dtype)
             out[rows, head] = (asked + weights @ values.to(HALF).to(dtype)) * SCALE
@@ -115,7 +126,11 @@ def hold(step, consumers, seed):
     assert_close(pool, expected[1], low[1])
 
 
+each_form = pytest.mark.parametrize("by_inverse", [True, False], ids=["inverse", "products"])
+
+
 @interpreted
+@each_form
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize(
     ("lens", "more"),
@@ -127,9 +142,9 @@ def hold(step, consumers, seed):
     ],
     ids=["a-chunk", "ragged", "idle", "checkpoints"],
 )
-def test_chunks_are_folded_one_after_the_other(lens, more, consumers):
+def test_chunks_are_folded_one_after_the_other(lens, more, consumers, by_inverse):
     """Sequences that begin inside a chunk and end inside one, states from zeros and from the pool, and padding."""
-    hold(Step(lens, **more), consumers, seed=0)
+    hold(Step(lens, **more, by_inverse=by_inverse), consumers, seed=0)
 
 
 @interpreted
@@ -140,25 +155,33 @@ def test_chunks_are_folded_one_after_the_other(lens, more, consumers):
     ),
     st.sampled_from((1, 2)),
     st.sampled_from((None, 64, 128)),
+    st.booleans(),
     st.integers(0, 10**6),
 )
-def test_any_prompts_in_any_order(lens, consumers, block_size, seed):
+def test_any_prompts_in_any_order(lens, consumers, block_size, by_inverse, seed):
     """Whoever is first, warpgroups and what is asynchronous."""
     lens = [(q, q + more) for q, more in lens]
     if any(q for q, _ in lens):
-        hold(Step(lens, seed % 100, block_size=block_size), consumers, seed)
+        hold(Step(lens, seed % 100, block_size=block_size, by_inverse=by_inverse), consumers, seed)
 
 
 @interpreted
-def test_what_is_not_finite_stays_with_its_value_and_its_head():
+@each_form
+@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_with_its_value_and_its_head(number, consumers, by_inverse):
     """A value that is NaN makes later outputs of it NaN, and no others; a key, those of its head.
 
     The first launch leaves NaN in all later rows of the chunk.
     """
-    step = Step(((130, 130),))
-    step.solved.written[70:128, 1, 5] = torch.nan
-    step.solved.answered[70:128, 2, 7] = torch.nan
-    out, pool = step.launch(consumers=2, seed=0)
+    step = Step(((130, 130),), by_inverse=by_inverse)
+    if by_inverse:
+        step.value[70, 1, 5] = number
+        step.solved.inverse[70:128, 2] = number
+    else:
+        step.solved.written[70:128, 1, 5] = number
+        step.solved.answered[70:128, 2, 7] = number
+    out, pool = step.launch(consumers, seed=0)
     bad = out[:130].isnan()
     assert not bad[:64].any() and not bad[:, 0].any() and not bad[:, 3].any()
     assert bad[70:, 1, 5].all() and not bad[:, 1, :5].any() and not bad[:, 1, 6:].any()
@@ -188,29 +211,26 @@ def test_operands_are_rounded_and_bounded_where_that_is_asked(dtype):
 @pytest.fixture
 def launched(monkeypatch, device):
     """Launch the kernel wherever it takes a call, and return the list of which calls it took."""
-    taken, takes, solved = [], chunks_hopper.takes, recurrent._solved
+    taken, takes = [], chunks_hopper.takes
     if device == "cuda":
         if not chunks_hopper.is_there(torch.device(device)):
             pytest.skip("needs a Hopper GPU, or none")
     else:
-
-        def solved_in_16_bits(query, value, **sizes):
-            made = solved(query, value, **sizes)
-            return made._replace(**{name: getattr(made, name).half() for name in ("written", "answered", "weights")})
-
         monkeypatch.setattr(chunks_hopper, "_fold_kernel", Interpreted(chunks_hopper._fold_kernel, 0))
         monkeypatch.setattr(chunks_hopper, "is_there", lambda device: True)
         monkeypatch.setattr(devices, "num_sms", lambda device: 1)
-        monkeypatch.setattr(recurrent, "_solved", solved_in_16_bits)
+        monkeypatch.setattr(recurrent, "_operand", lambda query: torch.float16)
     monkeypatch.setattr(chunks_hopper, "takes", lambda *call: taken.append(takes(*call)) or taken[-1])
     return taken
 
 
 @pytest.mark.parametrize("sms", [1, 1000], ids=["two-consumers", "one-consumer"])
 @pytest.mark.parametrize("block_size", [None, 64, 128])
-def test_a_call_over_prompts_agrees_with_the_reference(launched, monkeypatch, device, sms, block_size):
+@each_form
+def test_a_call_over_prompts_agrees_with_the_reference(launched, monkeypatch, device, sms, block_size, by_inverse):
     """Ragged prompts and a decode, new and old states, padding, rows of nobody, and states that are kept."""
     monkeypatch.setattr(devices, "num_sms", lambda device: sms)
+    monkeypatch.setattr(chunks_hopper, "INVERSE", by_inverse)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     batch = lengths((130, 20, 0, 65, 1), (0, 70, 64, 127, 5))
     step, tables = draw(216 + 3, dk=128, dv=128, dtype=dtype), dict(state_indices=ints([2, 0, 5, -1, 1]))
@@ -221,6 +241,34 @@ def test_a_call_over_prompts_agrees_with_the_reference(launched, monkeypatch, de
         tables |= dict(block_size=block_size, checkpoint_indices=kept)
     assert_twins_agree("triton", step, draw_states(7, 4, 128, 128), batch, **tables)
     assert launched == [True]
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("log_decay", torch.nan)]
+    + [(name, number) for name in ("query", "key", "value", "beta", "states") for number in (torch.nan, torch.inf)],
+)
+def test_what_is_not_finite_is_where_the_reference_has_it(launched, monkeypatch, device, name, number, by_inverse):
+    """In the first, a middle and the last token of a chunk, and of a sequence; and in one value of one head."""
+    monkeypatch.setattr(chunks_hopper, "INVERSE", by_inverse)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    batch, tables = lengths((0, 110, 3), (5, 30, 0)), dict(state_indices=ints([0, 1, 2]))  # chunks begin at 0, 34, 98
+    clean, before = draw(113, h=1, hv=2, dk=128, dv=128, dtype=dtype), draw_states(3, 2, 128, 128)
+    for token in (1,) if name == "states" else (0, 34, 50, 97, 109, 111):
+        step, pool = type(clean)(*(x.clone() for x in clean)), before.clone()
+        if name == "states":
+            pool[token, 1, 0, 3] = number
+        else:
+            row = getattr(step, name)[token]
+            (row[0] if name in ("query", "key") else row[1:]).view(-1)[-1] = number
+        ours, wide = pool.clone(), pool.double()
+        out = attend("triton", step, ours, batch, **tables)
+        expected = attend("reference", step.to(torch.float64), wide, batch, **tables)
+        assert not expected.isfinite().all() and expected[:, 0].isfinite().any()
+        assert torch.equal(out.isfinite(), expected.isfinite()), f"outputs, token {token}"
+        assert torch.equal(ours.isfinite(), wide.isfinite()), f"states, token {token}"
+    assert any(launched)
 
 
 def test_another_layer_replays_the_launch_with_its_own_tensors(launched, device):

@@ -2,7 +2,8 @@
 
     _within_kernel    the intra-chunk terms of each chunk; by the delta rule with decays per head, as if all were finite
     _repair_kernel    those of chunks that are not finite once more, so that NaN reaches later tokens and no others
-    _chunks_kernel    the states, from chunk to chunk; on Hopper `fastattn.kernels.triton.chunks_hopper` has another
+    _chunks_kernel    the states, from chunk to chunk; on Hopper `fastattn.kernels.triton.chunks_hopper` has another,
+                      which needs of the first launch no more than the inverse and the weights
 
 As in `fastattn.kernels.torch_ops.recurrent`, rounded sums of logarithms are never subtracted, so a decay of 0 or a very
 small one costs later tokens no digits. With a decay per head, each logarithm has two parts here, of which one has exact
@@ -19,6 +20,7 @@ import triton.language as tl
 from fastattn.kernels.triton.channels import channels_of, decays_of, weights_of
 from fastattn.kernels.triton.instructions import exp, prefetch, round_finite
 from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_sequence
+from fastattn.kernels.triton.triangular import invert_triangular
 
 # Triton's interpreter finds a function only if it is defined above its caller.
 
@@ -49,9 +51,12 @@ class Solved(NamedTuple):
     """The intra-chunk terms of all chunks, from `_within_kernel` to the launch of the states.
 
     Attributes:
-        written: [t, hv, dv], in rows of ROW_V: what each token writes if the state before the chunk is zero.
+        written: [t, hv, dv], in rows of ROW_V: what each token writes if the state before the chunk is zero; None with
+            `inverse`.
         answered: [t, hv, dk], in rows of ROW_K: its product with the state before the chunk is subtracted from
-            `written`; None without the delta rule.
+            `written`; None without the delta rule, and with `inverse`.
+        inverse: [t, hv, CHUNK]: the inverse of the chunk's system times the rates. Its product with what the tokens'
+            values are more than their keys' answers is what they write; else None.
         weights: [t, hv, CHUNK]: weights of what the chunk's tokens write, in the output of each query.
         decays: [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: of the chunk, in its last row.
         queries_since: [t, hv, dk], queries times the channels' decays since the chunk's start; else None.
@@ -62,6 +67,7 @@ class Solved(NamedTuple):
 
     written: Any
     answered: Any
+    inverse: Any
     weights: Any
     decays: Any
     queries_since: Any
@@ -285,60 +291,6 @@ def _first_bad(system, rates, TILE):
 
 @triton.jit
 @no_type_check
-def _on_diagonal(matrix, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the blocks on the diagonal of a matrix."""
-    NUM: tl.constexpr = CHUNK // SIZE
-    block = tl.arange(0, NUM)
-    is_on = block[:, None, None, None] == block[None, None, :, None]
-    return tl.sum(tl.where(is_on, tl.reshape(matrix, [NUM, SIZE, NUM, SIZE]), 0.0), 2)
-
-
-@triton.jit
-@no_type_check
-def _from_diagonal(blocks, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the matrix that has blocks on its diagonal, and is 0 elsewhere."""
-    NUM: tl.constexpr = CHUNK // SIZE
-    block = tl.arange(0, NUM)
-    is_on = block[:, None, None, None] == block[None, None, :, None]
-    return tl.reshape(tl.where(is_on, blocks[:, :, None, :], 0.0), [CHUNK, CHUNK])
-
-
-@triton.jit
-@no_type_check
-def _join_blocks(inverse, coupling, PRECISION: tl.constexpr):
-    """Return the inverse of a matrix of four by four blocks, from the inverse of its diagonal and what couples blocks.
-
-    The coupling X has a fourth power of 0, so `(1 - X)^-1 = (1 + X) (1 + X^2)`.
-    """
-    coupled = tl.dot(inverse, coupling, input_precision=PRECISION)
-    inverse += tl.dot(tl.dot(coupled, coupled, input_precision=PRECISION), inverse, input_precision=PRECISION)
-    return inverse + tl.dot(coupled, inverse, input_precision=PRECISION)
-
-
-@triton.jit
-@no_type_check
-def invert_triangular(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the inverse of 1 minus a matrix that is 0 on and above its diagonal.
-
-    In blocks of 4, 16 and 64 rows, one after the other: powers of the whole matrix would grow too large. Up to 16 rows,
-    only the blocks on the diagonal are multiplied.
-    """
-    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    blocks = _on_diagonal(system, 16, CHUNK)
-    coupled = tl.where(i // 4 == j // 4, blocks, 0.0)
-    squared = tl.dot(coupled, coupled, input_precision=PRECISION)
-    inverse = tl.where(i == j, 1.0, 0.0) + coupled
-    inverse += squared + tl.dot(squared, coupled, input_precision=PRECISION)
-    inverse = _from_diagonal(_join_blocks(inverse, blocks - coupled, PRECISION), 16, CHUNK)
-    if CHUNK > 16:
-        at = tl.arange(0, CHUNK)
-        coupling = tl.where(at[:, None] // 16 != at[None, :] // 16, system, 0.0)
-        inverse = _join_blocks(inverse, coupling, PRECISION)
-    return inverse
-
-
-@triton.jit
-@no_type_check
 def _store_decays(solved, chunk, from_start, to_end, TILE):
     """Store the decays of the tokens of a chunk since its start, and up to its end."""
     of_tokens = solved.decays + chunk.own_first * 2 + tl.arange(0, TILE.CHUNK) * (2 * TILE.HEADS)
@@ -357,19 +309,28 @@ def _store_weights(solved, chunk, weights, TILE):
 
 @triton.jit
 @no_type_check
+def _store_inverse(solved, chunk, inverse, TILE):
+    """Store the inverse of a chunk's system, with the rates."""
+    of_rows = _own_rows(solved.inverse, chunk, tl.arange(0, TILE.CHUNK), TILE.CHUNK, TILE)
+    tl.store(of_rows, inverse, chunk.is_token[:, None])
+
+
+@triton.jit
+@no_type_check
 def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
     """Compute the intra-chunk terms of a chunk by the delta rule, with decays per head, if all of it is finite.
 
     Otherwise each row of a product with the inverse, or of the inverse, has NaN, as 0 times NaN is NaN.
     """
     at, at_k = tl.arange(0, TILE.CHUNK), tl.arange(0, tokens.PAD_K)
-    OPERAND: tl.constexpr = solved.written.dtype.element_ty
+    OPERAND: tl.constexpr = solved.weights.dtype.element_ty
     keys = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, at_k, at_k < tokens.DK)
     queries = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, at_k, at_k < tokens.DK)
-    row = chunk.first_row + tl.maximum(tl.minimum(at, chunk.length - 1 - chunk.first), -chunk.first)  # of a token
-    of_values = tokens.value + (row * tokens.value_strides[0] + head * tokens.value_strides[1])
-    for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):  # they are read at the end
-        prefetch(of_values + first_column * tokens.value_strides[2], TILE.PTX)
+    if solved.inverse is None:
+        row = chunk.first_row + tl.maximum(tl.minimum(at, chunk.length - 1 - chunk.first), -chunk.first)  # of a token
+        of_values = tokens.value + (row * tokens.value_strides[0] + head * tokens.value_strides[1])
+        for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):  # they are read at the end
+            prefetch(of_values + first_column * tokens.value_strides[2], TILE.PTX)
     between, from_start, to_end = _between(gates, chunk, head, TILE)
     _store_decays(solved, chunk, from_start, to_end, TILE)
     weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
@@ -377,21 +338,25 @@ def _solve_finite(tokens, gates, solved, chunk, head, key_head, TILE):
     rates = _load_rates(gates, chunk, head)
     system = tl.dot(keys, tl.trans(keys), input_precision=TILE.PRECISION) * between * -rates[:, None]
     system = tl.where(at[:, None] > at[None, :], system, 0.0)
-    inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK).to(OPERAND)
-    for first_column in tl.static_range(0, tokens.DK, TILE.COLUMNS):
-        columns = first_column + tl.arange(0, TILE.COLUMNS)
-        is_column = _is_in(columns, tokens.DK)
-        part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
-        part = tl.dot(inverse, (part * (rates * from_start)[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
-        of_answered = _own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE)
-        tl.store(of_answered, part, chunk.is_token[:, None] & is_column[None, :])
-    for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):
-        columns = first_column + tl.arange(0, TILE.COLUMNS)
-        is_column = _is_in(columns, tokens.DV)
-        part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
-        part = tl.dot(inverse, (part * rates[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
-        of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
-        tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
+    inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK)
+    if solved.inverse is not None:
+        _store_inverse(solved, chunk, inverse * rates[None, :], TILE)
+    else:
+        inverse = inverse.to(OPERAND)
+        for first_column in tl.static_range(0, tokens.DK, TILE.COLUMNS):
+            columns = first_column + tl.arange(0, TILE.COLUMNS)
+            is_column = _is_in(columns, tokens.DK)
+            part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
+            part = tl.dot(inverse, (part * (rates * from_start)[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
+            of_answered = _own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE)
+            tl.store(of_answered, part, chunk.is_token[:, None] & is_column[None, :])
+        for first_column in tl.static_range(0, tokens.DV, TILE.COLUMNS):
+            columns = first_column + tl.arange(0, TILE.COLUMNS)
+            is_column = _is_in(columns, tokens.DV)
+            part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
+            part = tl.dot(inverse, (part * rates[:, None]).to(OPERAND), input_precision=TILE.PRECISION)
+            of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
+            tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -411,7 +376,7 @@ def _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE):
         weights = tl.dot(queries, tl.trans(keys), input_precision=TILE.PRECISION) * between
     _store_weights(solved, chunk, weights, TILE)
     rates = _load_rates(gates, chunk, head)
-    OPERAND: tl.constexpr = solved.written.dtype.element_ty
+    OPERAND: tl.constexpr = solved.weights.dtype.element_ty
     if gates.DELTA:
         if gates.PER_CHANNEL:
             system = weights_of(keys, keys, channels, chunk, TILE)
@@ -421,42 +386,48 @@ def _solve_carefully(tokens, gates, solved, chunk, head, key_head, TILE):
         first_bad = _first_bad(system, rates, TILE)
         is_good = at < first_bad
         system = tl.where((at[:, None] > at[None, :]) & is_good[:, None], system, 0.0)
-        inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK).to(OPERAND)
+        inverse = invert_triangular(system, TILE.PRECISION, TILE.CHUNK)
+        if solved.inverse is not None:
+            of_good = inverse * tl.where(is_good, rates, 0.0)[None, :]
+            _store_inverse(solved, chunk, tl.where(is_good[:, None], of_good, float("nan")), TILE)
+        inverse = inverse.to(OPERAND)
         rates = tl.where(is_good, rates, float("nan"))
-    for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
-        columns = first_column + tl.arange(0, TILE.COLUMNS)
-        is_column = columns < tokens.DK
-        in_part = chunk.is_token[:, None] & is_column[None, :]
-        part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
-        if gates.PER_CHANNEL:
-            since, until, total = decays_of(channels_of(gates, head, columns, is_column), chunk, TILE)
-            tl.store(solved.decays + chunk.own_last * tokens.DK + columns, total, is_column)
-            tl.store(_own_rows(solved.keys_until, chunk, columns, solved.ROW_K, TILE), part * until, in_part)
-            asked = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, columns, is_column).to(tl.float32)
-            tl.store(_own_rows(solved.queries_since, chunk, columns, solved.ROW_K, TILE), asked * since, in_part)
-        else:
-            since = from_start[:, None]
-        if gates.DELTA:
-            part *= rates[:, None] * since
+    if solved.inverse is None:
+        for first_column in range(0, tokens.DK if gates.DELTA or gates.PER_CHANNEL else 0, TILE.COLUMNS):
+            columns = first_column + tl.arange(0, TILE.COLUMNS)
+            is_column = columns < tokens.DK
+            in_part = chunk.is_token[:, None] & is_column[None, :]
+            part = _load_rows(tokens.key, tokens.key_strides, chunk, key_head, columns, is_column).to(tl.float32)
             if gates.PER_CHANNEL:
+                since, until, total = decays_of(channels_of(gates, head, columns, is_column), chunk, TILE)
+                tl.store(solved.decays + chunk.own_last * tokens.DK + columns, total, is_column)
+                tl.store(_own_rows(solved.keys_until, chunk, columns, solved.ROW_K, TILE), part * until, in_part)
+                asked = _load_rows(tokens.query, tokens.query_strides, chunk, key_head, columns, is_column)
+                asked = asked.to(tl.float32)
+                tl.store(_own_rows(solved.queries_since, chunk, columns, solved.ROW_K, TILE), asked * since, in_part)
+            else:
+                since = from_start[:, None]
+            if gates.DELTA:
+                part *= rates[:, None] * since
+                if gates.PER_CHANNEL:
+                    part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
+                else:
+                    part = tl.where(is_good[:, None], part, 0.0).to(OPERAND)
+                    part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
+                    part = tl.where(is_good[:, None], part, float("nan"))
+                tl.store(_own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE), part, in_part)
+        for first_column in range(0, tokens.DV, TILE.COLUMNS):
+            columns = first_column + tl.arange(0, TILE.COLUMNS)
+            is_column = columns < tokens.DV
+            part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
+            part *= rates[:, None]
+            if gates.DELTA:
                 part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
             else:
-                part = tl.where(is_good[:, None], part, 0.0).to(OPERAND)
-                part = tl.dot(inverse, part, input_precision=TILE.PRECISION)
-                part = tl.where(is_good[:, None], part, float("nan"))
-            tl.store(_own_rows(solved.answered, chunk, columns, solved.ROW_K, TILE), part, in_part)
-    for first_column in range(0, tokens.DV, TILE.COLUMNS):
-        columns = first_column + tl.arange(0, TILE.COLUMNS)
-        is_column = columns < tokens.DV
-        part = _load_rows(tokens.value, tokens.value_strides, chunk, head, columns, is_column).to(tl.float32)
-        part *= rates[:, None]
-        if gates.DELTA:
-            part = _dot_with_earlier(inverse, part, OPERAND, TILE.PRECISION, TILE.CHUNK)
-        else:
-            is_finite = tl.abs(part) < float("inf")
-            part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), TILE.CHUNK), float("nan"), part)
-        of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
-        tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
+                is_finite = tl.abs(part) < float("inf")
+                part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), TILE.CHUNK), float("nan"), part)
+            of_written = _own_rows(solved.written, chunk, columns, solved.ROW_V, TILE)
+            tl.store(of_written, part, chunk.is_token[:, None] & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -503,8 +474,11 @@ def _places_to_repair(tokens, tables, solved, place, head, TILE, PAD_V: tl.const
     own_last = tl.where(is_chunk, last_row * TILE.HEADS + head, -1)
     if TILE.OVERLAP:
         tl.extra.cuda.gdc_wait()
-    is_good = _is_finite(solved.answered, own_last, tl.arange(0, tokens.PAD_K), tokens.DK, solved.ROW_K)
-    is_good &= _is_finite(solved.written, own_last, tl.arange(0, PAD_V), tokens.DV, solved.ROW_V)
+    if solved.inverse is not None:
+        is_good = _is_finite(solved.inverse, own_last, tl.arange(0, TILE.CHUNK), TILE.CHUNK, TILE.CHUNK)
+    else:
+        is_good = _is_finite(solved.answered, own_last, tl.arange(0, tokens.PAD_K), tokens.DK, solved.ROW_K)
+        is_good &= _is_finite(solved.written, own_last, tl.arange(0, PAD_V), tokens.DV, solved.ROW_V)
     return tl.where(is_good, -1, place)
 
 
@@ -551,7 +525,7 @@ def _chunks_kernel(tokens, states, out, out_strides, tables, solved, scale, TILE
     in_state = in_k[:, None] & in_v[None, :]
     in_start = in_state & (sequence.start >= 0)
     state = tl.load(of_states + sequence.start * states.strides[0], in_start, 0.0).to(tl.float32)
-    OPERAND: tl.constexpr = solved.written.dtype.element_ty
+    OPERAND: tl.constexpr = solved.weights.dtype.element_ty
     offsets = _offsets(tokens, solved, out_strides, at_k, at_v, TILE)
     of_keys = tokens.key + key_head * tokens.key_strides[1]
     of_queries = tokens.query + key_head * tokens.query_strides[1]

@@ -1,17 +1,27 @@
 """States from chunk to chunk on Hopper, warp-specialized: warpgroups fold the chunks, another loads them.
 
 It is `fastattn.kernels.triton.chunks._chunks_kernel` for a decay per head, the delta rule and bfloat16. In that
-kernel all warps load, multiply and wait in step, and the four products of a chunk depend on one another. Here a
+kernel all warps load, multiply and wait in step, and the products of a chunk depend on one another. Here a
 producer warpgroup copies the next chunks into slots of shared memory, and each consumer warpgroup folds them into the
 state of 64 values. Two consumers of a program share what is loaded, and one multiplies while the other computes:
 
     load     | chunk 3 -> slot 0                     | chunk 4 -> slot 1                     |
-    values 0 | outputs, state, weights 1 | answers 2 | outputs, state, weights 2 | answers 3 |
-             |                           | store 1   |                           | store 2   |
-    values 1 |  store 0 | outputs, state, weights 1 | answers 2 | outputs, state, weights 2 | ..
+    values 0 | written, outputs, state, weights 1 | answers 2 | written, outputs, state, weights 2 | answers 3 |
+             |                                    | store 1   |                                    | store 2   |
+    values 1 |  store 0 | written, outputs, state, weights 1 | answers 2 | written, outputs, state, weights 2 | ..
 
-The answers of a chunk, its product with the state before it, begin as soon as there is that state: what is left to do
-for the outputs of the chunk before is done beside them.
+The answers of a chunk, the products of its keys with the state before it, begin as soon as there is that state: what is
+left to do for the outputs of the chunk before is done beside them. What the tokens write is the product of the inverse,
+which the launch before leaves, with what their values are more than the decayed answers:
+
+    written = inverse (values - decays * (keys . state))
+
+Without `INVERSE`, that launch leaves the products of the inverse with values and with keys, of which each is twice as
+large as the inverse; then `answers` are products with the latter, and nothing is multiplied after them.
+
+NaN and infinity: a product with the inverse has 0 times the value of each later token, so it gets bounded values, and
+NaN of a token joins by itself. For the tokens after that one, the producer makes values NaN, if some are not finite,
+before consumers see them. The rows of the inverse are NaN from the first key or gate on that is not finite.
 
 A state lies transposed in registers, `[values, keys]`, so that it is the first operand of its products, rounded, as it
 is, and so are the values that a chunk writes. Nothing but outputs goes back through shared memory.
@@ -30,6 +40,7 @@ Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule
 
 from typing import Any, NamedTuple, no_type_check
 
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -48,6 +59,7 @@ from fastattn.kernels.triton.states import CHANGING, checkpoint_slot, find_seque
 
 KEYS, VALUES, CHUNK = 128, 64, 64  # the sizes that the layouts are for: of a key, a consumer's values, and a chunk
 SLOTS = 3  # chunks in shared memory: no more fit
+INVERSE = True  # whether the launch before leaves the inverse of each chunk's system, in place of two products with it
 # By consumers: registers of a consumer thread and of a producer thread.
 REGISTERS = {1: (240, 96), 2: (232, 40)}
 
@@ -114,8 +126,10 @@ class Room(NamedTuple):
     Attributes:
         keys: [slots, chunk, keys].
         queries: [slots, chunk, keys].
-        answered: [slots, chunk, keys].
-        written: [slots, chunk, values], of all consumers; and then their outputs on the way to memory.
+        answered: [slots, chunk, keys]; with an inverse these are the keys.
+        inverse: [slots, chunk, chunk], or None.
+        written: [slots, chunk, values], of all consumers, with an inverse values of the layer; and then their outputs
+            on the way to memory.
         weights: [slots, chunk, chunk].
         since: [slots, chunk], the decays since the start of the chunk.
         until: [slots, chunk], the decays up to its end.
@@ -126,6 +140,7 @@ class Room(NamedTuple):
     keys: Any
     queries: Any
     answered: Any
+    inverse: Any
     written: Any
     weights: Any
     since: Any
@@ -134,15 +149,13 @@ class Room(NamedTuple):
     empty: Any
 
 
-def takes(query: Tensor, value: Tensor, solved: Any, chunk: int) -> bool:
-    """Return whether this kernel folds the chunks of a call."""
+def takes(query: Tensor, value: Tensor, operand: torch.dtype, chunk: int) -> bool:
+    """Return whether this kernel folds the chunks of a call by the delta rule with a decay per head."""
     return (
         is_there(query.device)
         and (query.shape[2], chunk) == (KEYS, CHUNK)
         and value.shape[2] % VALUES == 0
-        and solved.answered is not None
-        and solved.keys_until is None
-        and query.dtype == value.dtype == solved.written.dtype
+        and query.dtype == value.dtype == operand
         and query.itemsize == 2
     )
 
@@ -183,6 +196,47 @@ def _is_token(sequence, at):
 
 @gluon.jit
 @no_type_check
+def _add_nothing(total, x):
+    """Add 0 to a total, or NaN for a number that is not finite, two numbers at a time."""
+    KIND: gl.constexpr = "bf16x2" if x.dtype == gl.bfloat16 else "f16x2"
+    ADD: gl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn." + KIND + " $0, $1, zero, $2; }"
+    return gl.inline_asm_elementwise(ADD, "=r,r,r", [x, total], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+@no_type_check
+def _spread_nan(place, TILE):
+    """Make values of a chunk NaN from the first one on that is not finite, in each column.
+
+    What a token writes is a product of the inverse with a column, in which 0 times NaN is NaN for tokens before it. So
+    consumers bound what they multiply, and NaN stays with its own token.
+    """
+    ROWS: gl.constexpr = 16  # of so many columns at a time, which fit into a producer's registers
+    COLUMNS: gl.constexpr = 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    at = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    nothing = gl.zeros([ROWS, COLUMNS], place.dtype, LAYOUT)
+    for column in gl.static_range(0, TILE.VALUES * TILE.CONSUMERS, COLUMNS):
+        for first in gl.static_range(0, TILE.CHUNK, ROWS):
+            part = place.slice(column, COLUMNS, 1).slice(first, ROWS)
+            nothing = _add_nothing(nothing, part.load(LAYOUT))
+    is_finite = gl.sum(gl.sum(nothing.to(gl.float32), 0), 0) == 0.0
+    if not is_finite:
+        for column in gl.static_range(0, TILE.VALUES * TILE.CONSUMERS, COLUMNS):
+            left = gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT)  # tokens from the first bad one on
+            for first in gl.static_range(0, TILE.CHUNK, ROWS):
+                part = place.slice(column, COLUMNS, 1).slice(first, ROWS)
+                is_good = part.load(LAYOUT).to(gl.float32) * 0.0 == 0.0
+                left = gl.maximum(left, gl.where(is_good, 0, TILE.CHUNK - first - at[:, None]))
+            most = gl.max(left, 0)
+            for first in gl.static_range(0, TILE.CHUNK, ROWS):
+                part = place.slice(column, COLUMNS, 1).slice(first, ROWS)
+                is_later = first + at[:, None] + most[None, :] >= TILE.CHUNK
+                part.store(gl.where(is_later, float("nan"), part.load(LAYOUT).to(gl.float32)).to(place.dtype))
+
+
+@gluon.jit
+@no_type_check
 def _bring(tokens, solved, work, room, TILE):
     """Load the chunks of a sequence into the slots as they become empty."""
     sequence, start, head, first_value = work
@@ -190,6 +244,7 @@ def _bring(tokens, solved, work, room, TILE):
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     of_keys = tokens.key + (head // tokens.GROUP) * tokens.key_strides[1]
     of_queries = tokens.query + (head // tokens.GROUP) * tokens.query_strides[1]
+    of_values = tokens.value + head * tokens.value_strides[1]
     at = gl.arange(0, TILE.CHUNK, layout=gl.SliceLayout(1, LAYOUT))
     in_line = gl.arange(0, TILE.CHUNK, layout=LINE)
     items = start * 0
@@ -205,19 +260,36 @@ def _bring(tokens, solved, work, room, TILE):
         at_keys, at_queries = first_row * tokens.key_strides[0], first_row * tokens.query_strides[0]
         copy_rows(room.keys.index(slot), of_keys + at_keys, rows * tokens.key_strides[0], is_row, LAYOUT)
         copy_rows(room.queries.index(slot), of_queries + at_queries, rows * tokens.query_strides[0], is_row, LAYOUT)
+        if solved.inverse is not None:
+            at_values = first_row * tokens.value_strides[0] + first_value
+            copy_rows(room.written.index(slot), of_values + at_values, rows * tokens.value_strides[0], is_row, LAYOUT)
         if items == 0:
             tl.extra.cuda.gdc_wait()
-        of_answered = solved.answered + own * solved.ROW_K
-        copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
-        of_written = solved.written + own * solved.ROW_V + first_value
-        copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
+        if solved.inverse is None:
+            of_answered = solved.answered + own * solved.ROW_K
+            copy_rows(room.answered.index(slot), of_answered, of_own * solved.ROW_K, is_row, LAYOUT)
+            of_written = solved.written + own * solved.ROW_V + first_value
+            copy_rows(room.written.index(slot), of_written, of_own * solved.ROW_V, is_row, LAYOUT)
+        else:
+            of_inverse = solved.inverse + own * TILE.CHUNK
+            copy_rows(room.inverse.index(slot), of_inverse, of_own * TILE.CHUNK, is_row, LAYOUT)
         copy_rows(room.weights.index(slot), solved.weights + own * TILE.CHUNK, of_own * TILE.CHUNK, is_row, LAYOUT)
         _copy_decays(room.since.index(slot), solved.decays, own, in_chunk, LINE, TILE)
         _copy_decays(room.until.index(slot), solved.decays + 1, own, in_chunk, LINE, TILE)
-        async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
+        if solved.inverse is None:
+            async_copy.mbarrier_arrive(room.full.index(slot), increment_count=False)
+        else:
+            async_copy.commit_group()
+            async_copy.wait_group(1)
+            if items > 0:
+                loaded = (items - 1) % TILE.SLOTS
+                _spread_nan(room.written.index(loaded), TILE)
+                mbarrier.arrive(room.full.index(loaded), count=1)
         items += 1
     async_copy.commit_group()
     async_copy.wait_group(0)  # a warp may not end while its copies are under way
+    if solved.inverse is not None:
+        mbarrier.arrive(room.full.index((items - 1) % TILE.SLOTS), count=1)
 
 
 @gluon.jit
@@ -276,7 +348,10 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     """Fold the chunks that are loaded into the state of a consumer's values, and store its outputs."""
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.CHUNK, 16])  # [values, chunk]
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.KEYS, 16])  # [values, keys]
-    OPERAND: gl.constexpr = solved.written.dtype.element_ty
+    OPERAND: gl.constexpr = solved.weights.dtype.element_ty
+    # Queries are multiplied while the operand of the inverse is computed. With two consumers they are beside the next
+    # operand: otherwise ptxas 12.8 makes a group of each instruction of the products, and a wait.
+    EARLY: gl.constexpr = solved.inverse is None or TILE.CONSUMERS == 1
     sequence, start, head, first_value = work
     first_value += WHO * TILE.VALUES
     at_v = (first_value + gl.arange(0, TILE.VALUES, layout=gl.SliceLayout(1, STATE))).to(gl.int64)
@@ -296,11 +371,22 @@ def _fold(solved, states, output, tables, work, room, WHO: gl.constexpr, TILE):
     for first in range(start, sequence.length, TILE.CHUNK):
         slot = items % TILE.SLOTS
         next_total = _total_at(solved, sequence, first + TILE.CHUNK, head, TILE)
-        result = warpgroup_mma(before, room.queries.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
         place = room.written.index(slot).slice(WHO * TILE.VALUES, TILE.VALUES, 1)
-        written = place.permute((1, 0)).load(RESULT)
+        queries = room.queries.index(slot).permute((1, 0))
+        if EARLY:
+            result = warpgroup_mma(before, queries, nothing, use_acc=False, is_async=True)
+        if solved.inverse is None:
+            values = place.permute((1, 0)).load(RESULT).to(gl.float32) - answers
+        else:
+            since = room.since.index(slot).load(gl.SliceLayout(0, RESULT))
+            new = place.permute((1, 0)).load(RESULT).to(gl.float32) - answers * since[None, :]
+            finite = gl.convert_layout(_round(new, True, OPERAND), gl.DotOperandLayout(0, RESULT, 2))
+            inverse = room.inverse.index(slot).permute((1, 0))
+            values = warpgroup_mma(finite, inverse, new * 0.0, is_async=True)
+            if not EARLY:
+                result = warpgroup_mma(before, queries, nothing, use_acc=False, is_async=True)
+            values, finite = warpgroup_mma_wait(0 if EARLY else 1, deps=[values, finite])
         until = room.until.index(slot).load(gl.SliceLayout(0, RESULT))
-        values = written.to(gl.float32) - answers
         kept = gl.convert_layout(_round(values * until[None, :], False, OPERAND), gl.DotOperandLayout(0, STATE, 2))
         state = warpgroup_mma(kept, room.keys.index(slot), state * total, is_async=True)
         # NaN is in all later rows of `values`: see `chunks._dot_with_earlier`.
@@ -350,7 +436,7 @@ def _store_zeros(output, work, TILE):
 @no_type_check
 def _fold_kernel(tokens, states, output, tables, solved, TILE):
     """Go through the chunks of a sequence with some values of one head's state."""
-    OPERAND: gl.constexpr = solved.written.dtype.element_ty
+    OPERAND: gl.constexpr = solved.weights.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIERS: gl.constexpr = mbarrier.MBarrierLayout()
@@ -364,10 +450,18 @@ def _fold_kernel(tokens, states, output, tables, solved, TILE):
         if gl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()  # this launch ends no earlier than the one before, though all are idle
         return
+    keys = gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED)
+    if solved.inverse is None:
+        inverse = None
+        answered = gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED)
+    else:
+        inverse = gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.CHUNK], SHARED)
+        answered = keys
     room = Room(
+        keys,
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED),
-        gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED),
-        gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.KEYS], SHARED),
+        answered,
+        inverse,
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.VALUES * TILE.CONSUMERS], SHARED),
         gl.allocate_shared_memory(OPERAND, [SLOTS, TILE.CHUNK, TILE.CHUNK], SHARED),
         gl.allocate_shared_memory(gl.float32, [SLOTS, TILE.CHUNK], LINE),
@@ -375,8 +469,9 @@ def _fold_kernel(tokens, states, output, tables, solved, TILE):
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIERS),
     )
+    LOADERS: gl.constexpr = 128 if solved.inverse is None else 1  # every producer thread, or one for all
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(room.full.index(slot), count=128)  # every producer thread
+        mbarrier.init(room.full.index(slot), count=LOADERS)
         mbarrier.init(room.empty.index(slot), count=128 * TILE.CONSUMERS)  # every consumer thread
     fence_async_shared()
     tl.debug_barrier()

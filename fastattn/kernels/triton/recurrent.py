@@ -125,7 +125,10 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
     """Launch the chunk kernels: one launch for the intra-chunk terms, one that repairs them, and one for the states."""
     query, key, value, log_decay, beta, states, out = tensors
     (num_tokens, num_heads, size), per_channel = value.shape, log_decay.ndim == 3
-    solve = partial(_solved, per_channel=per_channel, delta=delta, chunk=chunk)
+    is_lean = delta and not per_channel  # the first launch takes all to be finite
+    on_hopper = is_lean and chunks_hopper.takes(query, value, _operand(query), chunk)
+    by_inverse = on_hopper and chunks_hopper.INVERSE
+    solve = partial(_solved, per_channel=per_channel, delta=delta, chunk=chunk, by_inverse=by_inverse)
     solved = solve(query, value)
     made = {f"solved.{name}": x for name, x in solved._asdict().items() if not name.isupper()}
     shared = dict(
@@ -138,7 +141,6 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
     of_gates = {"gates.log_decay": log_decay, "gates.beta": beta}
     within_arguments = shared | dict(gates=_gates_of(log_decay, beta, delta))
     places = num_tokens // chunk + 2 * plan.batch.num_seqs  # most chunks: a sequence may begin inside one
-    is_lean = delta and not per_channel  # the first launch takes all to be finite
     early = {"launch_pdl": True} if can_overlap(query.device) else {}
     within = Launch(
         _within_kernel,
@@ -156,7 +158,7 @@ def _launch_chunks(tensors: Tensors, plan: StatePlan, scale: float, delta: bool,
     )
     block_v = min(_values_at_once(plan.batch.num_seqs * num_heads, query, value), _pad(size))
     shared_by_states, out_strides = shared | dict(states=States(states, states.stride())), _fixed(out.stride())
-    if chunks_hopper.takes(query, value, solved, chunk):
+    if on_hopper:
         consumers = chunks_hopper.consumers_of(plan.batch.num_seqs * num_heads, value)
         over_chunks = Launch(
             chunks_hopper._fold_kernel,
@@ -247,20 +249,28 @@ def _gates_of(log_decay: Tensor, beta: Tensor, delta: bool) -> Gates:
     )
 
 
-def _solved(query: Tensor, value: Tensor, *, per_channel: bool, delta: bool, chunk: int) -> Solved:
-    """Allocate the tensors that the first launch leaves for the second.
+def _operand(query: Tensor) -> torch.dtype:
+    """Return the type of what the first launch leaves for the second, and of the operands of their products.
 
     bfloat16 rounds no more here than the products do anyway. float16 might overflow, so its tensors have 32 bits.
     """
+    return torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+
+
+def _solved(
+    query: Tensor, value: Tensor, *, per_channel: bool, delta: bool, chunk: int, by_inverse: bool = False
+) -> Solved:
+    """Allocate the tensors that the first launch leaves for the second."""
     (num_tokens, num_heads, value_size), key_size = value.shape, query.shape[2]
-    operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+    operand = _operand(query)
 
     def empty(size: int, dtype: torch.dtype = operand) -> Tensor:
         return torch.empty(num_tokens, num_heads, size, dtype=dtype, device=value.device)
 
     return Solved(
-        written=empty(_pitch(value_size)),
-        answered=empty(_pitch(key_size)) if delta else None,
+        written=None if by_inverse else empty(_pitch(value_size)),
+        answered=empty(_pitch(key_size)) if delta and not by_inverse else None,
+        inverse=empty(chunk) if by_inverse else None,
         weights=empty(chunk),
         decays=empty(key_size if per_channel else 2, torch.float32),
         queries_since=empty(_pitch(key_size)) if per_channel else None,

@@ -9,7 +9,7 @@ Gain: ten products of 32 rows, on tensor cores in TF32, in place of 31 steps tha
 over chunks has no other loop in it, its loads come ahead in stages. The price is registers: a program has a state,
 keys, queries and several matrices of 32 x 32 at once, and its threads have hardly enough. Chunks of 64 would spill.
 
-Source: Yang et al. 2024 (3.3: the UT transform); fastattn/kernels/triton/chunks.py, `_join_blocks`.
+Source: Yang et al. 2024 (3.3: the UT transform); fastattn/kernels/triton/triangular.py, `_join_blocks`.
 """
 
 import torch

@@ -6,7 +6,7 @@ each, multiplies them as such, by `tl.dot` with three dimensions, and puts them 
 Gain: six of ten products have a quarter of the work: two blocks of 16 x 16 x 16 in place of 32 x 32 x 32. Of a chunk of
 64 they have a sixteenth. In exchange the matrix is rearranged twice, through shared memory.
 
-Source: fastattn/kernels/triton/chunks.py, `invert_triangular`.
+Source: fastattn/kernels/triton/triangular.py, `invert_triangular`.
 """
 
 import torch
@@ -15,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from fastattn.kernels.triton.chunks import invert_triangular
+from fastattn.kernels.triton.triangular import invert_triangular
 from twinattn.course.ladder import check_states
 
 CHUNK = 32  # tokens of a chunk

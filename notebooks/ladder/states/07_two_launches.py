@@ -17,7 +17,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from fastattn.kernels.triton.chunks import invert_triangular
+from fastattn.kernels.triton.triangular import invert_triangular
 from twinattn.course.ladder import check_states
 
 CHUNK = 32  # tokens of a chunk

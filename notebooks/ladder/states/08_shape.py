@@ -18,8 +18,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from fastattn.kernels.triton.chunks import invert_triangular
 from fastattn.kernels.triton.launch import INTERPRETED
+from fastattn.kernels.triton.triangular import invert_triangular
 from twinattn.course.ladder import check_states, programs_at_once
 
 CHUNK = 64  # tokens of a chunk

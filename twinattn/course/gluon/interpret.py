@@ -125,6 +125,8 @@ def _assembly(text: str, constraints: str, args: Sequence[Value], dtype: Kind, i
             found = found.nan_to_num(nan=ends.min, posinf=ends.max, neginf=ends.min)
         in_order = rounding[2] > rounding[3]  # the first operand is the upper half, and so the second element
         return Value(found if in_order else found.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), args[0].layout)
+    if re.search(r"fma\.rn\.(bf16|f16)x2 \$0, \$1, zero, \$2; }$", text):
+        return Value(args[0].data * 0 + args[1].data, args[0].layout)
     if re.fullmatch(r"\{ .* @p nanosleep\.u32 1; mov\.b32 \$0, \$2; mov\.b32 \$1, \$3; \}", text):
         return args[0]
     if re.fullmatch(r"\{ .* vote\.sync\.any\.pred p, p, -1; @!p bra (\w+); (mul\.f32 [^;]*; )+\1: \}", text):
